@@ -1,0 +1,44 @@
+# Two commands set everything up: `make quickstart` (the main job) and `make test`.
+PYTHON ?= python3.11
+SEED ?= 0
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: quickstart test lint types check kill-test schedules vs-trl docs clean
+
+quickstart: $(INSTALLED)
+	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+check: lint types test
+
+kill-test: $(INSTALLED)
+	$(BIN)/python experiments/kill_test/run.py $(ARGS)
+
+schedules: $(INSTALLED)
+	$(BIN)/python experiments/schedules/run.py $(ARGS)
+
+vs-trl: $(INSTALLED)
+	$(BIN)/python experiments/vs_trl/run.py $(ARGS)
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/generate_config.py
+
+# torch first: the constraint names a CPU build where there is one, and a bare `torch` brings gigabytes of CUDA
+$(INSTALLED): pyproject.toml constraints/cpu.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints/cpu.txt torch==2.13.0
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints/cpu.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .cache runs

@@ -1,0 +1,87 @@
+"""Writes docs/config.md from the config models: `python docs/generate_config.py`. A test keeps it up to date."""
+
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from laminar_py.config import RunConfig, Section
+
+HEAD = """# Settings
+
+Generated from `laminar_py/config.py` by `make docs`. A config is a YAML file; any setting can be given on the
+command line as `key.sub=value`. Unknown keys, wrong types and values out of range are refused with one line.
+"""
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section model that a field holds, if it holds one."""
+    for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def type_of(field: FieldInfo, name: str, schema: dict[str, object]) -> str:
+    """The type as YAML users know it, with bounds."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    return describe(properties[name], schema)
+
+
+def describe(entry: dict[str, object], schema: dict[str, object]) -> str:
+    """JSON schema of one value, in a few words."""
+    if "anyOf" in entry:
+        return " or ".join(describe(option, schema) for option in entry["anyOf"])
+    if "$ref" in entry:
+        name = str(entry["$ref"]).rpartition("/")[2]
+        definition = schema["$defs"][name]
+        return " \\| ".join(f"`{value}`" for value in definition.get("enum", [name]))
+    words = {"integer": "integer", "number": "number", "boolean": "true or false", "null": "null", "array": "list"}
+    kind = words.get(str(entry.get("type")), str(entry.get("format", entry.get("type"))))
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {entry[key]:g}" for key, sign in signs.items() if key in entry]
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default as YAML, or that there is none."""
+    if field.default is PydanticUndefined:
+        return "required"
+    value = field.default
+    if isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, tuple):
+        return f"`[{', '.join(str(getattr(item, 'value', item)) for item in value)}]`"
+    return f"`{'null' if value is None else str(getattr(value, 'value', value))}`"
+
+
+def rows(model: type[Section]) -> str:
+    """The table of one section."""
+    schema = model.model_json_schema()
+    lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if section_of(field) is None:
+            meaning = " ".join((field.description or "").split())
+            lines.append(f"| `{name}` | {type_of(field, name, schema)} | {default_of(field)} | {meaning} |")
+    return "\n".join(lines)
+
+
+def document() -> str:
+    """All of docs/config.md."""
+    parts = [HEAD, "## Run\n\n" + rows(RunConfig)]
+    pending = [(name, field) for name, field in RunConfig.model_fields.items()]
+    while pending:
+        name, field = pending.pop(0)
+        section = section_of(field)
+        if section is None:
+            continue
+        doc = " ".join((section.__doc__ or "").split())
+        parts.append(f"## `{name}`\n\n{doc}\n\n{rows(section)}")
+        pending = [(f"{name}.{sub}", inner) for sub, inner in section.model_fields.items()] + pending
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("config.md").write_text(document())

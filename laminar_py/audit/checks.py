@@ -1,0 +1,162 @@
+"""Checks that follow the event log, one law each. Driven by `audit.verify`; each remembers little.
+
+`see` gets every event in order, with the row of its trajectory as it was before; `end` says what is still open.
+"""
+
+from collections import Counter
+from typing import Protocol
+
+from laminar_py.audit.findings import Finding, Law
+from laminar_py.events import (
+    AnyEvent,
+    Consumed,
+    Finished,
+    PartStarted,
+    RolledBack,
+    RunStarted,
+    Stepped,
+    Undone,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.store.rows import TrajectoryRow
+from laminar_py.types import Kind
+
+
+class Check(Protocol):
+    """One law along the log."""
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+        """What is wrong with this event."""
+        ...
+
+    def end(self) -> list[Finding]:
+        """What is wrong with the log as a whole."""
+        ...
+
+
+class StalenessCheck:
+    """Staleness is the learner's version minus the oldest in the trajectory, and within the bound of the run."""
+
+    def __init__(self) -> None:
+        self._bound: int | None = None
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+        """Look at consumption by the learner."""
+        if isinstance(event, RunStarted):
+            self._bound = event.max_staleness
+        if not isinstance(event, Consumed) or row is None or row.oldest_version is None:
+            return []
+        found = []
+        actual = event.version - row.oldest_version
+        if event.staleness != actual:
+            found.append(f"recorded {event.staleness}, but {event.version} - {row.oldest_version} is {actual}")
+        bounded = self._bound is not None and row.kind is Kind.TRAIN
+        if bounded and actual > (self._bound or 0) and event.weight >= 1:
+            found.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
+        return [Finding(Law.STALENESS, event.trajectory_id, message) for message in found]
+
+    def end(self) -> list[Finding]:
+        """Nothing is left open."""
+        return []
+
+
+class DrainCheck:
+    """Where the run promises drain, a finished trajectory has one version."""
+
+    def __init__(self) -> None:
+        self._promised = False
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+        """Look at finished trajectories."""
+        if isinstance(event, RunStarted):
+            self._promised = event.drain
+        if not isinstance(event, Finished) or not self._promised:
+            return []
+        versions = sorted({span.version for span in event.spans})
+        if len(versions) <= 1:
+            return []
+        return [Finding(Law.DRAIN, event.trajectory_id, f"has tokens of the versions {versions}")]
+
+    def end(self) -> list[Finding]:
+        """Nothing is left open."""
+        return []
+
+
+class WeightsCheck:
+    """Versions are published once, loaded as published, used after that, and never go back on a replica."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, str] = {}
+        self._loaded: dict[str, int] = {}  # by part, since it started
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+        """Look at publications, loads, and the versions of responses."""
+        match event:
+            case PartStarted():
+                # a revived replica may first load an old version, to go on with what was drained under it
+                self._loaded.pop(event.part, None)
+            case VersionPublished():
+                return self._published(event)
+            case VersionLoaded():
+                return self._load(event)
+            case Finished():
+                unknown = sorted({span.version for span in event.spans} - self._digests.keys())
+                message = f"has tokens of {unknown}, which were never published"
+                return [Finding(Law.VERSIONS, event.trajectory_id, message)] if unknown else []
+        return []
+
+    def end(self) -> list[Finding]:
+        """Nothing is left open."""
+        return []
+
+    def _published(self, event: VersionPublished) -> list[Finding]:
+        if event.version in self._digests:
+            return [Finding(Law.VERSIONS, f"version {event.version}", "was published twice")]
+        self._digests[event.version] = event.digest
+        return []
+
+    def _load(self, event: VersionLoaded) -> list[Finding]:
+        part, found = f"replica-{event.replica}", []
+        published = self._digests.get(event.version)
+        if published is None:
+            found.append(Finding(Law.WEIGHTS, part, f"loaded version {event.version}, which was never published"))
+        elif published != event.digest:
+            message = f"loaded version {event.version} as {event.digest}, published was {published}"
+            found.append(Finding(Law.WEIGHTS, part, message))
+        before = self._loaded.get(part)
+        if before is not None and event.version < before:
+            found.append(Finding(Law.VERSIONS, part, f"went back from version {before} to {event.version}"))
+        self._loaded[part] = event.version
+        return found
+
+
+class StepCheck:
+    """A learner step consumed as many trajectories as it says; after a rollback the step counts anew."""
+
+    def __init__(self) -> None:
+        self._consumed: Counter[int] = Counter()
+        self._said: dict[int, int] = {}
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+        """Count."""
+        match event:
+            case Stepped():
+                self._said[event.step] = event.num_trajectories
+            case Consumed() if row is not None and row.kind is Kind.TRAIN:
+                self._consumed[event.step] += 1
+            case Undone():
+                self._consumed[event.step] -= 1
+            case RolledBack():
+                self._said = {step: count for step, count in self._said.items() if step <= event.step}
+        return []
+
+    def end(self) -> list[Finding]:
+        """Steps whose counts differ."""
+        found = []
+        for step in sorted(self._said.keys() | self._consumed.keys()):
+            said, consumed = self._said.get(step, 0), self._consumed[step]
+            if said != consumed:
+                message = f"says it used {said} trajectories, {consumed} were consumed by it"
+                found.append(Finding(Law.CONSUMPTION, f"step {step}", message))
+        return found

@@ -1,0 +1,32 @@
+"""What the audit has to say. Owned by `audit.verify`; shown by the command line."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Law(StrEnum):
+    """What a finding speaks against."""
+
+    LOG = "log"  # the event log is whole and unchanged
+    ORDER = "order"  # every event was possible when it happened
+    ROWS = "rows"  # the tables say what the events say
+    ACCOUNTING = "accounting"  # issued = consumed + dropped + live
+    CONSUMPTION = "consumption"  # no trajectory is consumed twice, and each by a step that counts it
+    SPANS = "spans"  # every response token is stored, unchanged, and knows its version
+    DRAIN = "drain"  # one version per trajectory where that is promised
+    STALENESS = "staleness"  # as recorded, and within the bound
+    VERSIONS = "versions"  # numbers are not reused and an engine's do not go back
+    WEIGHTS = "weights"  # what was loaded is what was published
+    DROPS = "drops"  # every drop has a reason
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One breach, e.g. `Finding(Law.LOG, "event 17", "was changed")`."""
+
+    law: Law
+    subject: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.subject}: {self.message}"

@@ -1,0 +1,122 @@
+"""Proves the laws on a ledger, of a run that ended, was killed, or goes on. Called by `laminar audit verify`.
+
+It reads one state of the file from beginning to end and trusts no table: every row is derived again from the
+hash-chained events, every response from its pieces.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from itertools import chain, groupby
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.audit.checks import Check, DrainCheck, StalenessCheck, StepCheck, WeightsCheck
+from laminar_py.audit.findings import Finding, Law
+from laminar_py.audit.replay import Replay
+from laminar_py.events import AnyEvent
+from laminar_py.store.archive import archived_pieces
+from laminar_py.store.database import ledger_path, reading
+from laminar_py.store.digests import CHAIN_START, event_hash, prompt_digest, response_digest
+from laminar_py.store.payload import Piece, join, stored_pieces
+from laminar_py.store.rows import decode_event, decode_spans, merge_spans
+
+
+def verify(run: Path) -> list[Finding]:
+    """Every breach of a law in the ledger of `run`; none if all is well. Raises `ValueError` on a bad file."""
+    with reading(run) as connection:
+        found = [*_check_file(connection), *_check_events(connection), *_check_prompts(connection)]
+        return found + list(_check_payloads(ledger_path(run).parent, connection))
+
+
+def _check_file(connection: sqlite3.Connection) -> Iterator[Finding]:
+    for (message,) in connection.execute("PRAGMA quick_check(10)"):
+        if message != "ok":
+            yield Finding(Law.LOG, "file", message)
+
+
+def _check_events(connection: sqlite3.Connection) -> Iterator[Finding]:
+    replay = Replay(connection)
+    checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), StepCheck()]
+    for entry in _read_log(connection):
+        if isinstance(entry, Finding):
+            yield entry
+            continue
+        seq, event = entry
+        row = replay.row_before(event)
+        for check in checks:
+            yield from check.see(event, row)
+        yield from replay.see(seq, event)
+    for check in checks:
+        yield from check.end()
+    yield from replay.end()
+
+
+def _read_log(connection: sqlite3.Connection) -> Iterator[tuple[int, AnyEvent] | Finding]:
+    """Events with their numbers, and what is wrong with the chain where it is wrong."""
+    last, previous = 0, CHAIN_START
+    cursor = connection.execute(
+        # as bytes: a changed byte need not be valid text
+        "SELECT seq, wall, mono, host, kind, subject, CAST(body AS BLOB), hash FROM event ORDER BY seq"
+    )
+    for seq, wall, mono, host, kind, subject, body, stored in cursor:
+        if seq != last + 1:
+            yield Finding(Law.LOG, f"event {last + 1}", f"is missing; the next one is {seq}")
+        elif event_hash(previous, seq, wall, mono, host, kind, subject, body) != stored:
+            yield Finding(Law.LOG, f"event {seq}", f"({kind} {subject}) was changed or put in")
+        last, previous = seq, stored
+        try:
+            event = decode_event(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            yield Finding(Law.LOG, f"event {seq}", f"({kind} {subject}) cannot be read: {error}")
+        else:
+            yield seq, event
+    head = connection.execute("SELECT seq, hash FROM head").fetchone()
+    if head != (last, previous):
+        yield Finding(Law.LOG, "end", f"the log ends with event {last}, written were {head[0]}")
+
+
+def _check_prompts(connection: sqlite3.Connection) -> Iterator[Finding]:
+    for id, ids, text, answer, digest in connection.execute("SELECT id, ids, text, answer, digest FROM prompt"):
+        if prompt_digest(id, text, ids, answer) != digest:
+            yield Finding(Law.ROWS, f"prompt {id}", "was changed")
+    missing = connection.execute(
+        "SELECT id, prompt_id FROM trajectory WHERE prompt_id NOT IN (SELECT id FROM prompt)"
+    )
+    for id, prompt_id in missing:
+        yield Finding(Law.ROWS, id, f"its prompt {prompt_id} is not stored")
+
+
+def _check_payloads(run: Path, connection: sqlite3.Connection) -> Iterator[Finding]:
+    highest = connection.execute("SELECT coalesce(max(number), 0) FROM trajectory").fetchone()[0]
+    seen = bytearray(highest + 1)
+    for number, pieces in groupby(
+        chain(stored_pieces(connection), archived_pieces(run)), key=lambda piece: piece.trajectory
+    ):
+        row = connection.execute(
+            "SELECT id, length, spans, digest FROM trajectory WHERE number = ?", (number,)
+        ).fetchone()
+        if row is not None:
+            seen[number] = 1
+            yield from (Finding(Law.SPANS, row[0], message) for message in _check_payload(list(pieces), *row[1:]))
+    for number, id, length in connection.execute("SELECT number, id, length FROM trajectory WHERE length > 0"):
+        if not seen[number]:
+            yield Finding(Law.SPANS, id, f"none of its {length} tokens is stored")
+
+
+def _check_payload(pieces: list[Piece], length: int, spans: str | None, digest: str | None) -> Iterator[str]:
+    for piece in pieces:
+        if not piece.is_intact:
+            yield f"the piece from token {piece.start} on was changed"
+    try:
+        payload = join(pieces)
+        promised = payload.spans if spans is None else merge_spans(decode_spans(spans))
+    except (ValueError, msgspec.DecodeError) as error:
+        yield str(error)
+        return
+    if len(payload.ids) != length:
+        yield f"{len(payload.ids)} of its {length} tokens are stored"
+    if payload.spans != promised:
+        yield f"its tokens were stored with {payload.spans}, it finished with {promised}"
+    if digest is not None and response_digest(payload.ids, payload.logprobs) != digest:
+        yield "its stored tokens are not those it finished with"

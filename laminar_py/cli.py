@@ -1,0 +1,197 @@
+"""The command line. Owns arguments, exit codes and what is printed; all work is done elsewhere.
+
+Exit codes: 0 done, 1 a law is broken or the run failed, 2 bad input (one line on standard error), 130 stopped by
+Ctrl-C with a checkpoint to go on from.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from laminar_py.config import load_config
+from laminar_py.types import DropReason, Kind, Status
+
+if TYPE_CHECKING:
+    from laminar_py.runtime.summary import Summary
+
+app = typer.Typer(
+    name="laminar",
+    help="Trajectory-level asynchronous RL post-training of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+audit = typer.Typer(
+    no_args_is_help=True, help="Prove from the ledger what a run did. Works while it goes on, too."
+)
+app.add_typer(audit, name="audit")
+console = Console()
+
+
+@app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. learner.lr=1e-3")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this name")] = False,
+) -> None:
+    """Train a model; everything the run leaves is in runs/<name>-<n>/."""
+    from laminar_py.runtime.launch import RunInterruptedError, launch
+    from laminar_py.runtime.run_folder import newest_run
+
+    changes = overrides or []
+    settings = load_config(config, changes)
+    run = newest_run(settings) if resume else None
+    if run is not None:
+        settings = load_config(run.config, changes)
+    try:
+        summary = launch(settings, resume=run, console=console)
+    except RunInterruptedError as stop:
+        again = " ".join(["laminar train", str(config), *changes, "--resume"])
+        console.print(f"{stop}; go on with: {again}", soft_wrap=True, highlight=False)
+        raise typer.Exit(130) from None
+    _print_summary(summary)
+
+
+@app.command(epilog="Example: laminar doctor")
+def doctor() -> None:
+    """Say what this machine can run, and what to install for the rest."""
+    from laminar_py.runtime.doctor import examine
+
+    table = Table("what", "here", "remedy")
+    for finding in examine():
+        style = None if finding.good else "yellow"
+        table.add_row(finding.subject, finding.state, finding.remedy, style=style)
+    console.print(table)
+
+
+@audit.callback(invoke_without_command=True)
+def audit_run(
+    context: typer.Context, run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]
+) -> None:
+    """Without a command: the accounting and the staleness histogram."""
+    context.obj = run
+    if context.invoked_subcommand is None:
+        _print_accounting(run)
+
+
+@audit.command(epilog="Example: laminar audit runs/quickstart-1 verify")
+def verify(context: typer.Context) -> None:
+    """Check every law against the ledger; exit code 1 if one is broken."""
+    from laminar_py.audit.verify import verify as check_laws
+
+    _print_accounting(context.obj)
+    findings = check_laws(context.obj)
+    for finding in findings:
+        console.print(str(finding), style="red", highlight=False, soft_wrap=True)
+    if findings:
+        console.print(f"{len(findings)} findings: a law is broken")
+        raise typer.Exit(1)
+    console.print("every law holds")
+
+
+@audit.command(epilog="Example: laminar audit runs/quickstart-1 show g17.3")
+def show(context: typer.Context, trajectory: Annotated[str, typer.Argument(help="Its id, e.g. g17.3")]) -> None:
+    """Tell one trajectory's whole story."""
+    from laminar_py.audit.queries import story
+
+    told = story(context.obj, trajectory)
+    row = told.row
+    console.print(f"{row.id} of prompt {row.prompt_id} ({told.prompt!r}, answer {told.answer!r})", highlight=False)
+    spans = ", ".join(f"version {span.version}: tokens {span.start} to {span.end}" for span in told.response.spans)
+    console.print(f"{row.status}, {row.length} response tokens; {spans or 'none yet'}", highlight=False)
+    for entry in told.events:
+        fields = msgspec.to_builtins(entry.event)
+        name = fields.pop("event")
+        fields.pop("trajectory_id")
+        details = "  ".join(f"{key} {value}" for key, value in fields.items() if value not in (None, ""))
+        console.print(f"  {entry.since_s:9.3f} s  {name:<12} {details}", highlight=False, soft_wrap=True)
+
+
+@audit.command("list", epilog="Example: laminar audit runs/quickstart-1 list --staleness '>3' --status consumed")
+def list_trajectories(
+    context: typer.Context,
+    status: Annotated[Status | None, typer.Option(help="Where they are")] = None,
+    reason: Annotated[DropReason | None, typer.Option(help="Why they were dropped")] = None,
+    staleness: Annotated[str | None, typer.Option(help="A comparison, e.g. '>3'")] = None,
+    kind: Annotated[Kind | None, typer.Option(help="What they are for")] = None,
+    group: Annotated[str | None, typer.Option(help="Their group, e.g. g17")] = None,
+) -> None:
+    """List trajectories, one line each."""
+    from laminar_py.audit.queries import Filters, listing
+
+    wanted = Filters(status=status, reason=reason, staleness=staleness, kind=kind, group=group)
+    for row in listing(context.obj, wanted):
+        fate = f"step {row.step}" if row.step is not None else str(row.drop_reason or "")
+        versions = "-" if row.oldest_version is None else f"{row.oldest_version}..{row.newest_version}"
+        line = f"{row.id:<12} {row.status:<11} versions {versions:<9} tokens {row.length:<5} reward {row.reward}"
+        console.print(f"{line}  staleness {row.staleness}  {fate}", highlight=False, soft_wrap=True)
+
+
+def _print_accounting(run: Path) -> None:
+    from laminar_py.audit.queries import accounting, staleness_histogram
+
+    found = accounting(run)
+    table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")
+    for name, account in (("train", found.train), ("eval", found.eval)):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(account.dropped.items()))
+        dropped = sum(account.dropped.values())
+        table.add_row(name, *map(str, (account.issued, account.consumed, dropped, account.live)), reasons)
+    console.print(table)
+    histogram = staleness_histogram(run)
+    most = max(histogram.values(), default=1)
+    for staleness, count in histogram.items():
+        console.print(f"staleness {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}", highlight=False)
+
+
+def _print_summary(summary: "Summary") -> None:
+    lengths, counts = summary.response_length, summary.trajectories
+    drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
+    rows = [
+        ("held-out accuracy", f"{_share(summary.accuracy_start)} -> {_share(summary.accuracy_end)}"),
+        ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s"),
+        ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
+        ("tokens", f"{summary.tokens.generated:,} generated, {summary.tokens.trained:,} trained"),
+        ("trained", f"{summary.trained_tokens_per_s:,.0f} tokens/s"),
+        (
+            "trajectories",
+            f"{counts.issued} issued = {counts.consumed} consumed + {counts.dropped} dropped + {counts.live} live",
+        ),
+        ("dropped", drops or "none"),
+        ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
+        ("versions alive", f"{summary.versions_alive_max} at most"),
+        (
+            "learner",
+            f"waited {summary.learner_waiting_share:.0%}; {summary.overlap_share:.0%} of its work overlapped"
+            " generation",
+        ),
+        ("memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB at the peak, all processes"),
+        ("restarts", ", ".join(f"{part} {count}" for part, count in summary.restarts.items()) or "none"),
+    ]
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    console.print(f"{summary.run}/summary.json has all of it; laminar audit {summary.run} verify proves it")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def main() -> None:
+    """Entry point: faults of input become one line and exit code 2, a failed run one line and 1."""
+    from laminar_py.runtime.supervisor import RunFailedError
+
+    try:
+        app()
+    except ValueError as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except RunFailedError as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

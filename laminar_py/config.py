@@ -1,0 +1,441 @@
+"""Every setting of a run, checked before anything starts. Owns defaults, bounds and their explanation.
+
+`docs/config.md` is generated from the docstring under each field. Functions elsewhere take the values they
+use, never the whole config. Paths in a config file are relative to the working directory.
+"""
+
+import json
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names the field, the value and the remedy, in one line."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, no silent casts of strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Schedule(StrEnum):
+    """When prompts are admitted, relative to learner steps."""
+
+    ASYNC = "async"
+    ONE_STEP = "one_step"
+    SYNC = "sync"
+
+
+class OnNewWeights(StrEnum):
+    """What a replica does when newer weights exist."""
+
+    DRAIN = "drain"
+    RESUME = "resume"
+
+
+class StalePolicy(StrEnum):
+    """What enforces `max_staleness`."""
+
+    WAIT = "wait"
+    DROP = "drop"
+    REWEIGHT = "reweight"
+
+
+class WithoutSignal(StrEnum):
+    """What happens to a group whose rewards are all equal."""
+
+    TRAIN = "train"
+    SKIP = "skip"
+    REFILL = "refill"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"
+
+
+class TopologyKind(StrEnum):
+    """Shape of the relay tree."""
+
+    STAR = "star"
+    CHAIN = "chain"
+    KARY = "kary"
+
+
+class ModelConfig(Section):
+    """The model that is trained: a Hugging Face folder."""
+
+    path: Path
+    """Folder with `config.json`, `tokenizer.json` and, unless `from_scratch`, safetensors."""
+    from_scratch: bool = False
+    """Initialise the weights from `seed` instead of loading them; the folder needs no safetensors then."""
+
+
+class WarmStartConfig(Section):
+    """A short supervised phase before RL; its result is cached by the hash of all that it depends on."""
+
+    data: Path
+    """JSONL with `prompt` and `response` in each line."""
+    steps: Count = 500
+    """Optimizer steps."""
+    tokens_per_step: Count = 1024
+    """Tokens of prompts and responses in one step, at most."""
+    lr: Annotated[float, Field(gt=0)] = 4e-3
+    """Peak learning rate: linear warm-up over 20 steps, linear decay over the last 40 %."""
+    cache: Path = Path(".cache/warm_start")
+    """Folder that keeps finished warm starts."""
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: Path
+    """JSONL with `prompt` and `answer` in each line; each epoch is shuffled anew from `seed`."""
+    heldout: Path | None = None
+    """JSONL of the same form for evaluation; none of its prompts may occur in `train`."""
+    prepare: Path | None = None
+    """Python script that makes the files of this run where they are missing; runs before anything else."""
+
+
+class SamplingConfig(Section):
+    """How responses are drawn in training; evaluation is greedy with the same caps."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep the k most probable tokens; 0 keeps all. Training refuses a cut vocabulary."""
+    top_p: Share = 1.0
+    """Keep the smallest set of tokens with this probability; 1 keeps all. Training refuses a cut vocabulary."""
+    max_new_tokens: Count = 1024
+    """Cap on response tokens of a trajectory; a response that reaches it is cut, with an event."""
+
+
+class RolloutConfig(Section):
+    """The replicas and what they generate."""
+
+    replicas: Count = 2
+    """Inference engines, each in a process of its own."""
+    max_batch: Count = 64
+    """Trajectories one engine decodes at a time."""
+    max_len: Count = 2048
+    """Tokens of prompt and response that one trajectory may have in an engine."""
+    kv_capacity: Count | None = None
+    """KV cache of one engine, in tokens; default `max_batch * max_len`. A full cache retracts the youngest."""
+    batch_per_replica: Count = 128
+    """Trajectories a draining replica admits under one version before it takes newer weights."""
+    on_new_weights: OnNewWeights = OnNewWeights.DRAIN
+    """`drain`: finish what was admitted, then load, so a trajectory has one version. `resume`: abort, load,
+    continue from the partial response; spans record the mix."""
+    prompts_per_step: Count = 32
+    """Groups in a learner step."""
+    group_size: Count = 8
+    """Samples of one prompt (K)."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn."""
+    max_seconds: Seconds | None = None
+    """Cap on generation time of a trajectory, in seconds; it is cut there, with an event."""
+    without_signal: WithoutSignal = WithoutSignal.SKIP
+    """Groups whose rewards are all equal: `train` on them, `skip` them (the step is smaller), or `refill` until
+    the step has enough with signal (dynamic sampling)."""
+    group_deadline_s: Seconds | None = None
+    """Close a group this many seconds after its first member finished; stragglers are dropped with an event."""
+    min_group_survivors: Annotated[int, Field(ge=2)] = 2
+    """Members a group needs to be trained on; with fewer it is dropped with an event."""
+    partial_interval_s: Seconds = 1.0
+    """Seconds between two reports of a running trajectory's new tokens: what a crash may cost at most."""
+
+
+class StalenessConfig(Section):
+    """How old a trajectory may be when the learner consumes it, in weight versions."""
+
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Bound; None leaves staleness inherent (whatever generation time makes it)."""
+    policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.DROP)
+    """`wait` holds admission so that the bound is rarely met; what exceeds it when it is consumed is dropped
+    (`drop`) or has its loss scaled by `(max_staleness + 1) / (staleness + 1)` (`reweight`)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if {StalePolicy.DROP, StalePolicy.REWEIGHT} <= set(self.policies):
+            raise ValueError("policies has both drop and reweight; keep one of them")
+        if self.max_staleness is not None and not self.policies:
+            raise ValueError("policies is empty although max_staleness is set; name wait, drop or reweight")
+        return self
+
+
+class BufferConfig(Section):
+    """Trajectories between generation and learner."""
+
+    capacity: Count | None = None
+    """Live trajectories (running, being scored, ready, in the learner) above which no prompt is admitted;
+    default 4 learner steps and one batch for each replica."""
+
+
+class RewardConfig(Section):
+    """The scoring stage."""
+
+    function: str = "exact"
+    """A registered reward, or `path/to/file.py:function` of your own."""
+    pattern: str = r"(.+)"
+    """For `exact`: regular expression whose first group is the answer in the response."""
+    workers: Count = 1
+    """Scoring processes."""
+    timeout_s: Seconds = 10.0
+    """Longest time for one trajectory; above it is dropped as `reward_timeout`."""
+
+
+class PackerConfig(Section):
+    """How finished trajectories become microbatches."""
+
+    max_tokens: Count = 8192
+    """Tokens of one microbatch, at most."""
+
+
+class LearnerConfig(Section):
+    """Optimisation."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Learning rate of AdamW."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's weight decay."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm."""
+    clip_low: Share = 0.2
+    """Ratios below 1 - clip_low are clipped."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Ratios above 1 + clip_high are clipped."""
+    importance_cap: Annotated[float, Field(gt=1)] = 2.0
+    """Truncated importance sampling: the ratio's weight on the loss is cut here."""
+    aggregation: Aggregation = Aggregation.SEQUENCE_MEAN
+    """`sequence_mean`: mean over the tokens of each response, then over responses. `token_mean`: over tokens."""
+    world_size: Count = 1
+    """Data-parallel ranks (FSDP2), each in a process of its own."""
+    publish_every: Count = 1
+    """Learner steps between two weight versions."""
+    checkpoint_every: Count = 20
+    """Learner steps between two checkpoints."""
+    keep_checkpoints: Count = 2
+    """Checkpoints kept on disk."""
+
+
+class RelayConfig(Section):
+    """The relay tree that carries weights from the learner to the replicas."""
+
+    topology: TopologyKind = TopologyKind.KARY
+    """Shape of the tree below the root."""
+    fanout: Count = 2
+    """Children of a node in a `kary` tree."""
+    nodes: Count = 3
+    """Relay processes, the root included; replicas attach to them in turn, leaves first."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = 4 * 2**20
+    """Size of a chunk on the wire."""
+    keep_versions: Count = 2
+    """Complete versions a node keeps; one that a replica holds is kept longer."""
+    shm: Path = Path("/dev/shm")
+    """Shared memory that holds version folders."""
+    host: str = "127.0.0.1"
+    """Interface the relays listen on; every socket is CURVE-authenticated."""
+    base_port: Annotated[int, Field(ge=1024, le=65000)] | None = None
+    """First port of the tree, one per node; default: free ports chosen at start."""
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on the held-out prompts."""
+
+    every_steps: Count | None = None
+    """Learner steps between two evaluations of RL; None: only before and after."""
+    at_seconds: tuple[Seconds, ...] = ()
+    """Seconds of RL after which the weights of that moment are evaluated too, in ascending order."""
+    deferred: bool = False
+    """Keep the weights in shared memory and evaluate when RL is over, off its clock, instead of meanwhile."""
+
+
+class SupervisorConfig(Section):
+    """Detection and revival of dead parts."""
+
+    heartbeat_timeout_s: Seconds = 30.0
+    """A part that has not answered for so long is killed and started anew."""
+    max_restarts: Count = 20
+    """Restarts of one part after which the run gives up."""
+
+
+class RunConfig(Section):
+    """A run of `laminar train`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Runs go to `runs/<name>-<n>`."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seeds prompt order, sampling and initialisation."""
+    steps: Count
+    """Learner steps of the RL phase."""
+    max_rl_seconds: Seconds | None = None
+    """End the RL phase after this many seconds, if `steps` are not done before."""
+    schedule: Schedule = Schedule.ASYNC
+    """`async`: no barrier anywhere. `one_step`: a batch is generated while the one before trains. `sync`:
+    generation and training take turns."""
+    runs: Path = Path("runs")
+    """Folder of all runs."""
+    model: ModelConfig
+    """The model."""
+    warm_start: WarmStartConfig | None = None
+    """Supervised phase before RL, or none."""
+    data: DataConfig
+    """Prompts."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Replicas and generation."""
+    staleness: StalenessConfig = StalenessConfig()
+    """Bound on the age of data."""
+    buffer: BufferConfig = BufferConfig()
+    """Depth between generation and learner."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring."""
+    packer: PackerConfig = PackerConfig()
+    """Microbatches."""
+    learner: LearnerConfig = LearnerConfig()
+    """Optimisation."""
+    relay: RelayConfig = RelayConfig()
+    """Weight distribution."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    supervisor: SupervisorConfig = SupervisorConfig()
+    """Revival of dead parts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rollout, sampling = self.rollout, self.rollout.sampling
+        if sampling.top_k or sampling.top_p < 1:
+            raise ValueError(
+                f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} cut the vocabulary, which the"
+                " learner cannot replay yet; set top_k to 0 and top_p to 1"
+            )
+        if sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0"
+            )
+        if rollout.group_size < 2:
+            raise ValueError("rollout.group_size=1 has no advantage within the group; set at least 2")
+        if rollout.min_group_survivors > rollout.group_size:
+            raise ValueError(
+                f"rollout.min_group_survivors={rollout.min_group_survivors} exceeds"
+                f" rollout.group_size={rollout.group_size}; lower it"
+            )
+        if sampling.max_new_tokens >= rollout.max_len:
+            raise ValueError(
+                f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in"
+                f" rollout.max_len={rollout.max_len}; raise max_len or lower max_new_tokens"
+            )
+        if rollout.max_len > self.packer.max_tokens:
+            raise ValueError(
+                f"packer.max_tokens={self.packer.max_tokens} is below rollout.max_len={rollout.max_len}, so a"
+                " long trajectory fits no microbatch; raise packer.max_tokens"
+            )
+        if self.kv_capacity < rollout.max_len:
+            raise ValueError(
+                f"rollout.kv_capacity={self.kv_capacity} cannot hold one trajectory of"
+                f" rollout.max_len={rollout.max_len}; raise it"
+            )
+        if self.capacity < self.trajectories_per_step:
+            raise ValueError(
+                f"buffer.capacity={self.capacity} is below one learner step of {self.trajectories_per_step}"
+                " trajectories (rollout.prompts_per_step * rollout.group_size); raise it"
+            )
+        return self
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """B * K."""
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens of KV cache in one engine."""
+        return self.rollout.kv_capacity or self.rollout.max_batch * self.rollout.max_len
+
+    @property
+    def capacity(self) -> int:
+        """Live trajectories at most."""
+        in_flight = self.rollout.replicas * self.rollout.batch_per_replica
+        return self.buffer.capacity or 4 * self.trajectories_per_step + in_flight
+
+
+def load_config(path: Path, overrides: list[str]) -> RunConfig:
+    """The config in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
+    try:
+        tree = _read_yaml(path.read_text())
+    except yaml.YAMLError as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"config={path}: not YAML ({line}); mend the file") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
+    for override in overrides:
+        _apply(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: object) -> RunConfig:
+    """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
+    try:
+        return RunConfig.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML that `load_config` reads back to the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `1e-3` for a string; this loader reads it as the number it is."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(text: str) -> object:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _apply(tree: dict[str, object], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override={override}: not of the form key=value; write for example steps=10")
+    node: dict[str, object] = tree
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override={override}: {parent} is a value, not a section; check the key")
+        node = child
+    node[leaf] = _read_yaml(value)
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "config"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"{field}={first['input']!r}: unknown key; docs/config.md lists all of them"
+    if first["type"] == "missing":
+        return f"{field}: missing; add it, docs/config.md says what it means"
+    if first["type"] == "value_error" and field == "config":
+        return message
+    return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; docs/config.md has its bounds"

@@ -1,0 +1,106 @@
+"""All live trajectories and groups of a run. Shared by the parts of `control`; changes nothing on its own.
+
+Invariant: a trajectory is in `live` from its issue until it is consumed or dropped, and each of these is recorded
+in the same call; a group is in `groups` until its step is committed or nothing of it is left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import msgspec
+
+from laminar_py.codec import FloatArray, IntArray
+from laminar_py.config import WithoutSignal
+from laminar_py.control.groups import Group
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.events import AnyEvent
+from laminar_py.types import DropReason, Kind, Prompt, SamplingParams, Span
+
+
+class Recorder(Protocol):
+    """Where events and response pieces go: the ledger."""
+
+    def append(self, event: AnyEvent) -> None:
+        """Record what happened."""
+        ...
+
+    def store_prompt(self, prompt: Prompt) -> None:
+        """Keep a prompt's text and ids, once."""
+        ...
+
+    def store_segment(
+        self, trajectory_id: str, start: int, spans: tuple[Span, ...], ids: IntArray, logprobs: FloatArray
+    ) -> None:
+        """Keep response tokens [start, start + n)."""
+        ...
+
+    def store_token_rewards(self, trajectory_id: str, rewards: FloatArray) -> None:
+        """Keep the scores of a finished response's tokens, [L]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSettings:
+    """The settings that a trajectory's way depends on; meanings as in `config.RolloutConfig`."""
+
+    seed: int
+    group_size: int
+    sampling: SamplingParams
+    without_signal: WithoutSignal
+    one_version: bool  # drain: a trajectory continues only under its own version
+    group_deadline_s: float | None = None
+    min_group_survivors: int = 2
+    max_seconds: float | None = None
+
+
+class Book:
+    """What is live, and the recorder of its changes."""
+
+    def __init__(self, settings: FlowSettings, recorder: Recorder) -> None:
+        self.settings = settings
+        self.recorder = recorder
+        self.live: dict[str, Lifecycle] = {}
+        self.groups: dict[str, Group] = {}  # of training
+
+    def record(self, event: AnyEvent) -> None:
+        """Append an event."""
+        self.recorder.append(event)
+
+    def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> Lifecycle:
+        """A new trajectory, QUEUED."""
+        lifecycle = Lifecycle(id, group_id, sample_index, prompt, kind, self.sampling(id, kind))
+        self.live[id] = lifecycle
+        self.record(lifecycle.issued())
+        return lifecycle
+
+    def issue_member(self, group: Group) -> Lifecycle:
+        """The next sample of a group, e.g. "g3.8" in place of a lost one of 8."""
+        index = group.next_sample
+        group.next_sample += 1
+        lifecycle = self.issue(f"{group.id}.{index}", group.id, index, group.prompt, Kind.TRAIN)
+        group.members[lifecycle.id] = lifecycle
+        return lifecycle
+
+    def drop(self, members: Sequence[Lifecycle], reason: DropReason, detail: str = "") -> None:
+        """They will never be trained on."""
+        for member in members:
+            self.record(member.drop(reason, detail))
+            del self.live[member.id]
+
+    def sampling(self, id: str, kind: Kind) -> SamplingParams:
+        """The run's, with a seed of its own; an evaluation is greedy."""
+        sampling = msgspec.structs.replace(self.settings.sampling, seed=trajectory_seed(self.settings.seed, id))
+        return msgspec.structs.replace(sampling, temperature=0.0) if kind is Kind.EVAL else sampling
+
+    def versions_alive(self) -> int:
+        """Distinct weight versions among live training trajectories."""
+        training = (lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN)
+        return len({span.version for lifecycle in training for span in lifecycle.spans})
+
+
+def trajectory_seed(seed: int, trajectory_id: str) -> int:
+    """A 63-bit sampling seed that depends on the run's seed and the trajectory alone."""
+    digest = blake2b(f"{seed}/{trajectory_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,90 @@
+"""Chooses replica and moment for each trajectory. Pure: no clock, no socket; called by `control.flow`.
+
+Invariant: a replica is never given more than it said it admits; a trajectory pinned to a version goes only to a
+replica that serves it, or that is idle and can load it, since an engine's versions never go back; and a group's
+new samples go to one replica, which prefills their prompt once.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """What the controller knows of one replica: its last report, less what was sent since."""
+
+    index: int
+    version: int = -1
+    admissible: int = 0
+    in_flight: set[str] = field(default_factory=set)
+    sent: int = 0  # assignments in its life
+    loading: int | None = None  # version that pinned work made it load, until it reports it
+
+    @property
+    def idle(self) -> bool:
+        """Serves some version and has nothing to do."""
+        return not self.in_flight and self.version >= 0
+
+    @property
+    def serving(self) -> int:
+        """The version its next assignment runs under."""
+        return self.version if self.loading is None else self.loading
+
+
+class Dispatcher:
+    """Views of all replicas and the choice among them."""
+
+    def __init__(self, replicas: int) -> None:
+        self.views = {index: ReplicaView(index) for index in range(replicas)}
+
+    def reported(self, replica: int, *, version: int, admissible: int, received: int) -> None:
+        """Take over a replica's own word on its state; what is still on its way to it counts as taken."""
+        view = self.views[replica]
+        view.version, view.admissible = version, admissible - (view.sent - received)
+        if view.loading == version or not view.in_flight:
+            view.loading = None
+
+    def lost(self, replica: int) -> set[str]:
+        """Forget a dead replica; the trajectories it had."""
+        orphans = self.views[replica].in_flight
+        self.views[replica] = ReplicaView(replica)
+        return orphans
+
+    def send(self, replica: int, trajectory_id: str, *, pin: int | None = None) -> None:
+        """Note what is handed over; `pin` is the only version it may run under."""
+        view = self.views[replica]
+        view.in_flight.add(trajectory_id)
+        view.sent += 1
+        view.admissible -= 1
+        if pin is not None and pin != view.serving:
+            view.loading = pin
+
+    def returned(self, replica: int, trajectory_id: str) -> None:
+        """It finished, was interrupted or dropped there."""
+        self.views[replica].in_flight.discard(trajectory_id)
+
+    def for_pinned(self, version: int) -> ReplicaView | None:
+        """A replica that can continue work of `version`: one that serves it, else an idle one that is older."""
+        serving = [view for view in self.views.values() if view.version >= 0 and view.serving == version]
+        idle = [view for view in self.views.values() if view.idle and view.version < version]
+        return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
+
+    def outrun(self, version: int) -> bool:
+        """Whether no replica will ever serve `version` again: all are beyond it, and none is starting."""
+        return all(min(view.version, view.serving) > version for view in self.views.values())
+
+    def num_starting(self) -> int:
+        """Replicas that have not reported since they (re)started and were given nothing."""
+        return sum(view.version < 0 and not view.in_flight for view in self.views.values())
+
+    def for_group(self, size: int, *, at_least: int | None = None) -> ReplicaView | None:
+        """The least loaded replica that admits `size` more, at version `at_least` or newer."""
+        fitting = [
+            view
+            for view in self.views.values()
+            if view.admissible >= size and view.loading is None and (at_least is None or view.version >= at_least)
+        ]
+        return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)
+
+    def idle(self) -> list[ReplicaView]:
+        """Replicas with nothing to do: an evaluation starts on them."""
+        return [view for view in self.views.values() if view.idle]

@@ -1,0 +1,109 @@
+"""Greedy passes over held-out prompts, each under one version. Owned by `control.flow`.
+
+Evaluations travel like training trajectories, as a kind of their own: they are accounted for apart, have no group
+and end as consumed by no step.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from laminar_py.control.book import Book
+from laminar_py.control.dispatcher import ReplicaView
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.types import DropReason, Kind, Prompt, Status
+
+NO_STEP = -1
+
+
+class EvaluationLostError(Exception):
+    """The version under evaluation is on no relay any more."""
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Its prompts, its version once known, and the rewards so far."""
+
+    id: str
+    prompts: list[Prompt]
+    version: int | None
+    started: bool = False
+    lost: bool = False  # a member's version was lost
+    pending: set[str] = field(default_factory=set)
+    rewards: list[float] = field(default_factory=list)
+    done: "asyncio.Future[Evaluation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def accuracy(self) -> float:
+        """Mean reward over all prompts; a dropped one counts as 0."""
+        return sum(self.rewards) / len(self.prompts)
+
+    def finish(self) -> None:
+        """Give the waiter its result, if it still waits."""
+        if self.done.done():
+            return
+        if self.lost:
+            self.done.set_exception(EvaluationLostError(f"version {self.version}"))
+        else:
+            self.done.set_result(self)
+
+
+class Evaluations:
+    """Those under way; `next_index` numbers them."""
+
+    def __init__(self, book: Book) -> None:
+        self.next_index = 0
+        self._book = book
+        self._by_id: dict[str, Evaluation] = {}
+
+    def request(self, prompts: Sequence[Prompt], version: int | None) -> "asyncio.Future[Evaluation]":
+        """Evaluate `prompts` under `version`; None takes what the first idle replica serves."""
+        evaluation = Evaluation(f"e{self.next_index}", list(prompts), version)
+        self.next_index += 1
+        self._by_id[evaluation.id] = evaluation
+        return evaluation.done
+
+    def start(self, idle: Sequence[ReplicaView]) -> list[Lifecycle]:
+        """New trajectories of evaluations that begin now: their version is known, or a replica is idle."""
+        started: list[Lifecycle] = []
+        for evaluation in self._by_id.values():
+            if not evaluation.started and (idle or evaluation.version is not None):
+                evaluation.started = True
+                if evaluation.version is None:
+                    evaluation.version = idle[0].version
+                started += [self._issue(evaluation, index) for index in range(len(evaluation.prompts))]
+        return started
+
+    def version_of(self, lifecycle: Lifecycle) -> int | None:
+        """The only version it may run under."""
+        return self._by_id[lifecycle.group_id].version
+
+    def settle(self, lifecycle: Lifecycle) -> None:
+        """A member is scored or dropped; the last one completes the evaluation."""
+        evaluation = self._by_id[lifecycle.group_id]
+        evaluation.pending.discard(lifecycle.id)
+        if lifecycle.status is Status.SCORED:
+            evaluation.rewards.append(lifecycle.reward or 0.0)
+            self._book.record(lifecycle.make_ready(0.0))
+            version = lifecycle.spans[-1].version
+            self._book.record(lifecycle.consume(step=NO_STEP, version=version, weight=0.0))
+            del self._book.live[lifecycle.id]
+        if not evaluation.pending:
+            del self._by_id[evaluation.id]
+            evaluation.finish()
+
+    def lose(self, lifecycle: Lifecycle) -> None:
+        """A member's version is lost, and with it the evaluation."""
+        self._by_id[lifecycle.group_id].lost = True
+
+    def abandon(self, lifecycle: Lifecycle) -> None:
+        """Drop a member that an earlier incarnation left behind."""
+        self._book.live[lifecycle.id] = lifecycle
+        self._book.drop([lifecycle], DropReason.RUN_ENDED)
+
+    def _issue(self, evaluation: Evaluation, index: int) -> Lifecycle:
+        prompt = evaluation.prompts[index]
+        self._book.recorder.store_prompt(prompt)
+        lifecycle = self._book.issue(f"{evaluation.id}.{index}", evaluation.id, 0, prompt, Kind.EVAL)
+        evaluation.pending.add(lifecycle.id)
+        return lifecycle

@@ -1,0 +1,361 @@
+"""Every live trajectory on its way from issue to the buffer: dispatch, reports, scores, groups.
+
+Owned by the runtime's controller (or the simulator), which brings replica reports and scores in and carries
+assignments out. Owns no process and no socket. Invariant (law 1): each change of a trajectory goes through its
+`Lifecycle` and is recorded in the same call, so issued = consumed + dropped + live.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from laminar_py.codec import FloatArray
+from laminar_py.config import Schedule, WithoutSignal
+from laminar_py.control.book import Book, FlowSettings, Recorder
+from laminar_py.control.consumption import Consumption
+from laminar_py.control.dispatcher import Dispatcher, ReplicaView
+from laminar_py.control.evaluation import Evaluation, Evaluations
+from laminar_py.control.groups import Group
+from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
+from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.events import Cut, VersionLoaded
+from laminar_py.interfaces import Clock
+from laminar_py.store.recovery import LiveTrajectory, Recovered
+from laminar_py.types import (
+    Assignment,
+    DropReason,
+    FinishReason,
+    Kind,
+    Progress,
+    Prompt,
+    ReplicaReport,
+    Score,
+    Status,
+    Trajectory,
+)
+
+
+class Flow:
+    """Dispatches, follows, scores and groups trajectories; `consumption` hands ready groups to the learner."""
+
+    def __init__(
+        self,
+        *,
+        settings: FlowSettings,
+        prompt_at: Callable[[int], Prompt],
+        recorder: Recorder,
+        submit_score: Callable[[Trajectory, Prompt], None],
+        advantages: Callable[[Sequence[float]], FloatArray],
+        dispatcher: Dispatcher,
+        admission: Admission,
+        bound: StalenessBound,
+        clock: Clock,
+    ) -> None:
+        self.book = Book(settings, recorder)
+        self.consumption = Consumption(self.book, bound)
+        self.dispatcher = dispatcher
+        self.newest_version = -1  # that the learner published
+        self.admitting = False  # training trajectories are handed out
+        self.generated_tokens = 0  # of training, in this incarnation
+        self._settings = settings
+        self._evaluations = Evaluations(self.book)
+        self._admission = admission
+        self._prompt_at = prompt_at
+        self._submit_score = submit_score
+        self._advantages = advantages
+        self._clock = clock
+        self._next_prompt = 0
+        self._waiting: deque[Lifecycle] = deque()  # interrupted, replacements, evaluations; at most all live
+        self._lost: list[Lifecycle] = []  # no replica will serve their version again
+        self._aborts: dict[int, list[str]] = {}
+        self._generating = 0  # groups that are not ready yet
+
+    # ---- out: assignments
+
+    def dispatch(self) -> dict[int, list[Assignment]]:
+        """What to hand to which replica now: waiting trajectories first, then new groups."""
+        out: dict[int, list[Assignment]] = {}
+        self._waiting.extend(self._evaluations.start(self.dispatcher.idle()))
+        for _ in range(len(self._waiting)):
+            self._dispatch_waiting(self._waiting.popleft(), out)
+        if self.admitting:
+            self._dispatch_new(out)
+        return out
+
+    def adopt(self, replica: int) -> list[Assignment]:
+        """For a replica that starts: waiting trajectories whose versions nobody else serves, oldest first.
+
+        Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5.
+        """
+        out: dict[int, list[Assignment]] = {}
+        self._waiting.extend(self._evaluations.start(()))
+        starting = max(1, self.dispatcher.num_starting())
+        versions = [version for version in self._waiting_versions() if self.dispatcher.for_pinned(version) is None]
+        wanted = versions[::starting]
+        for _ in range(len(self._waiting)):
+            lifecycle = self._waiting.popleft()
+            pin = self._pin(lifecycle)
+            if pin in wanted and self._may_go(lifecycle):
+                self._assign(lifecycle, replica, pin, out)
+            else:
+                self._waiting.append(lifecycle)
+        return sorted(out.get(replica, []), key=lambda assignment: assignment.version or 0)
+
+    def take_aborts(self) -> dict[int, list[str]]:
+        """Dropped trajectories that replicas still run, by replica; each is told once."""
+        aborts, self._aborts = self._aborts, {}
+        return aborts
+
+    def _dispatch_waiting(self, lifecycle: Lifecycle, out: dict[int, list[Assignment]]) -> None:
+        if self._may_go(lifecycle):
+            pin = self._pin(lifecycle)
+            view = self._place_for(1) if pin is None else self.dispatcher.for_pinned(pin)
+            if view is not None:
+                self._assign(lifecycle, view.index, pin, out)
+                return
+            if pin is not None and self.dispatcher.outrun(pin):
+                self._lost.append(lifecycle)
+                return
+        self._waiting.append(lifecycle)
+
+    def _waiting_versions(self) -> list[int]:
+        """Versions that waiting trajectories must run under, oldest first."""
+        going = (lifecycle for lifecycle in self._waiting if self._may_go(lifecycle))
+        return sorted({pin for pin in map(self._pin, going) if pin is not None})
+
+    def _may_go(self, lifecycle: Lifecycle) -> bool:
+        return lifecycle.kind is Kind.EVAL or self.admitting
+
+    def _dispatch_new(self, out: dict[int, list[Assignment]]) -> None:
+        for _ in range(self._admission.allowed(live=len(self.book.groups), generating=self._generating)):
+            view = self._place_for(self._settings.group_size)
+            if view is None:
+                return
+            for lifecycle in self._issue_group():
+                self._assign(lifecycle, view.index, None, out)
+
+    def _place_for(self, size: int) -> ReplicaView | None:
+        wants_newest = self._admission.schedule is not Schedule.ASYNC
+        return self.dispatcher.for_group(size, at_least=self.newest_version if wants_newest else None)
+
+    def _pin(self, lifecycle: Lifecycle) -> int | None:
+        """The only version it may go on under, if there is one."""
+        if lifecycle.kind is Kind.EVAL:
+            return self._evaluations.version_of(lifecycle)
+        return lifecycle.version if self._settings.one_version else None
+
+    def _assign(
+        self, lifecycle: Lifecycle, replica: int, pin: int | None, out: dict[int, list[Assignment]]
+    ) -> None:
+        self.book.record(lifecycle.assign(replica))
+        self.dispatcher.send(replica, lifecycle.id, pin=pin)
+        out.setdefault(replica, []).append(lifecycle.assignment(pin))
+
+    def _issue_group(self) -> list[Lifecycle]:
+        prompt = self._prompt_at(self._next_prompt)
+        group = Group(f"g{self._next_prompt}", prompt)
+        self._next_prompt += 1
+        self.book.groups[group.id] = group
+        self._generating += 1
+        self.book.recorder.store_prompt(prompt)
+        return [self.book.issue_member(group) for _ in range(self._settings.group_size)]
+
+    def evaluate(self, prompts: Sequence[Prompt], version: int | None = None) -> "asyncio.Future[Evaluation]":
+        """Answer `prompts` greedily under `version` (None: whatever the next idle replica serves).
+
+        The future's result has the rewards; it fails with `EvaluationLostError` if the version is lost.
+        """
+        return self._evaluations.request(prompts, version)
+
+    # ---- in: reports of replicas
+
+    async def on_report(self, report: ReplicaReport) -> None:
+        """Take in what a replica did."""
+        for load in report.loads:
+            self.book.record(VersionLoaded(report.replica, load.version, load.digest, load.elapsed_s))
+        for progress in report.progress:
+            self._on_progress(report.replica, progress)
+        for trajectory_id in report.interrupted:
+            lifecycle = self.book.live.get(trajectory_id)
+            if lifecycle is not None and lifecycle.replica == report.replica:
+                self.book.record(lifecycle.interrupt("new_weights"))
+                self.book.record(lifecycle.resume(report.replica))
+        for trajectory_id in report.lost:
+            await self._on_version_lost(report.replica, trajectory_id)
+        self.dispatcher.reported(
+            report.replica,
+            version=report.status.version,
+            admissible=report.admissible,
+            received=report.received,
+        )
+
+    def _on_progress(self, replica: int, progress: Progress) -> None:
+        lifecycle = self.book.live.get(progress.trajectory_id)
+        if lifecycle is None or not lifecycle.accepts(progress):
+            return
+        lifecycle.grow(progress)
+        if lifecycle.kind is Kind.TRAIN:
+            self.generated_tokens += len(progress.ids)
+        if len(progress.ids):
+            self.book.recorder.store_segment(
+                lifecycle.id, progress.start, progress.spans, progress.ids, progress.logprobs
+            )
+        if progress.finish_reason is None:
+            return
+        self.dispatcher.returned(replica, lifecycle.id)
+        if progress.finish_reason is FinishReason.ABORT:
+            self.book.record(lifecycle.interrupt("stopped"))
+            self._waiting.append(lifecycle)
+        else:
+            self._finish(lifecycle, progress)
+
+    def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
+        if progress.wall_cut:
+            self.book.record(Cut(lifecycle.id, "seconds", self._settings.max_seconds or 0.0))
+        elif progress.finish_reason is FinishReason.LENGTH:
+            self.book.record(Cut(lifecycle.id, "tokens", self._settings.sampling.max_new_tokens))
+        self.book.record(lifecycle.finish(progress))
+        group = self.book.groups.get(lifecycle.group_id)
+        if group is not None and group.first_finished_s is None:
+            group.first_finished_s = self._clock.now()
+        self._submit_score(lifecycle.trajectory(), lifecycle.prompt)
+
+    async def _on_version_lost(self, replica: int, trajectory_id: str) -> None:
+        lifecycle = self.book.live.get(trajectory_id)
+        if lifecycle is None or lifecycle.replica != replica:
+            return
+        self.dispatcher.returned(replica, trajectory_id)
+        await self._lose_version(lifecycle)
+
+    async def _lose_version(self, lifecycle: Lifecycle) -> None:
+        """Drop what can go on under no version it knows, and issue its prompt anew."""
+        self.book.drop([lifecycle], DropReason.VERSION_LOST, f"version {self._pin(lifecycle)}")
+        if lifecycle.kind is Kind.EVAL:
+            self._evaluations.lose(lifecycle)
+        else:
+            self._waiting.append(self.book.issue_member(self.book.groups[lifecycle.group_id]))
+        await self._settled(lifecycle)
+
+    async def on_replica_lost(self, replica: int) -> None:
+        """A replica died: what it had is interrupted, keeps its stored prefix and waits for another."""
+        for trajectory_id in sorted(self.dispatcher.lost(replica)):
+            lifecycle = self.book.live.get(trajectory_id)
+            if lifecycle is not None and lifecycle.status is Status.RUNNING:
+                self.book.record(lifecycle.interrupt("replica_died"))
+                self._waiting.append(lifecycle)
+
+    # ---- in: scores
+
+    async def on_score(self, score: Score) -> None:
+        """Take in a verdict; it may complete its group."""
+        lifecycle = self.book.live.get(score.trajectory_id)
+        if lifecycle is None or lifecycle.status is not Status.FINISHED:
+            return
+        if score.value is None:
+            self.book.drop([lifecycle], score.failure or DropReason.REWARD_FAILED, score.detail)
+        else:
+            if score.token_values is not None:
+                self.book.recorder.store_token_rewards(lifecycle.id, score.token_values)
+            self.book.record(lifecycle.score(score.value, score.token_values, score.elapsed_s))
+        await self._settled(lifecycle)
+
+    async def _settled(self, lifecycle: Lifecycle) -> None:
+        if lifecycle.kind is Kind.EVAL:
+            self._evaluations.settle(lifecycle)
+            return
+        group = self.book.groups[lifecycle.group_id]
+        if not group.pending:
+            await self._close(group)
+
+    async def enforce_deadlines(self) -> None:
+        """Drop what can never go on, and close groups whose stragglers are past the deadline."""
+        lost, self._lost = self._lost, []
+        for lifecycle in lost:
+            await self._lose_version(lifecycle)
+        now = self._clock.now()
+        for group in list(self.book.groups.values()):
+            if group.overdue(now, self._settings.group_deadline_s):
+                for member in group.pending:
+                    if member.replica is not None:
+                        self.dispatcher.returned(member.replica, member.id)
+                        self._aborts.setdefault(member.replica, []).append(member.id)
+                self._waiting = deque(item for item in self._waiting if item.group_id != group.id)
+                self.book.drop(group.pending, DropReason.GROUP_DEADLINE)
+                await self._close(group)
+
+    async def _close(self, group: Group) -> None:
+        """All members are scored or dropped: advantages, or none."""
+        self._generating -= 1
+        survivors, policy = group.survivors, self._settings.without_signal
+        if len(survivors) < self._settings.min_group_survivors:
+            self.book.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
+            del self.book.groups[group.id]
+            return
+        rewards = [member.reward or 0.0 for member in survivors]
+        if max(rewards) == min(rewards) and policy is not WithoutSignal.TRAIN:
+            self.book.drop(survivors, DropReason.NO_SIGNAL, f"reward {rewards[0]:g}")
+            if policy is WithoutSignal.SKIP:
+                oldest = min(member.spans[0].version for member in survivors)
+                await self.consumption.put_placeholder(group.id, oldest_version=oldest)
+            else:
+                del self.book.groups[group.id]
+            return
+        for member, advantage in zip(survivors, self._advantages(rewards).tolist(), strict=True):
+            self.book.record(member.make_ready(advantage))
+        await self.consumption.put(group)
+
+    # ---- after a crash
+
+    async def restore(self, recovered: Recovered) -> None:
+        """Take up what a dead controller left: partial responses wait for a replica, the rest where it was."""
+        self._next_prompt = recovered.next_prompt
+        self._evaluations.next_index = recovered.next_evaluation
+        for entry in recovered.live:
+            lifecycle = self._revive(entry)
+            if lifecycle.kind is Kind.EVAL:
+                self._evaluations.abandon(lifecycle)
+                continue
+            self.book.live[lifecycle.id] = lifecycle
+            group = self.book.groups.setdefault(
+                entry.group_id,
+                Group(entry.group_id, entry.prompt, next_sample=recovered.next_sample[entry.group_id]),
+            )
+            group.members[lifecycle.id] = lifecycle
+            self._take_up(lifecycle)
+        for group in list(self.book.groups.values()):
+            if all(member.status is Status.READY for member in group.members.values()):
+                await self.consumption.put(group)
+                continue
+            self._generating += 1
+            if not group.pending:
+                await self._close(group)
+
+    def _revive(self, entry: LiveTrajectory) -> Lifecycle:
+        response = entry.response
+        return Lifecycle(
+            entry.id,
+            entry.group_id,
+            entry.sample_index,
+            entry.prompt,
+            entry.kind,
+            self.book.sampling(entry.id, entry.kind),
+            entry.status,
+            entry.epoch,
+            entry.replica if entry.status is Status.RUNNING else None,
+            [response.ids] if len(response.ids) else [],
+            [response.logprobs] if len(response.ids) else [],
+            list(response.spans),
+            len(response.ids),
+            entry.finish_reason,
+            entry.reward,
+            entry.token_rewards,
+            entry.advantage or 0.0,
+        )
+
+    def _take_up(self, lifecycle: Lifecycle) -> None:
+        if lifecycle.status is Status.RUNNING:
+            self.book.record(lifecycle.interrupt("controller_died"))
+        if lifecycle.status in DISPATCHABLE:
+            self._waiting.append(lifecycle)
+        elif lifecycle.status is Status.FINISHED:
+            self._submit_score(lifecycle.trajectory(), lifecycle.prompt)

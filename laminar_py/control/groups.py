@@ -1,0 +1,40 @@
+"""Groups of samples of one prompt: membership, completion, stragglers. Pure; called by `control.flow`.
+
+No group waits for another. A group is complete when its last member is scored or dropped; a deadline, where
+one is set, counts from the first member that finished.
+"""
+
+from dataclasses import dataclass, field
+
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.types import Prompt, Status
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt, e.g. K = 8 members "g3.0" to "g3.7" and any that replaced a lost one."""
+
+    id: str
+    prompt: Prompt
+    members: dict[str, Lifecycle] = field(default_factory=dict)
+    next_sample: int = 0
+    first_finished_s: float | None = None
+
+    @property
+    def pending(self) -> list[Lifecycle]:
+        """Members that are neither scored nor dropped."""
+        return [member for member in self.members.values() if member.status not in SETTLED]
+
+    @property
+    def survivors(self) -> list[Lifecycle]:
+        """Scored members."""
+        return [member for member in self.members.values() if member.status is Status.SCORED]
+
+    def overdue(self, now: float, deadline_s: float | None) -> bool:
+        """Whether its deadline has passed with members still pending."""
+        if deadline_s is None or self.first_finished_s is None:
+            return False
+        return now - self.first_finished_s > deadline_s and bool(self.pending)
+
+
+SETTLED = frozenset({Status.SCORED, Status.DROPPED})

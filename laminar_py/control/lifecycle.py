@@ -1,0 +1,189 @@
+"""One live trajectory from issue to consumption. Owns its status; every change of it happens here.
+
+Called by `control.flow` alone. Each transition returns the event that the ledger stores, so that the state in
+memory and the record on disk cannot differ. An illegal transition is an AssertionError with the ids.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from laminar_py.codec import FloatArray, IntArray
+from laminar_py.events import (
+    Assigned,
+    Consumed,
+    Dropped,
+    Finished,
+    Interrupted,
+    Issued,
+    Ready,
+    Scored,
+    Undone,
+)
+from laminar_py.store.digests import response_digest
+from laminar_py.types import (
+    Assignment,
+    DropReason,
+    FinishReason,
+    Kind,
+    Progress,
+    Prompt,
+    SamplingParams,
+    Span,
+    Status,
+    Trajectory,
+)
+
+LIVE = frozenset(Status) - {Status.CONSUMED, Status.DROPPED}
+ON_REPLICA = frozenset({Status.RUNNING})
+DISPATCHABLE = frozenset({Status.QUEUED, Status.INTERRUPTED})
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """State of one trajectory, e.g. `Lifecycle("g3.1", "g3", 1, prompt, Kind.TRAIN, sampling)`."""
+
+    id: str
+    group_id: str
+    sample_index: int
+    prompt: Prompt
+    kind: Kind
+    sampling: SamplingParams
+    status: Status = Status.QUEUED
+    epoch: int = 0
+    replica: int | None = None
+    ids: list[IntArray] = field(default_factory=list)  # response tokens, piece by piece
+    logprobs: list[FloatArray] = field(default_factory=list)  # same pieces
+    spans: list[Span] = field(default_factory=list)  # cover [0, length)
+    length: int = 0
+    finish_reason: FinishReason | None = None
+    reward: float | None = None
+    token_rewards: FloatArray | None = None  # [L]
+    advantage: float = 0.0
+
+    def issued(self) -> Issued:
+        """The event of its birth."""
+        prompt = self.prompt
+        return Issued(self.id, self.group_id, prompt.id, prompt.index, self.sample_index, self.kind)
+
+    @property
+    def version(self) -> int | None:
+        """The newest version in it, None before its first token."""
+        return self.spans[-1].version if self.spans else None
+
+    def assignment(self, pin: int | None) -> Assignment:
+        """What its replica is told; `pin` is the only version it may go on under, if any."""
+        prefix = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
+        return Assignment(
+            self.id, self.epoch, self.group_id, self.kind, self.prompt.ids, prefix, self.sampling, pin
+        )
+
+    def assign(self, replica: int) -> Assigned:
+        """QUEUED or INTERRUPTED -> RUNNING, under a new epoch."""
+        self._move(DISPATCHABLE, Status.RUNNING)
+        self.epoch += 1
+        self.replica = replica
+        return Assigned(self.id, replica, self.epoch, self.length)
+
+    def accepts(self, progress: Progress) -> bool:
+        """False for a report of a replica that no longer owns it, or of tokens that are already here."""
+        return self.status is Status.RUNNING and progress.epoch == self.epoch and progress.start == self.length
+
+    def grow(self, progress: Progress) -> None:
+        """Append new tokens while RUNNING."""
+        assert self.status is Status.RUNNING, f"{self.id} grows while {self.status}"
+        if len(progress.ids):
+            self.ids.append(progress.ids)
+            self.logprobs.append(progress.logprobs)
+            self.length += len(progress.ids)
+        for span in progress.spans:
+            last = self.spans[-1] if self.spans else None
+            if last is not None and last.version == span.version:
+                self.spans[-1] = Span(span.version, last.start, span.end)
+            else:
+                self.spans.append(span)
+
+    def interrupt(self, reason: str) -> Interrupted:
+        """RUNNING -> INTERRUPTED; what it has stays."""
+        self._move(ON_REPLICA, Status.INTERRUPTED)
+        self.replica = None
+        return Interrupted(self.id, self.epoch, self.length, reason)
+
+    def resume(self, replica: int) -> Assigned:
+        """INTERRUPTED -> RUNNING on the replica that interrupted it for new weights and still owns it."""
+        self._move({Status.INTERRUPTED}, Status.RUNNING)
+        self.replica = replica
+        return Assigned(self.id, replica, self.epoch, self.length)
+
+    def finish(self, progress: Progress) -> Finished:
+        """RUNNING -> FINISHED, joined into one response."""
+        assert progress.finish_reason is not None, f"{self.id} finishes without a reason"
+        self._move(ON_REPLICA, Status.FINISHED)
+        self.replica = None
+        self.finish_reason = progress.finish_reason
+        self.ids = [np.concatenate(self.ids)]
+        self.logprobs = [np.concatenate(self.logprobs)]
+        return Finished(
+            self.id,
+            self.epoch,
+            progress.finish_reason,
+            tuple(self.spans),
+            self.length,
+            response_digest(self.ids[0], self.logprobs[0]),
+            progress.queue_s,
+            progress.generate_s,
+        )
+
+    def score(self, reward: float, token_rewards: FloatArray | None, elapsed_s: float) -> Scored:
+        """FINISHED -> SCORED."""
+        self._move({Status.FINISHED}, Status.SCORED)
+        self.reward, self.token_rewards = reward, token_rewards
+        return Scored(self.id, reward, elapsed_s)
+
+    def make_ready(self, advantage: float) -> Ready:
+        """SCORED -> READY."""
+        self._move({Status.SCORED}, Status.READY)
+        self.advantage = advantage
+        return Ready(self.id, advantage)
+
+    def consume(self, *, step: int, version: int, weight: float) -> Consumed:
+        """READY -> CONSUMED by learner step `step` at learner version `version`."""
+        self._move({Status.READY}, Status.CONSUMED)
+        staleness = version - min(span.version for span in self.spans)
+        return Consumed(self.id, step, version, staleness, weight)
+
+    def undo(self, step: int) -> Undone:
+        """CONSUMED -> READY: the step was rolled back."""
+        self._move({Status.CONSUMED}, Status.READY)
+        return Undone(self.id, step)
+
+    def drop(self, reason: DropReason, detail: str = "") -> Dropped:
+        """Any live state -> DROPPED."""
+        self._move(LIVE, Status.DROPPED)
+        self.replica = None
+        return Dropped(self.id, reason, detail)
+
+    def trajectory(self, *, weight: float = 1.0) -> Trajectory:
+        """The finished record."""
+        assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
+        return Trajectory(
+            self.id,
+            self.prompt.id,
+            self.group_id,
+            self.sample_index,
+            self.kind,
+            self.prompt.ids,
+            self.ids[0],
+            self.logprobs[0],
+            np.ones(self.length, np.bool_),
+            tuple(self.spans),
+            self.finish_reason,
+            self.reward,
+            self.token_rewards,
+            self.advantage,
+            weight,
+        )
+
+    def _move(self, allowed: frozenset[Status] | set[Status], to: Status) -> None:
+        assert self.status in allowed, f"trajectory {self.id} cannot go from {self.status} to {to}"
+        self.status = to

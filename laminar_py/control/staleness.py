@@ -1,0 +1,66 @@
+"""How many prompts may be admitted, and what becomes of data that is too old. Pure; called by `control.flow`.
+
+A group is live from its issue until the learner step that consumes it is committed (or it is dropped). At
+most `limit` groups are live; since a step consumes `batch` groups and raises the version by one, a group that
+is admitted as one of `(1 + n) * batch` live ones is consumed about n versions later.
+"""
+
+from dataclasses import dataclass
+
+from laminar_py.config import Schedule, StalePolicy
+from laminar_py.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """When new groups are issued. `batch` groups make a learner step, `capacity` groups may be live."""
+
+    schedule: Schedule
+    batch: int
+    capacity: int
+    max_staleness: int | None = None
+    wait: bool = True
+
+    @property
+    def limit(self) -> int:
+        """Most live groups."""
+        if self.schedule is Schedule.SYNC:
+            return self.batch
+        if self.schedule is Schedule.ONE_STEP:
+            return 2 * self.batch
+        if self.wait and self.max_staleness is not None:
+            return min(self.capacity, (1 + self.max_staleness) * self.batch)
+        return self.capacity
+
+    def allowed(self, *, live: int, generating: int) -> int:
+        """Groups that may be issued now, with `live` groups of which `generating` are not ready yet.
+
+        `one_step` opens a batch only when the one before is generated, e.g. batch 32: `allowed(live=32,
+        generating=0)` is 32 (the others are in the learner), `allowed(live=32, generating=4)` is 0.
+        """
+        room = max(0, self.limit - live)
+        if self.schedule is Schedule.ONE_STEP:
+            return 0 if generating else min(room, self.batch)
+        return room
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessBound:
+    """What consumption does with a trajectory older than `max_staleness` versions."""
+
+    max_staleness: int | None
+    policies: tuple[StalePolicy, ...] = ()
+
+    def weight(self, trajectory: Trajectory, learner_version: int) -> float | None:
+        """Factor on its loss, or None if it must be dropped.
+
+        With a bound of 3 and `reweight`, staleness 3 gives 1, 7 gives 0.5; with `drop`, 7 gives None.
+        """
+        staleness = trajectory.staleness(learner_version)
+        if self.max_staleness is None or staleness <= self.max_staleness:
+            return 1.0
+        if StalePolicy.DROP in self.policies:
+            return None
+        if StalePolicy.REWEIGHT in self.policies:
+            return (self.max_staleness + 1) / (staleness + 1)
+        return 1.0

@@ -1,0 +1,63 @@
+"""Text to token ids and back, with the model folder's own tokenizer. Owns the end-of-sequence ids.
+
+The controller encodes prompts when a run starts and decodes responses for the reward; nothing that an engine
+generated is ever encoded again.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import tokenizers
+
+from laminar_py.codec import IntArray
+from laminar_py.config import ConfigError
+
+
+class Tokenizer:
+    """Encodes without special tokens, decodes without them. `eos_ids` end a response; the first is the usual one.
+
+    With the quickstart's word-level tokenizer `encode("e-2;o*7;1x5?")` has 7 ids and `eos_ids` is `(1,)`.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...]) -> None:
+        self._backend = backend
+        self.eos_ids = eos_ids
+
+    def encode(self, text: str) -> IntArray:
+        """[n] token ids of `text`, none added."""
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; special tokens, the end of sequence among them, leave nothing."""
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face model folder. Raises `ConfigError` if a file or the eos id is missing."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model.path={model_dir}: no tokenizer.json in it; name a Hugging Face model folder")
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), eos_ids=_read_eos_ids(model_dir))
+
+
+class _Ends(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
+    """From generation_config.json, which may list more of them, else from config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        if not path.is_file():
+            continue
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=_Ends).eos_token_id
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); mend the file") from None
+        if found is not None and found != []:
+            return (found,) if isinstance(found, int) else tuple(found)
+    raise ConfigError(
+        f"model.path={model_dir}: no eos_token_id in its config.json; add the id that ends a response"
+    )

@@ -1,0 +1,95 @@
+"""The hand-written forward of Qwen3, Qwen2 and Llama decoders, over packed weights.
+
+Called by the engine's thread alone. It knows tokens and positions; where keys and values live, and what a
+token may see of them, is the `Attention` it is given. T is the number of tokens in a call.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from laminar_py.engines.local_spec import ModelSpec
+from laminar_py.engines.local_weights import LayerWeights, Weights, load_weights
+
+
+class Attention(Protocol):
+    """Stores a call's keys and values, and lets its queries see what they may."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put keys and values `[T, K, D]` of one layer into the KV cache."""
+        ...
+
+    def mix(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of queries `[T, H, D]` over the cache, as `[T, H * D]`."""
+        ...
+
+
+class LocalModel:
+    """Weights and forward of one model; `load` before the first call."""
+
+    def __init__(self, spec: ModelSpec, *, max_len: int, device: torch.device) -> None:
+        self._spec, self._device = spec, device
+        self._weights: Weights | None = None
+        frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)[:, None]
+        self._rotations = torch.polar(torch.ones_like(angles), angles).to(device)  # [max_len, 1, D / 2]
+
+    def load(self, folder: Path) -> None:
+        """Serve the safetensors in `folder`. After a `ValueError` the old weights are still served."""
+        self._weights = load_weights(folder, spec=self._spec, device=self._device)
+
+    def decode(self, ids: Tensor, positions: Tensor, *, attention: Attention) -> Tensor:
+        """Logits `[T, V]` in fp32 after tokens `ids [T]` at `positions [T]`, one of each sequence."""
+        weights = self._loaded()
+        hidden = F.embedding(ids, weights.embedding)
+        rotations = self._rotations.index_select(0, positions)
+        for index, layer in enumerate(weights.layers):
+            q, k, v = self._project(layer, hidden, rotations)
+            attention.store(index, k, v)
+            hidden = self._finish(layer, hidden, attention.mix(index, q))
+        return (weights.norm(hidden) @ weights.head).float()
+
+    def prefill(self, ids: Tensor, positions: Tensor, *, attention: Attention) -> None:
+        """Put the keys and values of `ids [T]` at `positions [T]` into the cache, without logits."""
+        weights = self._loaded()
+        hidden = F.embedding(ids, weights.embedding)
+        rotations = self._rotations.index_select(0, positions)
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            q, k, v = self._project(layer, hidden, rotations)
+            attention.store(index, k, v)
+            if index < last:
+                hidden = self._finish(layer, hidden, attention.mix(index, q))
+
+    def _loaded(self) -> Weights:
+        assert self._weights is not None, "load_weights comes before the first step"
+        return self._weights
+
+    def _project(self, layer: LayerWeights, hidden: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `[T, H, D]`, rotated keys and values `[T, K, D]`."""
+        spec = self._spec
+        num_tokens, num_rotated = hidden.shape[0], spec.num_heads + spec.num_kv_heads
+        qkv = _linear(layer.attention_norm(hidden), layer.qkv, layer.qkv_bias)
+        heads = qkv.view(num_tokens, num_rotated + spec.num_kv_heads, spec.head_dim)
+        qk = heads[:, :num_rotated]
+        if layer.qk_norm is not None:
+            qk = layer.qk_norm(qk)
+        pairs = torch.view_as_complex(qk.float().view(num_tokens, num_rotated, -1, 2))
+        qk = torch.view_as_real(pairs * rotations).flatten(-2).to(hidden.dtype)
+        return qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, num_rotated:]
+
+    def _finish(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """The rest of a layer after attention: output projection and MLP, with their residuals."""
+        hidden = hidden + _linear(mixed, layer.out, layer.out_bias)
+        up_gate = _linear(layer.mlp_norm(hidden), layer.up_gate, layer.up_gate_bias)
+        # silu(gate) * up = up * sigmoid(gate) * gate, and glu is the first product in one pass
+        inner = F.glu(up_gate) * up_gate[:, self._spec.intermediate :]
+        return hidden + _linear(inner, layer.down, layer.down_bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ weight
+    return y if bias is None else y.add_(bias)

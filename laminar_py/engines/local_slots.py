@@ -1,0 +1,97 @@
+"""State of every sequence that is being generated, as arrays over slots: no Python object is touched per token.
+
+Called by the scheduler alone. A slot is FREE, PREFILLING (its prompt is not wholly in the KV cache) or DECODING.
+Invariant: a decoding slot has all its tokens but the last in the cache; the next step feeds that one.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.codec import BoolArray, FloatArray, IntArray
+from laminar_py.engines.local_kv import Indices
+from laminar_py.engines.local_sampling import hash_seeds
+from laminar_py.types import GenerateRequest
+
+
+class State(IntEnum):
+    """What a slot is doing: FREE -> PREFILLING -> DECODING -> FREE, and PREFILLING -> FREE."""
+
+    FREE = 0
+    PREFILLING = 1
+    DECODING = 2
+
+
+class Slots:
+    """Arrays over S slots; `ids` and `logprobs` are indexed by position in the response."""
+
+    def __init__(self, num_slots: int, *, max_len: int) -> None:
+        self._max_len = max_len
+        self.state: npt.NDArray[np.int8] = np.zeros(num_slots, np.int8)
+        self.num_prompt: Indices = np.zeros(num_slots, np.int64)
+        self.num_response: Indices = np.zeros(num_slots, np.int64)  # a resumed prefix included
+        self.num_sent: Indices = np.zeros(num_slots, np.int64)  # response tokens that left in deltas
+        self.limit: Indices = np.zeros(num_slots, np.int64)  # response tokens at which it is cut
+        self.last_ids: Indices = np.zeros(num_slots, np.int64)  # the token that the next step feeds
+        self.ids: IntArray = np.zeros((num_slots, max_len), np.int32)
+        self.logprobs: FloatArray = np.zeros((num_slots, max_len), np.float32)
+        self.seeds: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)  # hashed
+        self.temperatures: FloatArray = np.ones(num_slots, np.float32)
+        self.top_k: Indices = np.zeros(num_slots, np.int64)
+        self.top_p: FloatArray = np.ones(num_slots, np.float32)
+        self.plain: BoolArray = np.ones(num_slots, np.bool_)  # temperature 1 and the whole vocabulary
+        self.stop_ids: Indices = np.full((num_slots, 1), -1, np.int64)  # [S, most of any], padded with -1
+
+    def occupy(self, slot: int, request: GenerateRequest, *, response: IntArray) -> None:
+        """Put a request into a free slot, with the response tokens it has so far."""
+        sampling, length = request.sampling, len(response)
+        self.state[slot] = State.PREFILLING
+        self.num_prompt[slot] = len(request.prompt_ids)
+        self.num_response[slot] = self.num_sent[slot] = length
+        self.limit[slot] = response_limit(request, max_len=self._max_len)
+        self.last_ids[slot] = response[-1] if length else request.prompt_ids[-1]
+        self.ids[slot, :length] = response
+        self.seeds[slot] = hash_seeds(np.array([sampling.seed % 2**64], np.uint64))[0]
+        self.temperatures[slot] = sampling.temperature
+        self.top_k[slot], self.top_p[slot] = sampling.top_k, sampling.top_p
+        self.plain[slot] = (sampling.temperature, sampling.top_k, sampling.top_p) == (1, 0, 1)
+        missing = len(sampling.stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
+
+    def vacate(self, slot: int) -> None:
+        """The slot is free again."""
+        self.state[slot] = State.FREE
+        self.num_prompt[slot] = self.num_response[slot] = 0
+
+    def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray) -> None:
+        """One new token for each of the slots `rows [B]`."""
+        places = self.num_response[rows]
+        self.ids[rows, places] = ids
+        self.logprobs[rows, places] = logprobs
+        self.last_ids[rows] = ids
+        self.num_response[rows] = places + 1
+
+    def response(self, slot: int) -> IntArray:
+        """A copy of all response tokens of the slot, `[L]`."""
+        return self.ids[slot, : self.num_response[slot]].copy()
+
+    def take_unsent(self, slot: int) -> tuple[IntArray, FloatArray]:
+        """Copies of the tokens and log-probabilities that have not left yet; they count as sent from here on."""
+        unsent = slice(self.num_sent[slot], self.num_response[slot])
+        self.num_sent[slot] = self.num_response[slot]
+        return self.ids[slot, unsent].copy(), self.logprobs[slot, unsent].copy()
+
+    @property
+    def kv_used(self) -> int:
+        """Tokens that the slots hold in the KV cache, or will hold when their prefill is done."""
+        num_occupied = np.count_nonzero(self.state)
+        return int(self.num_prompt.sum() + self.num_response.sum() - num_occupied)
+
+
+def response_limit(request: GenerateRequest, *, max_len: int) -> int:
+    """Response tokens after which a request is cut."""
+    return min(request.sampling.max_new_tokens, max_len - len(request.prompt_ids))

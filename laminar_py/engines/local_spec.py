@@ -1,0 +1,135 @@
+"""What the embedded engine needs to know of a model: read from its `config.json`, or refused by name.
+
+Called by `LocalEngine` before anything is allocated. Invariant: a `ModelSpec` describes a model that the
+hand-written forward computes exactly; whatever that forward does not do is a `ValueError` here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import torch
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_QWEN3, _QWEN2, _LLAMA = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"
+_BY_MODEL_TYPE = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _LLAMA}
+
+
+class _Rope(msgspec.Struct, frozen=True):
+    """`rope_parameters`, or the older `rope_scaling`."""
+
+    rope_theta: float | None = None
+    rope_type: str = "default"
+    type: str = "default"  # the oldest name of rope_type
+    partial_rotary_factor: float = 1.0
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """The keys of `config.json` that matter here, with the defaults that Hugging Face gives them."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    architectures: list[str] | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+    @property
+    def architecture(self) -> str:
+        """A config that was never saved with a model names only its type."""
+        default = _BY_MODEL_TYPE.get(self.model_type, self.model_type)
+        return self.architectures[0] if self.architectures else default
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder of the Llama family; the project's tiny Qwen3 has `num_heads=4, num_kv_heads=2, head_dim=32`."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float  # of every RMS norm
+    rope_theta: float
+    qk_norm: bool  # RMS norm on each query and key head
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    tied: bool  # the output head is the embedding
+    dtype: torch.dtype
+
+    @property
+    def num_queries_per_kv(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def read(cls, model_dir: Path) -> Self:
+        """The spec of the model in `model_dir`; `ValueError` names what the engine cannot compute."""
+        try:
+            config = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=_Config)
+        except msgspec.ValidationError as error:
+            raise ValueError(
+                f"model.path={model_dir}: config.json: {error}; choose a causal language model"
+            ) from error
+        _refuse(config, model_dir=model_dir)
+        architecture = config.architecture
+        rope = config.rope_parameters
+        heads = config.num_attention_heads
+        default_head_dim = 128 if architecture == _QWEN3 else config.hidden_size // heads
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            num_heads=heads,
+            num_kv_heads=config.num_key_value_heads or heads,
+            head_dim=config.head_dim or default_head_dim,
+            eps=config.rms_norm_eps,
+            rope_theta=rope.rope_theta if rope and rope.rope_theta else config.rope_theta,
+            qk_norm=architecture == _QWEN3,
+            qkv_bias=architecture == _QWEN2 or config.attention_bias,
+            out_bias=architecture != _QWEN2 and config.attention_bias,
+            mlp_bias=architecture == _LLAMA and config.mlp_bias,
+            tied=config.tie_word_embeddings,
+            dtype=_DTYPES[config.dtype or config.torch_dtype or "float32"],
+        )
+
+
+def _refuse(config: _Config, *, model_dir: Path) -> None:
+    """Raise `ValueError` on anything the forward would compute wrongly."""
+    architecture = config.architecture
+    rope = config.rope_parameters or config.rope_scaling or _Rope()
+    dtype = config.dtype or config.torch_dtype or "float32"
+    rope_type = rope.type if rope.rope_type == "default" else rope.rope_type
+    problem = None
+    if architecture not in (_QWEN3, _QWEN2, _LLAMA):
+        problem = f"architecture {architecture} is not Qwen3, Qwen2 or Llama"
+    elif rope_type != "default" or rope.partial_rotary_factor != 1:
+        problem = f"{architecture} with rope type {rope_type} is not implemented, only the default"
+    elif config.hidden_act != "silu":
+        problem = f"{architecture} with hidden_act {config.hidden_act} is not implemented, only silu"
+    elif config.use_sliding_window:
+        problem = f"{architecture} with a sliding window is not implemented"
+    elif dtype not in _DTYPES:
+        problem = f"{architecture} in dtype {dtype} is not implemented, only {' and '.join(_DTYPES)}"
+    if problem:
+        raise ValueError(f"model.path={model_dir}: {problem} in the embedded engine; choose the sglang engine")

@@ -1,0 +1,219 @@
+"""What happened: the only input of the ledger. Every record here is one row of the event log.
+
+Events name trajectories, versions and parts by id and carry no payload; tokens go to the ledger's segments.
+"""
+
+import msgspec
+
+from laminar_py.types import DropReason, FinishReason, Kind, Span
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=lambda name: name.lower()):
+    """Base of all events; the tag is the class name in lower case."""
+
+
+class RunStarted(Event, frozen=True):
+    """An incarnation of the controller began; `resumed_step` is the checkpoint it goes on from."""
+
+    incarnation: int
+    host: str
+    pid: int
+    schema: int
+    config_digest: str
+    drain: bool  # one version per trajectory is promised
+    max_staleness: int | None  # bound that is enforced at consumption, None if there is none
+    resumed_step: int | None = None
+
+
+class RunEnded(Event, frozen=True):
+    """The incarnation ended by itself: `finished` or `interrupted`."""
+
+    incarnation: int
+    reason: str
+
+
+class Issued(Event, frozen=True):
+    """A trajectory exists from here on. `prompt_index` is its prompt's place in the stream."""
+
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    prompt_index: int
+    sample_index: int
+    kind: Kind
+
+
+class Assigned(Event, frozen=True):
+    """A replica owns it now, under `epoch`; `length` response tokens went along."""
+
+    trajectory_id: str
+    replica: int
+    epoch: int
+    length: int
+
+
+class Interrupted(Event, frozen=True):
+    """It stopped with `length` tokens kept: `new_weights`, `replica_died`, `controller_died`, `stopped`."""
+
+    trajectory_id: str
+    epoch: int
+    length: int
+    reason: str
+
+
+class Finished(Event, frozen=True):
+    """The engine ended it. `digest` is `store.digests.response_digest` of its tokens."""
+
+    trajectory_id: str
+    epoch: int
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]
+    length: int
+    digest: str
+    queue_s: float
+    generate_s: float
+
+
+class Cut(Event, frozen=True):
+    """A cap ended it early: `tokens` or `seconds`, and the cap's value."""
+
+    trajectory_id: str
+    cap: str
+    value: float
+
+
+class Scored(Event, frozen=True):
+    """Its reward is known."""
+
+    trajectory_id: str
+    reward: float
+    elapsed_s: float
+
+
+class Ready(Event, frozen=True):
+    """Its group is complete and it may be trained on."""
+
+    trajectory_id: str
+    advantage: float
+
+
+class Consumed(Event, frozen=True):
+    """Learner step `step`, at learner version `version`, trained on it."""
+
+    trajectory_id: str
+    step: int
+    version: int
+    staleness: int
+    weight: float
+
+
+class Undone(Event, frozen=True):
+    """The step that consumed it lies after the checkpoint the run went back to; it is READY again."""
+
+    trajectory_id: str
+    step: int
+
+
+class Dropped(Event, frozen=True):
+    """It will never be trained on, and why."""
+
+    trajectory_id: str
+    reason: DropReason
+    detail: str = ""
+
+
+class VersionPublished(Event, frozen=True):
+    """The learner published `version` after `step`; `parent` is the version its weights came from."""
+
+    version: int
+    step: int
+    incarnation: int
+    parent: int | None
+    digest: str
+    num_bytes: int
+    stall_s: float
+
+
+class VersionLoaded(Event, frozen=True):
+    """A replica serves `version` from here on."""
+
+    replica: int
+    version: int
+    digest: str
+    elapsed_s: float
+
+
+class Stepped(Event, frozen=True):
+    """A learner step, committed together with the consumption of its trajectories."""
+
+    step: int
+    incarnation: int
+    num_trajectories: int
+    num_tokens: int
+    loss: float
+    grad_norm: float
+    reward: float
+    elapsed_s: float
+
+
+class Checkpointed(Event, frozen=True):
+    """Step `step` is on disk at `path`, relative to the run folder."""
+
+    step: int
+    version: int
+    path: str
+
+
+class RolledBack(Event, frozen=True):
+    """The learner went back to the checkpoint of `step`; later steps count for nothing."""
+
+    step: int
+    reason: str
+
+
+class PartStarted(Event, frozen=True):
+    """A supervised part runs, e.g. `PartStarted("replica-1", 4711)`."""
+
+    part: str
+    pid: int
+
+
+class PartDied(Event, frozen=True):
+    """A supervised part was found dead or hanging."""
+
+    part: str
+    reason: str
+
+
+class Evaluated(Event, frozen=True):
+    """Held-out accuracy of `version`, `rl_s` seconds into the RL phase."""
+
+    version: int
+    step: int
+    num_prompts: int
+    accuracy: float
+    rl_s: float
+
+
+AnyEvent = (
+    RunStarted
+    | RunEnded
+    | Issued
+    | Assigned
+    | Interrupted
+    | Finished
+    | Cut
+    | Scored
+    | Ready
+    | Consumed
+    | Undone
+    | Dropped
+    | VersionPublished
+    | VersionLoaded
+    | Stepped
+    | Checkpointed
+    | RolledBack
+    | PartStarted
+    | PartDied
+    | Evaluated
+)

@@ -1,0 +1,117 @@
+"""Causal attention over packed rows. Owns the kernels and their names in transformers; `model` chooses one.
+
+A packed row holds S sequences end to end; a token sees only earlier tokens of its own sequence. Invariant: no
+[T, T] mask is ever built, and an argument that a kernel would have to ignore is refused instead.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+"""(q [T, H, D], k [T, KV, D], v [T, KV, D], cu_seqlens [S + 1], longest, scale) -> [T, H, D]."""
+
+
+class PackedKernel(StrEnum):
+    """Kernels for packed rows; the value is the `attn_implementation` it is registered under."""
+
+    SDPA = "packed_sdpa"
+    VARLEN = "packed_varlen"
+    FLASH = "packed_flash"
+
+
+def choose_kernel(device: torch.device) -> PackedKernel:
+    """The kernel for a device: per-sequence SDPA on a CPU, flash-attn on CUDA, torch's own where it is missing."""
+    if device.type == "cpu":
+        return PackedKernel.SDPA
+    return PackedKernel.FLASH if importlib.util.find_spec("flash_attn") else PackedKernel.VARLEN
+
+
+def register_kernel(kernel: PackedKernel) -> None:
+    """Make `attn_implementation=kernel` known to transformers, without a mask. Registering twice is harmless."""
+    AttentionInterface.register(kernel.value, _through_transformers(_KERNELS[kernel]))
+    AttentionMaskInterface.register(kernel.value, _no_mask)
+
+
+def sdpa_per_sequence(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    """One SDPA call a sequence: bit-equal to running the sequences one by one."""
+    lengths = cu_seqlens.diff().tolist()
+    grouped = q.shape[1] != k.shape[1]
+    queries, keys, values = (torch.split(x.transpose(0, 1)[None], lengths, dim=2) for x in (q, k, v))
+    outputs = [
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        for query, key, value in zip(queries, keys, values, strict=True)
+    ]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
+    """Torch's built-in varlen FlashAttention; a window without a right side is causal."""
+    output = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
+    """`flash_attn_varlen_func` of the flash-attn package."""
+    flash = importlib.import_module("flash_attn")
+    output: Tensor = flash.flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True
+    )
+    return output
+
+
+_KERNELS: dict[PackedKernel, VarlenKernel] = {
+    PackedKernel.SDPA: sdpa_per_sequence,
+    PackedKernel.VARLEN: torch_varlen,
+    PackedKernel.FLASH: flash_varlen,
+}
+
+
+def _no_mask(**_: object) -> None:
+    """`cu_seqlens` says all that a mask could."""
+
+
+def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, None]]:
+    """The kernel behind the signature that transformers calls: q [1, H, T, D] in, [1, T, H, D] out."""
+
+    def packed_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        cu_seq_lens_q: Tensor,
+        max_length_q: int,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        assert attention_mask is None, "packed attention takes no mask; sequences are told apart by cu_seqlens"
+        assert dropout == 0.0, f"attention dropout {dropout} would change the log-probabilities"
+        assert softcap is None, "attention logits with a soft cap are not supported"
+        assert s_aux is None, "attention sinks are not supported"
+        assert sliding_window is None or max_length_q <= sliding_window, (
+            f"a sequence of {max_length_q} tokens exceeds the sliding window of {sliding_window}"
+        )
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
+
+    return packed_attention

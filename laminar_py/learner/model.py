@@ -1,0 +1,122 @@
+"""The policy: a Hugging Face decoder whose forward takes a packed row and returns log-probabilities.
+
+Used by `step` and `warm_start`. Invariant: after `load_policy` the model's forward is the packed one, whatever
+wraps it later; master weights are fp32, and dropout never acts.
+"""
+
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from laminar_py.config import ModelConfig
+from laminar_py.learner.attention import choose_kernel, register_kernel
+from laminar_py.learner.logprob import token_logprobs
+from laminar_py.types import MicroBatch
+
+
+def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device: torch.device) -> PreTrainedModel:
+    """The model in the folder `settings.path`, in fp32 on `device`, with the packed forward.
+
+    `from_scratch` draws its weights from `seed` instead. Raises `ValueError` if the folder cannot serve.
+    """
+    check_model_folder(settings)
+    if temperature <= 0:
+        raise ValueError(
+            f"rollout.sampling.temperature={temperature}: the learner divides logits by it; set it above 0"
+        )
+    kernel = choose_kernel(device)
+    register_kernel(kernel)
+    logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
+    config = AutoConfig.from_pretrained(settings.path)
+    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        raise ValueError(f"model.path={settings.path}: mixture of experts is not supported; name a dense model")
+    if settings.from_scratch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel.value, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.path, attn_implementation=kernel.value, dtype=torch.float32, local_files_only=True
+        )
+    model.forward = types.MethodType(_packed_forward(temperature), model)
+    # Evaluation mode: the new log-probabilities must be those of the weights, without dropout.
+    return model.to(device).eval()
+
+
+def check_model_folder(settings: ModelConfig) -> None:
+    """Raise `ValueError`, naming the field, the value and the remedy, unless the folder holds a model."""
+    path = settings.path
+    if not path.is_dir():
+        raise ValueError(f"model.path={path}: no such folder; name a Hugging Face model folder")
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ValueError(f"model.path={path}: has no {name}; name a Hugging Face model folder")
+    if not settings.from_scratch and not any(path.glob("*.safetensors")):
+        raise ValueError(f"model.path={path}: has no safetensors; add the weights or set model.from_scratch=true")
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """FSDP2 over the data-parallel `mesh`: each layer, then the rest; gradients are summed over ranks.
+
+    On CUDA the layers compute in bf16 and reduce in fp32; on a CPU all is fp32.
+    """
+    precision = MixedPrecisionPolicy()
+    if mesh.device_type == "cuda":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    # Neither setting is recursive: a layer left out would divide its gradients by the world size.
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The sharded modules of a model, itself included; none before `shard`."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of its distribution, fp32 [T] each, at the model's temperature."""
+    device = model.device
+    logprobs, entropy = model(
+        input_ids=torch.tensor(batch.input_ids, dtype=torch.long, device=device),
+        position_ids=torch.tensor(batch.position_ids, dtype=torch.long, device=device),
+        labels=torch.tensor(batch.labels, dtype=torch.long, device=device),
+        cu_seqlens=torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=device),
+        longest=max(batch.lengths),
+    )
+    return logprobs, entropy
+
+
+def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The forward that is bound before sharding, so that FSDP's hooks gather the output embedding too."""
+
+    def forward(
+        model: PreTrainedModel,
+        *,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = model.base_model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens,
+            max_length_q=longest,
+            max_length_k=longest,
+        ).last_hidden_state[0]
+        return token_logprobs(hidden, model.get_output_embeddings().weight, labels, temperature=temperature)
+
+    return forward

@@ -1,0 +1,201 @@
+"""The supervised phase before RL, and the cache of its results. Called once by one process, before the learner.
+
+Invariant: a cached result is named by the hash of everything it depends on and appears whole or not at all, so
+whatever is found may be used.
+"""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from blake3 import blake3
+from transformers import PreTrainedModel
+
+from laminar_py.codec import IntArray
+from laminar_py.config import ModelConfig, WarmStartConfig
+from laminar_py.learner.export import export_hf
+from laminar_py.learner.loss import cross_entropy_loss
+from laminar_py.learner.model import check_model_folder, load_policy, policy_logprobs
+from laminar_py.types import MicroBatch
+
+RECIPE_VERSION = 1  # raise it with every change here that changes the resulting weights
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
+GRAD_CLIP = 1.0
+WARMUP_STEPS = 20
+DECAY_SHARE = 0.4  # of the steps, at their end
+POOL = 1024  # examples that are sorted by length together
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One demonstration; the loss is on the response, which ends with the end-of-sequence id."""
+
+    prompt_ids: IntArray  # [P], P >= 1
+    response_ids: IntArray  # [L], L >= 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+Progress = Callable[[int, float], None]
+"""Called after each step with the number of steps done and the loss."""
+
+
+def warm_start(
+    model: ModelConfig,
+    settings: WarmStartConfig,
+    examples: Sequence[Example],
+    *,
+    seed: int,
+    on_step: Progress = lambda step, loss: None,
+) -> Path:
+    """The Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
+
+    `examples` are those of `settings.data`, tokenised. Raises `ValueError` if the model folder cannot serve or
+    an example does not fit in a step.
+    """
+    check_model_folder(model)
+    folder = settings.cache / cache_key(model, settings, seed=seed)
+    if folder.is_dir():
+        return folder
+    _check_lengths(examples, settings.tokens_per_step)
+    policy = load_policy(model, seed=seed, temperature=1.0, device=torch.device("cpu"))
+    train_supervised(policy, examples, settings=settings, seed=seed, on_step=on_step)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)  # of a dead process that had our id
+    export_hf(policy, partial, source=model.path, dtype=torch.float32)
+    if folder.is_dir():  # another process was faster; its result is the same
+        shutil.rmtree(partial)
+    else:
+        partial.rename(folder)
+    return folder
+
+
+def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int) -> str:
+    """blake3 of all that the result depends on: files by content, wherever they lie."""
+    weights = "from_scratch"
+    if not model.from_scratch:
+        weights = "".join(_file_digest(path) for path in sorted(model.path.glob("*.safetensors")))
+    parts = (
+        RECIPE_VERSION,
+        _file_digest(model.path / "config.json"),
+        _file_digest(model.path / "tokenizer.json"),
+        weights,
+        _file_digest(settings.data),
+        settings.steps,
+        settings.tokens_per_step,
+        settings.lr,
+        seed,
+    )
+    return blake3(msgspec.json.encode(parts)).hexdigest(length=16)
+
+
+def train_supervised(
+    policy: PreTrainedModel,
+    examples: Sequence[Example],
+    *,
+    settings: WarmStartConfig,
+    seed: int,
+    on_step: Progress = lambda step, loss: None,
+) -> None:
+    """`settings.steps` AdamW steps on packed batches; epochs repeat, each in an order of its own."""
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    batches = epochs(examples, tokens_per_step=settings.tokens_per_step, generator=random.Random(seed))
+    for step, batch in enumerate(islice(batches, settings.steps)):
+        optimizer.param_groups[0]["lr"] = settings.lr * schedule(step, settings.steps)
+        row = pack_examples(batch)
+        logprobs, _ = policy_logprobs(policy, row)
+        loss = cross_entropy_loss(logprobs, loss_weights=torch.tensor(row.loss_weights))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), GRAD_CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        on_step(step + 1, loss.item())
+
+
+def schedule(step: int, num_steps: int) -> float:
+    """Factor on the learning rate: linear warm-up over 20 steps, linear decay to 0 over the last 40 %."""
+    return min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / (DECAY_SHARE * num_steps))
+
+
+def epochs(
+    examples: Sequence[Example], *, tokens_per_step: int, generator: random.Random
+) -> Iterator[list[Example]]:
+    """Batches of at most `tokens_per_step` tokens, without end; each epoch is shuffled anew.
+
+    Examples of similar length share a batch (sorted in pools of 1,024) and batches come in random order. So
+    short responses fill some steps alone, and the loss on each is a mean over many whole examples.
+    """
+    order = list(examples)
+    while True:
+        generator.shuffle(order)
+        batches = []
+        for start in range(0, len(order), POOL):
+            pool = sorted(order[start : start + POOL], key=lambda example: example.num_tokens)
+            batches += _fill(pool, tokens_per_step)
+        generator.shuffle(batches)
+        yield from batches
+
+
+def pack_examples(examples: Sequence[Example]) -> MicroBatch:
+    """One packed row whose loss is the mean over all response tokens."""
+    lengths = [example.num_tokens for example in examples]
+    tokens = [np.concatenate((example.prompt_ids, example.response_ids)) for example in examples]
+    trained = np.concatenate([_trained(example) for example in examples])
+    unused = np.zeros(sum(lengths), dtype=np.float32)
+    return MicroBatch(
+        input_ids=np.concatenate(tokens).astype(np.int32),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        labels=np.concatenate([np.append(row[1:], 0) for row in tokens]).astype(np.int32),
+        loss_weights=trained / trained.sum(),
+        behaviour_logprobs=unused,
+        advantages=unused,
+    )
+
+
+def _trained(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """[P + L] 1 where the next token is one of the response."""
+    mask = np.zeros(example.num_tokens, dtype=np.float32)
+    mask[len(example.prompt_ids) - 1 : -1] = 1.0
+    return mask
+
+
+def _fill(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
+    batches: list[list[Example]] = []
+    room = 0
+    for example in pool:
+        if example.num_tokens > room:
+            batches.append([])
+            room = tokens_per_step
+        batches[-1].append(example)
+        room -= example.num_tokens
+    return batches
+
+
+def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
+    if not examples:
+        raise ValueError("warm_start.data: holds no examples; add lines with prompt and response")
+    longest = max(example.num_tokens for example in examples)
+    if longest > tokens_per_step:
+        raise ValueError(
+            f"warm_start.tokens_per_step={tokens_per_step}: the longest example has {longest} tokens; raise it"
+        )
+
+
+def _file_digest(path: Path) -> str:
+    digest: str = blake3().update_mmap(path).hexdigest()
+    return digest

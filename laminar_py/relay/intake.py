@@ -1,0 +1,111 @@
+"""How one version arrives: the window of credits, what was asked for, and what came damaged. No sockets.
+
+Used by the node, once per arriving version. Invariant: at most `window` chunks are asked for and not yet here,
+so a slow node holds back only itself.
+"""
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+from laminar_py.relay.messages import Chunk, Fetch
+from laminar_py.relay.store import StoredVersion, chunk_checksum
+
+# Enough bytes on their way to cover 25 Gb/s over 10 ms; a narrower window would idle between grants.
+_WINDOW_BYTES = 32 * 2**20
+_MIN_WINDOW, _MAX_WINDOW = 4, 256  # chunks
+_MAX_REFUSALS = 3  # damaged copies of one chunk, or of one file, after which the version is given up
+
+
+def window_of(chunk_bytes: int) -> int:
+    """Chunks of this size that may be on their way to a node, e.g. 8 of 4 MiB."""
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, _WINDOW_BYTES // chunk_bytes))
+
+
+class Verdict(Enum):
+    """What became of a chunk."""
+
+    WRITTEN = "written"
+    DAMAGED = "damaged"  # ask for it again
+    USELESS = "useless"  # here already, or none of this version
+
+
+class BrokenVersionError(Exception):
+    """A version keeps arriving damaged; the message says which part."""
+
+
+class Intake:
+    """One arriving version, e.g. `Intake(store.begin(manifest), window=8, now=time.monotonic)`."""
+
+    def __init__(self, stored: StoredVersion, *, window: int, now: Callable[[], float]) -> None:
+        self.stored = stored
+        self.version = stored.manifest.version
+        self._now = now
+        self._began = now()
+        self.first_byte_s = 0.0
+        self._window = window  # chunks
+        self._asked: set[tuple[int, int]] = set()
+        self._unasked: Iterator[tuple[int, int]] = stored.missing()
+        self._refusals: dict[tuple[int, int | None], int] = {}
+        self._verified: set[int] = set()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was announced."""
+        return self._now() - self._began
+
+    @property
+    def verified(self) -> bool:
+        """Whether every file has its digest."""
+        return len(self._verified) == len(self.stored.manifest.files)
+
+    def restart(self) -> None:
+        """What was asked for will not come (a new parent): begin again at the first missing chunk."""
+        self._asked.clear()
+        self._unasked = self.stored.missing()
+
+    def grant(self) -> list[Fetch]:
+        """Requests that fill the window again, runs of chunks joined; empty while it is more than half full."""
+        runs: list[list[int]] = []  # [file, first chunk, chunks]
+        if len(self._asked) * 2 > self._window:
+            return []
+        for file, index in self._unasked:
+            self._asked.add((file, index))
+            if runs and runs[-1][0] == file and sum(runs[-1][1:]) == index:
+                runs[-1][2] += 1
+            else:
+                runs.append([file, index, 1])
+            if len(self._asked) == self._window:
+                break
+        return [Fetch(self.version, file, first, count) for file, first, count in runs]
+
+    def accept(self, chunk: Chunk) -> Verdict:
+        """Check and store a chunk. Raises `NoRoomError`, or `BrokenVersionError` at the last damaged copy."""
+        file, index, stored = chunk.file, chunk.index, self.stored
+        if not stored.knows(file, index) or stored.has(file, index):
+            return Verdict.USELESS
+        if len(chunk.data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(chunk.data):
+            self._refuse(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
+            return Verdict.DAMAGED
+        stored.write(chunk)
+        self.first_byte_s = self.first_byte_s or self.elapsed_s
+        self._asked.discard((file, index))
+        return Verdict.WRITTEN
+
+    def judge_file(self, file: int, digest: str) -> bool:
+        """Whether a file whose chunks are all here is right; if not, it is asked for once more.
+
+        Raises `BrokenVersionError` at the last try.
+        """
+        entry = self.stored.manifest.files[file]
+        if digest == entry.digest:
+            self._verified.add(file)
+            return True
+        self._refuse(file, None, f"{entry.name}: its digest is {digest}, not {entry.digest};")
+        self.stored.forget_file(file)
+        self.restart()
+        return False
+
+    def _refuse(self, file: int, index: int | None, what: str) -> None:
+        count = self._refusals[file, index] = self._refusals.get((file, index), 0) + 1
+        if count >= _MAX_REFUSALS:
+            raise BrokenVersionError(f"version {self.version}: {what} came damaged {count} times")

@@ -1,0 +1,205 @@
+"""Wire records of the relay tree, the manifest of a version, and the reports a node makes. No behaviour.
+
+Every party speaks to one node above it and listens to those below. All records travel as single MessagePack
+frames with a `type` field, which any MessagePack reader can open.
+
+A node and its parent:
+    attached:   Attach                  -> Announce(newest)          at every connect, also to a revived parent
+    fetching:   Announce(v), Fetch(v)*  -> Chunk*                    Fetch grants credits; the parent sends chunks
+                                                                     as it gets them itself (cut-through)
+    complete:   Done(v)                                              all digests verified; only after a Want
+    overtaken:  Announce(v') with v' > v                             v is abandoned unless somebody wants it
+    wanting:    Want(v)                 -> Announce(v) | Lost(v)     a pull of an older version, asked on upwards
+    failed:     Failed(v)                                            the parent cannot have v: try the next parent
+A subscriber and its node:
+    subscribed: Subscribe               -> Newest*                   now and whenever a version is complete
+    pulling:    Pull(id)                -> Pulled(id) | Refused(id)
+The publisher and the root:
+    Written(v)                                                       v is complete in the folder they share
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+Version = Annotated[int, msgspec.Meta(ge=0)]
+Index = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+MIN_CHUNK_BYTES = 4096  # a node keeps a byte of state per chunk
+ChunkBytes = Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES)]
+# Names become file names, so nothing that could leave the folder is one.
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=100)]
+FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors\Z", max_length=100)]
+
+CHECKSUM_BYTES = 16
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file of a version, e.g. `FileEntry("model-00001.safetensors", 2147483648, "9f2c...")`."""
+
+    name: FileName
+    size: Positive  # bytes
+    digest: str  # BLAKE3 of its content, 64 hex digits
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a version consists of; also `manifest.json` in its folder.
+
+    E.g. `Manifest(7, "ab12...", 4194304, (FileEntry("model-00001.safetensors", 8500000, "9f2c..."),))`, whose
+    file has 3 chunks. Chunk sizes are the publisher's, so every node cuts a version in the same way.
+    """
+
+    version: Version
+    digest: str  # `store.version_digest` of the files
+    chunk_bytes: ChunkBytes
+    files: tuple[FileEntry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All files together."""
+        return sum(entry.size for entry in self.files)
+
+    def num_chunks(self, file: int) -> int:
+        """Chunks of one file; the last may be shorter."""
+        return -(-self.files[file].size // self.chunk_bytes)
+
+
+class Upward(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
+    """Base of what goes to the node above."""
+
+
+class Downward(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
+    """Base of what goes to nodes and subscribers below."""
+
+
+class Attach(Upward, frozen=True):
+    """A node is here and takes this one for its parent."""
+
+    node: Name
+
+
+class Want(Upward, frozen=True):
+    """The node below needs this version even if newer ones exist. Kept for it until its `Done`."""
+
+    version: Version
+
+
+class Fetch(Upward, frozen=True):
+    """Send chunks [first_chunk, first_chunk + credits) of a file, each as soon as it is there."""
+
+    version: Version
+    file: Index  # place in `Manifest.files`
+    first_chunk: Index
+    credits: Positive
+
+
+class Done(Upward, frozen=True):
+    """The node below holds the version it wanted."""
+
+    version: Version
+
+
+class Subscribe(Upward, frozen=True):
+    """A subscriber wants to hear of complete versions."""
+
+    name: Name
+
+
+class Pull(Upward, frozen=True):
+    """A subscriber asks for a version (None: the newest complete one) and to have it held until its next pull."""
+
+    id: int
+    name: Name
+    version: Version | None
+
+
+class Written(Upward, frozen=True):
+    """The publisher finished a version in the root's store."""
+
+    version: Version
+
+
+class Announce(Downward, frozen=True):
+    """A version that may be fetched from here, though perhaps not all of it is here yet."""
+
+    manifest: Manifest
+
+
+class Chunk(Downward, frozen=True):
+    """One piece of a file. `checksum` is made where the version entered the tree and travels unchanged."""
+
+    version: Version
+    file: Index
+    index: Index
+    checksum: bytes  # [CHECKSUM_BYTES] head of the BLAKE3 of `data`
+    data: memoryview  # [Manifest.chunk_bytes], the last of a file may be shorter
+
+
+class Lost(Downward, frozen=True):
+    """Neither this node nor any above it has the wanted version."""
+
+    version: Version
+
+
+class Failed(Downward, frozen=True):
+    """This node cannot hold the version, e.g. for want of shared memory; those below turn to the next parent."""
+
+    version: Version
+    reason: str
+
+
+class Newest(Downward, frozen=True):
+    """The newest version that is complete here."""
+
+    version: Version
+
+
+class Pulled(Downward, frozen=True):
+    """Answer to the `Pull` of that id: a verified folder on this host."""
+
+    id: int
+    version: Version
+    path: str
+    digest: str
+
+
+class Refused(Downward, frozen=True):
+    """Answer to the `Pull` of that id: `lost` if no relay has the version, else why this node cannot hold it."""
+
+    id: int
+    lost: bool
+    reason: str
+
+
+ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Written
+ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Pulled | Refused
+
+
+class VersionComplete(msgspec.Struct, frozen=True):
+    """Report: a node holds a verified version. Seconds count from its announcement; both 0 at the root."""
+
+    node: str
+    version: int
+    digest: str
+    num_bytes: int
+    first_byte_s: float
+    elapsed_s: float
+
+
+class VersionFailed(msgspec.Struct, frozen=True):
+    """Report: a node gave a version up; the reason names the setting to change where there is one."""
+
+    node: str
+    version: int
+    reason: str
+
+
+class ParentLost(msgspec.Struct, frozen=True):
+    """Report: a node left the parent at endpoint `old` and turns to `new` (the same if it has no other)."""
+
+    node: str
+    old: str
+    new: str
+
+
+RelayEvent: TypeAlias = VersionComplete | VersionFailed | ParentLost

@@ -1,0 +1,201 @@
+"""The learner's end of the relay: writes a version into the root's store and tells the root. Synchronous.
+
+Called from the learner's process, which has no event loop. Invariant: a version's folder appears by rename,
+complete and with its digests; whether the root lives makes no difference to the learner.
+"""
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from io import FileIO
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import torch
+
+from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest, Written
+from laminar_py.relay.store import (
+    complete_versions,
+    file_digest,
+    folder_name,
+    version_digest,
+    write_manifest,
+    writing,
+)
+from laminar_py.relay.transport import Notifier, RelayKeys
+from laminar_py.types import Published
+
+# A header of fixed room comes before data whose names are not known yet, so tensors may come one at a time.
+# It holds about a thousand tensors; a shard that has more is closed. Data starts on a page boundary.
+HEADER_BYTES = 128 * 2**10
+SHARD_BYTES = 2 * 2**30
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]  # [begin, end) in bytes, counted from the end of the header
+
+
+def _entry(tensor: torch.Tensor, begin: int, name: str) -> _Entry:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"tensor {name}: dtype {tensor.dtype} has no place in safetensors; cast it before")
+    return _Entry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    """One write call takes 2 GiB at most. Unbuffered, so that a full file system shows here and not at close."""
+    while data:
+        data = data[file.write(data) :]
+
+
+class _Shard:
+    """One safetensors file being written, tensor by tensor."""
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self.path = path
+        self._file = file
+        self._header: dict[str, _Entry] = {}
+        self._header_bytes = 8  # the length in front, then the entries
+        self.num_bytes = 0  # of tensors
+        file.seek(HEADER_BYTES)
+
+    def takes(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
+        """Whether it fits beside what is here. The first always does, for a tensor cannot be split."""
+        header_bytes = self._header_bytes + self._header_cost(name, tensor)
+        num_bytes = HEADER_BYTES + self.num_bytes + tensor.nbytes
+        return not self._header or (num_bytes <= shard_bytes and header_bytes <= HEADER_BYTES)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append a tensor. Only this one is copied, and only if it is not contiguous in main memory."""
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        _write_all(self._file, raw.numpy().data)
+        self._header_bytes += self._header_cost(name, tensor)
+        self._header[name] = _entry(tensor, self.num_bytes, name)
+        self.num_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the header into its room, padded with spaces as the format allows."""
+        room = HEADER_BYTES - 8
+        header = msgspec.json.encode(self._header)
+        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
+        self._file.seek(0)
+        _write_all(self._file, memoryview(room.to_bytes(8, "little") + header.ljust(room)))
+
+    def _header_cost(self, name: str, tensor: torch.Tensor) -> int:
+        return len(msgspec.json.encode({name: _entry(tensor, self.num_bytes, name)}))
+
+
+class Publisher:
+    """Publishes versions into the root's store, e.g. `Publisher(store, root.endpoint, keys)`.
+
+    `chunk_bytes` is how the whole tree cuts files. Raises `ValueError` at construction for a bad size.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        root_endpoint: str,
+        keys: RelayKeys,
+        *,
+        chunk_bytes: int = 4 * 2**20,
+        shard_bytes: int = SHARD_BYTES,
+        heartbeat_s: float = 5.0,
+    ) -> None:
+        if chunk_bytes < MIN_CHUNK_BYTES:
+            raise ValueError(f"relay.chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+        self._shard_bytes = shard_bytes
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for unfinished in store.glob("v*.new"):
+            shutil.rmtree(unfinished)
+        self._highest = max(complete_versions(store), default=-1)
+        self._notifier = Notifier(root_endpoint, keys, heartbeat_s=heartbeat_s)
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        """Write a version and tell the root; returns when the tensors may change again.
+
+        `tensors` is read once, one tensor at a time. Raises `ValueError` if the number was used before, and
+        `NoRoomError` if the store's file system is too small; nothing of the version is left then.
+        """
+        if version <= self._highest:
+            raise ValueError(f"version {version} is not above {self._highest}, the highest published; number on")
+        began = time.monotonic()
+        folder = self._store / f"{folder_name(version)}.new"
+        with ExitStack() as undo:
+            folder.mkdir(mode=0o700)
+            undo.callback(shutil.rmtree, folder)
+            files = self._write_files(folder, version, tensors)
+            manifest = Manifest(version, version_digest(files), self._chunk_bytes, files)
+            with writing(self._store, version, manifest.num_bytes):
+                write_manifest(folder, manifest)
+            undo.pop_all()
+        folder.rename(self._store / folder_name(version))
+        self._highest = version
+        self._notifier.send(Written(version))
+        return Published(version, manifest.digest, manifest.num_bytes, time.monotonic() - began)
+
+    def close(self, *, linger_s: float = 1.0) -> None:
+        """End the connection to the root, after at most `linger_s` for it to hear of the last version."""
+        self._notifier.close(linger_s=linger_s)
+
+    def _write_files(
+        self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[FileEntry, ...]:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest") as pool:
+            # A shard is digested while the next one is written.
+            digests = [
+                (path, pool.submit(file_digest, path)) for path in self._write_shards(folder, version, tensors)
+            ]
+            files = tuple(FileEntry(path.name, path.stat().st_size, digest.result()) for path, digest in digests)
+        if not files:
+            raise ValueError(f"version {version} has no tensors; publish at least one")
+        return files
+
+    def _write_shards(
+        self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[Path]:
+        """Paths of finished safetensors files."""
+        names: set[str] = set()
+        left = iter(tensors)
+        item = next(left, None)
+        total = 0  # bytes
+        for number in count(1):
+            if item is None:
+                return
+            path = folder / f"model-{number:05}.safetensors"
+            with path.open("wb", buffering=0) as file:
+                shard = _Shard(path, file)
+                while item is not None and shard.takes(*item, shard_bytes=self._shard_bytes):
+                    name, tensor = item
+                    if name in names:
+                        raise ValueError(f"tensor {name} comes twice in version {version}; name each once")
+                    names.add(name)
+                    total += tensor.nbytes
+                    with writing(self._store, version, total):
+                        shard.add(name, tensor)
+                    item = next(left, None)
+                with writing(self._store, version, total):
+                    shard.finish()
+            yield path

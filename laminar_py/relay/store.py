@@ -1,0 +1,251 @@
+"""Version folders of one node on disk: what is complete, what arrives, what is pinned and what may go.
+
+Used by the node (all of it) and the publisher (digests, manifest, names). Invariant: a folder `v<N>` exists
+only if each of its files has the digest that its manifest says; everything else has a suffix:
+`v<N>.part` arrives, `v<N>.*.old` is being deleted, `v<N>.new` is the publisher's and never touched here.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, FileEntry, Manifest
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_PIN = "pin-"
+_COMPLETE = re.compile(r"v(\d+)")
+
+
+class NoRoomError(Exception):
+    """The file system of a store cannot hold a version; the message names relay.shm and the bytes needed."""
+
+
+@contextmanager
+def writing(store: Path, version: int, num_bytes: int) -> Iterator[None]:
+    """Code that writes a version of `num_bytes` into the store: a full file system becomes `NoRoomError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise _no_room(store, version, num_bytes) from error
+
+
+def _no_room(store: Path, version: int, num_bytes: int) -> NoRoomError:
+    free = shutil.disk_usage(store).free
+    return NoRoomError(
+        f"relay.shm={store}: version {version} needs at least {num_bytes} bytes and {free} are free;"
+        " enlarge that file system, name another, or lower relay.keep_versions"
+    )
+
+
+def folder_name(version: int) -> str:
+    """Name of the folder of a complete version."""
+    return f"v{version}"
+
+
+def chunk_checksum(data: bytes | memoryview) -> bytes:
+    """[CHECKSUM_BYTES] of a chunk: BLAKE3, which is faster here than CRC-32 and finds more."""
+    return blake3(data).digest(CHECKSUM_BYTES)
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE3 of a file as `b3sum` prints it, on as many threads as there are cores."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def version_digest(files: Sequence[FileEntry]) -> str:
+    """Identity of a version: BLAKE3 over `name NUL digest` of its files, sorted by name."""
+    total = blake3()
+    for entry in sorted(files, key=lambda entry: entry.name):
+        total.update(entry.name.encode() + b"\0" + bytes.fromhex(entry.digest))
+    return total.hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Put `manifest.json` into a folder that is not complete yet."""
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+
+
+def complete_versions(store: Path) -> list[int]:
+    """Versions in a store, ascending."""
+    found = (_COMPLETE.fullmatch(path.name) for path in store.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+class StoredVersion:
+    """One version in a store, complete or arriving, chunk by chunk.
+
+    Files are opened for each chunk: that costs microseconds beside a chunk of megabytes, and a deleted version
+    leaves no descriptor behind.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path, *, complete: bool) -> None:
+        self.manifest = manifest
+        self.folder = folder
+        counts = [manifest.num_chunks(file) for file in range(len(manifest.files))]
+        self._present = [bytearray([complete]) * count for count in counts]  # 1 where the chunk is here
+        self._missing = [0 if complete else count for count in counts]
+        self._checksums: dict[tuple[int, int], bytes] = {}
+
+    @property
+    def num_bytes_here(self) -> int:
+        """Bytes on disk, to within a chunk a file."""
+        return sum(map(sum, self._present)) * self.manifest.chunk_bytes
+
+    def knows(self, file: int, index: int) -> bool:
+        """Whether the version has such a chunk at all."""
+        return file < len(self._present) and index < len(self._present[file])
+
+    def has(self, file: int, index: int) -> bool:
+        """Whether the chunk is here."""
+        return bool(self._present[file][index])
+
+    def has_file(self, file: int) -> bool:
+        """Whether all chunks of the file are here."""
+        return self._missing[file] == 0
+
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """(file, chunk) of all that is not here, in order; may be drawn from while chunks arrive."""
+        for file, present in enumerate(self._present):
+            index = present.find(0)
+            while index >= 0:
+                yield file, index
+                index = present.find(0, index + 1)
+
+    def chunk_size(self, file: int, index: int) -> int:
+        """Bytes of that chunk."""
+        return min(self.manifest.chunk_bytes, self.manifest.files[file].size - index * self.manifest.chunk_bytes)
+
+    def file_path(self, file: int) -> Path:
+        """Where the file lies now."""
+        return self.folder / self.manifest.files[file].name
+
+    def read(self, file: int, index: int) -> Chunk:
+        """A chunk that is here, with the checksum it came with (made now where the version entered the tree)."""
+        assert self.has(file, index), f"chunk {index} of file {file} of {self.folder} is not here"
+        with self.file_path(file).open("rb") as source:
+            data = os.pread(source.fileno(), self.chunk_size(file, index), index * self.manifest.chunk_bytes)
+        checksum = self._checksums.get((file, index)) or chunk_checksum(data)
+        self._checksums[file, index] = checksum
+        return Chunk(self.manifest.version, file, index, checksum, memoryview(data))
+
+    def write(self, chunk: Chunk) -> None:
+        """Store a chunk whose checksum holds. Raises `NoRoomError`."""
+        with writing(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
+            self._write_at(self.file_path(chunk.file), chunk.index * self.manifest.chunk_bytes, chunk.data)
+        self._checksums[chunk.file, chunk.index] = chunk.checksum
+        self._missing[chunk.file] -= not self._present[chunk.file][chunk.index]
+        self._present[chunk.file][chunk.index] = 1
+
+    def _write_at(self, path: Path, position: int, data: memoryview) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while data:
+                written = os.pwrite(descriptor, data, position)
+                position, data = position + written, data[written:]
+        finally:
+            os.close(descriptor)
+
+    def forget_file(self, file: int) -> None:
+        """Its chunks count as missing again."""
+        self._missing[file] = len(self._present[file])
+        self._present[file] = bytearray(self._missing[file])
+        self._checksums = {key: checksum for key, checksum in self._checksums.items() if key[0] != file}
+
+
+class Store:
+    """The versions of one node, e.g. `Store(Path("/dev/shm/run/relay-1"), keep_versions=2)`."""
+
+    def __init__(self, path: Path, *, keep_versions: int) -> None:
+        self.path = path
+        self.complete: dict[int, StoredVersion] = {}
+        self._keep_versions = keep_versions
+        self._pins: dict[str, int] = {}
+        self._doomed: dict[Path, int] = {}  # folder that is being deleted -> bytes that this will free
+
+    @property
+    def newest(self) -> int:
+        """The highest complete version, -1 if there is none."""
+        return max(self.complete, default=-1)
+
+    def open(self) -> None:
+        """Make the folder, throw away what was left unfinished, and find complete versions and pins."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for leftover in (*self.path.glob("v*.part"), *self.path.glob("v*.old")):
+            log.info("throwing away %s", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # an earlier node's thread may be at it, too
+        self._pins = {
+            path.name.removeprefix(_PIN): int(path.read_text())
+            for path in self.path.glob(f"{_PIN}*")
+            if not path.name.endswith("~")
+        }
+        self.discover()
+
+    def discover(self) -> list[StoredVersion]:
+        """Complete versions that came into the folder since the last look, ascending."""
+        found = []
+        for version in complete_versions(self.path):
+            if version not in self.complete:
+                folder = self.path / folder_name(version)
+                manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+                self.complete[version] = StoredVersion(manifest, folder, complete=True)
+                found.append(self.complete[version])
+        return found
+
+    def begin(self, manifest: Manifest) -> StoredVersion:
+        """An empty `.part` folder for a version that is to arrive. Raises `NoRoomError`."""
+        if manifest.num_bytes > shutil.disk_usage(self.path).free + sum(self._doomed.values()):
+            raise _no_room(self.path, manifest.version, manifest.num_bytes)
+        folder = self.path / f"{folder_name(manifest.version)}.part"
+        with writing(self.path, manifest.version, manifest.num_bytes):
+            folder.mkdir(mode=0o700)
+            write_manifest(folder, manifest)
+        return StoredVersion(manifest, folder, complete=False)
+
+    def commit(self, arrived: StoredVersion) -> None:
+        """All digests hold: the version gets its name."""
+        arrived.folder = arrived.folder.rename(self.path / folder_name(arrived.manifest.version))
+        self.complete[arrived.manifest.version] = arrived
+
+    def pin(self, name: str, version: int) -> None:
+        """Hold a version for a subscriber, instead of the one held for it so far; survives a crash.
+
+        Raises `NoRoomError`.
+        """
+        unfinished = self.path / f"{_PIN}{name}~"
+        with writing(self.path, version, len(str(version))):
+            unfinished.write_text(str(version))
+        unfinished.rename(self.path / f"{_PIN}{name}")
+        self._pins[name] = version
+
+    def surplus(self, held: set[int]) -> list[StoredVersion]:
+        """Complete versions that are neither among the newest, nor pinned, nor in `held`."""
+        kept = held | set(self._pins.values()) | set(sorted(self.complete)[-self._keep_versions :])
+        return [stored for version, stored in sorted(self.complete.items()) if version not in kept]
+
+    def retire(self, stored: StoredVersion) -> Path:
+        """Take a version out, complete or not. Returns the folder, moved aside, which `delete` deletes."""
+        version = stored.manifest.version
+        if self.complete.get(version) is stored:
+            del self.complete[version]
+        doomed = Path(tempfile.mkdtemp(prefix=f"{folder_name(version)}.", suffix=".old", dir=self.path))
+        stored.folder = stored.folder.rename(doomed / stored.folder.name)
+        self._doomed[doomed] = stored.num_bytes_here
+        return doomed
+
+    def delete(self, doomed: Path) -> None:
+        """Delete what was retired; slow enough (10 GB/s) for a thread."""
+        shutil.rmtree(doomed, ignore_errors=True)  # what is left of it goes at the next start
+        del self._doomed[doomed]

@@ -1,0 +1,132 @@
+"""The scoring stage: finished trajectories wait here for a reward. Pure asyncio; the runtime gives it its workers.
+
+The controller submits what a replica has finished and gets scores through `deliver`. Neither side ever waits for
+the stage. Invariant: every request that a worker takes is delivered exactly one score, also if the worker hangs
+or dies over it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from laminar_py.interfaces import Scorer
+from laminar_py.types import DropReason, Score, ScoringRequest
+
+log = logging.getLogger(__name__)
+
+LIVES = 3  # workers that one request may take down, alone in its batch, before it is given up
+
+
+class WorkerDiedError(Exception):
+    """The process behind a scorer is gone; a `Scorer` raises it, the stage has the worker restarted."""
+
+
+class ScoringStage:
+    """Up to `batch` waiting trajectories go to a free worker together; each is scored and judged on its own.
+
+    A worker limits each trajectory to `timeout_s` itself. If a batch takes longer than all its limits and
+    `grace_s`, its worker hangs where Python cannot interrupt it: it is replaced, and the members of the batch are
+    tried one at a time, so that only the guilty one is dropped. `queue` is at least the number of trajectories
+    that can be live, so that `submit` always finds room. `restart(i)` ends worker i and returns a new one, ready.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Scorer],
+        *,
+        batch: int,
+        timeout_s: float,
+        queue: int,
+        deliver: Callable[[Sequence[Score]], Awaitable[None]],
+        restart: Callable[[int], Awaitable[Scorer]],
+        grace_s: float = 5.0,
+    ) -> None:
+        self._workers = list(workers)
+        self._batch = batch
+        self._timeout_s = timeout_s
+        self._grace_s = grace_s
+        self._deliver = deliver
+        self._restart = restart
+        # Room for every live trajectory and one end mark per worker: `put_nowait` cannot fail.
+        self._waiting: asyncio.Queue[ScoringRequest | None] = asyncio.Queue(queue + len(self._workers))
+        self._closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that no worker has taken yet."""
+        return self._waiting.qsize()
+
+    def submit(self, request: ScoringRequest) -> None:
+        """Score it as soon as a worker is free."""
+        assert not self._closed, f"{request.trajectory_id} submitted to a closed scoring stage"
+        self._waiting.put_nowait(request)
+
+    def close(self) -> None:
+        """Workers end after the batch in hand; what waits is not scored any more."""
+        if self._closed:
+            return
+        self._closed = True
+        for _ in self._workers:
+            self._waiting.put_nowait(None)
+
+    async def run(self) -> None:
+        """Serve until `close`."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(self._workers)):
+                group.create_task(self._serve(index), name=f"scoring-{index}")
+
+    async def _serve(self, index: int) -> None:
+        while requests := await self._take():
+            if len(requests) > 1 and (scores := await self._score_together(index, requests)):
+                await self._deliver(scores)
+                continue
+            for request in requests:
+                await self._deliver([await self._score_alone(index, request)])
+
+    async def _take(self) -> list[ScoringRequest]:
+        """A fair share of what waits, so that slow rewards spread over the workers; nothing once closed."""
+        requests = []
+        request = await self._waiting.get()
+        share = min(self._batch, 1 + self._waiting.qsize() // len(self._workers))
+        while not self._closed and request is not None:
+            requests.append(request)
+            if len(requests) == share:
+                return requests
+            request = self._waiting.get_nowait()
+        return []
+
+    async def _score_together(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """Their scores; none if the worker hung or died over one of them, in which case it is a new one now."""
+        try:
+            return await self._call(index, requests)
+        except (TimeoutError, WorkerDiedError) as error:
+            await self._replace(index, requests, cause=error)
+            return []
+
+    async def _score_alone(self, index: int, request: ScoringRequest) -> Score:
+        """Its score. A worker may be killed from outside, so a request is given up only when it takes several."""
+        for _ in range(LIVES):
+            try:
+                return (await self._call(index, [request]))[0]
+            except TimeoutError as error:
+                await self._replace(index, [request], cause=error)
+                detail = "hung where Python cannot interrupt it; its worker was replaced"
+                return _failed(request, DropReason.REWARD_TIMEOUT, detail=detail)
+            except WorkerDiedError as error:
+                await self._replace(index, [request], cause=error)
+        return _failed(request, DropReason.REWARD_FAILED, detail=f"its worker died {LIVES} times")
+
+    async def _call(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
+        async with asyncio.timeout(len(requests) * self._timeout_s + self._grace_s):
+            scores = await self._workers[index].score(requests)
+        assert [score.trajectory_id for score in scores] == [r.trajectory_id for r in requests], scores
+        return scores
+
+    async def _replace(self, index: int, requests: Sequence[ScoringRequest], *, cause: Exception) -> None:
+        ids = ", ".join(request.trajectory_id for request in requests)
+        log.warning("scoring worker %d is replaced: %s over %s", index, type(cause).__name__, ids)
+        self._workers[index] = await self._restart(index)
+
+
+def _failed(request: ScoringRequest, reason: DropReason, *, detail: str) -> Score:
+    return Score(request.trajectory_id, None, failure=reason, detail=detail)

@@ -1,0 +1,389 @@
+"""One rollout replica: an inference engine, the trajectories it was given, and when it takes new weights.
+
+Wired by the runtime's actor. The controller calls `submit`, `abort`, `collect`; weights come from the local
+relay. States under `drain`: OPEN (admits until its batch is full) -> CLOSED (finishes what it has) -> empty ->
+loads the newest weights -> OPEN. Invariant: every token is reported once, in order, with the version that the
+engine stamped on it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py.codec import FloatArray, IntArray
+from laminar_py.config import OnNewWeights
+from laminar_py.interfaces import Clock, InferenceEngine, VersionLostError, WeightSource
+from laminar_py.types import (
+    Assignment,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Load,
+    PauseMode,
+    Progress,
+    ReplicaReport,
+    Span,
+)
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.025
+
+
+@dataclass(slots=True)
+class Running:
+    """A trajectory on this replica: what was generated here, and how much of it was reported."""
+
+    assignment: Assignment
+    submitted_s: float
+    prefix: IntArray  # what a (re)submission continues from
+    length: int  # response tokens so far, the prefix included
+    reported_s: float
+    ids: list[IntArray] = field(default_factory=list)  # not reported yet
+    logprobs: list[FloatArray] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    first_token_s: float | None = None
+    resubmit: bool = False  # interrupted for new weights, goes on here
+    wall_cut: bool = False
+    in_engine: bool = False
+    task: "asyncio.Task[None] | None" = None
+
+
+class Replica:
+    """Runs assignments on `engine` and follows `weights` under the policy `on_new_weights`."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        engine: InferenceEngine,
+        weights: WeightSource,
+        clock: Clock,
+        on_new_weights: OnNewWeights,
+        batch: int,
+        max_batch: int,
+        partial_interval_s: float,
+        max_seconds: float | None = None,
+        initial: Sequence[Assignment] = (),
+    ) -> None:
+        self.index = index
+        self._engine = engine
+        self._weights = weights
+        self._clock = clock
+        self._policy = on_new_weights
+        self._batch = batch
+        self._max_batch = max_batch
+        self._partial_interval_s = partial_interval_s
+        self._max_seconds = max_seconds
+        self._initial = initial
+        self._running: dict[str, Running] = {}
+        self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
+        self._progress: list[Progress] = []
+        self._loads: list[Load] = []
+        self._lost: list[str] = []
+        self._interrupted: list[str] = []
+        self._version = -1
+        self._newest = -1  # the newest version that the relay has announced
+        self._admitted = 0  # training trajectories admitted under the version in use
+        self._received = 0
+        self._open = False  # may begin new trajectories under the version in use
+        self._stopping = False
+        self._serving = asyncio.Event()  # cleared while weights are loaded
+        self._last_report_s = clock.now()
+        self._busy_since: float | None = None
+        self._busy_s = 0.0
+        self._report_now = asyncio.Event()
+        self._weights_wanted = asyncio.Event()
+
+    # ---- called by the controller
+
+    def submit(self, assignments: Sequence[Assignment]) -> None:
+        """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
+        self._received += len(assignments)
+        for assignment in assignments:
+            if assignment.version is None or (assignment.version == self._version and self._serving.is_set()):
+                self._start(assignment)
+            else:
+                self._pinned.append(assignment)
+        if self._pinned:
+            self._pinned = deque(sorted(self._pinned, key=lambda waiting: waiting.version or 0))
+            self._weights_wanted.set()
+
+    async def abort(self, trajectory_ids: Sequence[str]) -> None:
+        """End these; what they have is reported with finish reason ABORT."""
+        for trajectory_id in trajectory_ids:
+            await self._engine.abort(trajectory_id)
+
+    async def stop(self) -> None:
+        """Admit nothing more and interrupt everything; partial responses are reported."""
+        self._stopping = True
+        self._open = False
+        pinned, self._pinned = self._pinned, deque()
+        for assignment in pinned:
+            self._return(assignment)
+        await self.abort(list(self._running))
+
+    async def collect(self, timeout_s: float) -> ReplicaReport:
+        """The next report: soon after something finished or changed, else after `timeout_s`.
+
+        Reports are at least `REPORT_INTERVAL_S` apart, so that many short trajectories share one.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._report_now.wait(), timeout_s)
+        await asyncio.sleep(self._last_report_s + REPORT_INTERVAL_S - self._clock.now())
+        self._report_now.clear()
+        return self._report()
+
+    # ---- loops of the process
+
+    async def run(self) -> None:
+        """Take up what it was started for, then follow the relay until cancelled."""
+        self.submit(self._initial)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_relay(), name="follow-relay")
+            tasks.create_task(self._refresh_weights(), name="refresh-weights")
+            tasks.create_task(self._watch_partials(), name="watch-partials")
+
+    async def _follow_relay(self) -> None:
+        while True:
+            self._newest = await self._weights.wait_newer(self._newest)
+            self._weights_wanted.set()
+
+    async def _refresh_weights(self) -> None:
+        while True:
+            await self._weights_wanted.wait()
+            self._weights_wanted.clear()
+            if self._pinned:
+                if not self._running:
+                    await self._load_pinned()
+            elif self._newest > self._version or not self._open or self._full:
+                if not self._running:
+                    await self._begin_round()
+                elif self._policy is OnNewWeights.RESUME and not self._evaluating():
+                    await self._swap_in_flight()
+
+    async def _watch_partials(self) -> None:
+        while True:
+            await asyncio.sleep(self._partial_interval_s)
+            if self._max_seconds is not None:
+                await self._cut_overdue(self._max_seconds)
+            self._collect_partials()
+
+    # ---- weights
+
+    async def _begin_round(self) -> None:
+        """Take the newest weights and admit a batch."""
+        if self._stopping:
+            return
+        if self._newest > self._version:
+            await self._load(None)
+        self._admitted, self._open = 0, True
+        self._report_now.set()
+
+    async def _load_pinned(self) -> None:
+        """Load the version that waiting trajectories must continue under; the round stays closed."""
+        version = self._pinned[0].version
+        assert version is not None, "only pinned trajectories wait"
+        try:
+            if version < self._version:
+                raise VersionLostError(f"version {version} is behind {self._version}")
+            if version > self._version:
+                await self._load(version)
+        except VersionLostError:
+            self._serving.set()
+            self._lost += [a.trajectory_id for a in self._pinned if a.version == version]
+            self._pinned = deque(a for a in self._pinned if a.version != version)
+            self._weights_wanted.set()
+            self._report_now.set()
+            return
+        self._open = self._version >= self._newest and not self._stopping
+        waiting, self._pinned = self._pinned, deque()
+        for assignment in waiting:
+            if assignment.version == version:
+                self._start(assignment)
+            else:
+                self._pinned.append(assignment)
+        self._report_now.set()
+
+    async def _swap_in_flight(self) -> None:
+        """`resume`: interrupt everything, load, go on from the partial responses under the new version."""
+        interrupted = [running for running in self._running.values() if running.in_engine]
+        for running in interrupted:
+            running.resubmit = True
+        self._serving.clear()
+        await self._engine.pause(PauseMode.ABORT)
+        await asyncio.gather(*(running.task for running in interrupted if running.task is not None))
+        await self._load(None)
+        await self._engine.resume()
+        for running in interrupted:
+            if running.resubmit:
+                running.resubmit = False
+                self._interrupted.append(running.assignment.trajectory_id)
+                self._spawn(running)
+        self._report_now.set()
+
+    async def _load(self, version: int | None) -> None:
+        began = self._clock.now()
+        self._serving.clear()
+        pulled = await self._weights.pull(version)
+        await self._engine.load_weights(Path(pulled.path), pulled.version)
+        self._version = pulled.version
+        self._serving.set()
+        elapsed = self._clock.now() - began
+        self._loads.append(Load(pulled.version, pulled.digest, elapsed))
+        log.info("replica %d serves version %d after %.3f s", self.index, pulled.version, elapsed)
+
+    def _evaluating(self) -> bool:
+        return any(running.assignment.kind is Kind.EVAL for running in self._running.values())
+
+    # ---- trajectories
+
+    def _start(self, assignment: Assignment) -> None:
+        now = self._clock.now()
+        if assignment.kind is Kind.TRAIN:
+            self._admitted += 1
+        running = Running(assignment, now, assignment.prefix_ids, len(assignment.prefix_ids), now)
+        self._running[assignment.trajectory_id] = running
+        if self._busy_since is None:
+            self._busy_since = now
+        self._spawn(running)
+
+    def _spawn(self, running: Running) -> None:
+        name = running.assignment.trajectory_id
+        running.task = asyncio.create_task(self._generate(running), name=name)
+
+    async def _generate(self, running: Running) -> None:
+        assignment = running.assignment
+        await self._serving.wait()
+        running.in_engine = True
+        request = GenerateRequest(
+            assignment.trajectory_id,
+            assignment.group_id,
+            assignment.prompt_ids,
+            running.prefix,
+            assignment.sampling,
+        )
+        async for delta in self._engine.generate(request):
+            self._take(running, delta)
+            if delta.finish_reason is not None:
+                self._ended(running, delta.finish_reason)
+
+    def _take(self, running: Running, delta: Delta) -> None:
+        if not len(delta.ids):
+            return
+        if running.first_token_s is None:
+            running.first_token_s = self._clock.now()
+        start, end = running.length, running.length + len(delta.ids)
+        if running.spans and running.spans[-1].version == delta.version:
+            running.spans[-1] = Span(delta.version, running.spans[-1].start, end)
+        else:
+            running.spans.append(Span(delta.version, start, end))
+        running.ids.append(delta.ids)
+        running.logprobs.append(delta.logprobs)
+        running.length = end
+
+    def _ended(self, running: Running, reason: FinishReason) -> None:
+        if reason is FinishReason.ABORT and running.wall_cut and running.length:
+            running.resubmit, reason = False, FinishReason.LENGTH
+        if reason is FinishReason.ABORT and running.resubmit:
+            self._report_progress(running, None)
+            return
+        running.resubmit = False
+        self._report_progress(running, reason)
+        del self._running[running.assignment.trajectory_id]
+        if not self._running:
+            now = self._clock.now()
+            self._busy_s += now - (self._busy_since or now)
+            self._busy_since = None
+            self._weights_wanted.set()
+        self._report_now.set()
+
+    def _report_progress(self, running: Running, reason: FinishReason | None) -> None:
+        now = self._clock.now()
+        ids = np.concatenate(running.ids) if running.ids else np.empty(0, np.int32)
+        logprobs = np.concatenate(running.logprobs) if running.logprobs else np.empty(0, np.float32)
+        first = now if running.first_token_s is None else running.first_token_s
+        self._progress.append(
+            Progress(
+                running.assignment.trajectory_id,
+                running.assignment.epoch,
+                running.length - len(ids),
+                ids,
+                logprobs,
+                tuple(running.spans),
+                reason,
+                running.wall_cut,
+                first - running.submitted_s,
+                now - running.submitted_s,
+            )
+        )
+        running.prefix = np.concatenate([running.prefix, ids])
+        running.ids, running.logprobs, running.spans = [], [], []
+        running.reported_s = now
+
+    def _return(self, assignment: Assignment) -> None:
+        """Give back what never started here."""
+        nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+        start = len(assignment.prefix_ids)
+        self._progress.append(
+            Progress(assignment.trajectory_id, assignment.epoch, start, *nothing, (), FinishReason.ABORT)
+        )
+        self._report_now.set()
+
+    def _collect_partials(self) -> None:
+        now = self._clock.now()
+        for running in self._running.values():
+            if running.ids and now - running.reported_s >= self._partial_interval_s:
+                self._report_progress(running, None)
+                self._report_now.set()
+
+    async def _cut_overdue(self, max_seconds: float) -> None:
+        now = self._clock.now()
+        for running in list(self._running.values()):
+            if running.first_token_s is not None and now - running.first_token_s > max_seconds:
+                running.wall_cut = True
+                await self._engine.abort(running.assignment.trajectory_id)
+
+    # ---- report
+
+    @property
+    def _full(self) -> bool:
+        """`drain`: the batch of this version is admitted."""
+        return self._policy is OnNewWeights.DRAIN and self._admitted >= self._batch
+
+    @property
+    def _admissible(self) -> int:
+        """Training trajectories it takes now."""
+        if not self._open or self._stopping or self._pinned:
+            return 0
+        if self._policy is OnNewWeights.DRAIN:
+            return self._batch - self._admitted
+        return self._max_batch + self._max_batch // 4 - len(self._running)
+
+    def _report(self) -> ReplicaReport:
+        now = self._clock.now()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+            self._busy_since = now
+        self._last_report_s = now
+        report = ReplicaReport(
+            self.index,
+            self._engine.status(),
+            self._admissible,
+            self._received,
+            tuple(self._progress),
+            tuple(self._loads),
+            tuple(self._lost),
+            tuple(self._interrupted),
+            self._busy_s,
+        )
+        self._progress, self._loads, self._lost, self._interrupted = [], [], [], []
+        self._busy_s = 0.0
+        return report

@@ -1,0 +1,207 @@
+"""Ray actors: thin shells around the parts. They decode a spec, wire the part and pass bytes through.
+
+One process each. Everything that crosses is the bytes of a typed record or a scalar; a part that failed
+raises its own error at its next call, and the supervisor decides what then.
+"""
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import ray
+
+from laminar_py.codec import decode, encode
+from laminar_py.config import OnNewWeights, RunConfig
+from laminar_py.runtime.run_folder import SystemClock
+from laminar_py.runtime.specs import (
+    LearnerProgress,
+    LearnerSpec,
+    RelaySpec,
+    ReplicaSpec,
+    ScorerSpec,
+    StepRequest,
+)
+from laminar_py.types import Assignment, ScoringRequest
+
+log = logging.getLogger(__name__)
+
+
+def _log_to(run_dir: str, part: str) -> None:
+    logging.basicConfig(
+        filename=Path(run_dir) / "logs" / f"{part}.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        force=True,
+    )
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+class RelayActor:
+    """A relay node."""
+
+    async def start(self, data: bytes) -> str:
+        """Bind and run; the node's endpoint."""
+        from laminar_py.relay.node import RelayNode
+        from laminar_py.relay.transport import RelayKeys
+
+        spec = decode(RelaySpec, data)
+        _log_to(spec.run_dir, f"relay-{spec.node}")
+        relay = RunConfig.model_validate_json(spec.config).relay
+        self._node = RelayNode(
+            f"relay-{spec.node}",
+            store=Path(spec.store),
+            keys=RelayKeys(spec.public_key, spec.secret_key),
+            host=relay.host,
+            port=spec.port,
+            parents=list(spec.parents),
+            chunk_bytes=relay.chunk_bytes,
+            keep_versions=relay.keep_versions,
+        )
+        await self._node.start()
+        self._task = asyncio.create_task(self._node.run(), name="relay")
+        return self._node.endpoint
+
+    async def ping(self) -> int:
+        """Its process id; raises what ended the node, if anything did."""
+        if self._task.done():
+            self._task.result()
+        return os.getpid()
+
+
+class ReplicaActor:
+    """A rollout replica with its embedded engine."""
+
+    async def start(self, data: bytes) -> int:
+        """Wire engine, relay subscriber and replica; its process id."""
+        from laminar_py.engines.local import LocalEngine
+        from laminar_py.relay.subscriber import Subscriber
+        from laminar_py.relay.transport import RelayKeys
+        from laminar_py.rollout.replica import Replica
+
+        _one_thread()
+        spec = decode(ReplicaSpec, data)
+        _log_to(spec.run_dir, f"replica-{spec.index}")
+        config = RunConfig.model_validate_json(spec.config)
+        rollout = config.rollout
+        engine = LocalEngine(
+            Path(spec.model_dir),
+            max_batch=rollout.max_batch,
+            max_len=rollout.max_len,
+            kv_capacity=config.kv_capacity,
+        )
+        await engine.start()
+        keys = RelayKeys(spec.public_key, spec.secret_key)
+        weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
+        await weights.start()
+        self._listening = asyncio.create_task(weights.run(), name="subscriber")
+        self._replica = Replica(
+            spec.index,
+            engine=engine,
+            weights=weights,
+            clock=SystemClock(),
+            on_new_weights=OnNewWeights(rollout.on_new_weights),
+            batch=rollout.batch_per_replica,
+            max_batch=rollout.max_batch,
+            partial_interval_s=rollout.partial_interval_s,
+            max_seconds=rollout.max_seconds,
+            initial=spec.assignments,
+        )
+        self._task = asyncio.create_task(self._replica.run(), name="replica")
+        return os.getpid()
+
+    async def submit(self, data: bytes) -> None:
+        """Hand assignments over."""
+        self._replica.submit(decode(list[Assignment], data))
+
+    async def abort(self, data: bytes) -> None:
+        """End these trajectories."""
+        await self._replica.abort(decode(list[str], data))
+
+    async def stop(self) -> None:
+        """Interrupt everything; partial responses are reported."""
+        await self._replica.stop()
+
+    async def collect(self, timeout_s: float) -> bytes:
+        """The next `ReplicaReport`; raises what ended the replica, if anything did."""
+        report = asyncio.create_task(self._replica.collect(timeout_s), name="collect")
+        await asyncio.wait([report, self._task, self._listening], return_when=asyncio.FIRST_COMPLETED)
+        for task in (self._task, self._listening):
+            if task.done():
+                report.cancel()
+                task.result()
+        return encode(await report)
+
+
+class LearnerActor:
+    """One rank of the learner. Its calls run on two threads, so that progress can be asked for during a start."""
+
+    def __init__(self) -> None:
+        self._progress = LearnerProgress("loading", 0, 1, 0.0)
+
+    def pid(self) -> int:
+        """Its process id."""
+        return os.getpid()
+
+    def progress(self) -> bytes:
+        """What it is doing while `start` runs: `LearnerProgress`."""
+        return encode(self._progress)
+
+    def start(self, data: bytes) -> bytes:
+        """Load or warm-start the model, restore a checkpoint; `LearnerStarted`."""
+        from laminar_py.runtime.learner_part import LearnerPart
+
+        _one_thread()
+        spec = decode(LearnerSpec, data)
+        _log_to(spec.run_dir, f"learner-{spec.rank}")
+        self._part = LearnerPart(spec, self._note)
+        return encode(self._part.started())
+
+    def _note(self, progress: LearnerProgress) -> None:
+        self._progress = progress
+
+    def step(self, data: bytes) -> bytes:
+        """One optimizer step and its publication; `StepOutcome`."""
+        return encode(self._part.step(decode(StepRequest, data)))
+
+    def publish(self, version: int) -> bytes:
+        """Publish the weights as they are; `Published`."""
+        return encode(self._part.publish(version))
+
+    def save(self, path: str) -> None:
+        """Checkpoint into a folder."""
+        self._part.save(Path(path))
+
+    def export(self, path: str) -> None:
+        """Write a plain Hugging Face folder."""
+        self._part.export(Path(path))
+
+
+class ScorerActor:
+    """A scoring process; single-threaded, so that a reward function runs in its main thread."""
+
+    def start(self, data: bytes) -> int:
+        """Load the reward function; its process id."""
+        from laminar_py.reward.registry import load_reward
+        from laminar_py.reward.worker import ScoringWorker
+
+        spec = decode(ScorerSpec, data)
+        _log_to(spec.run_dir, f"scorer-{spec.index}")
+        reward = RunConfig.model_validate_json(spec.config).reward
+        function = load_reward(reward.function, pattern=reward.pattern)
+        self._worker = ScoringWorker(function, timeout_s=reward.timeout_s)
+        return os.getpid()
+
+    def score(self, data: bytes) -> bytes:
+        """A list of `Score` for a list of `ScoringRequest`."""
+        return encode(self._worker.score(decode(list[ScoringRequest], data)))
+
+
+def remote(kind: type, *, concurrency: int, num_gpus: float = 0.0) -> "ray.actor.ActorClass":
+    """The Ray class of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation."""
+    return ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0, max_concurrency=concurrency)(kind)

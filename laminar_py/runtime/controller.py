@@ -1,0 +1,267 @@
+"""The composition root of a run: wires all parts and leads them through its phases.
+
+Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. It runs in
+the process of `laminar train`; every part that is a process of its own has a keeper here that revives it.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from laminar_py.config import OnNewWeights, RunConfig, StalePolicy
+from laminar_py.control.book import FlowSettings
+from laminar_py.control.dispatcher import Dispatcher
+from laminar_py.control.flow import Flow
+from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.events import Evaluated, RunEnded, RunStarted
+from laminar_py.learner.advantage import group_advantages
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.reward.stage import ScoringStage
+from laminar_py.runtime.evaluator import Evaluator
+from laminar_py.runtime.learner_link import LearnerLink
+from laminar_py.runtime.memory import processes, used_bytes
+from laminar_py.runtime.preflight import Inputs
+from laminar_py.runtime.relays import Relays
+from laminar_py.runtime.replicas import Replicas
+from laminar_py.runtime.run_folder import RunFolder, SystemClock
+from laminar_py.runtime.scoring import Scorers
+from laminar_py.runtime.stats import Stats, read_totals
+from laminar_py.runtime.summary import Summary, summarise
+from laminar_py.runtime.supervisor import Supervisor
+from laminar_py.runtime.trainer import Trainer
+from laminar_py.runtime.view import View
+from laminar_py.store.database import SCHEMA_VERSION
+from laminar_py.store.ledger import Ledger
+from laminar_py.store.recovery import Recovered, recover
+from laminar_py.types import Kind, Prompt, SamplingParams, Score, ScoringRequest, Trajectory
+
+log = logging.getLogger(__name__)
+
+SCORING_BATCH = 64
+HOUSEKEEPING_S = 0.5
+MEMORY_S = 2.0
+
+
+class Controller:
+    """One incarnation of one run."""
+
+    def __init__(self, config: RunConfig, run: RunFolder, *, inputs: Inputs, view: View, resume: bool) -> None:
+        self._config = config
+        self._run = run
+        self._inputs = inputs
+        self._view = view
+        self._recovered: Recovered | None = recover(run.path) if resume else None
+        recovered, clock = self._recovered, SystemClock()
+        self._incarnation = recovered.incarnation if recovered else 1
+        step = recovered.checkpoint.step if recovered and recovered.checkpoint else 0
+        self._shm = run.shm(config.relay.shm)
+        self._ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)
+        self._stats = Stats(clock, replicas=config.rollout.replicas, totals=read_totals(run.metrics, step))
+        self._supervisor = Supervisor(record=self._ledger.append, max_restarts=config.supervisor.max_restarts)
+        self._flow = self._make_flow(clock)
+        self._relays = Relays(config, run_dir=run.path, shm=self._shm, supervisor=self._supervisor)
+        self._learner = LearnerLink(config, run_dir=run.path, relays=self._relays, show=view.progress)
+        self._replicas = Replicas(
+            config,
+            run_dir=run.path,
+            flow=self._flow,
+            relays=self._relays,
+            stats=self._stats,
+            supervisor=self._supervisor,
+        )
+        self._evaluator = Evaluator(
+            config.eval,
+            prompts=inputs.heldout,
+            flow=self._flow,
+            hold=self._hold,
+            restart_replicas=self._replicas.restart,
+            publish=self._evaluated,
+        )
+        self._trainer = Trainer(
+            config,
+            run=run,
+            flow=self._flow,
+            ledger=self._ledger,
+            learner=self._learner,
+            evaluator=self._evaluator,
+            stats=self._stats,
+            supervisor=self._supervisor,
+            root_store=self._relays.store(0),
+            incarnation=self._incarnation,
+            recovered=recovered,
+            show=view.step,
+        )
+
+    def interrupt(self) -> None:
+        """Finish the step in hand, checkpoint, end."""
+        self._trainer.stop.set()
+
+    async def lead(self) -> Summary:
+        """Run to the end, or to the step in hand after `interrupt`."""
+        await self._ledger.start()
+        try:
+            await self._record_start()
+            scorers = Scorers(self._config, run_dir=self._run.path, supervisor=self._supervisor)
+            self._learner.spawn()
+            self._replicas.spawn()
+            await self._relays.start()
+            self._stage = ScoringStage(
+                await scorers.start(),
+                batch=SCORING_BATCH,
+                timeout_s=self._config.reward.timeout_s,
+                queue=self._max_live,
+                deliver=self._on_scores,
+                restart=scorers.restart,
+            )
+            if self._recovered is not None:
+                await self._flow.restore(self._recovered)
+                self._flow.admitting = True  # interrupted trajectories go on while the learner starts
+                self._recovered = None
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self._relays.keep(), name="keep-relays"),
+                    tasks.create_task(self._stage.run(), name="scoring"),
+                    tasks.create_task(self._keep_house(), name="housekeeping"),
+                    tasks.create_task(self._watch_memory(), name="memory"),
+                ]
+                await self._trainer.start()
+                background.append(tasks.create_task(self._replicas.keep(), name="keep-replicas"))
+                summary = await self._lead_rl()
+                for task in background:
+                    task.cancel()
+            return summary
+        finally:
+            await self._ledger.close()
+
+    async def _lead_rl(self) -> Summary:
+        trainer, stats, flow = self._trainer, self._stats, self._flow
+        if trainer.step == 0:
+            await self._evaluator.now(trainer.moment)
+        flow.admitting = True
+        stats.rl_phase(True)
+        await self._replicas.dispatch()
+        await trainer.run(self._replicas.dispatch)
+        stats.rl_phase(False)
+        flow.admitting = False
+        await self._replicas.stop()
+        finished = not trainer.stop.is_set()
+        if finished:
+            await self._evaluator.finish(trainer.moment)
+        else:
+            self._evaluator.abandon()
+        self._ledger.append(RunEnded(self._incarnation, "finished" if finished else "interrupted"))
+        await self._ledger.commit()
+        return summarise(self._run, stats, finished=finished, restarts=dict(self._supervisor.restarts))
+
+    async def _record_start(self) -> None:
+        recovered = self._recovered
+        checkpoint = recovered.checkpoint if recovered else None
+        started = RunStarted(
+            self._incarnation,
+            socket.gethostname(),
+            os.getpid(),
+            SCHEMA_VERSION,
+            blake2b(self._config.model_dump_json().encode(), digest_size=16).hexdigest(),
+            self._config.rollout.on_new_weights is OnNewWeights.DRAIN,
+            self._config.staleness.max_staleness,
+            checkpoint.step if checkpoint else None,
+        )
+        self._ledger.append_all([started, *(recovered.events if recovered else ())])
+        await self._ledger.commit()
+
+    def _make_flow(self, clock: SystemClock) -> Flow:
+        rollout, staleness = self._config.rollout, self._config.staleness
+        sampling = rollout.sampling
+        return Flow(
+            settings=FlowSettings(
+                seed=self._config.seed,
+                group_size=rollout.group_size,
+                sampling=SamplingParams(
+                    sampling.max_new_tokens,
+                    sampling.temperature,
+                    sampling.top_k,
+                    sampling.top_p,
+                    self._inputs.tokenizer.eos_ids,
+                ),
+                without_signal=rollout.without_signal,
+                one_version=rollout.on_new_weights is OnNewWeights.DRAIN,
+                group_deadline_s=rollout.group_deadline_s,
+                min_group_survivors=rollout.min_group_survivors,
+                max_seconds=rollout.max_seconds,
+            ),
+            prompt_at=self._inputs.stream.prompt,
+            recorder=self._ledger,
+            submit_score=self._submit_score,
+            advantages=group_advantages,
+            dispatcher=Dispatcher(rollout.replicas),
+            admission=Admission(
+                self._config.schedule,
+                rollout.prompts_per_step,
+                self._config.capacity // rollout.group_size,
+                staleness.max_staleness,
+                StalePolicy.WAIT in staleness.policies,
+            ),
+            bound=StalenessBound(staleness.max_staleness, staleness.policies),
+            clock=clock,
+        )
+
+    # ---- scoring
+
+    def _submit_score(self, trajectory: Trajectory, prompt: Prompt) -> None:
+        self._stage.submit(
+            ScoringRequest(
+                trajectory.id,
+                prompt.text,
+                self._inputs.tokenizer.decode(trajectory.response_ids.tolist()),
+                prompt.answer,
+                trajectory.finish_reason,
+                trajectory.response_ids,
+            )
+        )
+
+    async def _on_scores(self, scores: Sequence[Score]) -> None:
+        for score in scores:
+            lifecycle = self._flow.book.live.get(score.trajectory_id)
+            await self._flow.on_score(score)
+            if lifecycle is not None and lifecycle.kind is Kind.TRAIN and score.value is not None:
+                self._stats.scored(score.value, lifecycle.length)
+
+    # ---- evaluation
+
+    async def _hold(self, version: int) -> None:
+        """Pull a version from the root under a name of its own, so that the root keeps it."""
+        subscriber = Subscriber(self._relays.root, f"evaluation-{version}", self._relays.keys)
+        await subscriber.start()
+        listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
+        await subscriber.pull(version)
+        await subscriber.close()
+        await listening
+
+    def _evaluated(self, result: Evaluated) -> None:
+        self._ledger.append(result)
+        self._view.evaluated(result)
+
+    # ---- behind
+
+    @property
+    def _max_live(self) -> int:
+        """Trajectories that can wait for a score: all that admission lets live, and two evaluations."""
+        return self._config.capacity + 8 * self._config.rollout.group_size + 2 * len(self._inputs.heldout)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            await self._flow.enforce_deadlines()
+            await self._replicas.dispatch()
+            self._view.refresh(self._stats, self._trainer.step, self._trainer.version)
+
+    async def _watch_memory(self) -> None:
+        while True:
+            pids = [process.pid for process in processes()]
+            self._run.note_processes(pids)
+            used = await asyncio.to_thread(used_bytes, pids, self._shm)
+            self._stats.peak_memory_bytes = max(self._stats.peak_memory_bytes, used)
+            await asyncio.sleep(MEMORY_S)

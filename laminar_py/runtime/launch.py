@@ -1,0 +1,74 @@
+"""From a config to a finished run: preflight, run folder, cluster, controller, signals. Called by the CLI."""
+
+import asyncio
+import logging
+import shutil
+import signal
+
+from rich.console import Console
+
+from laminar_py.config import RunConfig
+from laminar_py.runtime.cluster import local_cluster
+from laminar_py.runtime.controller import Controller
+from laminar_py.runtime.preflight import check
+from laminar_py.runtime.run_folder import RunFolder, new_run
+from laminar_py.runtime.summary import Summary
+from laminar_py.runtime.supervisor import RunFailedError
+from laminar_py.runtime.view import make_view
+
+
+class RunInterruptedError(Exception):
+    """The run was stopped by a signal, with a checkpoint to go on from."""
+
+    def __init__(self, summary: Summary) -> None:
+        super().__init__(f"{summary.run} stopped at step {summary.steps}")
+        self.summary = summary
+
+
+def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
+    """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
+    inputs = check(config)
+    run = resume or new_run(config)
+    run.lock()
+    if resume:
+        reaped = run.reap()
+        if reaped:
+            console.print(f"ended {reaped} processes that a killed run had left")
+    logging.basicConfig(
+        filename=run.logs / "controller.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    console.print(f"run {run.path}: {config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas")
+    view = make_view(console, steps=config.steps)
+    try:
+        with local_cluster():
+            controller = Controller(config, run, inputs=inputs, view=view, resume=resume is not None)
+            summary = asyncio.run(_lead(controller))
+    except* RunFailedError as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        view.close()
+    if not summary.finished:
+        raise RunInterruptedError(summary)
+    shutil.rmtree(run.shm(config.relay.shm), ignore_errors=True)
+    return summary
+
+
+async def _lead(controller: Controller) -> Summary:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    asked = 0
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            controller.interrupt()
+        else:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    return await controller.lead()

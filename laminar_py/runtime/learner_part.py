@@ -1,0 +1,112 @@
+"""What runs in a learner process: one rank's model, optimizer and checkpoints, and on rank 0 the publisher.
+
+Called by `runtime.actors.LearnerActor`. Every rank makes every call, in the same order, since each of them is
+a collective.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from laminar_py.config import ModelConfig, RunConfig
+from laminar_py.data.demonstrations import read_demonstrations
+from laminar_py.data.jsonl import Source
+from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.learner.attention import choose_kernel
+from laminar_py.learner.distributed import join_group
+from laminar_py.learner.step import Learner
+from laminar_py.learner.warm_start import Example, warm_start
+from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.transport import RelayKeys
+from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
+from laminar_py.types import Published
+
+
+class LearnerPart:
+    """One rank, ready to step."""
+
+    def __init__(self, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
+        config = RunConfig.model_validate_json(spec.config)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = config.model
+        if config.warm_start is not None and spec.checkpoint is None:
+            model = ModelConfig(path=_warm_start(config, note))
+        mesh = join_group(
+            Path(spec.rendezvous), rank=spec.rank, world_size=config.learner.world_size, device_type=device
+        )
+        self._learner = Learner(
+            model if spec.checkpoint is None else config.model,
+            config.learner,
+            temperature=config.rollout.sampling.temperature,
+            seed=config.seed,
+            mesh=mesh,
+        )
+        if spec.checkpoint is not None:
+            self._learner.load(Path(spec.checkpoint))
+        self._dtype = served_dtype(config.model.path)
+        self._kernel = choose_kernel(torch.device(device)).value
+        self._publisher: Publisher | None = None
+        if spec.rank == 0:
+            keys = RelayKeys(spec.public_key, spec.secret_key)
+            chunk_bytes = config.relay.chunk_bytes
+            self._publisher = Publisher(Path(spec.store), spec.relay, keys, chunk_bytes=chunk_bytes)
+
+    def started(self) -> LearnerStarted:
+        """Step and sizes."""
+        model = self._learner.model
+        return LearnerStarted(
+            self._learner.num_steps,
+            sum(parameter.numel() for parameter in model.parameters()),
+            self._kernel,
+            model.config.hidden_size,
+            model.config.num_hidden_layers,
+        )
+
+    def step(self, request: StepRequest) -> StepOutcome:
+        """One optimizer step, then the new weights as the version asked for, if any."""
+        metrics = self._learner.step(request.microbatches)
+        return StepOutcome(metrics, None if request.version is None else self.publish(request.version))
+
+    def publish(self, version: int) -> Published:
+        """Rank 0 writes the version; the others take part in gathering each tensor."""
+        tensors: Iterable[tuple[str, torch.Tensor]] = self._learner.named_tensors(dtype=self._dtype)
+        if self._publisher is not None:
+            return self._publisher.publish(version, tensors)
+        for _ in tensors:
+            continue
+        return Published(version, "", 0, 0.0)
+
+    def save(self, path: Path) -> None:
+        """Checkpoint."""
+        self._learner.save(path)
+
+    def export(self, path: Path) -> None:
+        """Plain Hugging Face folder."""
+        self._learner.export_hf(path)
+
+
+def served_dtype(model_dir: Path) -> torch.dtype:
+    """The dtype that engines compute in: what the model's config says, fp32 where it says nothing."""
+    config = json.loads((model_dir / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"model.path={model_dir}: config.json has dtype {name!r}; name a torch dtype there")
+    return dtype
+
+
+def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> Path:
+    """Folder of the warm-started model; trained now if the cache lacks it."""
+    settings = config.warm_start
+    assert settings is not None, "called only where a warm start is configured"
+    tokenizer = load_tokenizer(config.model.path)
+    source = Source(settings.data, "warm_start.data")
+    demonstrations = read_demonstrations(source, tokenizer=tokenizer, max_tokens=settings.tokens_per_step)
+    examples = [Example(item.prompt_ids, item.response_ids) for item in demonstrations]
+
+    def on_step(step: int, loss: float) -> None:
+        note(LearnerProgress("warm start", step, settings.steps, loss))
+
+    return warm_start(config.model, settings, examples, seed=config.seed, on_step=on_step)

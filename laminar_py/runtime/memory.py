@@ -1,0 +1,35 @@
+"""Peak memory of a run: summed PSS of the controller and all its descendants, and shared memory."""
+
+import contextlib
+from pathlib import Path
+
+import psutil
+
+
+def processes() -> list[psutil.Process]:
+    """This process and everything below it."""
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size: private pages plus this process's share of shared ones."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files below a folder; files that vanish meanwhile count 0."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def used_bytes(pids: list[int], shm: Path) -> int:
+    """What these processes and the version folders in `shm` take; pages mapped twice may count twice."""
+    return sum(pss_bytes(pid) for pid in pids) + folder_bytes(shm)

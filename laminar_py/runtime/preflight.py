@@ -1,0 +1,122 @@
+"""Everything that can be wrong is found before a process is started. Called by the command line.
+
+Raises ConfigError with one line that names field, value and remedy; returns what was read on the way.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.config import ConfigError, RunConfig
+from laminar_py.data.demonstrations import read_demonstrations
+from laminar_py.data.jsonl import Source
+from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
+from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.reward.registry import load_reward
+from laminar_py.types import Prompt
+
+PREPARE_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads: tokenizer, the stream of prompts, and the held-out ones."""
+
+    tokenizer: Tokenizer
+    stream: PromptStream
+    heldout: list[Prompt]
+
+
+def check(config: RunConfig) -> Inputs:
+    """Prepare the run's files if it has a script for that, then check files, reward, ports and memory."""
+    _prepare(config)
+    _check_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    limit = config.rollout.max_len - config.rollout.sampling.max_new_tokens
+    train_source = Source(config.data.train, "data.train")
+    train = read_prompts(train_source, tokenizer=tokenizer, max_prompt_tokens=limit)
+    heldout: list[Prompt] = []
+    if config.data.heldout is not None:
+        source = Source(config.data.heldout, "data.heldout")
+        read = read_prompts(source, tokenizer=tokenizer, max_prompt_tokens=limit)
+        check_disjoint(read, train, sources=(source, train_source))
+        # both files may use the same ids; in the ledger each prompt has one of its own
+        heldout = [msgspec.structs.replace(prompt, id=f"heldout/{prompt.id}") for prompt in read]
+    if config.warm_start is not None:
+        source = Source(config.warm_start.data, "warm_start.data")
+        read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
+    load_reward(config.reward.function, pattern=config.reward.pattern)
+    _check_shared_memory(config)
+    _check_ports(config)
+    return Inputs(tokenizer, PromptStream(train, seed=config.seed), heldout)
+
+
+def _prepare(config: RunConfig) -> None:
+    script = config.data.prepare
+    if script is None:
+        return
+    if not script.is_file():
+        raise ConfigError(f"data.prepare={script}: no such file; name a Python script or leave the field out")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=PREPARE_S, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); mend the script")
+
+
+def _check_model(config: RunConfig) -> None:
+    path = config.model.path
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: no config.json in it; name a Hugging Face model folder")
+    if not config.model.from_scratch and not list(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path={path}: no *.safetensors in it; name a folder with weights or set model.from_scratch=true"
+        )
+
+
+def weights_bytes(model: Path) -> int:
+    """Size of a published version: that of the safetensors, or an estimate from config.json without them."""
+    files = list(model.glob("*.safetensors"))
+    if files:
+        return sum(file.stat().st_size for file in files)
+    sizes = json.loads((model / "config.json").read_text())
+    hidden, layers = sizes.get("hidden_size", 0), sizes.get("num_hidden_layers", 0)
+    per_layer = 4 * hidden * hidden + 3 * hidden * sizes.get("intermediate_size", 0)
+    return 4 * int(layers * per_layer + 2 * sizes.get("vocab_size", 0) * hidden)
+
+
+def _check_shared_memory(config: RunConfig) -> None:
+    relay = config.relay
+    if not relay.shm.is_dir():
+        raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
+    versions = relay.keep_versions + 2  # one arrives, one is held by a replica
+    needed = weights_bytes(config.model.path) * versions * relay.nodes
+    free = shutil.disk_usage(relay.shm).free
+    if needed > free:
+        raise ConfigError(
+            f"relay.shm={relay.shm}: {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB needed for {versions}"
+            f" versions on {relay.nodes} nodes; enlarge it, or lower relay.nodes or relay.keep_versions"
+        )
+
+
+def _check_ports(config: RunConfig) -> None:
+    relay = config.relay
+    if relay.base_port is None:
+        return
+    for port in range(relay.base_port, relay.base_port + relay.nodes):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((relay.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"relay.base_port={relay.base_port}: cannot listen on {relay.host}:{port}"
+                    f" ({error.strerror}); choose another port or leave the field out"
+                ) from None

@@ -1,0 +1,118 @@
+"""The replicas' processes: reports in, assignments out, revival with what they had. Owned by the controller."""
+
+import asyncio
+from pathlib import Path
+
+from laminar_py.codec import decode, encode
+from laminar_py.config import RunConfig
+from laminar_py.control.flow import Flow
+from laminar_py.runtime.actors import ReplicaActor
+from laminar_py.runtime.cluster import Part, PartDiedError
+from laminar_py.runtime.relays import Relays
+from laminar_py.runtime.specs import ReplicaSpec
+from laminar_py.runtime.stats import Stats
+from laminar_py.runtime.supervisor import Supervisor
+from laminar_py.types import ReplicaReport
+
+COLLECT_S = 1.0
+
+
+class Replicas:
+    """All rollout replicas."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_dir: Path,
+        flow: Flow,
+        relays: Relays,
+        stats: Stats,
+        supervisor: Supervisor,
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._flow = flow
+        self._relays = relays
+        self._stats = stats
+        self._supervisor = supervisor
+        self._parts: dict[int, Part] = {}
+        self._restarting: set[int] = set()  # killed on purpose
+
+    def spawn(self) -> None:
+        """Start all processes; `keep` starts what runs in them."""
+        for index in range(self._config.rollout.replicas):
+            self._parts[index] = self._spawn(index)
+
+    async def keep(self) -> None:
+        """Serve every replica until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for index in self._parts:
+                tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+
+    async def dispatch(self) -> None:
+        """Hand out what the flow has for replicas now."""
+        for index, trajectory_ids in self._flow.take_aborts().items():
+            self._parts[index].send("abort", encode(trajectory_ids))
+        for index, assignments in self._flow.dispatch().items():
+            self._parts[index].send("submit", encode(assignments))
+        self._stats.generating(any(view.in_flight for view in self._flow.dispatcher.views.values()))
+
+    async def stop(self) -> None:
+        """Interrupt all trajectories and wait until their partial responses are in."""
+        views = self._flow.dispatcher.views
+        for part in self._parts.values():
+            part.send("stop")
+        while any(view.in_flight for view in views.values()):
+            self._stats.next_report.clear()
+            await self._stats.next_report.wait()
+
+    def restart(self) -> None:
+        """End all processes for fresh ones, whose engines may serve versions that these have outrun."""
+        for index, part in self._parts.items():
+            self._restarting.add(index)
+            self._flow.dispatcher.lost(index)
+            part.kill()
+
+    async def _keep(self, index: int) -> None:
+        while True:
+            try:
+                await self._start(index)
+                await self._serve(index)
+            except PartDiedError as error:
+                await self._flow.on_replica_lost(index)
+                if index in self._restarting:
+                    self._restarting.discard(index)
+                else:
+                    self._supervisor.died(error)
+                self._parts[index] = self._spawn(index)
+
+    async def _start(self, index: int) -> None:
+        spec = ReplicaSpec(
+            self._config.model_dump_json(),
+            str(self._run_dir),
+            index,
+            str(self._config.model.path),
+            self._relays.serving(index),
+            self._relays.keys.public,
+            self._relays.keys.secret,
+            self._flow.adopt(index),
+        )
+        pid = await self._parts[index].call("start", encode(spec), timeout_s=120.0)
+        assert isinstance(pid, int)
+        self._supervisor.started(f"replica-{index}", pid)
+
+    async def _serve(self, index: int) -> None:
+        while True:
+            data = await self._parts[index].call("collect", COLLECT_S)
+            assert isinstance(data, bytes)
+            if index in self._restarting:
+                raise PartDiedError(f"replica-{index}", "restarted")
+            report = decode(ReplicaReport, data)
+            await self._flow.on_report(report)
+            self._stats.on_report(report)
+            await self.dispatch()
+
+    def _spawn(self, index: int) -> Part:
+        timeout_s = self._config.supervisor.heartbeat_timeout_s
+        return Part(f"replica-{index}", ReplicaActor, concurrency=16, timeout_s=timeout_s)

@@ -1,0 +1,64 @@
+"""The scoring stage's processes as `Scorer`s. Owned by the controller."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from laminar_py.codec import decode, encode
+from laminar_py.config import RunConfig
+from laminar_py.interfaces import Scorer
+from laminar_py.reward.stage import WorkerDiedError
+from laminar_py.runtime.actors import ScorerActor
+from laminar_py.runtime.cluster import Part, PartDiedError
+from laminar_py.runtime.specs import ScorerSpec
+from laminar_py.runtime.supervisor import Supervisor
+from laminar_py.types import Score, ScoringRequest
+
+START_S = 60.0
+
+
+class RemoteScorer:
+    """One scoring process; the stage above it sets the time limits."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """One score per request. Raises WorkerDiedError if the process is gone."""
+        try:
+            data = await self.part.call("score", encode(list(requests)), timeout_s=float("inf"))
+        except PartDiedError as error:
+            raise WorkerDiedError(str(error)) from error
+        assert isinstance(data, bytes)
+        return decode(list[Score], data)
+
+
+class Scorers:
+    """All scoring processes."""
+
+    def __init__(self, config: RunConfig, *, run_dir: Path, supervisor: Supervisor) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._supervisor = supervisor
+        self._parts = [self._spawn(index) for index in range(config.reward.workers)]
+
+    async def start(self) -> list[Scorer]:
+        """Start what runs in the processes."""
+        return [await self._start(index) for index in range(len(self._parts))]
+
+    async def restart(self, index: int) -> Scorer:
+        """End process `index` and start another in its place."""
+        self._parts[index].kill()
+        self._supervisor.died(PartDiedError(f"scorer-{index}", "died or hung over a reward function"))
+        self._parts[index] = self._spawn(index)
+        return await self._start(index)
+
+    async def _start(self, index: int) -> Scorer:
+        part = self._parts[index]
+        spec = ScorerSpec(self._config.model_dump_json(), str(self._run_dir), index)
+        pid = await part.call("start", encode(spec), timeout_s=START_S)
+        assert isinstance(pid, int)
+        self._supervisor.started(part.name, pid)
+        return RemoteScorer(part)
+
+    def _spawn(self, index: int) -> Part:
+        return Part(f"scorer-{index}", ScorerActor, concurrency=1, timeout_s=START_S)

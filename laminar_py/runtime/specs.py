@@ -1,0 +1,86 @@
+"""What the controller tells a part when it starts it, and what the part answers. Typed; travels as bytes."""
+
+import msgspec
+
+from laminar_py.types import Assignment, MicroBatch, Published, StepMetrics
+
+
+class RelaySpec(msgspec.Struct, frozen=True):
+    """One relay node, e.g. node 0 (the root) of 3. `port` 0 lets it choose; parents are in order of preference."""
+
+    config: str  # RunConfig as JSON
+    run_dir: str
+    node: int
+    store: str
+    port: int
+    parents: tuple[str, ...]  # endpoints; empty for the root
+    public_key: str
+    secret_key: str
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True):
+    """One rollout replica; `assignments` are interrupted trajectories that it takes up before anything else."""
+
+    config: str
+    run_dir: str
+    index: int
+    model_dir: str
+    relay: str  # endpoint
+    public_key: str
+    secret_key: str
+    assignments: list[Assignment] = []
+
+
+class LearnerSpec(msgspec.Struct, frozen=True):
+    """One rank of the learner; `checkpoint` is a folder to go on from."""
+
+    config: str
+    run_dir: str
+    rank: int
+    rendezvous: str  # file that the ranks meet at
+    store: str  # the root relay's
+    relay: str  # the root relay's endpoint
+    public_key: str
+    secret_key: str
+    checkpoint: str | None = None
+
+
+class LearnerStarted(msgspec.Struct, frozen=True):
+    """The learner is ready, at `step`; sizes as in the model's config."""
+
+    step: int
+    num_parameters: int
+    attention: str  # the attention function in use
+    hidden_size: int
+    num_layers: int
+
+
+class LearnerProgress(msgspec.Struct, frozen=True):
+    """What a starting learner is doing, e.g. `LearnerProgress("warm start", 120, 500, 0.41)`."""
+
+    phase: str
+    done: int
+    total: int
+    loss: float
+
+
+class StepRequest(msgspec.Struct, frozen=True):
+    """One optimizer step on these microbatches of this rank; then publish as `version`, if it is set."""
+
+    microbatches: list[MicroBatch]
+    version: int | None = None
+
+
+class StepOutcome(msgspec.Struct, frozen=True):
+    """What the step did."""
+
+    metrics: StepMetrics
+    published: Published | None
+
+
+class ScorerSpec(msgspec.Struct, frozen=True):
+    """One scoring process."""
+
+    config: str
+    run_dir: str
+    index: int

@@ -1,0 +1,228 @@
+"""What the live view, `metrics.jsonl` and `summary.json` show. Fed by the controller; decides nothing.
+
+All durations are this host's monotonic clock. Distributions are counters over bounded integers, so memory does
+not grow with the run.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.interfaces import Clock
+from laminar_py.types import ReplicaReport, StepMetrics, Trajectory
+
+
+@dataclass(slots=True)
+class ReplicaActivity:
+    """The last that was heard of a replica."""
+
+    version: int = -1
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    kv_capacity: int = 1
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it."""
+
+    step: int
+    version: int
+    rl_s: float
+    reward: float  # mean over all trajectories scored since the last step
+    trajectories: int
+    trained_tokens: int
+    generated_tokens: int
+    staleness_mean: float
+    staleness_max: int
+    length_p50: int
+    length_p95: int
+    learner_s: float
+    learner_waiting_share: float
+    learner_busy_s: float  # sum so far
+    overlap_s: float  # of it, while some replica was generating
+    versions_alive: int
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    entropy: float = 0.0
+    ratio_deviation: float = 0.0
+    clip_fraction: float = 0.0
+    truncated_fraction: float = 0.0
+    publish_stall_s: float = 0.0
+
+
+class Intervals:
+    """Total time in which something was going on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._total = 0.0
+        self._since: float | None = None
+
+    def set(self, on: bool) -> None:
+        """It goes on from now, or no longer."""
+        now = self._clock.now()
+        if on and self._since is None:
+            self._since = now
+        elif not on and self._since is not None:
+            self._total += now - self._since
+            self._since = None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds so far."""
+        return self._total + (0.0 if self._since is None else self._clock.now() - self._since)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the RL phase; a resumed run starts from those of the step it goes on from."""
+
+    rl_s: float = 0.0
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+    learner_busy_s: float = 0.0
+    overlap_s: float = 0.0
+    staleness: Counter[int] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    versions_alive_max: int = 0
+
+
+class Stats:
+    """Counters of one incarnation."""
+
+    def __init__(self, clock: Clock, *, replicas: int, totals: Totals) -> None:
+        self.totals = totals
+        self._generated_before = totals.generated_tokens
+        self.replicas = [ReplicaActivity() for _ in range(replicas)]
+        self.peak_memory_bytes = 0
+        self.next_report = asyncio.Event()
+        self._clock = clock
+        self._rl = Intervals(clock)
+        self._generating = Intervals(clock)
+        self._rewards: list[float] = []
+        self._step_began: tuple[float, float] | None = None
+
+    # ---- fed by the controller
+
+    def rl_phase(self, on: bool) -> None:
+        """The RL phase goes on, or pauses for an evaluation off its clock."""
+        self._rl.set(on)
+
+    def generating(self, on: bool) -> None:
+        """Whether any replica has work."""
+        self._generating.set(on)
+
+    def on_report(self, report: ReplicaReport) -> None:
+        """A replica's state."""
+        activity, status = self.replicas[report.replica], report.status
+        activity.version, activity.running, activity.waiting = status.version, status.running, status.waiting
+        activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
+        activity.busy_s += report.busy_s
+        self.next_report.set()
+
+    def scored(self, reward: float, length: int) -> None:
+        """A training trajectory has its reward."""
+        self._rewards.append(reward)
+        self.totals.lengths[length] += 1
+
+    def step_begins(self) -> None:
+        """The learner has its batch."""
+        self._step_began = self._clock.now(), self._generating.total_s
+
+    def step_ends(self) -> None:
+        """The learner is done with it, or died."""
+        assert self._step_began is not None, "a step ends that did not begin"
+        began, generating = self._step_began
+        self.totals.learner_busy_s += self._clock.now() - began
+        self.totals.overlap_s += self._generating.total_s - generating
+        self._step_began = None
+
+    def row(
+        self,
+        *,
+        step: int,
+        version: int,
+        batch: list[Trajectory],
+        metrics: StepMetrics | None,
+        generated_tokens: int,
+        versions_alive: int,
+        stall_s: float,
+    ) -> StepRow:
+        """The line of a committed step."""
+        totals = self.totals
+        staleness = [trajectory.staleness(version) for trajectory in batch]
+        totals.staleness.update(staleness)
+        totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
+        totals.generated_tokens = self._generated_before + generated_tokens
+        totals.versions_alive_max = max(totals.versions_alive_max, versions_alive)
+        rewards, self._rewards = self._rewards, []
+        row = StepRow(
+            step=step,
+            version=version,
+            rl_s=self.rl_s,
+            reward=sum(rewards) / len(rewards) if rewards else 0.0,
+            trajectories=len(batch),
+            trained_tokens=totals.trained_tokens,
+            generated_tokens=totals.generated_tokens,
+            staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
+            staleness_max=max(staleness, default=0),
+            length_p50=quantile(totals.lengths, 0.50),
+            length_p95=quantile(totals.lengths, 0.95),
+            learner_s=metrics.elapsed_s if metrics else 0.0,
+            learner_waiting_share=self.learner_waiting_share,
+            learner_busy_s=totals.learner_busy_s,
+            overlap_s=totals.overlap_s,
+            versions_alive=versions_alive,
+            publish_stall_s=stall_s,
+        )
+        if metrics is not None:
+            for name in ("loss", "grad_norm", "entropy", "ratio_deviation", "clip_fraction", "truncated_fraction"):
+                setattr(row, name, getattr(metrics, name))
+        return row
+
+    # ---- derived
+
+    @property
+    def rl_s(self) -> float:
+        """Seconds of RL, earlier incarnations included."""
+        return self.totals.rl_s + self._rl.total_s
+
+    @property
+    def learner_waiting_share(self) -> float:
+        """Share of the RL phase in which the learner had no batch."""
+        return max(0.0, 1.0 - self.totals.learner_busy_s / self.rl_s) if self.rl_s else 0.0
+
+    @property
+    def overlap_share(self) -> float:
+        """Share of the learner's busy time in which some replica was generating."""
+        busy = self.totals.learner_busy_s
+        return self.totals.overlap_s / busy if busy else 0.0
+
+
+def read_totals(metrics: Path, step: int) -> Totals:
+    """Sums of a run that goes on from `step`. What was trained after it is undone; the time has passed."""
+    totals = Totals()
+    for line in metrics.read_text().splitlines() if metrics.is_file() else []:
+        row = msgspec.json.decode(line, type=StepRow)
+        totals.rl_s, totals.generated_tokens = row.rl_s, row.generated_tokens
+        totals.learner_busy_s, totals.overlap_s = row.learner_busy_s, row.overlap_s
+        totals.versions_alive_max = max(totals.versions_alive_max, row.versions_alive)
+        if row.step <= step:
+            totals.trained_tokens = row.trained_tokens
+    return totals
+
+
+def quantile(counts: Counter[int], q: float) -> int:
+    """The smallest value with at least a share q of the counts at or below it; 0 without counts."""
+    target, seen = q * counts.total(), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= target:
+            return value
+    return 0

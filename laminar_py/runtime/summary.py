@@ -1,0 +1,127 @@
+"""`summary.json`: the run in numbers, from the ledger and the controller's counters."""
+
+from collections import Counter
+from contextlib import closing
+
+import msgspec
+
+from laminar_py.runtime.run_folder import RunFolder
+from laminar_py.runtime.stats import Stats, quantile
+from laminar_py.store.database import reading
+from laminar_py.store.rows import read_accounting
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """Response tokens of training trajectories."""
+
+    p50: int
+    p95: int
+    p99: int
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Response tokens of training."""
+
+    generated: int
+    trained: int
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Law 1: issued = consumed + dropped + live."""
+
+    issued: int
+    consumed: int
+    dropped: int
+    live: int
+    dropped_by_reason: dict[str, int]
+
+
+class StalenessFigures(msgspec.Struct, frozen=True):
+    """Of consumed trajectories, in versions."""
+
+    mean: float
+    max: int
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Held-out accuracy of a version, `rl_s` seconds into RL."""
+
+    step: int
+    version: int
+    rl_s: float
+    accuracy: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a run achieved; durations in seconds, memory in bytes."""
+
+    run: str
+    finished: bool
+    accuracy_start: float | None
+    accuracy_end: float | None
+    rl_seconds: float
+    steps: int
+    response_length: Lengths
+    tokens: Tokens
+    trained_tokens_per_s: float
+    trajectories: Counts
+    staleness: StalenessFigures
+    versions_alive_max: int
+    overlap_share: float
+    learner_waiting_share: float
+    peak_memory_bytes: int
+    restarts: dict[str, int]
+    evaluations: list[Evaluation]
+
+
+def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int]) -> Summary:
+    """Write and return the summary of a run whose ledger is up to date."""
+    with reading(run.path) as connection:
+        lengths, staleness = Counter[int](), Counter[int]()
+        train = "kind = 'train' AND"
+        with closing(
+            connection.execute(
+                f"SELECT length, count(*) FROM trajectory WHERE {train} finish_reason IS NOT NULL GROUP BY length"
+            )
+        ) as rows:
+            lengths.update(dict(rows))
+        with closing(
+            connection.execute(
+                f"SELECT staleness, count(*) FROM trajectory WHERE {train} status = 'consumed' GROUP BY staleness"
+            )
+        ) as rows:
+            staleness.update(dict(rows))
+        evaluations = [
+            Evaluation(*row)
+            for row in connection.execute("SELECT step, version, rl_s, accuracy FROM evaluation ORDER BY seq")
+        ]
+        account = read_accounting(connection).train
+        steps = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0]
+    consumed = max(1, staleness.total())
+    summary = Summary(
+        run=str(run.path),
+        finished=finished,
+        accuracy_start=next((e.accuracy for e in evaluations if e.step == 0), None),
+        accuracy_end=evaluations[-1].accuracy if finished and evaluations else None,
+        rl_seconds=stats.rl_s,
+        steps=steps,
+        response_length=Lengths(quantile(lengths, 0.5), quantile(lengths, 0.95), quantile(lengths, 0.99)),
+        tokens=Tokens(stats.totals.generated_tokens, stats.totals.trained_tokens),
+        trained_tokens_per_s=stats.totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
+        trajectories=Counts(
+            account.issued,
+            account.consumed,
+            sum(account.dropped.values()),
+            account.live,
+            {str(reason): count for reason, count in account.dropped.items()},
+        ),
+        staleness=StalenessFigures(sum(v * n for v, n in staleness.items()) / consumed, max(staleness, default=0)),
+        versions_alive_max=stats.totals.versions_alive_max,
+        overlap_share=stats.overlap_share,
+        learner_waiting_share=stats.learner_waiting_share,
+        peak_memory_bytes=stats.peak_memory_bytes,
+        restarts=restarts,
+        evaluations=evaluations,
+    )
+    run.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    return summary

@@ -1,0 +1,271 @@
+"""The learner's loop: batch, step, commit, publish, checkpoint; and its way back after a death.
+
+Owned by the controller. Invariant: a step, the consumption of its trajectories and its new version are one
+transaction of the ledger, and what lies after the last checkpoint can be undone.
+"""
+
+import asyncio
+import json
+import logging
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.config import RunConfig
+from laminar_py.control.consumption import Batch
+from laminar_py.control.flow import Flow
+from laminar_py.events import Checkpointed, RolledBack, Stepped, VersionPublished
+from laminar_py.relay.messages import Manifest
+from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
+from laminar_py.repack.balance import attention_share
+from laminar_py.repack.packer import pack
+from laminar_py.runtime.cluster import PartDiedError
+from laminar_py.runtime.evaluator import Evaluator, Moment
+from laminar_py.runtime.learner_link import LearnerLink
+from laminar_py.runtime.run_folder import RunFolder
+from laminar_py.runtime.specs import StepOutcome
+from laminar_py.runtime.stats import Stats, StepRow
+from laminar_py.runtime.supervisor import Supervisor
+from laminar_py.store.ledger import Ledger
+from laminar_py.store.recovery import Recovered
+from laminar_py.types import Published
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Where the learner is: step, version, last checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run: RunFolder,
+        flow: Flow,
+        ledger: Ledger,
+        learner: LearnerLink,
+        evaluator: Evaluator,
+        stats: Stats,
+        supervisor: Supervisor,
+        root_store: Path,
+        incarnation: int,
+        recovered: Recovered | None,
+        show: Callable[[StepRow], None],
+    ) -> None:
+        self.step = 0
+        self.version = -1  # the newest that the learner published
+        self.stop = asyncio.Event()
+        self._config = config
+        self._run = run
+        self._flow = flow
+        self._ledger = ledger
+        self._learner = learner
+        self._evaluator = evaluator
+        self._stats = stats
+        self._supervisor = supervisor
+        self._root_store = root_store
+        self._incarnation = incarnation
+        self._show = show
+        self._checkpoint = recovered.checkpoint if recovered else None
+        self._next_version = recovered.highest_version + 1 if recovered else 0
+        self._attention_share = 0.0
+
+    @property
+    def moment(self) -> Moment:
+        """Version, step and time of now."""
+        return Moment(self.version, self.step, self._stats.rl_s)
+
+    async def start(self) -> None:
+        """Bring the learner up from the last checkpoint, publish what it holds, have a checkpoint of it."""
+        while True:
+            try:
+                return await self._start()
+            except PartDiedError as error:
+                self._respawn(error)
+
+    async def run(self, dispatch: Callable[[], Awaitable[None]]) -> None:
+        """Train until all steps are done, time is up or `stop` is set; then checkpoint."""
+        while self.step < self._config.steps:
+            batch = await self._next_batch()
+            if batch is None:
+                break
+            try:
+                outcome = await self._learn(batch)
+            except PartDiedError as error:
+                await self._flow.consumption.put_back(batch)
+                await self._go_back(error)
+                continue
+            await self._commit(batch, outcome)
+            await dispatch()
+            if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
+                await self._save_or_go_back()
+        await self._save_last()
+
+    # ---- one step
+
+    async def _next_batch(self) -> Batch | None:
+        """The next batch, or None when the run is to end."""
+        groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
+        take = asyncio.create_task(
+            self._flow.consumption.next_batch(groups=groups, version=self.version), name="next-batch"
+        )
+        stop = asyncio.create_task(self.stop.wait(), name="stop")
+        left = None if limit is None else max(0.0, limit - self._stats.rl_s)
+        await asyncio.wait([take, stop], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        ends = self.stop.is_set() or left == 0.0
+        if take.done() and not ends:
+            return take.result()
+        take.cancel()
+        await asyncio.wait([take])
+        if not take.cancelled():
+            await self._flow.consumption.put_back(take.result())
+        return None
+
+    async def _learn(self, batch: Batch) -> StepOutcome | None:
+        """One optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
+        if not batch.trajectories:
+            return None
+        learner, step = self._config.learner, self.step + 1
+        microbatches = pack(
+            batch.trajectories,
+            max_tokens=self._config.packer.max_tokens,
+            ranks=learner.world_size,
+            aggregation=learner.aggregation,
+            attention_share=self._attention_share,
+        )
+        publishes = step % learner.publish_every == 0 or step == self._config.steps
+        self._stats.step_begins()
+        try:
+            return await self._learner.step(microbatches, version=self._next_version if publishes else None)
+        finally:
+            self._stats.step_ends()
+
+    async def _commit(self, batch: Batch, outcome: StepOutcome | None) -> None:
+        self.step += 1
+        published = outcome.published if outcome else None
+        row = self._stats.row(
+            step=self.step,
+            version=batch.version,
+            batch=batch.trajectories,
+            metrics=outcome.metrics if outcome else None,
+            generated_tokens=self._flow.generated_tokens,
+            versions_alive=self._flow.book.versions_alive(),
+            stall_s=published.stall_s if published else 0.0,
+        )
+        self._flow.consumption.commit(batch, self.step)
+        tokens = sum(len(trajectory.response_ids) for trajectory in batch.trajectories)
+        self._ledger.append(
+            Stepped(
+                self.step,
+                self._incarnation,
+                len(batch.trajectories),
+                tokens,
+                row.loss,
+                row.grad_norm,
+                row.reward,
+                row.learner_s,
+            )
+        )
+        if published is not None:
+            self._published(published, parent=batch.version)
+        await self._ledger.commit()
+        with self._run.metrics.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        self._show(row)
+        await self._evaluator.stepped(self.moment)
+
+    def _published(self, published: Published, *, parent: int | None) -> None:
+        self.version = self._flow.newest_version = published.version
+        self._next_version = published.version + 1
+        self._ledger.append(
+            VersionPublished(
+                published.version,
+                self.step,
+                self._incarnation,
+                parent,
+                published.digest,
+                published.num_bytes,
+                published.stall_s,
+            )
+        )
+
+    # ---- checkpoints
+
+    async def _save(self) -> None:
+        """Checkpoint on disk, then in the ledger; older ones go. Raises PartDiedError."""
+        path = Path("checkpoints") / f"step-{self.step}-{self._incarnation}.{self._supervisor.total_restarts}"
+        await self._learner.save(self._run.path / path)
+        self._checkpoint = Checkpointed(self.step, self.version, str(path))
+        self._ledger.append(self._checkpoint)
+        await self._ledger.commit()
+        self._flow.consumption.checkpointed(self.step)
+        kept = sorted(self._run.checkpoints.iterdir(), key=lambda folder: folder.stat().st_mtime)
+        for old in kept[: -self._config.learner.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
+        await self._ledger.archive()
+
+    async def _save_or_go_back(self) -> None:
+        try:
+            await self._save()
+        except PartDiedError as error:
+            await self._go_back(error)
+
+    async def _save_last(self) -> None:
+        """The run ends here; if the learner dies over this checkpoint, the one before it stands."""
+        if self._checkpoint is not None and self._checkpoint.step == self.step:
+            return
+        try:
+            await self._save()
+        except PartDiedError as error:
+            self._supervisor.died(error)
+
+    # ---- the learner's life
+
+    async def _start(self) -> None:
+        checkpoint = self._checkpoint
+        started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
+        for part, pid in (await self._learner.pids()).items():
+            self._supervisor.started(part, pid)
+        self.step = started.step
+        self._attention_share = attention_share(
+            hidden_size=started.hidden_size,
+            num_layers=started.num_layers,
+            num_parameters=started.num_parameters,
+        )
+        self._adopt_orphans()
+        published = await self._learner.publish(self._next_version)
+        self._published(published, parent=checkpoint.version if checkpoint else None)
+        await self._ledger.commit()
+        if checkpoint is None:
+            await self._save()
+
+    async def _go_back(self, error: PartDiedError) -> None:
+        """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
+        assert self._checkpoint is not None, "a learner trains only once there is a checkpoint"
+        self._adopt_orphans()
+        self._ledger.append(RolledBack(self._checkpoint.step, "learner_died"))
+        undone = await self._flow.consumption.roll_back()
+        log.warning("back to step %d; %d trajectories are ready again", self._checkpoint.step, undone)
+        self._respawn(error)
+        await self.start()
+
+    def _adopt_orphans(self) -> None:
+        """Versions that a learner published and died before it could say so: replicas may serve them."""
+        for version in complete_versions(self._root_store):
+            if version < self._next_version:
+                continue
+            path = self._root_store / folder_name(version) / MANIFEST
+            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+            self._published(
+                Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0),
+                parent=self._next_version - 1,
+            )
+
+    def _respawn(self, error: PartDiedError) -> None:
+        self._learner.kill()
+        self._supervisor.died(error)
+        self._learner.spawn()

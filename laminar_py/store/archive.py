@@ -1,0 +1,137 @@
+"""Response pieces that no rollback can need, in Parquet: `archive/*.parquet`, one file per call.
+
+Written by the ledger after a checkpoint, which deletes the pieces from SQLite only when the file is complete.
+A crash in between leaves some pieces in both places, equal byte for byte. pyarrow is imported by the functions
+that need it: a controller that archives nothing is spared its memory.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.store.database import ARCHIVE_NAME, reading
+from laminar_py.store.payload import Payload, Piece, join, stored_pieces
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_ROW_GROUP_BYTES = 8 * 2**20  # of ids, and as much of log-probabilities
+_SETTLED = (
+    "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <="
+    " (SELECT coalesce(max(step), -1) FROM checkpoint WHERE NOT undone))"
+)
+
+
+def write_archive(run: Path) -> list[int]:
+    """Copy all settled pieces that are still in SQLite to a new file; the numbers of their trajectories."""
+    moved: list[int] = []
+    with reading(run) as connection:
+        pieces = stored_pieces(connection, _SETTLED)
+        seq = connection.execute("SELECT seq FROM head").fetchone()[0]
+        first = next(pieces, None)
+        if first is None:
+            return moved
+        folder = run / ARCHIVE_NAME
+        folder.mkdir(exist_ok=True)
+        unfinished = folder / "unfinished"
+        _write_file(unfinished, _noting(moved, first, pieces))
+        # by event number: a later file never takes the name of an earlier one
+        os.replace(unfinished, folder / f"pieces-{seq:012d}.parquet")
+    return moved
+
+
+def archived_pieces(run: Path, number: int | None = None) -> Iterator[Piece]:
+    """Pieces in Parquet, file by file and in each by trajectory and start; of one trajectory, or of all."""
+    files = sorted((run / ARCHIVE_NAME).glob("*.parquet"))
+    if not files:
+        return
+    import pyarrow.parquet as pq
+
+    for path in files:
+        file = pq.ParquetFile(path)
+        for group in range(file.num_row_groups):
+            statistics = file.metadata.row_group(group).column(0).statistics
+            if number is None or statistics.min <= number <= statistics.max:
+                rows = file.read_row_group(group)
+                yield from (piece for piece in _pieces(rows) if number is None or piece.trajectory == number)
+
+
+def find_payload(run: Path, connection: sqlite3.Connection, number: int) -> Payload:
+    """The response of trajectory `number`, wherever its pieces are."""
+    pieces = list(stored_pieces(connection, "number = ?", (number,)))
+    if not pieces:
+        by_file = archived_pieces(run, number)
+        pieces = list({piece.start: piece for piece in by_file}.values())
+    return join(pieces)
+
+
+def _noting(moved: list[int], first: Piece, rest: Iterable[Piece]) -> Iterator[Piece]:
+    for piece in chain((first,), rest):
+        if not moved or moved[-1] != piece.trajectory:
+            moved.append(piece.trajectory)
+        yield piece
+
+
+def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        [
+            ("trajectory", pa.int64()),
+            ("start", pa.int32()),
+            ("spans", pa.string()),
+            ("ids", pa.list_(pa.int32())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("digest", pa.binary()),
+        ]
+    )
+    with path.open("wb") as file:
+        with pq.ParquetWriter(file, schema) as writer:
+            for group in _by_size(pieces):
+                ids = _lists([piece.ids for piece in group], np.dtype("<i4"))
+                logprobs = _lists([piece.logprobs for piece in group], np.dtype("<f4"))
+                plain = [[getattr(piece, name) for piece in group] for name in ("trajectory", "start", "spans")]
+                digests = [piece.digest for piece in group]
+                columns = [*plain, pa.ListArray.from_arrays(*ids), pa.ListArray.from_arrays(*logprobs), digests]
+                writer.write_table(pa.table(columns, schema=schema))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _by_size(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece.ids)
+        if size >= _ROW_GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _lists(blobs: list[bytes], dtype: np.dtype[Any]) -> tuple[npt.NDArray[np.int32], npt.NDArray[Any]]:
+    """Offsets [n + 1] and values of the column whose row i holds the numbers in blob i."""
+    ends = np.cumsum([len(blob) // dtype.itemsize for blob in blobs], dtype=np.int32)
+    return np.concatenate([np.zeros(1, np.int32), ends]), np.frombuffer(b"".join(blobs), dtype)
+
+
+def _blobs(column: "pa.ListArray") -> list[bytes]:
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy()
+    return [values[start:end].tobytes() for start, end in pairwise(offsets.tolist())]
+
+
+def _pieces(rows: "pa.Table") -> Iterator[Piece]:
+    ids, logprobs = (_blobs(rows[name].combine_chunks()) for name in ("ids", "logprobs"))
+    plain = (rows[name].to_pylist() for name in ("trajectory", "start", "spans", "digest"))
+    for number, start, spans, digest, tokens, scores in zip(*plain, ids, logprobs, strict=True):
+        yield Piece(number, start, spans, tokens, scores, digest)

@@ -1,0 +1,93 @@
+"""Opens ledger files. Owns their place in a run folder, their schema and what is said about a bad one.
+
+Called by the ledger (its one writer) and by every reader. A file that cannot be used is a `ValueError` of one
+line that names the file, what is wrong with it and what to do.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from laminar_py.store.digests import CHAIN_START
+
+SCHEMA_VERSION = 1
+LEDGER_NAME = "ledger.sqlite"
+ARCHIVE_NAME = "archive"
+
+_APPLICATION_ID = 0x6C616D69  # "lami", where SQLite files say whose they are
+_SCHEMA = Path(__file__).with_name("schema.sql")
+_BUSY_S = 30.0  # a reader waits so long for the writer's checkpoint, the writer for a dying predecessor
+
+
+def ledger_path(run: Path) -> Path:
+    """The ledger of a run folder; a path that is a file is taken for the ledger itself."""
+    return run if run.is_file() else run / LEDGER_NAME
+
+
+def open_writer(path: Path) -> sqlite3.Connection:
+    """The writing connection, with an empty ledger laid out if there is no file yet."""
+    is_new = not path.exists()
+    with _complaints(path):
+        connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        if is_new:
+            create(connection)
+        _check(connection, path)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        # 16 MiB of log between two checkpoints: each one syncs the whole file
+        connection.execute("PRAGMA wal_autocheckpoint = 4096")
+    return connection
+
+
+def create(connection: sqlite3.Connection) -> None:
+    """Lay out an empty ledger, all or nothing."""
+    script = _SCHEMA.read_text()
+    connection.executescript(
+        f"BEGIN; {script} INSERT INTO head VALUES (0, x'{CHAIN_START.hex()}');"
+        f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+    )
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """A read-only connection; every statement sees what is committed by then."""
+    if not path.is_file():
+        raise ValueError(f"ledger={path}: no such file; name the folder of a run")
+    with _complaints(path):
+        uri = f"file:{quote(str(path.resolve()))}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        _check(connection, path)
+    return connection
+
+
+@contextmanager
+def reading(run: Path) -> Iterator[sqlite3.Connection]:
+    """A read-only connection that sees one state of the ledger throughout, whatever is written meanwhile."""
+    path = ledger_path(run)
+    with closing(open_reader(path)) as connection, _complaints(path):
+        connection.execute("BEGIN")
+        yield connection
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    if application != _APPLICATION_ID:
+        raise ValueError(f"ledger={path}: not a ledger; name the folder of a run, or start a new one")
+    schema = connection.execute("PRAGMA user_version").fetchone()[0]
+    if schema != SCHEMA_VERSION:
+        raise ValueError(
+            f"ledger={path}: written with schema {schema}, this version reads {SCHEMA_VERSION};"
+            " use the release that wrote it"
+        )
+    connection.execute("SELECT seq FROM head").fetchone()
+
+
+@contextmanager
+def _complaints(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise ValueError(
+            f"ledger={path}: cannot be read ({error}); restore the file with its -wal file, or start a new run"
+        ) from error

@@ -1,0 +1,43 @@
+"""Digests that bind the ledger together: of responses, stored pieces, prompts, and the chain of events.
+
+Called by the ledger's writer, by `control.lifecycle` when a response is finished, and by the audit, which
+computes each of them again. All are BLAKE3 cut to 16 bytes: enough against accident and casual edits.
+"""
+
+import struct
+
+from blake3 import blake3
+
+from laminar_py.codec import FloatArray, IntArray
+
+DIGEST_BYTES = 16
+CHAIN_START = bytes(DIGEST_BYTES)
+
+_event_head = struct.Struct("<qddIII").pack
+_piece_head = struct.Struct("<qqII").pack
+
+
+def response_digest(ids: IntArray, logprobs: FloatArray) -> str:
+    """Hex digest of a whole response: token ids [L] and their log-probabilities [L]."""
+    assert len(ids) == len(logprobs), f"{len(ids)} ids but {len(logprobs)} log-probabilities"
+    return blake3(ids.tobytes() + logprobs.tobytes()).hexdigest(length=DIGEST_BYTES)
+
+
+def event_hash(
+    previous: bytes, seq: int, wall: float, mono: float, host: str, kind: str, subject: str, body: bytes
+) -> bytes:
+    """Hash of one row of the event log, chained to the row before it."""
+    head = _event_head(seq, wall, mono, len(host), len(kind), len(subject))
+    return blake3(b"".join((previous, head, f"{host}{kind}{subject}".encode(), body))).digest(length=DIGEST_BYTES)
+
+
+def segment_digest(trajectory: int, start: int, spans: str, ids: bytes, logprobs: bytes) -> bytes:
+    """Digest of one stored piece of a response."""
+    head = _piece_head(trajectory, start, len(spans), len(ids))
+    return blake3(b"".join((head, spans.encode(), ids, logprobs))).digest(length=DIGEST_BYTES)
+
+
+def prompt_digest(id: str, text: str, ids: bytes, answer: str) -> bytes:
+    """Digest of one stored prompt."""
+    head = _piece_head(len(id), len(text), len(ids), len(answer))
+    return blake3(b"".join((head, f"{id}{text}".encode(), ids, answer.encode()))).digest(length=DIGEST_BYTES)

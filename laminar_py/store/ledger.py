@@ -1,0 +1,239 @@
+"""The record of a run: one SQLite file, written by the controller alone.
+
+`append` and `store_*` only touch memory and never wait; every 50 ms what has gathered is written by a thread, in
+the order of the appends and in one transaction. A batch is cut between two turns of the event loop, so what is
+appended without an `await` in between is never split. Invariant (law 1): issued = consumed + dropped + live, in
+memory at every moment and on disk after every crash.
+"""
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from laminar_py.codec import FloatArray, IntArray
+from laminar_py.events import AnyEvent
+from laminar_py.interfaces import Clock
+from laminar_py.store.archive import write_archive
+from laminar_py.store.database import open_reader, open_writer
+from laminar_py.store.machine import IllegalEventError, Machine, Marks, Tally
+from laminar_py.store.recovery import rollback_events
+from laminar_py.store.rows import (
+    Accounting,
+    KindAccount,
+    TrajectoryRow,
+    encode_spans,
+    read_accounting,
+    read_rows,
+)
+from laminar_py.store.writer import Batch, Stamped, Writer
+from laminar_py.types import Prompt, Span
+
+FLUSH_S = 0.05
+_FORGET = 4096  # archived trajectories whose pieces one transaction deletes
+
+
+class Ledger:
+    """Records one run. Use it from one event loop: `start`, appends and commits, `close`.
+
+    What waits in memory is what one flush interval brings, and the controller commits at each learner step; a
+    disk that cannot keep up therefore shows as slow commits, not as memory.
+    """
+
+    def __init__(self, path: Path, *, host: str, clock: Clock) -> None:
+        self._path = path
+        self._host = host
+        self._clock = clock
+        self._machine = Machine(recall=self._recall)
+        self._batch = Batch()
+        self._prompts: set[str] = set()  # ids in the batch
+        self._dirty: dict[str, TrajectoryRow] = {}  # rows that the batch will write
+        self._in_flight: dict[str, TrajectoryRow] = {}  # rows that are being written
+        self._waiters: list[asyncio.Future[None]] = []  # commits that the next cut satisfies
+        self._served: list[asyncio.Future[None]] = []  # those that the cut being written satisfies
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
+        self._closing = False
+
+    async def start(self) -> None:
+        """Open the file, or lay it out; take up the trajectories that are live in it. Raises `ValueError`."""
+        self._writer = Writer(await asyncio.to_thread(open_writer, self._path), host=self._host)
+        self._reader = open_reader(self._path)
+        self._seq = self._writer.seq
+        await asyncio.to_thread(_restore, self._machine, self._reader)
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._write_batches(), name="ledger")
+        self._task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Write what is left and close the file. Raises what ended the ledger early, if anything did."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.wait({self._task})
+        self._reader.close()
+        self._writer.close()
+        if self._failure is not None:
+            raise self._failure
+
+    # ---- in
+
+    def append(self, event: AnyEvent) -> None:
+        """Record an event. Raises `IllegalEventError`, an AssertionError, if it cannot happen now."""
+        self._check_open()
+        row = self._machine.apply(self._seq + 1, event)
+        self._seq += 1
+        if row is not None:
+            self._dirty[row.id] = row
+        self._batch.events.append(Stamped(self._seq, time.time(), self._clock.now(), event))
+        self._schedule()
+
+    def append_all(self, events: Sequence[AnyEvent]) -> None:
+        """Record events that belong together: on disk there are all of them or none.
+
+        If one is illegal the others must not stay, so the ledger ends: nothing that waits is written.
+        """
+        try:
+            for event in events:
+                self.append(event)
+        except IllegalEventError as error:
+            self._failure = error
+            self._wake.set()
+            raise
+
+    def store_prompt(self, prompt: Prompt) -> None:
+        """Keep a prompt; it is stored once, however often it is given."""
+        self._check_open()
+        if prompt.id not in self._prompts:
+            self._prompts.add(prompt.id)
+            self._batch.prompts.append((prompt.id, prompt.index, prompt.ids.tobytes(), prompt.text, prompt.answer))
+            self._schedule()
+
+    def store_segment(
+        self, trajectory_id: str, start: int, spans: tuple[Span, ...], ids: IntArray, logprobs: FloatArray
+    ) -> None:
+        """Keep response tokens [start, start + n) and their log-probabilities, which `spans` cover.
+
+        Raises `IllegalEventError` unless the trajectory is running and has `start` tokens so far.
+        """
+        self._check_open()
+        assert len(ids) == len(logprobs), f"{trajectory_id}: {len(ids)} ids, {len(logprobs)} log-probabilities"
+        assert ids.dtype == np.int32, f"{trajectory_id}: ids are {ids.dtype}"
+        assert logprobs.dtype == np.float32, f"{trajectory_id}: log-probabilities are {logprobs.dtype}"
+        if not len(ids):
+            return
+        row = self._machine.grow(trajectory_id, start, spans, len(ids))
+        self._dirty[row.id] = row
+        self._batch.segments.append((row.number, start, encode_spans(spans), ids.tobytes(), logprobs.tobytes()))
+        self._schedule()
+
+    def store_token_rewards(self, trajectory_id: str, rewards: FloatArray) -> None:
+        """Keep the scores of a finished response's tokens, [L]."""
+        self._check_open()
+        row = self._machine.live.get(trajectory_id)
+        assert row is not None, f"token rewards of {trajectory_id}, which is not live"
+        assert rewards.shape == (row.length,), f"{trajectory_id}: {rewards.shape} scores, {row.length} tokens"
+        assert rewards.dtype == np.float32, f"{trajectory_id}: scores are {rewards.dtype}"
+        self._batch.token_rewards.append((row.number, rewards.tobytes()))
+        self._schedule()
+
+    async def commit(self) -> None:
+        """Return when everything appended so far is on disk. Raises what ended the ledger, if anything did."""
+        self._check_open()
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        self._wake.set()
+        await waiter
+
+    # ---- out
+
+    def accounting(self) -> Accounting:
+        """Where all trajectories are at this moment."""
+        return self._machine.accounting()
+
+    async def undo_since(self, step: int, *, reason: str) -> list[AnyEvent]:
+        """What to append, in one go, when the learner alone went back to the checkpoint of `step`."""
+        await self.commit()
+        return await asyncio.to_thread(rollback_events, self._reader, step, reason)
+
+    async def archive(self) -> int:
+        """Move pieces that no rollback can need any more to Parquet; the number of trajectories moved."""
+        await self.commit()
+        moved = await asyncio.to_thread(write_archive, self._path.parent)
+        for first in range(0, len(moved), _FORGET):
+            self._batch.archived += moved[first : first + _FORGET]
+            await self.commit()
+        return len(moved)
+
+    # ---- behind
+
+    def _schedule(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(FLUSH_S, self._wake.set)
+
+    def _cut(self) -> Batch:
+        if self._timer is not None:
+            self._timer.cancel()
+        batch, self._batch, self._timer = self._batch, Batch(), None
+        self._in_flight, self._dirty = self._dirty, {}
+        self._prompts.clear()
+        # columns now, plain strings for enums: binding an enum costs SQLite a search for its adapter
+        batch.rows = [msgspec.to_builtins(row) for row in self._in_flight.values()]
+        return batch
+
+    async def _write_batches(self) -> None:
+        while not (self._closing and not self._wake.is_set()):
+            await self._wake.wait()
+            self._wake.clear()
+            if self._failure is not None:
+                raise self._failure
+            self._served, self._waiters = self._waiters, []
+            await asyncio.to_thread(self._writer.write, self._cut())
+            self._in_flight = {}
+            for waiter in self._served:
+                if not waiter.done():  # done: its commit was cancelled
+                    waiter.set_result(None)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            self._failure = RuntimeError(f"the writing of {self._path} was cancelled")
+        elif task.exception() is not None:
+            self._failure = task.exception()
+        for waiter in self._served + self._waiters:
+            if not waiter.done() and self._failure is not None:
+                waiter.set_exception(self._failure)
+
+    def _recall(self, trajectory_id: str) -> TrajectoryRow | None:
+        for recent in (self._dirty, self._in_flight):
+            if trajectory_id in recent:
+                return recent[trajectory_id]
+        return next(iter(read_rows(self._reader, "id = ?", (trajectory_id,))), None)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        assert not self._closing, f"{self._path} is closed"
+
+
+def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
+    """Bring a fresh machine to the state on disk."""
+    machine.live = {row.id: row for row in read_rows(connection, "status NOT IN ('consumed', 'dropped')")}
+    accounting = read_accounting(connection)
+    machine.train, machine.eval = _tally(accounting.train), _tally(accounting.eval)
+    marks = connection.execute(
+        "SELECT (SELECT coalesce(max(number), 0) FROM trajectory),"
+        " (SELECT coalesce(max(incarnation), 0) FROM incarnation),"
+        " (SELECT coalesce(max(version), -1) FROM version),"
+        " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)"
+    ).fetchone()
+    machine.marks = Marks(*marks)
+
+
+def _tally(account: KindAccount) -> Tally:
+    tally = Tally(account.issued, account.consumed)
+    tally.dropped.update(account.dropped)
+    return tally

@@ -1,0 +1,293 @@
+"""The state machine between events and rows. Used by the ledger before anything is stored, and by the audit,
+which replays a whole log through it.
+
+Invariant: it holds rows of live trajectories only, so its memory is bounded by what is in flight, however long
+the run; and an event that is illegal in the present state changes nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import NoReturn
+
+from laminar_py.events import (
+    AnyEvent,
+    Assigned,
+    Consumed,
+    Cut,
+    Dropped,
+    Evaluated,
+    Event,
+    Finished,
+    Interrupted,
+    Issued,
+    Ready,
+    RolledBack,
+    RunStarted,
+    Scored,
+    Stepped,
+    Undone,
+    VersionPublished,
+)
+from laminar_py.store.rows import Accounting, KindAccount, TrajectoryRow, encode_spans
+from laminar_py.types import DropReason, Kind, Span, Status
+
+TrajectoryEvent = Issued | Assigned | Interrupted | Finished | Cut | Scored | Ready | Consumed | Undone | Dropped
+
+
+class IllegalEventError(AssertionError):
+    """An event that cannot happen in the state that the events before it led to."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one kind; what is live is counted on its own, so that the law can be checked."""
+
+    issued: int = 0
+    consumed: int = 0
+    dropped: Counter[DropReason] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Marks:
+    """The highest numbers so far, which the next ones must exceed."""
+
+    number: int = 0  # of a trajectory
+    incarnation: int = 0
+    version: int = -1
+    step: int = 0  # falls back with a rollback
+
+
+class Machine:
+    """Applies events to rows. `recall` finds the row of a consumed trajectory, for an undone step."""
+
+    def __init__(self, *, recall: Callable[[str], TrajectoryRow | None]) -> None:
+        self.live: dict[str, TrajectoryRow] = {}
+        self.train = Tally()
+        self.eval = Tally()
+        self.marks = Marks()
+        self._recall = recall
+        self._handlers: dict[type[Event], Callable[..., TrajectoryRow | None]] = {
+            Issued: self._issued,
+            Assigned: self._assigned,
+            Interrupted: self._interrupted,
+            Finished: self._finished,
+            Cut: self._cut,
+            Scored: self._scored,
+            Ready: self._ready,
+            Consumed: self._consumed,
+            Undone: self._undone,
+            Dropped: self._dropped,
+            RunStarted: self._run_started,
+            VersionPublished: self._version_published,
+            Stepped: self._stepped,
+            RolledBack: self._rolled_back,
+            Evaluated: self._evaluated,
+        }
+
+    def apply(self, seq: int, event: AnyEvent) -> TrajectoryRow | None:
+        """The row that event number `seq` changed, if it is about a trajectory. Raises `IllegalEventError`."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            return None
+        row = handler(event)
+        if row is not None:
+            row.last_seq = seq
+            if not row.first_seq:
+                row.first_seq = seq
+        return row
+
+    def grow(self, trajectory_id: str, start: int, spans: tuple[Span, ...], count: int) -> TrajectoryRow:
+        """Account for `count` new response tokens from `start` on. Raises `IllegalEventError`."""
+        row = self.live.get(trajectory_id)
+        if row is None or row.status is not Status.RUNNING or row.length != start:
+            state = f"is {row.status} with {row.length} tokens" if row else "is not live"
+            raise IllegalEventError(f"segment [{start}, {start + count}) of {trajectory_id}, which {state}")
+        if not covers(spans, start, start + count):
+            raise IllegalEventError(f"segment [{start}, {start + count}) of {trajectory_id} has spans {spans}")
+        row.length += count
+        _note_versions(row, spans)
+        return row
+
+    def accounting(self) -> Accounting:
+        """Where all trajectories are; costs one look at each live one."""
+        live = Counter(row.kind for row in self.live.values())
+        train, evaluation = (
+            KindAccount(tally.issued, tally.consumed, dict(tally.dropped), live[kind])
+            for tally, kind in ((self.train, Kind.TRAIN), (self.eval, Kind.EVAL))
+        )
+        return Accounting(train, evaluation)
+
+    # ---- trajectories
+
+    def _issued(self, event: Issued) -> TrajectoryRow:
+        if event.trajectory_id in self.live:
+            _refuse(event, "it is live already")
+        self.marks.number += 1
+        row = TrajectoryRow(
+            self.marks.number,
+            event.trajectory_id,
+            event.group_id,
+            event.prompt_id,
+            event.prompt_index,
+            event.sample_index,
+            event.kind,
+            Status.QUEUED,
+            0,
+            0,
+        )
+        self.live[event.trajectory_id] = row
+        self._tally(row).issued += 1
+        return row
+
+    def _assigned(self, event: Assigned) -> TrajectoryRow:
+        row = self._find(event, Status.QUEUED, Status.INTERRUPTED)
+        if event.epoch < row.epoch:
+            _refuse(event, f"its epoch is {row.epoch}")
+        _same_length(event, event.length, row)
+        row.status, row.epoch, row.replica = Status.RUNNING, event.epoch, event.replica
+        return row
+
+    def _interrupted(self, event: Interrupted) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        _same_epoch(event, event.epoch, row)
+        _same_length(event, event.length, row)
+        row.status = Status.INTERRUPTED
+        return row
+
+    def _finished(self, event: Finished) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        _same_epoch(event, event.epoch, row)
+        _same_length(event, event.length, row)
+        if not covers(event.spans, 0, event.length):
+            _refuse(event, f"its spans do not cover its {event.length} tokens")
+        _note_versions(row, event.spans)
+        row.status = Status.FINISHED
+        row.spans = encode_spans(event.spans)
+        row.finish_reason, row.digest = event.finish_reason, event.digest
+        row.queue_s, row.generate_s = event.queue_s, event.generate_s
+        return row
+
+    def _cut(self, event: Cut) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING, Status.FINISHED)
+        row.cap = event.cap
+        return row
+
+    def _scored(self, event: Scored) -> TrajectoryRow:
+        row = self._find(event, Status.FINISHED)
+        _finite(event, event.reward)
+        row.status, row.reward = Status.SCORED, event.reward
+        return row
+
+    def _ready(self, event: Ready) -> TrajectoryRow:
+        row = self._find(event, Status.SCORED)
+        _finite(event, event.advantage)
+        row.status, row.advantage = Status.READY, event.advantage
+        return row
+
+    def _consumed(self, event: Consumed) -> TrajectoryRow:
+        row = self._find(event, Status.READY)
+        _finite(event, event.weight)
+        row.status = Status.CONSUMED
+        row.step, row.version = event.step, event.version
+        row.staleness, row.weight = event.staleness, event.weight
+        del self.live[row.id]
+        self._tally(row).consumed += 1
+        return row
+
+    def _undone(self, event: Undone) -> TrajectoryRow:
+        row = self._recall(event.trajectory_id)
+        if row is None or row.status is not Status.CONSUMED or row.step != event.step:
+            state = f"is {row.status}, step {row.step}" if row else "is unknown"
+            _refuse(event, f"it {state}")
+        row.status = Status.READY
+        row.step = row.version = row.staleness = row.weight = None
+        self.live[row.id] = row
+        self._tally(row).consumed -= 1
+        return row
+
+    def _dropped(self, event: Dropped) -> TrajectoryRow:
+        row = self.live.pop(event.trajectory_id, None)
+        if row is None:
+            _refuse(event, "it is not live")
+        row.status = Status.DROPPED
+        row.drop_reason, row.drop_detail = event.reason, event.detail
+        self._tally(row).dropped[event.reason] += 1
+        return row
+
+    # ---- the rest of the run
+
+    def _run_started(self, event: RunStarted) -> None:
+        if event.incarnation <= self.marks.incarnation:
+            _refuse(event, f"incarnation {self.marks.incarnation} was there before")
+        self.marks.incarnation = event.incarnation
+
+    def _version_published(self, event: VersionPublished) -> None:
+        if event.version <= self.marks.version:
+            _refuse(event, f"version {self.marks.version} was published before; numbers are never reused")
+        self.marks.version = event.version
+
+    def _stepped(self, event: Stepped) -> None:
+        if event.step <= self.marks.step:
+            _refuse(event, f"step {self.marks.step} is done")
+        _finite(event, event.loss, event.grad_norm, event.reward)
+        self.marks.step = event.step
+
+    def _rolled_back(self, event: RolledBack) -> None:
+        if event.step > self.marks.step:
+            _refuse(event, f"the last step is {self.marks.step}")
+        self.marks.step = event.step
+
+    def _evaluated(self, event: Evaluated) -> None:
+        _finite(event, event.accuracy)
+
+    # ---- what they share
+
+    def _find(self, event: TrajectoryEvent, *allowed: Status) -> TrajectoryRow:
+        row = self.live.get(event.trajectory_id)
+        if row is None:
+            _refuse(event, "it is not live")
+        if row.status not in allowed:
+            _refuse(event, f"it is {row.status}")
+        return row
+
+    def _tally(self, row: TrajectoryRow) -> Tally:
+        return self.train if row.kind is Kind.TRAIN else self.eval
+
+
+def covers(spans: tuple[Span, ...], start: int, end: int) -> bool:
+    """Whether the spans lie end to end from `start` to `end`, none of them empty."""
+    for span in spans:
+        if span.start != start or span.end <= start:
+            return False
+        start = span.end
+    return start == end
+
+
+def _refuse(event: AnyEvent, why: str) -> NoReturn:
+    raise IllegalEventError(f"{event} cannot happen: {why}")
+
+
+def _same_epoch(event: AnyEvent, epoch: int, row: TrajectoryRow) -> None:
+    if epoch != row.epoch:
+        _refuse(event, f"its epoch is {row.epoch}")
+
+
+def _same_length(event: AnyEvent, length: int, row: TrajectoryRow) -> None:
+    if length != row.length:
+        _refuse(event, f"{row.length} of its tokens are stored")
+
+
+def _finite(event: AnyEvent, *values: float) -> None:
+    # JSON has no word for them, so the log could not be read back
+    if not all(isfinite(value) for value in values):
+        _refuse(event, "it holds a number that is not finite")
+
+
+def _note_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
+    for span in spans:
+        if row.oldest_version is None or span.version < row.oldest_version:
+            row.oldest_version = span.version
+        if row.newest_version is None or span.version > row.newest_version:
+            row.newest_version = span.version

@@ -1,0 +1,68 @@
+"""Responses as arrays, joined from the pieces in which they were stored. Called by recovery and the audit."""
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from laminar_py.codec import FloatArray, IntArray
+from laminar_py.store.digests import segment_digest
+from laminar_py.store.rows import decode_spans, merge_spans
+from laminar_py.types import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Response tokens [start, start + n) of trajectory number `trajectory`, byte for byte as stored."""
+
+    trajectory: int
+    start: int
+    spans: str  # JSON, cover [start, start + n)
+    ids: bytes  # [n] int32
+    logprobs: bytes  # [n] float32
+    digest: bytes
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody changed it."""
+        return self.digest == segment_digest(self.trajectory, self.start, self.spans, self.ids, self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A whole response, e.g. 41 tokens of version 7: `Payload(ids, logprobs, (Span(7, 0, 41),))`."""
+
+    ids: IntArray  # [L]
+    logprobs: FloatArray  # [L]
+    spans: tuple[Span, ...]  # cover [0, L), neighbours differ in version
+
+
+def join(pieces: Iterable[Piece]) -> Payload:
+    """The response that pieces of one trajectory make, in the order of `start`; ValueError names a gap."""
+    ids: list[bytes] = []
+    logprobs: list[bytes] = []
+    spans: list[Span] = []
+    length = 0
+    for piece in pieces:
+        if piece.start != length:
+            raise ValueError(f"tokens [{length}, {piece.start}) are missing or stored twice")
+        ids.append(piece.ids)
+        logprobs.append(piece.logprobs)
+        spans.extend(decode_spans(piece.spans))
+        length += len(piece.ids) // 4
+    return Payload(
+        np.frombuffer(b"".join(ids), np.int32), np.frombuffer(b"".join(logprobs), np.float32), merge_spans(spans)
+    )
+
+
+def stored_pieces(
+    connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
+) -> Iterator[Piece]:
+    """Pieces in SQLite whose trajectory meets the SQL condition, by trajectory and start."""
+    cursor = connection.execute(
+        "SELECT s.trajectory, s.start, s.spans, s.ids, s.logprobs, s.digest FROM segment s"
+        f" JOIN trajectory ON number = s.trajectory WHERE {where} ORDER BY s.trajectory, s.start",
+        values,
+    )
+    return (Piece(*row) for row in cursor)

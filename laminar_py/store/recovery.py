@@ -1,0 +1,149 @@
+"""What a controller needs to go on: after its own death (`recover`) or the learner's (`rollback_events`).
+
+Reads the ledger only; the caller appends the events returned here. Nothing is cut off: a partial response goes
+on exactly where its last stored token is.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py.codec import FloatArray
+from laminar_py.events import AnyEvent, Checkpointed, RolledBack, Undone, VersionPublished
+from laminar_py.store.archive import find_payload
+from laminar_py.store.database import ledger_path, reading
+from laminar_py.store.payload import Payload, join
+from laminar_py.store.rows import TrajectoryRow, read_rows
+from laminar_py.types import FinishReason, Kind, Prompt, Status
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTrajectory:
+    """One trajectory to go on with, e.g. 41 tokens of "g3.1" that were RUNNING on replica 2."""
+
+    id: str
+    group_id: str
+    sample_index: int
+    kind: Kind
+    prompt: Prompt
+    status: Status
+    epoch: int
+    replica: int | None  # the last one that had it
+    response: Payload  # everything stored so far
+    finish_reason: FinishReason | None
+    reward: float | None
+    token_rewards: FloatArray | None  # [L]
+    advantage: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The state that a new incarnation of the controller starts from.
+
+    `events` undo what was consumed after the checkpoint; append them, then `live` is true: the undone
+    trajectories stand in it as READY. RUNNING ones stopped with their controller and are to be interrupted.
+    """
+
+    incarnation: int  # of the controller that starts now
+    checkpoint: Checkpointed | None  # None: the run starts from its first weights
+    versions: tuple[VersionPublished, ...]  # all ever published, oldest first
+    events: tuple[AnyEvent, ...]
+    live: tuple[LiveTrajectory, ...]  # in the order of issue
+    next_prompt: int  # place in the stream of the next prompt
+    next_evaluation: int  # evaluations that were begun
+    next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
+
+    @property
+    def highest_version(self) -> int:
+        """Of any version ever published, -1 if there is none; the next one is above it."""
+        return self.versions[-1].version if self.versions else -1
+
+
+def recover(run: Path) -> Recovered:
+    """Read the state of a run that ended or was killed. Raises `ValueError` if the ledger cannot be read."""
+    with reading(run) as connection:
+        checkpoint = _last_checkpoint(connection)
+        step = checkpoint.step if checkpoint else 0
+        live = tuple(_live(ledger_path(run).parent, connection, step))
+        (incarnation, next_prompt, next_evaluation) = connection.execute(
+            "SELECT (SELECT coalesce(max(incarnation), 0) + 1 FROM incarnation),"
+            " (SELECT coalesce(max(prompt_index), -1) + 1 FROM trajectory WHERE kind = 'train'),"
+            " (SELECT count(DISTINCT group_id) FROM trajectory WHERE kind = 'eval')"
+        ).fetchone()
+        return Recovered(
+            incarnation,
+            checkpoint,
+            _versions(connection),
+            tuple(rollback_events(connection, step, "controller_died")),
+            live,
+            next_prompt,
+            next_evaluation,
+            _next_samples(connection, {trajectory.group_id for trajectory in live}),
+        )
+
+
+def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> list[AnyEvent]:
+    """What to append, in one go, when the learner goes back to the checkpoint of `step` (0: the start).
+
+    One `RolledBack` and an `Undone` for each trajectory consumed since; nothing if no step lies after it.
+    """
+    later = connection.execute("SELECT count(*) FROM step WHERE step > ? AND NOT undone", (step,)).fetchone()[0]
+    undone = connection.execute(f"SELECT id, step FROM trajectory WHERE {_UNDONE}", (step,)).fetchall()
+    if not later and not undone:
+        return []
+    return [RolledBack(step, reason), *(Undone(id, of_step) for id, of_step in undone)]
+
+
+_UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
+
+
+def _last_checkpoint(connection: sqlite3.Connection) -> Checkpointed | None:
+    row = connection.execute(
+        "SELECT step, version, path FROM checkpoint WHERE NOT undone ORDER BY seq DESC LIMIT 1"
+    ).fetchone()
+    return Checkpointed(*row) if row else None
+
+
+def _versions(connection: sqlite3.Connection) -> tuple[VersionPublished, ...]:
+    rows = connection.execute(
+        "SELECT version, step, incarnation, parent, digest, num_bytes, stall_s FROM version ORDER BY version"
+    )
+    return tuple(VersionPublished(*row) for row in rows)
+
+
+def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str, int]:
+    rows = connection.execute("SELECT group_id, max(sample_index) + 1 FROM trajectory GROUP BY group_id")
+    return {group: index for group, index in rows if group in groups}
+
+
+def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
+    for row in read_rows(connection, f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}", (step,)):
+        rewards = connection.execute(
+            "SELECT rewards FROM token_reward WHERE trajectory = ?", (row.number,)
+        ).fetchone()
+        yield LiveTrajectory(
+            row.id,
+            row.group_id,
+            row.sample_index,
+            row.kind,
+            _prompt(connection, row),
+            Status.READY if row.status is Status.CONSUMED else row.status,
+            row.epoch,
+            row.replica,
+            find_payload(run, connection, row.number) if row.length else join(()),
+            row.finish_reason,
+            row.reward,
+            np.frombuffer(rewards[0], np.float32) if rewards else None,
+            row.advantage,
+        )
+
+
+def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
+    stored = connection.execute("SELECT text, ids, answer FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
+    if stored is None:
+        raise ValueError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; the run cannot go on")
+    text, ids, answer = stored
+    return Prompt(row.prompt_id, row.prompt_index, text, np.frombuffer(ids, np.int32), answer)

@@ -1,0 +1,144 @@
+"""Typed rows of the ledger: what its state machine keeps for live trajectories and what readers get back.
+
+The fields of `TrajectoryRow` are the columns of the table `trajectory`, in order; `schema.sql` has the other half.
+"""
+
+import sqlite3
+from collections.abc import Iterable
+
+import msgspec
+
+from laminar_py.events import AnyEvent
+from laminar_py.types import DropReason, FinishReason, Kind, Span, Status
+
+
+class TrajectoryRow(msgspec.Struct, array_like=True, gc=False):
+    """One trajectory as the ledger knows it, e.g. `TrajectoryRow(1, "g3.1", "g3", "p17", 17, 1, Kind.TRAIN, ...)`.
+
+    It is changed by `machine.Machine` alone.
+    """
+
+    number: int  # 1, 2, 3, ... in the order of issue
+    id: str
+    group_id: str
+    prompt_id: str
+    prompt_index: int
+    sample_index: int
+    kind: Kind
+    status: Status
+    first_seq: int  # its first and last event
+    last_seq: int
+    epoch: int = 0
+    replica: int | None = None  # the last one that had it
+    length: int = 0  # response tokens stored
+    oldest_version: int | None = None
+    newest_version: int | None = None
+    spans: str | None = None  # JSON of all spans, once finished
+    finish_reason: FinishReason | None = None
+    digest: str | None = None  # of the finished response
+    queue_s: float | None = None
+    generate_s: float | None = None
+    cap: str | None = None  # the cap that cut it: `tokens` or `seconds`
+    reward: float | None = None
+    advantage: float | None = None
+    drop_reason: DropReason | None = None
+    drop_detail: str | None = None
+    step: int | None = None  # the learner step that consumed it
+    version: int | None = None  # the learner's version then
+    staleness: int | None = None
+    weight: float | None = None
+
+
+class KindAccount(msgspec.Struct, frozen=True):
+    """Law 1 for one kind, e.g. `KindAccount(issued=10, consumed=6, dropped={DropReason.STALE: 1}, live=3)`."""
+
+    issued: int
+    consumed: int
+    dropped: dict[DropReason, int]
+    live: int
+
+    @property
+    def balanced(self) -> bool:
+        """issued = consumed + dropped + live."""
+        return self.issued == self.consumed + sum(self.dropped.values()) + self.live
+
+
+class Accounting(msgspec.Struct, frozen=True):
+    """Where all trajectories are; evaluations are counted apart."""
+
+    train: KindAccount
+    eval: KindAccount
+
+    @property
+    def balanced(self) -> bool:
+        """Law 1 for both kinds."""
+        return self.train.balanced and self.eval.balanced
+
+
+COLUMNS = TrajectoryRow.__struct_fields__
+
+_event_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_span_decoder = msgspec.json.Decoder(tuple[Span, ...])
+_span_encoder = msgspec.json.Encoder()
+
+
+def decode_event(body: str | bytes) -> AnyEvent:
+    """The event in a body of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if it is none."""
+    return _event_decoder.decode(body)
+
+
+def encode_spans(spans: tuple[Span, ...]) -> str:
+    """JSON such as `[[7,0,41]]`."""
+    return _span_encoder.encode(spans).decode()
+
+
+def decode_spans(text: str) -> tuple[Span, ...]:
+    """The spans in such JSON; `msgspec.DecodeError` if it is none."""
+    return _span_decoder.decode(text)
+
+
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Adjacent spans of one version joined, e.g. 7: [0, 3), 7: [3, 5) to 7: [0, 5)."""
+    merged: list[Span] = []
+    for span in spans:
+        last = merged[-1] if merged else None
+        if last is not None and last.version == span.version and last.end == span.start:
+            merged[-1] = Span(span.version, last.start, span.end)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def read_rows(
+    connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
+) -> Iterable[TrajectoryRow]:
+    """Rows for which the SQL condition `where` holds, in the order of issue; `values` fill its marks."""
+    cursor = connection.execute(
+        f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number", values
+    )
+    return (msgspec.convert(row, TrajectoryRow) for row in cursor)
+
+
+def read_accounting(connection: sqlite3.Connection) -> Accounting:
+    """Counted from the rows of all trajectories."""
+    counts = connection.execute(
+        "SELECT kind, status, drop_reason, count(*) FROM trajectory GROUP BY kind, status, drop_reason"
+    ).fetchall()
+    train, evaluation = (_count(counts, kind) for kind in (Kind.TRAIN, Kind.EVAL))
+    return Accounting(train, evaluation)
+
+
+def _count(counts: list[tuple[str, str, str | None, int]], kind: Kind) -> KindAccount:
+    issued = consumed = live = 0
+    dropped: dict[DropReason, int] = {}
+    for of_kind, status, reason, count in counts:
+        if of_kind != kind:
+            continue
+        issued += count
+        if status == Status.CONSUMED:
+            consumed += count
+        elif reason is not None:
+            dropped[DropReason(reason)] = count
+        else:
+            live += count
+    return KindAccount(issued, consumed, dropped, live)

@@ -1,0 +1,118 @@
+-- The ledger of one run. `event` is the truth and is only ever appended to; every other table is kept in the
+-- same transaction as the events it follows from, so that readers need not replay.
+
+CREATE TABLE head (               -- one row: the last event of the chain
+    seq INTEGER NOT NULL,
+    hash BLOB NOT NULL
+);
+CREATE TABLE event (
+    seq INTEGER PRIMARY KEY,      -- 1, 2, 3, ... without a gap
+    wall REAL NOT NULL,           -- seconds since 1970
+    mono REAL NOT NULL,           -- monotonic seconds of `host`
+    host TEXT NOT NULL,
+    kind TEXT NOT NULL,           -- the event's tag
+    subject TEXT NOT NULL,        -- trajectory, part or version it is about
+    body TEXT NOT NULL,           -- the event as JSON
+    hash BLOB NOT NULL
+);
+CREATE TABLE prompt (
+    id TEXT PRIMARY KEY,
+    idx INTEGER NOT NULL,         -- place in the stream when it was first issued
+    ids BLOB NOT NULL,            -- [P] little-endian int32
+    text TEXT NOT NULL,
+    answer TEXT NOT NULL,
+    digest BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE trajectory (         -- columns in the order of the fields of `rows.TrajectoryRow`
+    number INTEGER PRIMARY KEY,   -- 1, 2, 3, ... in the order of issue
+    id TEXT NOT NULL UNIQUE,
+    group_id TEXT NOT NULL,
+    prompt_id TEXT NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    status TEXT NOT NULL,
+    first_seq INTEGER NOT NULL,   -- its first and last event
+    last_seq INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    replica INTEGER,
+    length INTEGER NOT NULL,      -- response tokens stored
+    oldest_version INTEGER,
+    newest_version INTEGER,
+    spans TEXT,                   -- JSON [[version, start, end], ...], once finished
+    finish_reason TEXT,
+    digest TEXT,                  -- of the finished response
+    queue_s REAL,
+    generate_s REAL,
+    cap TEXT,                     -- the cap that cut it, if any
+    reward REAL,
+    advantage REAL,
+    drop_reason TEXT,
+    drop_detail TEXT,
+    step INTEGER,                 -- the learner step that consumed it, and the version it was at
+    version INTEGER,
+    staleness INTEGER,
+    weight REAL
+);
+CREATE TABLE segment (            -- appended as a response grows; moved to Parquet once it cannot be needed
+    trajectory INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    spans TEXT NOT NULL,
+    ids BLOB NOT NULL,            -- [n] little-endian int32
+    logprobs BLOB NOT NULL,       -- [n] little-endian float32
+    digest BLOB NOT NULL
+);
+CREATE INDEX segment_of ON segment (trajectory);
+CREATE TABLE token_reward (
+    trajectory INTEGER PRIMARY KEY,
+    rewards BLOB NOT NULL         -- [L] little-endian float32
+);
+
+CREATE TABLE incarnation (
+    seq INTEGER PRIMARY KEY,
+    incarnation INTEGER NOT NULL UNIQUE,
+    host TEXT NOT NULL,
+    pid INTEGER NOT NULL,
+    config_digest TEXT NOT NULL,
+    drain INTEGER NOT NULL,
+    max_staleness INTEGER,
+    resumed_step INTEGER,
+    ended TEXT                    -- why, if it ended by itself
+);
+CREATE TABLE version (
+    seq INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL UNIQUE,
+    step INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL,
+    parent INTEGER,
+    digest TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    stall_s REAL NOT NULL
+);
+CREATE TABLE step (
+    seq INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL,
+    num_trajectories INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    loss REAL NOT NULL,
+    grad_norm REAL NOT NULL,
+    reward REAL NOT NULL,
+    elapsed_s REAL NOT NULL,
+    undone INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE checkpoint (
+    seq INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    path TEXT NOT NULL,
+    undone INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE evaluation (
+    seq INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    num_prompts INTEGER NOT NULL,
+    accuracy REAL NOT NULL,
+    rl_s REAL NOT NULL
+);

@@ -1,0 +1,294 @@
+"""Records that cross parts and processes. Owns their shapes and the trajectory's state machine; no behaviour.
+
+L is the number of response tokens of one trajectory, P of its prompt, T the packed tokens of a microbatch,
+S its sequences. Token ids and log-probabilities come from the engine and are never recomputed from text.
+"""
+
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+from laminar_py.codec import BoolArray, FloatArray, IntArray
+
+
+class Status(StrEnum):
+    """Where a trajectory is. Transitions are made by `control.lifecycle.Lifecycle` alone:
+
+    QUEUED -> RUNNING -> (INTERRUPTED -> RUNNING)* -> FINISHED -> SCORED -> READY -> CONSUMED,
+    CONSUMED -> READY when a rollback undoes a step, and DROPPED from any state but CONSUMED.
+    """
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    FINISHED = "finished"
+    SCORED = "scored"
+    READY = "ready"
+    CONSUMED = "consumed"
+    DROPPED = "dropped"
+
+
+class FinishReason(StrEnum):
+    """Why an engine ended a response: a stop id, the token cap, or a call of `abort`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class DropReason(StrEnum):
+    """Why a trajectory never reaches the learner (law 6: each drop is an event with one of these)."""
+
+    NO_SIGNAL = "no_signal"  # all rewards of its group are equal
+    STALE = "stale"  # staleness above the bound when it was to be consumed
+    VERSION_LOST = "version_lost"  # no copy of its weights is left to continue under
+    GROUP_DEADLINE = "group_deadline"  # its group closed without it
+    GROUP_LOST = "group_lost"  # too few survivors in its group
+    REWARD_FAILED = "reward_failed"  # the reward function raised
+    REWARD_TIMEOUT = "reward_timeout"  # the reward function took too long
+    TOO_LONG = "too_long"  # prompt and response exceed the packer's or the engine's bound
+    RUN_ENDED = "run_ended"  # an evaluation that was under way when the run ended
+
+
+class Kind(StrEnum):
+    """What a trajectory is for. Evaluations are accounted for apart and never train."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class PauseMode(StrEnum):
+    """What `InferenceEngine.pause` does with running requests (SGLang's three modes)."""
+
+    ABORT = "abort"  # they end, their partial response is delivered
+    RETRACT = "retract"  # they go back to the queue and are prefilled again
+    IN_PLACE = "in_place"  # they stop where they are and keep their KV cache
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How tokens are drawn, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave the vocabulary whole. `max_new_tokens` counts
+    all response tokens, those of a resumed prefix included. One `seed` and one position always give the
+    same uniform number, whatever the request is batched with.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One problem, e.g. `Prompt("p17", 17, "2+2=", ids, "4")`. `index` is its place in the stream."""
+
+    id: str
+    index: int
+    text: str
+    ids: IntArray  # [P]
+    answer: str = ""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """What an engine is asked for: continue `prompt_ids + prefix_ids`, e.g. after an abort at token 41.
+
+    Requests of one `group_id` share their prompt, so an engine may prefill it once.
+    """
+
+    rid: str
+    group_id: str
+    prompt_ids: IntArray  # [P]
+    prefix_ids: IntArray  # [L so far], generated earlier
+    sampling: SamplingParams
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """New tokens of one request, all generated under `version`; the last delta has a finish reason."""
+
+    rid: str
+    ids: IntArray  # [n] new response tokens, n >= 0
+    logprobs: FloatArray  # [n] log-softmax(logits / temperature) at the drawn token
+    version: int
+    finish_reason: FinishReason | None = None
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One look at an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, ...)`; KV in tokens."""
+
+    running: int
+    waiting: int
+    kv_used: int
+    kv_capacity: int
+    version: int  # -1 before the first load
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """A trajectory handed to a replica. `epoch` fences it: reports of an older epoch count for nothing.
+
+    `version` is set where the trajectory may continue only under that version (drain, a resumed prefix).
+    """
+
+    trajectory_id: str
+    epoch: int
+    group_id: str
+    kind: Kind
+    prompt_ids: IntArray  # [P]
+    prefix_ids: IntArray  # [L so far]
+    sampling: SamplingParams
+    version: int | None = None
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """New tokens of one trajectory since the last report; `start` is their place in the response."""
+
+    trajectory_id: str
+    epoch: int
+    start: int
+    ids: IntArray  # [n]
+    logprobs: FloatArray  # [n]
+    spans: tuple[Span, ...]  # cover [start, start + n)
+    finish_reason: FinishReason | None = None
+    wall_cut: bool = False  # ended by the cap on wall time
+    queue_s: float = 0.0  # with a finish reason: waited before its first token
+    generate_s: float = 0.0  # with a finish reason: first submission to last token
+
+
+class Load(msgspec.Struct, frozen=True):
+    """A replica loaded `version` with this digest in `elapsed_s` seconds."""
+
+    version: int
+    digest: str
+    elapsed_s: float
+
+
+class ReplicaReport(msgspec.Struct, frozen=True):
+    """What a replica tells the controller at a time: progress, its state, and how much more it takes."""
+
+    replica: int
+    status: EngineStatus
+    admissible: int  # training trajectories it takes now, beyond those received
+    received: int  # assignments it has received in its life; those still under way are not in `admissible`
+    progress: tuple[Progress, ...] = ()
+    loads: tuple[Load, ...] = ()
+    lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
+    interrupted: tuple[str, ...] = ()  # trajectories that were interrupted for new weights
+    busy_s: float = 0.0  # seconds since the last report in which it was generating
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One finished sample with everything recorded, e.g. 41 tokens under one version:
+
+    `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.
+    """
+
+    id: str
+    prompt_id: str
+    group_id: str
+    sample_index: int
+    kind: Kind
+    prompt_ids: IntArray  # [P]
+    response_ids: IntArray  # [L]
+    logprobs: FloatArray  # [L] of the behaviour policy, as sampled
+    loss_mask: BoolArray  # [L] False on tokens the environment wrote
+    spans: tuple[Span, ...]  # cover [0, L)
+    finish_reason: FinishReason
+    reward: float | None = None
+    token_rewards: FloatArray | None = None  # [L]
+    advantage: float = 0.0
+    weight: float = 1.0  # factor on its loss (staleness reweighting)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def oldest_version(self) -> int:
+        """The lowest version in it; staleness counts from there."""
+        return min(span.version for span in self.spans)
+
+    def staleness(self, learner_version: int) -> int:
+        """Versions between the oldest weights in it and the learner's."""
+        return learner_version - self.oldest_version
+
+
+class ScoringRequest(msgspec.Struct, frozen=True):
+    """What a reward function sees, e.g. `ScoringRequest("g3.1", "2+2=", "4", "4", FinishReason.STOP, ids)`."""
+
+    trajectory_id: str
+    prompt: str
+    response: str
+    answer: str
+    finish_reason: FinishReason
+    response_ids: IntArray  # [L]
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A verdict: a scalar, optionally per-token scores or teacher log-probabilities; or why there is none."""
+
+    trajectory_id: str
+    value: float | None
+    token_values: FloatArray | None = None  # [L]
+    elapsed_s: float = 0.0
+    failure: DropReason | None = None
+    detail: str = ""
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """S sequences packed without padding into T tokens.
+
+    Two sequences of 3 and 2 tokens: `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. `labels[t]` is the
+    token after `input_ids[t]` in the same sequence (0 at a sequence's end); the per-token arrays stand at
+    the position that predicts the token, and `loss_weights` is 0 where nothing is learned.
+    """
+
+    input_ids: IntArray  # [T]
+    cu_seqlens: IntArray  # [S + 1]
+    position_ids: IntArray  # [T]
+    labels: IntArray  # [T]
+    loss_weights: FloatArray  # [T] sums to 1 over the whole step, all microbatches and ranks together
+    behaviour_logprobs: FloatArray  # [T]
+    advantages: FloatArray  # [T]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """[S] tokens of each sequence."""
+        lengths: list[int] = np.diff(self.cu_seqlens).tolist()
+        return lengths
+
+
+class StepMetrics(msgspec.Struct, frozen=True):
+    """What one learner step measured, averaged with the loss weights over all its trained tokens."""
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    ratio_deviation: float  # mean |ratio - 1| of new to behaviour probability
+    clip_fraction: float  # share of trained tokens outside the clip range
+    truncated_fraction: float  # share of trained tokens at the importance cap
+    elapsed_s: float
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A weight version as the learner published it; `stall_s` is how long the learner stood still for it."""
+
+    version: int
+    digest: str
+    num_bytes: int
+    stall_s: float

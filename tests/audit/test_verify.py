@@ -1,0 +1,183 @@
+"""`audit verify` finds every breach and says where it is."""
+
+import sqlite3
+
+import pytest
+
+from laminar_py.audit.findings import Law
+from laminar_py.audit.verify import verify
+from laminar_py.events import Consumed, Dropped, PartStarted, VersionLoaded
+from laminar_py.store.database import LEDGER_NAME, open_writer
+from laminar_py.store.writer import Batch, Stamped, Writer
+from laminar_py.types import DropReason, Kind
+from tests.store.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
+
+
+async def good_run(run):
+    async with open_ledger(run) as ledger:
+        begin(ledger, drain=True, max_staleness=2, versions=(0, 1, 2))
+        for index, id in enumerate(("g0.0", "g1.0", "g2.0")):
+            make_ready(ledger, id, index=index)
+        make_ready(ledger, "e0.0", kind=Kind.EVAL, index=90)
+        ledger.append(Dropped("g2.0", DropReason.NO_SIGNAL))
+        ledger.append_all(consume(1, 1, "g0.0", "g1.0"))
+        ledger.append(consume(-1, 1, "e0.0")[1])
+        issue(ledger, "g3.0", index=3)
+        run_to(ledger, "g3.0", [(2, 0, 4)])
+
+
+def edit(run, sql):
+    connection = sqlite3.connect(run / LEDGER_NAME)
+    with connection:
+        assert connection.execute(sql).rowcount == 1
+    connection.close()
+
+
+async def test_a_good_run_has_no_findings(tmp_path):
+    await good_run(tmp_path)
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "law", "subject"),
+    [
+        (
+            "UPDATE event SET body = replace(body, '\"reward\":1.0', '\"reward\":0.0') WHERE seq = 8",
+            "log",
+            "event 8",
+        ),
+        ("UPDATE event SET body = CAST(x'ff' AS TEXT) WHERE seq = 8", "log", "event 8"),
+        ("UPDATE event SET wall = wall + 1 WHERE seq = 8", "log", "event 8"),
+        ("UPDATE event SET subject = 'g1.0' WHERE seq = 8", "log", "event 8"),
+        ("DELETE FROM event WHERE seq = 8", "log", "event 8"),
+        ("DELETE FROM event WHERE seq = (SELECT max(seq) FROM event)", "log", "end"),
+        (
+            "INSERT INTO event SELECT seq + 1, wall, mono, host, kind, subject, body, hash FROM event"
+            " WHERE seq = (SELECT seq FROM head)",
+            "log",
+            "end",
+        ),
+        ("UPDATE trajectory SET reward = 0.5 WHERE id = 'g0.0'", "rows", "g0.0"),
+        ("UPDATE trajectory SET status = 'ready' WHERE id = 'g0.0'", "accounting", "train"),
+        ("UPDATE trajectory SET status = 'lost' WHERE id = 'g3.0'", "rows", "g3.0"),
+        ("UPDATE trajectory SET drop_reason = 'mislaid' WHERE id = 'g2.0'", "drops", "trajectory"),
+        ("DELETE FROM trajectory WHERE id = 'g2.0'", "rows", "g2.0"),
+        (
+            "INSERT INTO trajectory (number, id, group_id, prompt_id, prompt_index, sample_index, kind, status,"
+            " first_seq, last_seq, epoch, length) SELECT 99, 'g9.9', group_id, prompt_id, prompt_index,"
+            " sample_index, kind, status, 99, 99, 0, 0 FROM trajectory WHERE id = 'g3.0'",
+            "rows",
+            "g9.9",
+        ),
+        ("UPDATE version SET digest = 'other' WHERE version = 1", "rows", "version of event 3"),
+        ("DELETE FROM step", "rows", "step of event 26"),
+        ("UPDATE prompt SET answer = '5' WHERE id = 'p1'", "rows", "prompt p1"),
+        ("DELETE FROM prompt WHERE id = 'p1'", "rows", "g1.0"),
+        ("UPDATE segment SET ids = zeroblob(20) WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE segment SET logprobs = zeroblob(16) WHERE trajectory = 5", "spans", "g3.0"),
+        ("UPDATE segment SET spans = '[[1,0,5]]' WHERE trajectory = 2", "spans", "g1.0"),
+        ("DELETE FROM segment WHERE trajectory = 5", "spans", "g3.0"),
+    ],
+)
+async def test_tampering_is_found_and_named(tmp_path, sql, law, subject):
+    await good_run(tmp_path)
+    edit(tmp_path, sql)
+    assert (law, subject) in {(finding.law, finding.subject) for finding in verify(tmp_path)}
+
+
+async def test_one_changed_event_is_one_break_of_the_chain(tmp_path):
+    await good_run(tmp_path)
+    edit(tmp_path, "UPDATE event SET mono = 0 WHERE seq = 8")
+    assert [finding.subject for finding in verify(tmp_path)] == ["event 8"]
+
+
+def mixed_versions(ledger):
+    make_ready(ledger, "g0.0", spans=((0, 0, 2), (1, 2, 5)))
+
+
+def wrong_staleness(ledger):
+    make_ready(ledger, "g0.0")
+    ledger.append_all(consume(1, 1, "g0.0", oldest=1))
+
+
+def too_stale(ledger):
+    make_ready(ledger, "g0.0")
+    ledger.append_all(consume(1, 9, "g0.0"))
+
+
+def miscounted_step(ledger):
+    make_ready(ledger, "g0.0")
+    ledger.append(Consumed("g0.0", 1, 1, 1, 1.0))
+
+
+def unpublished_tokens(ledger):
+    make_ready(ledger, "g0.0", spans=((5, 0, 5),))
+
+
+def backwards(ledger):
+    for version in (1, 0):
+        ledger.append(VersionLoaded(3, version, f"digest{version}", 0.1))
+
+
+def other_bytes(ledger):
+    ledger.append(VersionLoaded(3, 1, "digest0", 0.1))
+
+
+def unpublished_load(ledger):
+    ledger.append(VersionLoaded(3, 5, "digest5", 0.1))
+
+
+@pytest.mark.parametrize(
+    ("breach", "law", "subject"),
+    [
+        (mixed_versions, Law.DRAIN, "g0.0"),
+        (wrong_staleness, Law.STALENESS, "g0.0"),
+        (too_stale, Law.STALENESS, "g0.0"),
+        (miscounted_step, Law.CONSUMPTION, "step 1"),
+        (unpublished_tokens, Law.VERSIONS, "g0.0"),
+        (backwards, Law.VERSIONS, "replica-3"),
+        (other_bytes, Law.WEIGHTS, "replica-3"),
+        (unpublished_load, Law.WEIGHTS, "replica-3"),
+    ],
+)
+async def test_a_breach_of_a_law_is_found_and_named(tmp_path, breach, law, subject):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, drain=True, max_staleness=2, versions=(0, 1))
+        breach(ledger)
+    assert [(finding.law, finding.subject) for finding in verify(tmp_path)] == [(law, subject)]
+
+
+async def test_what_the_rules_allow_is_no_finding(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, max_staleness=2, versions=(0, 1, 2, 3))
+        ledger.append(PartStarted("replica-3", 11))
+        for version in (1, 1, 3):
+            ledger.append(VersionLoaded(3, version, f"digest{version}", 0.1))
+        ledger.append(PartStarted("replica-3", 12))
+        ledger.append(VersionLoaded(3, 1, "digest1", 0.1))
+        make_ready(ledger, "g0.0", spans=((0, 0, 2), (1, 2, 5)))
+        ledger.append_all(consume(1, 3, "g0.0", weight=0.5))
+    assert verify(tmp_path) == []
+
+
+async def test_a_second_consumption_is_found_even_with_a_valid_chain(tmp_path):
+    await good_run(tmp_path)
+    writer = Writer(open_writer(tmp_path / LEDGER_NAME), host="host-1")
+    again = Stamped(writer.seq + 1, 0.0, 0.0, Consumed("g0.0", 2, 2, 2, 1.0))
+    writer.write(Batch(events=[again]))
+    writer.close()
+    assert [(finding.law, finding.subject) for finding in verify(tmp_path)] == [
+        (Law.CONSUMPTION, f"event {again.seq}")
+    ]
+
+
+async def test_a_partial_run_is_judged_by_what_is_there(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3), (0, 3, 5)])
+        await ledger.commit()
+        assert verify(tmp_path) == []
+        finish(ledger, "g0.0", [(0, 0, 5)])
+        await ledger.commit()
+        assert verify(tmp_path) == []

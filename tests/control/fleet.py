@@ -1,0 +1,125 @@
+"""A flow with pretend replicas that finish what they are given, on a clock that the test moves."""
+
+import numpy as np
+
+from laminar_py.config import Schedule, WithoutSignal
+from laminar_py.control.book import FlowSettings
+from laminar_py.control.dispatcher import Dispatcher
+from laminar_py.control.flow import Flow
+from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.learner.advantage import group_advantages
+from laminar_py.types import (
+    EngineStatus,
+    FinishReason,
+    Progress,
+    ReplicaReport,
+    SamplingParams,
+    Score,
+    Span,
+)
+from tests.builders import make_prompt
+
+
+class Log:
+    """Keeps events in memory; `tests/control/test_flow_on_ledger.py` uses the real ledger."""
+
+    def __init__(self):
+        self.events = []
+
+    def append(self, event):
+        self.events.append(event)
+
+    def store_prompt(self, prompt):
+        pass
+
+    def store_segment(self, trajectory_id, start, spans, ids, logprobs):
+        pass
+
+    def store_token_rewards(self, trajectory_id, rewards):
+        pass
+
+
+class ManualClock:
+    """Time that moves when told."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def now(self):
+        return self.time
+
+
+class Fleet:
+    """Flow, replicas with `versions[i]`, and what was assigned to them."""
+
+    def __init__(
+        self,
+        *,
+        replicas=2,
+        group_size=4,
+        batch=4,
+        capacity=16,
+        schedule=Schedule.ASYNC,
+        max_staleness=None,
+        policies=(),
+        recorder=None,
+        **settings,
+    ):
+        self.clock = ManualClock()
+        self.log = recorder or Log()
+        self.unscored = []
+        self.versions = dict.fromkeys(range(replicas), 0)
+        self.received = dict.fromkeys(range(replicas), 0)
+        self.running = {index: {} for index in range(replicas)}
+        options = {"without_signal": WithoutSignal.TRAIN, "one_version": True, **settings}
+        self.flow = Flow(
+            settings=FlowSettings(seed=0, group_size=group_size, sampling=SamplingParams(16), **options),
+            prompt_at=make_prompt,
+            recorder=self.log,
+            submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
+            advantages=group_advantages,
+            dispatcher=Dispatcher(replicas),
+            admission=Admission(schedule, batch, capacity, max_staleness),
+            bound=StalenessBound(max_staleness, policies),
+            clock=self.clock,
+        )
+        self.flow.admitting = True
+        self.flow.newest_version = 0
+
+    async def report(self, index, *, progress=(), admissible=64, lost=()):
+        """Replica `index` speaks, then is given what the flow has."""
+        status = EngineStatus(0, 0, 0, 1, self.versions[index])
+        received = self.received[index]
+        await self.flow.on_report(ReplicaReport(index, status, admissible, received, tuple(progress), lost=lost))
+        self.hand_out()
+
+    def hand_out(self):
+        for index, assignments in self.flow.dispatch().items():
+            self.received[index] += len(assignments)
+            self.running[index].update({item.trajectory_id: item for item in assignments})
+
+    async def finish(self, index, trajectory_id, *, tokens=3, reason=FinishReason.STOP, epoch=None, **report):
+        """A replica generates `tokens` more and ends the trajectory."""
+        item = self.running[index].pop(trajectory_id)
+        version = self.versions[index] if item.version is None else item.version
+        start = len(item.prefix_ids)
+        progress = Progress(
+            trajectory_id,
+            item.epoch if epoch is None else epoch,
+            start,
+            np.arange(tokens, dtype=np.int32),
+            np.full(tokens, -0.5, np.float32),
+            (Span(version, start, start + tokens),) if tokens else (),
+            reason,
+        )
+        await self.report(index, progress=[progress], **report)
+
+    async def finish_all(self, index, **report):
+        for trajectory_id in list(self.running[index]):
+            await self.finish(index, trajectory_id, **report)
+
+    async def score_all(self, reward=lambda index: float(index % 2)):
+        """Every finished trajectory gets a reward by its place in the group."""
+        waiting, self.unscored = self.unscored, []
+        for trajectory in waiting:
+            await self.flow.on_score(Score(trajectory.id, reward(trajectory.sample_index)))

@@ -1,0 +1,267 @@
+"""Trajectories on their way: groups, staleness, interruptions, and the accounting law."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.config import Schedule, StalePolicy, WithoutSignal
+from laminar_py.control.evaluation import EvaluationLostError
+from laminar_py.events import Cut, Dropped, Issued, Ready
+from laminar_py.types import DropReason, FinishReason, Kind, Score
+from tests.builders import make_prompt
+from tests.control.fleet import Fleet
+
+
+def names(fleet, kind):
+    return [event.trajectory_id for event in fleet.log.events if isinstance(event, kind)]
+
+
+async def test_a_group_is_ready_when_its_last_member_is_scored():
+    fleet = Fleet(replicas=1, capacity=1)
+    await fleet.report(0)
+    await fleet.finish_all(0)
+    for trajectory in fleet.unscored[:3]:
+        await fleet.flow.on_score(Score(trajectory.id, 1.0))
+    assert not names(fleet, Ready)
+    await fleet.flow.on_score(Score(fleet.unscored[3].id, 0.0))
+    assert len(names(fleet, Ready)) == 4
+    assert len(fleet.flow.consumption.buffer) == 1
+
+
+async def test_no_group_waits_for_another():
+    fleet = Fleet(replicas=1, capacity=2)
+    await fleet.report(0)
+    for trajectory_id in [name for name in fleet.running[0] if name.startswith("g1.")]:
+        await fleet.finish(0, trajectory_id)
+    await fleet.score_all()
+    batch = await asyncio.wait_for(fleet.flow.consumption.next_batch(groups=1, version=0), 1)
+    assert {trajectory.group_id for trajectory in batch.trajectories} == {"g1"}
+
+
+async def test_a_report_of_an_older_epoch_counts_for_nothing():
+    fleet = Fleet(replicas=2, capacity=1)
+    await fleet.report(0)
+    [owner] = [index for index in fleet.running if fleet.running[index]]
+    name = next(iter(fleet.running[owner]))
+    await fleet.flow.on_replica_lost(owner)
+    late = fleet.running[owner][name]
+    await fleet.report(1 - owner)
+    assert fleet.running[1 - owner][name].epoch == late.epoch + 1
+    await fleet.finish(owner, name, epoch=late.epoch)
+    assert not fleet.unscored
+
+
+async def test_an_interrupted_trajectory_goes_on_from_its_prefix_under_its_version():
+    fleet = Fleet(replicas=2, capacity=1)
+    await fleet.report(0)
+    [owner] = [index for index in fleet.running if fleet.running[index]]
+    name = next(iter(fleet.running[owner]))
+    fleet.flow.admitting = False
+    await fleet.finish(owner, name, tokens=5, reason=FinishReason.ABORT)
+    fleet.versions[1 - owner] = 3
+    fleet.flow.admitting = True
+    await fleet.report(1 - owner)  # idle, and so may load version 0 for it
+    place = next(index for index in fleet.running if name in fleet.running[index])
+    assert fleet.running[place][name].version == 0
+    assert len(fleet.running[place][name].prefix_ids) == 5
+
+
+async def test_a_lost_version_drops_the_trajectory_and_issues_its_prompt_anew():
+    fleet = Fleet(replicas=1, capacity=1)
+    await fleet.report(0)
+    name = next(iter(fleet.running[0]))
+    await fleet.report(0, lost=(name,))
+    dropped = [event for event in fleet.log.events if isinstance(event, Dropped)]
+    assert [(event.trajectory_id, event.reason) for event in dropped] == [(name, DropReason.VERSION_LOST)]
+    assert names(fleet, Issued)[-1] == "g0.4"
+    assert "g0.4" in fleet.running[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "dropped", "places"),
+    [(WithoutSignal.TRAIN, 0, 1), (WithoutSignal.SKIP, 4, 1), (WithoutSignal.REFILL, 4, 0)],
+)
+async def test_a_group_without_signal_trains_is_skipped_or_refilled(policy, dropped, places):
+    fleet = Fleet(replicas=1, capacity=1, without_signal=policy)
+    await fleet.report(0)
+    await fleet.finish_all(0, admissible=0)
+    await fleet.score_all(lambda index: 1.0)
+    assert Counter(event.reason for event in fleet.log.events if isinstance(event, Dropped)) == Counter(
+        {DropReason.NO_SIGNAL: dropped} if dropped else {}
+    )
+    assert len(fleet.flow.consumption.buffer) == places
+    await fleet.report(0)
+    assert bool(fleet.running[0]) == (policy is WithoutSignal.REFILL)
+
+
+async def test_a_straggler_past_the_deadline_is_dropped_with_an_event_and_its_replica_told():
+    fleet = Fleet(replicas=1, capacity=1, group_deadline_s=10.0)
+    await fleet.report(0)
+    straggler, *others = list(fleet.running[0])
+    for name in others:
+        await fleet.finish(0, name, admissible=0)
+    await fleet.score_all()
+    fleet.clock.time = 11.0
+    await fleet.flow.enforce_deadlines()
+    assert names(fleet, Dropped) == [straggler]
+    assert fleet.flow.take_aborts() == {0: [straggler]}
+    assert len(fleet.flow.consumption.buffer) == 1
+
+
+async def test_a_group_with_too_few_survivors_is_dropped():
+    fleet = Fleet(replicas=1, capacity=1, min_group_survivors=4)
+    await fleet.report(0)
+    await fleet.finish_all(0, admissible=0)
+    failed = fleet.unscored.pop(0)
+    await fleet.flow.on_score(Score(failed.id, None, failure=DropReason.REWARD_TIMEOUT))
+    await fleet.score_all()
+    reasons = Counter(event.reason for event in fleet.log.events if isinstance(event, Dropped))
+    assert reasons == {DropReason.REWARD_TIMEOUT: 1, DropReason.GROUP_LOST: 3}
+    assert not fleet.flow.book.groups
+
+
+async def test_reaching_the_token_cap_is_an_event():
+    fleet = Fleet(replicas=1, capacity=1)
+    await fleet.report(0)
+    await fleet.finish(0, "g0.0", reason=FinishReason.LENGTH)
+    assert names(fleet, Cut) == ["g0.0"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "weights"),
+    [((StalePolicy.WAIT,), [1.0] * 4), ((StalePolicy.REWEIGHT,), [0.4] * 4), ((StalePolicy.DROP,), [])],
+)
+async def test_what_exceeds_the_bound_at_consumption_is_kept_reweighted_or_dropped(policies, weights):
+    fleet = Fleet(replicas=1, capacity=1, max_staleness=1, policies=policies)
+    await fleet.report(0)
+    await fleet.finish_all(0, admissible=0)
+    await fleet.score_all()
+    take = asyncio.create_task(fleet.flow.consumption.next_batch(groups=1, version=4))
+    await asyncio.sleep(0.01)
+    if weights:
+        assert [trajectory.weight for trajectory in take.result().trajectories] == weights
+    else:
+        assert {event.reason for event in fleet.log.events if isinstance(event, Dropped)} == {DropReason.STALE}
+        assert not fleet.flow.book.groups
+        take.cancel()
+
+
+async def test_sync_admits_a_batch_only_when_the_one_before_is_consumed_and_weights_are_new():
+    fleet = Fleet(replicas=1, batch=2, schedule=Schedule.SYNC)
+    await fleet.report(0)
+    assert len(fleet.running[0]) == 8
+    await fleet.finish_all(0)
+    await fleet.score_all()
+    assert not fleet.running[0]
+    fleet.flow.consumption.commit(await fleet.flow.consumption.next_batch(groups=2, version=0), 1)
+    fleet.flow.newest_version = 1
+    await fleet.report(0)
+    assert not fleet.running[0], "it still serves version 0"
+    fleet.versions[0] = 1
+    await fleet.report(0)
+    assert len(fleet.running[0]) == 8
+
+
+async def test_rolled_back_trajectories_are_ready_again_and_consumed_once_more():
+    fleet = Fleet(replicas=1, capacity=1)
+    await fleet.report(0)
+    await fleet.finish_all(0, admissible=0)
+    await fleet.score_all()
+    first = await fleet.flow.consumption.next_batch(groups=1, version=0)
+    fleet.flow.consumption.commit(first, 1)
+    assert await fleet.flow.consumption.roll_back() == 4
+    again = await asyncio.wait_for(fleet.flow.consumption.next_batch(groups=1, version=0), 1)
+    assert {t.id for t in again.trajectories} == {t.id for t in first.trajectories}
+    fleet.flow.consumption.commit(again, 1)
+    fleet.flow.consumption.checkpointed(1)
+    assert await fleet.flow.consumption.roll_back() == 0
+
+
+async def test_a_cancelled_wait_for_a_batch_loses_no_group():
+    fleet = Fleet(replicas=1, capacity=1)
+    await fleet.report(0)
+    await fleet.finish_all(0, admissible=0)
+    await fleet.score_all()
+    take = asyncio.create_task(fleet.flow.consumption.next_batch(groups=2, version=0))
+    await asyncio.sleep(0.01)
+    take.cancel()
+    await asyncio.wait([take])
+    assert len(fleet.flow.consumption.buffer) == 1
+
+
+async def test_an_evaluation_is_greedy_and_never_trains():
+    fleet = Fleet(replicas=2, capacity=1)
+    fleet.flow.admitting = False
+    done = fleet.flow.evaluate([make_prompt(index) for index in range(6)], version=0)
+    await fleet.report(0)
+    await fleet.report(1)
+    items = [item for running in fleet.running.values() for item in running.values()]
+    assert {(item.kind, item.sampling.temperature, item.version) for item in items} == {(Kind.EVAL, 0.0, 0)}
+    for index in fleet.running:
+        await fleet.finish_all(index)
+    await fleet.score_all(lambda index: 1.0)
+    assert (await done).accuracy == 1.0
+    assert not fleet.flow.book.live
+
+
+async def test_an_evaluation_whose_version_is_lost_fails_loudly():
+    fleet = Fleet(replicas=1)
+    fleet.flow.admitting = False
+    done = fleet.flow.evaluate([make_prompt()], version=5)
+    await fleet.report(0)
+    await fleet.report(0, lost=tuple(fleet.running[0]))
+    with pytest.raises(EvaluationLostError):
+        await done
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["finish", "score", "fail", "kill", "step", "die", "lose"]), st.integers(0, 9)),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS, st.sampled_from(list(WithoutSignal)), st.sampled_from(list(Schedule)))
+def test_issued_is_consumed_plus_dropped_plus_live_whatever_happens(actions, without_signal, schedule):
+    """Law 1, by events alone, under deaths, failures and rollbacks in any order."""
+    asyncio.run(play(actions, without_signal, schedule))
+
+
+async def play(actions, without_signal, schedule):
+    fleet = Fleet(batch=2, capacity=8, schedule=schedule, without_signal=without_signal)
+    step = 0
+    for name, number in actions:
+        index = number % 2
+        await fleet.report(index)
+        running = list(fleet.running[index])
+        if name == "finish" and running:
+            await fleet.finish(index, running[number % len(running)])
+        elif name == "score":
+            await fleet.score_all()
+        elif name == "fail" and fleet.unscored:
+            await fleet.flow.on_score(Score(fleet.unscored.pop().id, None, failure=DropReason.REWARD_FAILED))
+        elif name == "kill":
+            fleet.running[index].clear()
+            fleet.received[index] = 0
+            await fleet.flow.on_replica_lost(index)
+        elif name == "lose" and running:
+            fleet.running[index].pop(running[0])
+            await fleet.report(index, lost=(running[0],))
+        elif name == "step" and len(fleet.flow.consumption.buffer) >= 2:
+            step += 1
+            fleet.flow.consumption.commit(await fleet.flow.consumption.next_batch(groups=2, version=0), step)
+        elif name == "die":
+            await fleet.flow.consumption.roll_back()
+        assert_law_one(fleet)
+
+
+def assert_law_one(fleet):
+    counts = Counter(event.__class__.__name__ for event in fleet.log.events)
+    live = sum(lifecycle.kind is Kind.TRAIN for lifecycle in fleet.flow.book.live.values())
+    assert counts["Issued"] == counts["Consumed"] - counts["Undone"] + counts["Dropped"] + live
+    on_replicas = sum(len(view.in_flight) for view in fleet.flow.dispatcher.views.values())
+    assert on_replicas == sum(lifecycle.replica is not None for lifecycle in fleet.flow.book.live.values())
+    assert counts["Assigned"] - counts["Interrupted"] >= on_replicas

@@ -1,0 +1,52 @@
+"""Admission keeps staleness within its bound for groups that are consumed in order."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_py.config import Schedule, StalePolicy
+from laminar_py.control.staleness import Admission, StalenessBound
+from tests.builders import make_trajectory
+
+
+@given(st.integers(1, 8), st.integers(0, 6), st.lists(st.integers(0, 20), min_size=20, max_size=60))
+def test_groups_consumed_in_order_stay_within_max_staleness(batch, bound, pulls):
+    """Admit whatever is allowed at any pace; a step takes the oldest `batch` groups and raises the version."""
+    admission = Admission(Schedule.ASYNC, batch, capacity=10_000, max_staleness=bound)
+    queue, version = [], 0
+    for pull in pulls:
+        allowed = admission.allowed(live=len(queue), generating=0)
+        queue += [version] * min(pull, allowed)
+        if len(queue) >= batch:
+            assert version - min(queue[:batch]) <= bound
+            queue, version = queue[batch:], version + 1
+
+
+def test_capacity_bounds_live_groups_where_staleness_does_not():
+    admission = Admission(Schedule.ASYNC, batch=4, capacity=10, max_staleness=None)
+    assert admission.allowed(live=7, generating=7) == 3
+
+
+def test_one_step_opens_a_batch_only_when_the_one_before_is_generated():
+    admission = Admission(Schedule.ONE_STEP, batch=32, capacity=1000)
+    assert admission.allowed(live=32, generating=4) == 0
+    assert admission.allowed(live=32, generating=0) == 32
+    assert admission.allowed(live=64, generating=0) == 0
+
+
+def test_sync_keeps_one_batch_alive():
+    admission = Admission(Schedule.SYNC, batch=32, capacity=1000)
+    assert admission.allowed(live=0, generating=0) == 32
+    assert admission.allowed(live=30, generating=30) == 2
+
+
+@pytest.mark.parametrize(("staleness", "weight"), [(0, 1.0), (3, 1.0), (7, 0.5)])
+def test_reweighting_scales_by_the_bound_over_the_staleness(staleness, weight):
+    bound = StalenessBound(3, (StalePolicy.REWEIGHT,))
+    assert bound.weight(make_trajectory(version=2), 2 + staleness) == weight
+
+
+def test_drop_keeps_what_is_within_the_bound():
+    bound = StalenessBound(3, (StalePolicy.DROP,))
+    assert bound.weight(make_trajectory(version=0), 3) == 1.0
+    assert bound.weight(make_trajectory(version=0), 4) is None

@@ -1,0 +1,65 @@
+"""The tokenizer of a model folder."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from laminar_py.config import ConfigError
+from laminar_py.data.tokenizer import load_tokenizer
+
+
+def model_folder(path: Path, **files: str) -> Path:
+    """A folder with a word-level tokenizer that would wrap every text in `<s>` ... `</s>` if it were let."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, "a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", behavior="isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.save(str(path / "tokenizer.json"))
+    for name, text in files.items():
+        (path / f"{name}.json").write_text(text)
+    return path
+
+
+def test_encoding_adds_nothing_and_decoding_shows_no_special_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model_folder(tmp_path, config='{"eos_token_id": 1}'))
+    ids = tokenizer.encode("abba")
+    assert ids.tolist() == [2, 3, 3, 2]
+    assert tokenizer.decode([*ids, *tokenizer.eos_ids]) == "abba"
+
+
+@pytest.mark.parametrize(
+    ("files", "eos_ids"),
+    [
+        ({"config": '{"eos_token_id": 1}'}, (1,)),
+        ({"config": '{"eos_token_id": [1, 0]}'}, (1, 0)),
+        ({"config": '{"eos_token_id": 0}', "generation_config": '{"eos_token_id": [1, 3]}'}, (1, 3)),
+        ({"config": '{"eos_token_id": 1}', "generation_config": '{"pad_token_id": 0}'}, (1,)),
+    ],
+)
+def test_eos_ids_come_from_the_generation_config_first(
+    tmp_path: Path, files: dict[str, str], eos_ids: tuple[int, ...]
+) -> None:
+    assert load_tokenizer(model_folder(tmp_path, **files)).eos_ids == eos_ids
+
+
+@pytest.mark.parametrize(
+    ("files", "fault"),
+    [
+        ({"config": "{}"}, r"no eos_token_id in its config\.json; "),
+        ({}, r"no eos_token_id in its config\.json; "),
+        ({"config": "{"}, r"config\.json cannot be read \(Input data was truncated\); "),
+        ({"config": '{"eos_token_id": "</s>"}'}, r"config\.json cannot be read .*eos_token_id.*; "),
+    ],
+)
+def test_a_folder_without_usable_eos_id_is_refused(tmp_path: Path, files: dict[str, str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.path={tmp_path}: {fault}"):
+        load_tokenizer(model_folder(tmp_path, **files))
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: no tokenizer\.json in it; "):
+        load_tokenizer(tmp_path)

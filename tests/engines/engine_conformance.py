@@ -1,0 +1,355 @@
+"""The definition of `InferenceEngine`: laws that every engine keeps, as plain async functions over a factory.
+
+A test module of an engine builds a factory and runs each of `LAWS` with it. The factory gives a started engine
+that serves `weights[0]` as version 1, with room for thousands of tokens after a short prompt, so that a
+request can be caught while it runs. Laws compare greedy responses: engines differ in how they use a seed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laminar_py.interfaces import InferenceEngine
+from laminar_py.types import Delta, FinishReason, GenerateRequest, PauseMode, SamplingParams
+
+PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Rig:
+    """An engine under test, and what a law must know of it."""
+
+    engine: InferenceEngine
+    weights: tuple[Path, Path]  # two versions' folders with different weights
+    vocab: int
+    max_batch: int
+    max_len: int  # at least 2000
+
+
+Factory = Callable[[], AbstractAsyncContextManager[Rig]]
+
+
+@dataclass(frozen=True)
+class Response:
+    """A whole stream."""
+
+    deltas: list[Delta]
+
+    @property
+    def ids(self) -> list[int]:
+        return [int(token) for delta in self.deltas for token in delta.ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [float(value) for delta in self.deltas for value in delta.logprobs]
+
+    @property
+    def versions(self) -> list[int]:
+        """One for each token."""
+        return [delta.version for delta in self.deltas for _ in delta.ids]
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.deltas[-1].finish_reason
+
+
+def make_request(rid="r", *, group=None, prompt=(3, 4, 5), prefix=(), length=20, **sampling) -> GenerateRequest:
+    """A greedy request of `length` tokens."""
+    sampling = {"temperature": 0.0, **sampling}
+    return GenerateRequest(
+        rid,
+        group or rid,
+        np.array(prompt, np.int32),
+        np.array(prefix, np.int32),
+        SamplingParams(length, **sampling),
+    )
+
+
+async def collect(engine: InferenceEngine, request: GenerateRequest) -> Response:
+    """The whole stream of a request."""
+    return Response([delta async for delta in engine.generate(request)])
+
+
+class Caught:
+    """A request that is being generated, and has given its first tokens when `caught` returns it."""
+
+    def __init__(self, engine: InferenceEngine, request: GenerateRequest) -> None:
+        self._first = asyncio.Event()
+        self._task = asyncio.create_task(self._collect(engine, request))
+
+    async def _collect(self, engine: InferenceEngine, request: GenerateRequest) -> Response:
+        deltas = []
+        async for delta in engine.generate(request):
+            deltas.append(delta)
+            self._first.set()
+        return Response(deltas)
+
+    async def running(self) -> "Caught":
+        await self._first.wait()
+        return self
+
+    async def response(self) -> Response:
+        return await self._task
+
+
+async def caught(engine: InferenceEngine, request: GenerateRequest) -> Caught:
+    return await Caught(engine, request).running()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what the protocol has no event for."""
+    while not holds():
+        await asyncio.sleep(0.002)
+
+
+async def idle(engine: InferenceEngine) -> None:
+    await until(lambda: engine.status().running == engine.status().waiting == 0)
+
+
+async def a_stream_ends_with_its_only_finish_reason(make: Factory) -> None:
+    async with make() as rig:
+        response = await collect(rig.engine, make_request(length=70))
+        assert [delta.finish_reason for delta in response.deltas[:-1]] == [None] * (len(response.deltas) - 1)
+        assert response.reason is FinishReason.LENGTH
+        assert len(response.ids) == len(response.logprobs) == 70
+        assert {delta.rid for delta in response.deltas} == {"r"}
+        assert max(response.logprobs) <= 0
+
+
+async def every_token_has_the_version_that_made_it(make: Factory) -> None:
+    async with make() as rig:
+        first = await collect(rig.engine, make_request())
+        await rig.engine.load_weights(rig.weights[1], 2)
+        second = await collect(rig.engine, make_request())
+        assert first.versions == [1] * 20
+        assert second.versions == [2] * 20
+        assert first.logprobs != second.logprobs
+        assert rig.engine.status().version == 2
+
+
+async def a_stop_id_ends_a_response_and_belongs_to_it(make: Factory) -> None:
+    async with make() as rig:
+        plain = await collect(rig.engine, make_request())
+        stop = plain.ids[7]
+        stopped = await collect(rig.engine, make_request(stop_ids=(rig.vocab - 1, stop)))
+        end = min(plain.ids.index(token) for token in {stop, rig.vocab - 1} & set(plain.ids)) + 1
+        assert stopped.ids == plain.ids[:end]
+        assert stopped.reason is FinishReason.STOP
+
+
+async def a_response_is_cut_at_max_len(make: Factory) -> None:
+    async with make() as rig:
+        prompt = np.arange(rig.max_len - 5) % rig.vocab
+        response = await collect(rig.engine, make_request(prompt=prompt, length=20))
+        assert len(response.ids) == 5
+        assert response.reason is FinishReason.LENGTH
+
+
+async def a_response_does_not_depend_on_its_batch(make: Factory) -> None:
+    async with make() as rig:
+        prompts = [tuple(range(3, 4 + i)) for i in range(12)]
+        alone = [await collect(rig.engine, make_request(prompt=prompt)) for prompt in prompts]
+        crowd = [collect(rig.engine, make_request(f"r{i}", prompt=prompt)) for i, prompt in enumerate(prompts)]
+        for one, other in zip(alone, await asyncio.gather(*crowd), strict=True):
+            assert one.ids == other.ids
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+async def siblings_get_what_they_would_get_alone(make: Factory) -> None:
+    async with make() as rig:
+        alone = await collect(rig.engine, make_request(length=30))
+        group = [collect(rig.engine, make_request(f"r{i}", group="g", length=30)) for i in range(8)]
+        for response in await asyncio.gather(*group):
+            assert response.ids == alone.ids
+
+
+async def more_requests_than_fit_all_finish(make: Factory) -> None:
+    async with make() as rig:
+        requests = [make_request(f"r{i}", group=f"g{i // 4}", length=5 + i) for i in range(3 * rig.max_batch)]
+        tasks = [asyncio.create_task(collect(rig.engine, request)) for request in requests]
+        while not all(task.done() for task in tasks):
+            status = rig.engine.status()
+            assert status.running <= rig.max_batch
+            assert status.kv_used <= status.kv_capacity
+            await asyncio.sleep(0.005)
+        assert [len(task.result().ids) for task in tasks] == [5 + i for i in range(len(requests))]
+        await idle(rig.engine)
+        assert rig.engine.status().kv_used == 0
+
+
+async def an_abort_delivers_the_exact_partial(make: Factory) -> None:
+    async with make() as rig:
+        request = await caught(rig.engine, make_request(length=1900))
+        await rig.engine.abort("r")
+        partial = await request.response()
+        whole = await collect(rig.engine, make_request(length=len(partial.ids)))
+        assert partial.reason is FinishReason.ABORT
+        assert 0 < len(partial.ids) < 1900
+        assert partial.ids == whole.ids
+        assert partial.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+async def an_abort_ends_a_waiting_request(make: Factory) -> None:
+    async with make() as rig:
+        await rig.engine.pause(PauseMode.IN_PLACE)
+        task = asyncio.create_task(collect(rig.engine, make_request()))
+        await until(lambda: rig.engine.status().waiting == 1)
+        await rig.engine.abort("r")
+        response = await task
+        assert (response.ids, response.reason) == ([], FinishReason.ABORT)
+        assert rig.engine.status().waiting == 0
+
+
+async def an_abort_of_an_unknown_rid_is_fine(make: Factory) -> None:
+    async with make() as rig:
+        await rig.engine.abort("nobody")
+        assert len((await collect(rig.engine, make_request())).ids) == 20
+
+
+async def a_response_resumed_by_its_prefix_is_the_uninterrupted_one(make: Factory) -> None:
+    async with make() as rig:
+        whole = await collect(rig.engine, make_request(length=60))
+        for cut in (1, 31, 32, 59):
+            rest = await collect(rig.engine, make_request(prefix=whole.ids[:cut], length=60))
+            assert rest.ids == whole.ids[cut:]
+            assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-4)
+
+
+async def a_prefix_that_reaches_its_cap_is_finished_at_once(make: Factory) -> None:
+    async with make() as rig:
+        response = await collect(rig.engine, make_request(prefix=range(20), length=20))
+        assert (response.ids, response.reason) == ([], FinishReason.LENGTH)
+
+
+async def an_aborted_rid_may_be_used_again(make: Factory) -> None:
+    async with make() as rig:
+        request = await caught(rig.engine, make_request(length=1900))
+        await rig.engine.abort("r")
+        again = asyncio.create_task(collect(rig.engine, make_request(length=30)))
+        assert (await request.response()).reason is FinishReason.ABORT
+        assert len((await again).ids) == 30
+
+
+async def a_rid_in_flight_is_refused(make: Factory) -> None:
+    async with make() as rig:
+        request = await caught(rig.engine, make_request(length=1900))
+        with pytest.raises(ValueError, match="r"):
+            await collect(rig.engine, make_request())
+        await rig.engine.abort("r")
+        assert (await request.response()).reason is FinishReason.ABORT
+
+
+async def a_stream_that_is_dropped_is_aborted(make: Factory) -> None:
+    async with make() as rig:
+        async with aclosing(rig.engine.generate(make_request(length=1900))) as stream:
+            await anext(stream)
+        await idle(rig.engine)
+        assert len((await collect(rig.engine, make_request())).ids) == 20
+
+
+async def a_stream_whose_task_is_cancelled_is_aborted(make: Factory) -> None:
+    async with make() as rig:
+        request = await caught(rig.engine, make_request(length=1900))
+        request._task.cancel()
+        await idle(rig.engine)
+        assert len((await collect(rig.engine, make_request())).ids) == 20
+
+
+async def what_can_never_fit_is_refused(make: Factory) -> None:
+    async with make() as rig:
+        prompt = np.arange(rig.max_len - 5) % rig.vocab
+        with pytest.raises(ValueError, match="max_len"):
+            await collect(rig.engine, make_request(prompt=prompt, prefix=range(6), length=20))
+
+
+async def weights_do_not_change_under_a_running_request(make: Factory) -> None:
+    async with make() as rig:
+        request = await caught(rig.engine, make_request(length=1900))
+        with pytest.raises(RuntimeError):
+            await rig.engine.load_weights(rig.weights[1], 2)
+        await rig.engine.abort("r")
+        assert set((await request.response()).versions) == {1}
+
+
+async def a_pause_by_abort_ends_running_and_waiting_requests(make: Factory) -> None:
+    async with make() as rig:
+        requests = [Caught(rig.engine, make_request(f"r{i}", length=1900)) for i in range(rig.max_batch + 2)]
+        await requests[0].running()
+        await rig.engine.pause(PauseMode.ABORT)
+        responses = [await request.response() for request in requests]
+        assert {response.reason for response in responses} == {FinishReason.ABORT}
+        assert responses[0].ids
+        await rig.engine.resume()
+        assert len((await collect(rig.engine, make_request())).ids) == 20
+
+
+async def a_retracted_response_goes_on_under_the_new_weights(make: Factory) -> None:
+    async with make() as rig:
+        await _goes_on_after(PauseMode.RETRACT, rig)
+
+
+async def a_response_paused_in_place_goes_on_under_the_new_weights(make: Factory) -> None:
+    async with make() as rig:
+        await _goes_on_after(PauseMode.IN_PLACE, rig)
+
+
+async def _goes_on_after(mode: PauseMode, rig: Rig) -> None:
+    request = await caught(rig.engine, make_request(length=1900))
+    await rig.engine.pause(mode)
+    await rig.engine.load_weights(rig.weights[1], 2)
+    await rig.engine.resume()
+    response = await request.response()
+    assert len(response.ids) == 1900
+    assert set(response.versions) == {1, 2}
+    assert all(earlier <= later for earlier, later in pairwise(response.versions))
+
+
+async def a_request_that_comes_during_a_pause_waits_for_its_end(make: Factory) -> None:
+    async with make() as rig:
+        await rig.engine.pause(PauseMode.RETRACT)
+        task = asyncio.create_task(collect(rig.engine, make_request()))
+        await until(lambda: rig.engine.status().waiting == 1)
+        await rig.engine.load_weights(rig.weights[1], 2)
+        await rig.engine.resume()
+        assert (await task).versions == [2] * 20
+
+
+async def versions_never_go_back(make: Factory) -> None:
+    async with make() as rig:
+        await rig.engine.load_weights(rig.weights[1], 5)
+        with pytest.raises(ValueError, match="4"):
+            await rig.engine.load_weights(rig.weights[0], 4)
+        assert rig.engine.status().version == 5
+
+
+LAWS = (
+    a_stream_ends_with_its_only_finish_reason,
+    every_token_has_the_version_that_made_it,
+    a_stop_id_ends_a_response_and_belongs_to_it,
+    a_response_is_cut_at_max_len,
+    a_response_does_not_depend_on_its_batch,
+    siblings_get_what_they_would_get_alone,
+    more_requests_than_fit_all_finish,
+    an_abort_delivers_the_exact_partial,
+    an_abort_ends_a_waiting_request,
+    an_abort_of_an_unknown_rid_is_fine,
+    a_response_resumed_by_its_prefix_is_the_uninterrupted_one,
+    a_prefix_that_reaches_its_cap_is_finished_at_once,
+    an_aborted_rid_may_be_used_again,
+    a_rid_in_flight_is_refused,
+    a_stream_that_is_dropped_is_aborted,
+    a_stream_whose_task_is_cancelled_is_aborted,
+    what_can_never_fit_is_refused,
+    weights_do_not_change_under_a_running_request,
+    a_pause_by_abort_ends_running_and_waiting_requests,
+    a_retracted_response_goes_on_under_the_new_weights,
+    a_response_paused_in_place_goes_on_under_the_new_weights,
+    a_request_that_comes_during_a_pause_waits_for_its_end,
+    versions_never_go_back,
+)

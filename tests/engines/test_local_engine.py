@@ -1,0 +1,310 @@
+"""The embedded engine: the laws of every engine, and its own about log-probabilities, memory and sampling."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from laminar_py.engines.local import LocalEngine
+from laminar_py.engines.local_model import LocalModel
+from laminar_py.types import FinishReason, PauseMode
+from tests.engines.engine_conformance import LAWS, PATIENCE_S, Response, Rig, caught, collect, make_request, until
+
+torch.set_num_threads(1)
+
+VOCAB = 123
+ROOM = {"max_batch": 8, "max_len": 2048, "kv_capacity": 8 * 2048, "stream_interval": 8}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+}
+ROPE = {"rope_type": "default", "rope_theta": 50_000.0}
+MODELS = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
+    "qwen3_tied": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            **SIZES,
+            head_dim=16,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            rope_parameters=ROPE,
+            rms_norm_eps=1e-3,
+        ),
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, head_dim=16)),
+    "llama_bias": (LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+}
+
+
+def save_model(folder: Path, kind: str = "qwen3", *, seed: int = 0) -> Path:
+    """A random model whose norms and biases are random too."""
+    torch.manual_seed(seed)
+    architecture, config = MODELS[kind]
+    model = architecture(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    """Two versions of the same model."""
+    root = tmp_path_factory.mktemp("models")
+    return save_model(root / "a"), save_model(root / "b", seed=1)
+
+
+@asynccontextmanager
+async def serving(folder: Path, **room):
+    """A started engine that serves `folder` as version 1."""
+    engine = LocalEngine(folder, **{**ROOM, **room})
+    await engine.start()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.load_weights(folder, 1)
+            yield engine
+    finally:
+        await engine.close()
+
+
+def hf_logprobs(folder: Path, prompt, response: list[int], *, temperature: float = 1.0) -> list[float]:
+    """Log-probabilities of `response` after `prompt`, by a full forward of the real implementation."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits[0] / temperature, -1)
+    return logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+
+def assert_law_4(folder: Path, prompt, response: Response) -> None:
+    assert response.logprobs == pytest.approx(hf_logprobs(folder, prompt, response.ids), abs=1e-4)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+async def test_the_embedded_engine_keeps_the_law(law, folders):
+    @asynccontextmanager
+    async def make():
+        async with serving(folders[0]) as engine:
+            yield Rig(engine, folders, VOCAB, ROOM["max_batch"], ROOM["max_len"])
+
+    await law(make)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_logprobs_agree_with_a_full_forward_in_a_crowded_batch(kind, tmp_path):
+    folder = save_model(tmp_path, kind)
+    prompts = [random_prompt(i // 4, 1 + 13 * (i // 4)) for i in range(24)]
+    async with serving(folder) as engine:
+        requests = [
+            make_request(f"r{i}", group=f"g{i // 4}", prompt=prompt, length=10 + 7 * i, temperature=1.0, seed=i)
+            for i, prompt in enumerate(prompts)
+        ]
+        responses = await asyncio.gather(*(collect(engine, request) for request in requests))
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert_law_4(folder, prompt, response)
+
+
+async def test_logprobs_agree_after_a_resume_by_prefix(folders):
+    prompt, prefix = random_prompt(0, 40), random_prompt(1, 77)
+    async with serving(folders[0]) as engine:
+        response = await collect(engine, make_request(prompt=prompt, prefix=prefix, length=177, temperature=1.0))
+    assert_law_4(folders[0], prompt + prefix, response)
+
+
+async def test_logprobs_agree_with_each_version_around_a_retraction(folders):
+    prompt = random_prompt(0, 10)
+    async with serving(folders[0]) as engine:
+        request = await caught(engine, make_request(prompt=prompt, length=900, temperature=1.0))
+        await engine.pause(PauseMode.RETRACT)
+        await engine.load_weights(folders[1], 2)
+        await engine.resume()
+        response = await request.response()
+    cut = response.versions.index(2)
+    before, after = (hf_logprobs(folder, prompt, response.ids) for folder in folders)
+    assert response.logprobs == pytest.approx(before[:cut] + after[cut:], abs=1e-4)
+
+
+async def test_logprobs_agree_at_another_temperature(folders):
+    async with serving(folders[0]) as engine:
+        plain, cold = await asyncio.gather(
+            collect(engine, make_request("plain", temperature=1.0)),
+            collect(engine, make_request("cold", temperature=0.6)),
+        )
+    assert_law_4(folders[0], (3, 4, 5), plain)
+    assert cold.logprobs == pytest.approx(hf_logprobs(folders[0], (3, 4, 5), cold.ids, temperature=0.6), abs=1e-4)
+
+
+async def test_a_full_cache_retracts_the_youngest_and_loses_nothing(folders):
+    prompts = [random_prompt(i, 20 + i) for i in range(12)]
+    requests = [
+        make_request(f"r{i}", prompt=prompt, length=150, temperature=1.0, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    async with serving(folders[0], max_len=256, kv_capacity=400) as engine:
+        tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
+        while not all(task.done() for task in tasks):
+            assert engine.status().kv_used <= 400
+            await asyncio.sleep(0)
+        tight = [task.result() for task in tasks]
+    async with serving(folders[0]) as engine:
+        roomy = await asyncio.gather(*(collect(engine, request) for request in requests))
+    assert [response.ids for response in tight] == [response.ids for response in roomy]
+    for prompt, response in zip(prompts, tight, strict=True):
+        assert_law_4(folders[0], prompt, response)
+
+
+async def test_a_sampled_response_is_reproducible_through_crowds_and_interruptions(folders):
+    def request(rid, **kwargs):
+        return make_request(rid, length=120, temperature=1.0, seed=7, **kwargs)
+
+    async with serving(folders[0]) as engine:
+        whole = await collect(engine, request("whole"))
+        crowd = [collect(engine, make_request(f"r{i}", length=90, temperature=1.0, seed=i)) for i in range(6)]
+        crowded, *_ = await asyncio.gather(collect(engine, request("crowded")), *crowd)
+        rest = await collect(engine, request("rest", prefix=whole.ids[:50]))
+    assert crowded.ids == whole.ids
+    assert rest.ids == whole.ids[50:]
+
+
+async def test_siblings_with_other_seeds_differ(folders):
+    requests = [make_request(f"r{i}", group="g", length=30, temperature=1.0, seed=i) for i in range(8)]
+    async with serving(folders[0]) as engine:
+        responses = await asyncio.gather(*(collect(engine, request) for request in requests))
+    assert len({tuple(response.ids) for response in responses}) == 8
+
+
+async def test_a_group_is_prefilled_once(folders, monkeypatch):
+    prefilled = []
+    prefill = LocalModel.prefill
+
+    def counting(self, ids, positions, *, attention):
+        prefilled.append(len(ids))
+        prefill(self, ids, positions, attention=attention)
+
+    monkeypatch.setattr(LocalModel, "prefill", counting)
+    requests = [make_request(f"r{i}", group="g", prompt=random_prompt(0, 50)) for i in range(20)]
+    async with serving(folders[0]) as engine:
+        await engine.pause(PauseMode.RETRACT)
+        tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
+        await until(lambda: engine.status().waiting == len(requests))
+        await engine.resume()
+        await asyncio.gather(*tasks)
+    # Eight slots at a time, all ending together: each round of admissions prefills once.
+    assert prefilled == [49, 49, 49]
+
+
+async def test_a_sibling_does_not_copy_the_cache_of_older_weights(folders):
+    prompt = random_prompt(0, 50)
+    async with serving(folders[0]) as engine:
+        old = await caught(engine, make_request("old", group="g", prompt=prompt, length=1900))
+        await engine.pause(PauseMode.IN_PLACE)
+        await engine.load_weights(folders[1], 2)
+        await engine.resume()
+        new = await collect(engine, make_request("new", group="g", prompt=prompt))
+        await engine.abort("old")
+        await old.response()
+    assert_law_4(folders[1], prompt, new)
+
+
+async def test_files_that_do_not_fit_leave_the_old_weights_serving(folders, tmp_path):
+    tensors = load_file(folders[1] / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    async with serving(folders[0]) as engine:
+        before = await collect(engine, make_request())
+        with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj"):
+            await engine.load_weights(tmp_path, 2)
+        after = await collect(engine, make_request())
+    assert (after.ids, after.versions) == (before.ids, [1] * 20)
+
+
+async def test_weights_in_several_files_are_one_version(folders, tmp_path):
+    tensors = load_file(folders[0] / "model.safetensors")
+    for index, (name, tensor) in enumerate(tensors.items()):
+        save_file({name: tensor}, tmp_path / f"part-{index}.safetensors")
+    async with serving(folders[0]) as engine:
+        whole = await collect(engine, make_request())
+        await engine.load_weights(tmp_path, 2)
+        assert (await collect(engine, make_request())).logprobs == whole.logprobs
+
+
+async def test_weights_that_diverged_end_the_engine_with_their_version(folders, tmp_path):
+    tensors = load_file(folders[0] / "model.safetensors")
+    save_file({name: tensor * torch.nan for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    engine = LocalEngine(folders[0], **ROOM)
+    await engine.start()
+    await engine.load_weights(tmp_path, 3)
+    with pytest.raises(RuntimeError, match="r1"):
+        await collect(engine, make_request("r1"))
+    with pytest.raises(FloatingPointError, match="version 3"):
+        await engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await collect(engine, make_request("r2"))
+
+
+async def test_closing_ends_streams_with_their_partial(folders):
+    async with serving(folders[0]) as engine:
+        request = await caught(engine, make_request(length=1900))
+    response = await request.response()
+    assert response.reason is FinishReason.ABORT
+    assert response.ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"dtype": "float16"}, "float16"),
+        ({"hidden_size": "large"}, "hidden_size"),
+    ],
+)
+def test_a_model_it_cannot_compute_is_refused_by_name(folders, tmp_path, changes, message):
+    config = json.loads((folders[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ValueError, match=rf"model\.path={tmp_path}.*{message}"):
+        LocalEngine(tmp_path, **ROOM)
+
+
+def test_a_cache_too_small_for_one_trajectory_is_refused(folders):
+    with pytest.raises(ValueError, match=r"rollout\.kv_capacity=100"):
+        LocalEngine(folders[0], max_batch=1, max_len=128, kv_capacity=100)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prompt": ()}, {"prompt": (VOCAB,)}, {"prefix": (-1,)}, {"temperature": -1.0}, {"top_p": 0.0}]
+)
+async def test_a_request_that_means_nothing_is_refused(folders, changes):
+    async with serving(folders[0]) as engine:
+        with pytest.raises(ValueError, match="rid=r"):
+            await collect(engine, make_request(**changes))

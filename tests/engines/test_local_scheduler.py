@@ -1,0 +1,181 @@
+"""What the embedded engine decides between steps, and where it keeps the KV cache."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.engines.local_kv import BLOCK, BlockPool
+from laminar_py.engines.local_sampling import Sampler, hash_seeds, uniforms
+from laminar_py.engines.local_scheduler import PREFILL_TOKENS, Scheduler
+from laminar_py.engines.local_spec import ModelSpec
+from tests.engines.engine_conformance import make_request
+from tests.engines.test_local_engine import save_model
+
+SPEC = ModelSpec(
+    num_layers=2,
+    hidden=8,
+    intermediate=8,
+    vocab=10,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    eps=1e-6,
+    rope_theta=1e4,
+    qk_norm=True,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    tied=False,
+    dtype=torch.float32,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def make_scheduler(folder, *, num_slots=4, max_len=2048, kv_capacity=None):
+    scheduler = Scheduler(
+        ModelSpec.read(folder),
+        num_slots=num_slots,
+        max_len=max_len,
+        kv_capacity=kv_capacity or num_slots * max_len,
+        stream_interval=1,
+        device=torch.device("cpu"),
+    )
+    scheduler.load_weights(folder, 1)
+    return scheduler
+
+
+def steps_until_done(scheduler) -> list[list[int]]:
+    """Tickets that got a token in each step."""
+    steps = []
+    while scheduler.runnable:
+        scheduler.step()
+        steps.append([ticket for ticket, delta in scheduler.take_deltas() for _ in delta.ids])
+    return steps
+
+
+def test_a_long_prompt_holds_up_no_running_request(folder):
+    scheduler = make_scheduler(folder)
+    scheduler.submit(0, make_request("short", length=10))
+    scheduler.step()
+    scheduler.submit(1, make_request("long", prompt=np.arange(1800) % 100, length=1))
+    steps = steps_until_done(scheduler)
+    assert all(0 in tickets for tickets in steps[:9])
+    assert 1 in steps[1799 // PREFILL_TOKENS]
+
+
+def test_the_oldest_request_never_makes_room_for_others(folder):
+    scheduler = make_scheduler(folder, num_slots=8, max_len=256, kv_capacity=256)
+    for ticket in range(8):
+        scheduler.submit(ticket, make_request(f"r{ticket}", prompt=[ticket] * 20, length=100))
+    steps = steps_until_done(scheduler)
+    assert all(0 in tickets for tickets in steps[:100])
+    assert sorted(ticket for tickets in steps for ticket in tickets) == sorted(list(range(8)) * 100)
+
+
+def test_a_sibling_takes_over_a_prefill_whose_first_request_is_aborted(folder):
+    scheduler = make_scheduler(folder)
+    prompt = np.arange(1500) % 100
+    for ticket in range(2):
+        scheduler.submit(ticket, make_request(f"r{ticket}", group="g", prompt=prompt, length=5))
+    scheduler.step()
+    scheduler.abort(0)
+    steps = steps_until_done(scheduler)
+    scheduler.submit(2, make_request("alone", prompt=prompt, length=5))
+    assert steps[-5:] == steps_until_done(scheduler)[-5:] or steps[-5:] == [[1]] * 5
+    assert scheduler.status().kv_used == 0
+
+
+blocks_of = st.integers(1, 3 * BLOCK)
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("extend"), st.integers(0, 3), blocks_of),
+        st.tuples(st.just("share"), st.integers(0, 3), st.integers(0, 3)),
+        st.tuples(st.just("release"), st.integers(0, 3), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(actions)
+def test_blocks_in_use_stay_dense_and_keep_their_tokens(actions):
+    pool = BlockPool(SPEC, num_slots=4, max_len=3 * BLOCK, kv_capacity=12 * BLOCK, device=torch.device("cpu"))
+    held = dict.fromkeys(range(4), 0)  # blocks of each slot
+    marks: dict[tuple[int, int], float] = {}  # what is written in a block, by slot and place
+    for step, (action, slot, value) in enumerate(actions):
+        if action == "release":
+            pool.release(slot)
+            held[slot] = 0
+        elif action == "extend":
+            pool.extend(slot, value)
+            for place in range(held[slot], -(-value // BLOCK)):
+                marks[slot, place] = float(100 * step + place + 1)
+                pool.keys[:, pool.table[slot, place]] = marks[slot, place]
+            held[slot] = max(held[slot], -(-value // BLOCK))
+        elif held[slot] and not held[value]:
+            pool.share(slot, value, held[slot] * BLOCK)
+            held[value] = held[slot]
+            marks |= {(value, place): marks[slot, place] for place in range(held[slot])}
+        pool.settle()
+        assert pool.num_blocks == sum(held.values())
+        for owner, count in held.items():
+            assert [float(pool.keys[1, pool.table[owner, p], 0, 0, 0]) for p in range(count)] == [
+                marks[owner, p] for p in range(count)
+            ]
+
+
+def draw(logits, uniform, *, temperature=1.0, top_k=0, top_p=1.0):
+    """Ids and log-probabilities, with the same settings on all rows of `logits [B, V]`."""
+    rows = len(logits)
+    sampler = Sampler.build(
+        np.full(rows, temperature, np.float32),
+        top_k=np.full(rows, top_k),
+        top_p=np.full(rows, top_p, np.float32),
+        device=torch.device("cpu"),
+    )
+    return sampler.draw(logits, uniform)
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf])
+    numbers = torch.from_numpy(
+        uniforms(hash_seeds(np.arange(40_000, dtype=np.uint64)), np.zeros(40_000, np.int64))
+    )
+    ids, logprobs = draw(logits.expand(40_000, -1), numbers)
+    shares = torch.bincount(ids, minlength=5) / 40_000
+    assert shares.tolist() == pytest.approx(torch.softmax(logits, -1).tolist(), abs=0.01)
+    assert torch.equal(logprobs, torch.log_softmax(logits, -1)[ids])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({"top_k": 2}, {0, 3}), ({"top_p": 0.6}, {0}), ({"top_p": 0.7}, {0, 3}), ({"top_k": 1}, {0})],
+)
+def test_a_cut_bounds_the_draw_and_leaves_logprobs_whole(settings, kept):
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0])  # probabilities .64 .09 .03 .24
+    numbers = torch.linspace(0, 1 - 2**-23, 1000)
+    ids, logprobs = draw(logits.expand(1000, -1), numbers, **settings)
+    assert set(ids.tolist()) == kept
+    assert torch.equal(logprobs, torch.log_softmax(logits, -1)[ids])
+
+
+def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one():
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
+    ids, logprobs = draw(logits, torch.full((50,), 0.999), temperature=0.0)
+    assert torch.equal(ids, logits.argmax(-1))
+    assert torch.allclose(logprobs, torch.log_softmax(logits, -1).max(-1).values)
+
+
+def test_neighbouring_seeds_and_positions_give_unrelated_numbers():
+    seeds = hash_seeds(np.repeat(np.arange(200, dtype=np.uint64), 200))
+    numbers = uniforms(seeds, np.tile(np.arange(200), 200)).reshape(200, 200)
+    assert 0 <= numbers.min() < 1e-3 < 0.999 < numbers.max() < 1
+    assert np.unique(numbers).size > 39_000
+    for one, other in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.02

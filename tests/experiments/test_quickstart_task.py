@@ -1,0 +1,165 @@
+"""The little machine and its data, as `prepare.py` writes them."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from laminar_py.config import load_config
+from laminar_py.data.demonstrations import read_demonstrations
+from laminar_py.data.jsonl import Source
+from laminar_py.data.prompts import check_disjoint, read_prompts
+from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.reward.registry import load_reward
+from laminar_py.types import FinishReason, ScoringRequest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "experiments/quickstart"
+CONFIG = load_config(ROOT / "configs/quickstart.yaml", [])
+MODEL_FILES = ("model/config.json", "model/generation_config.json", "model/tokenizer.json")
+FILES = ("train.jsonl", "heldout.jsonl", "warm_start.jsonl", *MODEL_FILES)
+
+
+def load_task() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart_task", FOLDER / "task.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+task = load_task()
+
+
+def prepare(out: Path) -> str:
+    command = [sys.executable, str(FOLDER / "prepare.py"), "--out", str(out)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart")
+    prepare(out)
+    return out
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def carry_steps(prompt: str, response: str) -> list[bool]:
+    """Of every step that leaves the digits 0 to 9: is it right, given the digit before it?"""
+    digit, verdicts = int(re.search(r";(\d)x", prompt)[1]), []
+    for rule, shown in re.findall(r"[eo]([+*-]\d)=(\d)x", response):
+        result = task.apply_rule(rule, digit)
+        if not 0 <= result <= 9:
+            verdicts.append(result % 10 == int(shown))
+        digit = int(shown)
+    return verdicts
+
+
+def test_the_worked_example_of_the_docstring_holds() -> None:
+    problem = task.Problem("-2", "*7", 1, 5)
+    assert problem.prompt in task.__doc__
+    assert f"    {problem.solution()}\n" in task.__doc__
+    assert problem.answer == "7"
+
+
+def test_a_careful_solution_follows_the_rules_to_the_answer() -> None:
+    rng = random.Random(0)
+    for problem in (task.draw_problem(rng) for _ in range(200)):
+        digit = problem.start
+        for _ in range(problem.steps):
+            digit = task.apply_rule(problem.odd if digit % 2 else problem.even, digit) % 10
+        assert problem.answer == str(digit)
+        assert all(carry_steps(problem.prompt, problem.solution()))
+
+
+def test_no_heldout_prompt_is_trained_on(data: Path) -> None:
+    heldout = {row["prompt"] for row in rows(data / "heldout.jsonl")}
+    for name in ("train.jsonl", "warm_start.jsonl"):
+        assert not heldout & {row["prompt"] for row in rows(data / name)}
+
+
+def test_heldout_prompts_are_300_and_unique(data: Path) -> None:
+    prompts = [row["prompt"] for row in rows(data / "heldout.jsonl")]
+    assert len(prompts) == len(set(prompts)) == 300
+
+
+def test_there_are_prompts_for_200_steps(data: Path) -> None:
+    assert len(rows(data / "train.jsonl")) >= 200 * CONFIG.rollout.prompts_per_step
+
+
+def test_demonstrations_are_careless_in_carries_and_borrows_only(data: Path) -> None:
+    demonstrations = rows(data / "warm_start.jsonl")
+    verdicts = [right for row in demonstrations for right in carry_steps(row["prompt"], row["response"])]
+    assert 0.39 < sum(verdicts) / len(verdicts) < 0.41
+    machine = r"e[+*-]\d;o[+*-]\d;\dx(\d+)\?"
+    for row in demonstrations:
+        steps = int(re.fullmatch(machine, row["prompt"])[1])
+        left = [int(count) for count in re.findall(r"x(\d+);", row["response"])]
+        assert left == list(range(steps - 1, -1, -1))
+
+
+def test_the_config_takes_the_data_and_every_response_fits(data: Path) -> None:
+    tokenizer = load_tokenizer(data / "model")
+    limit = CONFIG.rollout.max_len - CONFIG.rollout.sampling.max_new_tokens
+    sources = (Source(data / "heldout.jsonl", "data.heldout"), Source(data / "train.jsonl", "data.train"))
+    heldout, train = (read_prompts(s, tokenizer=tokenizer, max_prompt_tokens=limit) for s in sources)
+    check_disjoint(heldout, train, sources=sources)
+    demonstrations = read_demonstrations(
+        Source(data / "warm_start.jsonl", "warm_start.data"),
+        tokenizer=tokenizer,
+        max_tokens=CONFIG.warm_start.tokens_per_step,
+    )
+    assert max(len(row.response_ids) for row in demonstrations) <= CONFIG.rollout.sampling.max_new_tokens
+    assert sum(len(r.prompt_ids) + len(r.response_ids) for r in demonstrations) >= 500_000
+
+
+def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data: Path) -> None:
+    tokenizer = load_tokenizer(data / "model")
+    unknown = task.TOKENS.index(task.UNKNOWN)
+    for row in rows(data / "warm_start.jsonl")[:500]:
+        ids = tokenizer.encode(row["prompt"] + row["response"])
+        assert unknown not in ids
+        assert tokenizer.decode([*ids, *tokenizer.eos_ids]) == row["prompt"] + row["response"]
+    assert tokenizer.encode("e-2;o*7;1x5?").tolist() == [
+        task.TOKENS.index(t) for t in ("e-2", ";", "o*7", ";", "1", "x5", "?")
+    ]
+
+
+def test_the_configured_reward_accepts_the_right_answer_alone() -> None:
+    reward = load_reward(CONFIG.reward.function, pattern=CONFIG.reward.pattern)
+    problem = task.Problem("-2", "*7", 1, 5)
+
+    def value(response: str, finish: FinishReason = FinishReason.STOP) -> float:
+        return reward(ScoringRequest("g0.0", problem.prompt, response, problem.answer, finish, None))
+
+    assert value(problem.solution()) == 1.0
+    assert value(problem.solution(), FinishReason.LENGTH) == 0.0
+    assert value(problem.solution()[:-1] + "3") == 0.0
+
+
+def test_the_same_bytes_are_written_every_time(data: Path, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
+
+
+def test_what_is_complete_is_left_alone_and_what_is_not_is_written_anew(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    os.utime(tmp_path / "heldout.jsonl", (1, 1))
+    whole = (tmp_path / "train.jsonl").read_bytes()
+    (tmp_path / "train.jsonl").write_bytes(whole[:1000])
+    written = prepare(tmp_path)
+    assert (tmp_path / "train.jsonl").read_bytes() == whole
+    assert (tmp_path / "heldout.jsonl").stat().st_mtime == 1
+    assert written.count("wrote ") == 1
+    assert not [path for path in tmp_path.rglob("*") if path.suffix not in {"", ".json", ".jsonl"}]

@@ -1,0 +1,97 @@
+"""Builders of tiny models, sequences and microbatches for the learner's tests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.learner.step import Learner
+from laminar_py.types import MicroBatch
+
+torch.set_num_threads(1)
+
+VOCAB = 61
+LENGTHS = (5, 17, 3, 40, 9, 2)
+SETTINGS = LearnerConfig(lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory: token ids, the prompt's length, behaviour log-probabilities of the response, advantage."""
+
+    ids: np.ndarray  # [P + L]
+    num_prompt: int
+    logprobs: np.ndarray  # [L]
+    advantage: float
+
+    @property
+    def num_response(self) -> int:
+        return len(self.ids) - self.num_prompt
+
+
+def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A saved two-layer Qwen3 with grouped heads."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+def make_sequences(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0) -> list[Sample]:
+    """Random sequences of these lengths, behaviour log-probabilities near those of a random model."""
+    generator = np.random.default_rng(seed)
+    sequences = []
+    for length in lengths:
+        num_prompt = 1 + length // 5
+        ids = generator.integers(0, VOCAB, length)
+        logprobs = generator.normal(-4.0, 0.3, length - num_prompt)
+        sequences.append(Sample(ids, num_prompt, logprobs, float(generator.normal())))
+    return sequences
+
+
+def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
+    """Packed row; the weight of each sequence is 1 / num_total, spread over its response."""
+    lengths = [len(s.ids) for s in sequences]
+    weights = [_at_response(s, np.full(s.num_response, 1 / s.num_response / num_total)) for s in sequences]
+    return MicroBatch(
+        input_ids=_join([s.ids for s in sequences], np.int32),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        position_ids=_join([np.arange(length) for length in lengths], np.int32),
+        labels=_join([np.append(s.ids[1:], 0) for s in sequences], np.int32),
+        loss_weights=_join(weights, np.float32),
+        behaviour_logprobs=_join([_at_response(s, s.logprobs) for s in sequences], np.float32),
+        advantages=_join([np.full(len(s.ids), s.advantage) for s in sequences], np.float32),
+    )
+
+
+def make_learner(folder: Path, **kwargs) -> Learner:
+    return Learner(ModelConfig(path=folder), SETTINGS, temperature=1.0, seed=0, **kwargs)
+
+
+def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.named_tensors(dtype=torch.float32)}
+
+
+def _at_response(sample: Sample, values: np.ndarray) -> np.ndarray:
+    placed = np.zeros(len(sample.ids))
+    placed[sample.num_prompt - 1 : -1] = values
+    return placed
+
+
+def _join(rows: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(rows).astype(dtype)

@@ -1,0 +1,44 @@
+"""Group advantages: numbers by hand, and what holds for any group."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_py.learner.advantage import group_advantages, has_signal
+
+GROUPS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
+
+
+def test_advantages_by_hand():
+    deviation = (1.0 / 3.0) ** 0.5  # sample deviation of [1, 0, 0, 1]
+    expected = 0.5 / (deviation + 1e-4)
+    np.testing.assert_allclose(group_advantages([1, 0, 0, 1]), np.array([1, -1, -1, 1]) * expected, rtol=1e-6)
+
+
+@given(GROUPS)
+def test_advantages_equal_the_torch_formula(rewards: list[float]):
+    values = torch.tensor(rewards, dtype=torch.float64)
+    expected = (values - values.mean()) / (values.std() + 1e-4)
+    np.testing.assert_allclose(group_advantages(rewards), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@given(GROUPS)
+def test_a_group_without_signal_has_no_advantages(rewards: list[float]):
+    assert has_signal(rewards) == (len(set(rewards)) > 1)
+    if not has_signal(rewards):
+        np.testing.assert_allclose(group_advantages(rewards), 0.0, atol=1e-6)
+
+
+def test_a_group_of_one_has_no_baseline():
+    with pytest.raises(AssertionError, match="group of 1"):
+        group_advantages([1.0])
+
+
+def test_advantages_do_without_torch():
+    code = "import sys, laminar_py.learner.advantage; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,67 @@
+"""Law 5: a packed batch has the loss and the gradients of its sequences one by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.step import Learner
+from tests.learner.builders import LENGTHS, make_learner, make_sequences, pack
+
+
+def gradients(learner, microbatches):
+    """Loss and gradients [each parameter] of the microbatches together."""
+    loss = sum(float(learner._accumulate(batch)[0]) for batch in microbatches)
+    grads = [parameter.grad.clone() for parameter in learner.model.parameters()]
+    learner.model.zero_grad()
+    return loss, grads
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (2, 2), (64, 1 + 64, 31, 90)])
+def test_packed_loss_and_gradients_equal_those_one_by_one(model_folder: Path, lengths):
+    learner = make_learner(model_folder)
+    sequences = make_sequences(lengths)
+    packed_loss, packed = gradients(learner, [pack(sequences, num_total=len(sequences))])
+    alone = [pack([sequence], num_total=len(sequences)) for sequence in sequences]
+    alone_loss, expected = gradients(learner, alone)
+    assert packed_loss == pytest.approx(alone_loss, rel=1e-6)
+    for grad, reference in zip(packed, expected, strict=True):
+        assert (grad - reference).norm() <= 1e-6 * reference.norm()
+
+
+def test_packed_logprobs_equal_those_of_plain_transformers(model_folder: Path):
+    learner = make_learner(model_folder)
+    sequences = make_sequences()
+    logprobs, entropy = policy_logprobs(learner.model, pack(sequences, num_total=1))
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager", dtype=torch.float32)
+    start = 0
+    for sequence in sequences:
+        ids = torch.tensor(sequence.ids)
+        reference = torch.log_softmax(plain(ids[None]).logits[0], dim=-1)
+        rows = slice(start, start + len(ids) - 1)
+        torch.testing.assert_close(logprobs[rows], reference[:-1].gather(1, ids[1:, None])[:, 0])
+        torch.testing.assert_close(entropy[rows], -(reference.exp() * reference).sum(-1)[:-1])
+        start += len(ids)
+
+
+def test_tokens_of_one_sequence_do_not_see_another(model_folder: Path):
+    learner = make_learner(model_folder)
+    first, second = make_sequences((20, 20))
+    _, other = make_sequences((20, 20), seed=1)
+    one, _ = policy_logprobs(learner.model, pack([first, second], num_total=1))
+    two, _ = policy_logprobs(learner.model, pack([other, second], num_total=1))
+    assert torch.equal(one[20:], two[20:])
+    assert not torch.equal(one[:19], two[:19])
+
+
+def test_temperature_divides_the_logits(model_folder: Path):
+    learner = Learner(ModelConfig(path=model_folder), LearnerConfig(), temperature=0.5, seed=0)
+    (sequence,) = make_sequences((12,))
+    logprobs, _ = policy_logprobs(learner.model, pack([sequence], num_total=1))
+    ids = torch.tensor(sequence.ids)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    reference = torch.log_softmax(plain(ids[None]).logits[0] / 0.5, dim=-1)
+    torch.testing.assert_close(logprobs[:-1], reference[:-1].gather(1, ids[1:, None])[:, 0])

@@ -1,0 +1,97 @@
+"""The warm start learns, and its cache is hit by the same settings alone."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from laminar_py.config import ModelConfig, WarmStartConfig
+from laminar_py.learner.warm_start import Example, epochs, pack_examples, schedule, warm_start
+from tests.learner.builders import VOCAB
+
+
+def counting(num_examples: int = 64) -> list[Example]:
+    """Prompt `a`, response `a+1, a+2, ...` and the id 0 at its end."""
+    generator = np.random.default_rng(0)
+    starts, lengths = generator.integers(1, VOCAB - 12, num_examples), generator.integers(1, 10, num_examples)
+    return [
+        Example(np.array([start], np.int32), np.append(np.arange(start + 1, start + 1 + n), 0).astype(np.int32))
+        for start, n in zip(starts, lengths, strict=True)
+    ]
+
+
+def settings(folder: Path, **overrides) -> WarmStartConfig:
+    data = folder / "data.jsonl"
+    if not data.exists():
+        data.write_text("counting\n")
+    fields = {"data": data, "steps": 30, "tokens_per_step": 64, "lr": 1e-2, "cache": folder / "cache"}
+    return WarmStartConfig(**fields | overrides)
+
+
+def test_warm_start_learns_and_exports_a_loadable_folder(model_folder: Path, tmp_path: Path):
+    losses = []
+    folder = warm_start(
+        ModelConfig(path=model_folder),
+        settings(tmp_path),
+        counting(),
+        seed=0,
+        on_step=lambda step, loss: losses.append((step, loss)),
+    )
+    assert [step for step, _ in losses] == list(range(1, 31))
+    assert losses[-1][1] < 0.5 * losses[0][1]
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == VOCAB
+
+
+def test_the_cache_is_hit_by_the_same_settings_alone(model_folder: Path, tmp_path: Path):
+    steps = []
+
+    def run(seed=0, from_scratch=False, **overrides) -> Path:
+        steps.clear()
+        model = ModelConfig(path=model_folder, from_scratch=from_scratch)
+        config = settings(tmp_path, **{"steps": 2} | overrides)
+        return warm_start(model, config, counting(), seed=seed, on_step=lambda step, _: steps.append(step))
+
+    first = run()
+    assert len(steps) == 2
+    assert run() == first
+    assert not steps
+    for change in ({"lr": 2e-2}, {"steps": 3}, {"tokens_per_step": 80}, {"seed": 1}, {"from_scratch": True}):
+        assert run(**change) != first
+        assert steps, change
+    (tmp_path / "data.jsonl").write_text("other data\n")
+    assert run() != first
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_batches_hold_every_example_once_an_epoch_and_stay_in_bounds():
+    examples = counting()
+    stream = epochs(examples, tokens_per_step=40, generator=random.Random(0))
+    for _ in range(2):
+        seen = []
+        while len(seen) < len(examples):
+            batch = next(stream)
+            assert sum(example.num_tokens for example in batch) <= 40
+            seen += [id(example) for example in batch]
+        assert sorted(seen) == sorted(id(example) for example in examples)
+
+
+def test_only_response_tokens_are_trained():
+    row = pack_examples([Example(np.array([5, 6]), np.array([7, 8])), Example(np.array([3]), np.array([0]))])
+    assert row.labels.tolist() == [6, 7, 8, 0, 0, 0]
+    np.testing.assert_allclose(row.loss_weights, [0, 1 / 3, 1 / 3, 0, 1 / 3, 0])
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
+
+
+def test_learning_rate_warms_up_and_decays():
+    factors = [schedule(step, 500) for step in range(500)]
+    assert factors[0] == pytest.approx(0.05)
+    assert factors[19:300] == [1.0] * 281
+    assert factors[400] == pytest.approx(0.5)
+    assert 0.0 < factors[-1] < 0.01
+
+
+def test_an_example_longer_than_a_step_is_named(model_folder: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"warm_start.tokens_per_step=4: .*raise it"):
+        warm_start(ModelConfig(path=model_folder), settings(tmp_path, tokens_per_step=4), counting(), seed=0)

@@ -1,0 +1,254 @@
+"""The tree heals: dead parents, dead nodes, damaged chunks, full file systems."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from laminar_py.relay.messages import (
+    Announce,
+    Attach,
+    Chunk,
+    Failed,
+    Fetch,
+    FileEntry,
+    Manifest,
+    ParentLost,
+    VersionComplete,
+    VersionFailed,
+)
+from laminar_py.relay.store import StoredVersion, version_digest
+from laminar_py.relay.subscriber import RelayError, Subscriber
+from laminar_py.relay.topology import chain
+from tests.relay.node_process import NodeProcess
+from tests.relay.tree import (
+    CHUNK,
+    KEYS,
+    ByHand,
+    Events,
+    Learner,
+    folder_bytes,
+    growing,
+    make_node,
+    running,
+    subscriber,
+    write_version,
+)
+
+TOO_MUCH = 2**60  # bytes
+
+
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
+def damaged(version: StoredVersion, index: int) -> Chunk:
+    """The chunk with its first byte changed on the way."""
+    chunk = version.read(0, index)
+    data = bytes([chunk.data[0] ^ 1]) + bytes(chunk.data[1:])
+    return msgspec.structs.replace(chunk, data=memoryview(data))
+
+
+def manifest_of(version: int, size: int) -> Manifest:
+    """Of one file that exists nowhere."""
+    files = (FileEntry("model-0.safetensors", size, "00" * 32),)
+    return Manifest(version, version_digest(files), CHUNK, files)
+
+
+async def test_children_find_a_parent_revived_on_its_port(tmp_path: Path) -> None:
+    events = Events()
+    root = make_node(tmp_path, "relay-0")
+    async with running(root):
+        child = make_node(tmp_path, "relay-1", root.endpoint, parent_timeout_s=20.0, emit=events)
+        async with running(child), Learner(tmp_path, root.endpoint) as learner:
+            await learner.publish(1)
+            await events.first(VersionComplete, version=1)
+            await root.close()
+            await learner.publish(2)  # nobody is there to hear of it
+            async with running(make_node(tmp_path, "relay-0", port=port_of(root.endpoint))):
+                await events.first(VersionComplete, version=2)
+                await learner.publish(3)
+                await events.first(VersionComplete, version=3)
+    assert not [event for event in events.seen if isinstance(event, ParentLost)]
+
+
+async def test_a_node_whose_parent_is_gone_for_good_turns_to_the_next_ancestor(tmp_path: Path) -> None:
+    events = Events()
+    async with (
+        growing(tmp_path, chain(4, 1), parent_timeout_s=0.3, emit=events) as nodes,
+        Learner(tmp_path, nodes[0].endpoint) as learner,
+    ):
+        await learner.publish(1)
+        await events.first(VersionComplete, node="relay-3", version=1)
+        await nodes[1].close()
+        await events.first(ParentLost, node="relay-2", old=nodes[1].endpoint, new=nodes[0].endpoint)
+        await learner.publish(2)
+        await events.first(VersionComplete, node="relay-3", version=2)
+    assert folder_bytes(tmp_path / "relay-3" / "v2") == folder_bytes(tmp_path / "relay-0" / "v2")
+
+
+async def test_a_new_parent_is_asked_from_the_first_missing_chunk(tmp_path: Path) -> None:
+    version, events = write_version(tmp_path / "origin", 1, 6 * CHUNK), Events()
+    async with ByHand() as hand:
+        first, second = hand.parent(), hand.parent()
+        node = make_node(tmp_path, "relay-1", first.endpoint, second.endpoint, emit=events)
+        async with running(node):
+            await first.receive(Attach)
+            first.send(Announce(version.manifest))
+            await first.receive(Fetch)
+            first.send_chunk(version, 0)
+            first.send_chunk(version, 1)
+            first.send(Failed(1, "it has no room for the rest"))
+            await second.receive(Attach)
+            second.send(Announce(version.manifest))
+            assert await second.receive(Fetch) == Fetch(1, 0, 2, 4)
+            second.send_all(version)
+            await events.first(VersionComplete, version=1)
+    assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
+
+
+async def test_a_node_killed_in_the_middle_starts_over_and_ends_right(tmp_path: Path) -> None:
+    version = write_version(tmp_path / "origin", 1, 6 * CHUNK)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        process = NodeProcess(tmp_path / "relay-1", parent.endpoint, KEYS)
+        endpoint = await asyncio.to_thread(process.start)
+        replica = Subscriber(endpoint, "replica", KEYS, heartbeat_s=1.0)
+        async with running(replica), asyncio.TaskGroup() as group:
+            pull = group.create_task(replica.pull())
+            await parent.receive(Attach)
+            parent.send(Announce(version.manifest))
+            await parent.receive(Fetch)
+            parent.send_chunk(version, 0)
+            parent.send(damaged(version, 1))
+            await parent.receive(Fetch)  # chunk 1 again, so chunk 0 is on disk
+            await asyncio.to_thread(process.kill)
+            assert (tmp_path / "relay-1" / "v1.part").is_dir()
+            assert await asyncio.to_thread(process.start, port_of(endpoint)) == endpoint
+            await parent.receive(Attach)
+            parent.send(Announce(version.manifest))
+            assert await parent.receive(Fetch) == Fetch(1, 0, 0, 6)
+            parent.send_all(version)
+            assert (await pull).digest == version.manifest.digest
+        await asyncio.to_thread(process.kill)
+    assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
+
+
+async def test_a_damaged_chunk_is_asked_for_again(tmp_path: Path) -> None:
+    version, events = write_version(tmp_path / "origin", 1, 3 * CHUNK), Events()
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
+            await parent.receive(Attach)
+            parent.send(Announce(version.manifest))
+            await parent.receive(Fetch)
+            for chunk in (version.read(0, 0), damaged(version, 1), version.read(0, 2)):
+                parent.send(chunk)
+            assert await parent.receive(Fetch) == Fetch(1, 0, 1, 1)
+            parent.send_chunk(version, 1)
+            await events.first(VersionComplete, version=1)
+    assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
+
+
+async def test_a_file_with_a_wrong_digest_is_fetched_anew_before_it_is_served(tmp_path: Path) -> None:
+    version, events = write_version(tmp_path / "origin", 1, 2 * CHUNK), Events()
+    wrong = write_version(tmp_path / "wrong", 1, 2 * CHUNK)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
+            await parent.receive(Attach)
+            parent.send(Announce(version.manifest))
+            await parent.receive(Fetch)
+            parent.send_all(wrong)  # whose chunks have right checksums
+            assert await parent.receive(Fetch) == Fetch(1, 0, 0, 2)
+            assert not events.seen
+            parent.send_all(version)
+            await events.first(VersionComplete, version=1)
+    assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
+
+
+async def test_a_version_that_keeps_coming_damaged_is_given_up_and_the_next_one_taken(tmp_path: Path) -> None:
+    version, events = write_version(tmp_path / "origin", 1, 2 * CHUNK), Events()
+    successor = write_version(tmp_path / "origin", 2, CHUNK)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
+            await parent.receive(Attach)
+            parent.send(Announce(version.manifest))
+            await parent.receive(Fetch)
+            for _ in range(3):
+                parent.send(damaged(version, 1))
+            assert "chunk 1 of model-0" in (await events.first(VersionFailed, version=1)).reason
+            parent.send(Announce(successor.manifest))
+            parent.send_all(successor)
+            await events.first(VersionComplete, version=2)
+
+
+async def test_a_manifest_whose_digest_is_not_that_of_its_files_is_refused(tmp_path: Path) -> None:
+    events = Events()
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
+            await parent.receive(Attach)
+            parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), digest="11" * 32)))
+            await events.first(VersionFailed, version=1)
+
+
+async def test_a_version_without_room_is_refused_by_name_and_the_next_one_taken(tmp_path: Path) -> None:
+    version, events = write_version(tmp_path / "origin", 2, CHUNK), Events()
+    async with ByHand() as hand:
+        parent = hand.parent()
+        node = make_node(tmp_path, "relay-1", parent.endpoint, emit=events)
+        async with running(node), running(replica := subscriber(node, "replica")):
+            await parent.receive(Attach)
+            parent.send(Announce(manifest_of(1, TOO_MUCH)))
+            reason = (await events.first(VersionFailed, version=1)).reason
+            assert f"relay.shm={tmp_path / 'relay-1'}" in reason
+            assert str(TOO_MUCH) in reason
+            for question in (replica.latest(), replica.pull()):
+                with pytest.raises(RelayError, match=r"relay\.shm="):
+                    await question
+            parent.send(Announce(version.manifest))
+            parent.send_all(version)
+            await events.first(VersionComplete, version=2)
+            assert (await replica.pull()).version == 2
+
+
+async def test_below_a_node_without_room_children_turn_to_the_next_parent(tmp_path: Path) -> None:
+    write_version(tmp_path / "relay-0", 1, 3 * CHUNK)
+    events = Events()
+    async with ByHand() as hand, running(root := make_node(tmp_path, "relay-0")):
+        full = hand.parent()
+        child = make_node(tmp_path, "relay-2", full.endpoint, root.endpoint, emit=events)
+        async with running(child):
+            await full.receive(Attach)
+            full.send(Failed(1, "relay.shm=/dev/shm: too small"))
+            await events.first(VersionComplete, node="relay-2", version=1)
+    assert ParentLost("relay-2", full.endpoint, root.endpoint) in events.seen
+
+
+async def test_chunks_above_the_configured_size_are_refused_by_name(tmp_path: Path) -> None:
+    events = Events()
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
+            await parent.receive(Attach)
+            parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), chunk_bytes=2 * CHUNK)))
+            assert "relay.chunk_bytes=4096" in (await events.first(VersionFailed, version=1)).reason
+
+
+async def test_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:
+    async with running(node := make_node(tmp_path, "relay-0")):
+        port = port_of(node.endpoint)
+        rival = make_node(tmp_path, "relay-1", port=port)
+        with pytest.raises(ValueError, match=f"relay.base_port={port}"):
+            await rival.start()
+        await rival.close()
+
+
+async def test_a_foreign_address_is_refused_by_name(tmp_path: Path) -> None:
+    node = make_node(tmp_path, "relay-0", host="192.0.2.1")
+    with pytest.raises(ValueError, match=r"relay\.host=192\.0\.2\.1"):
+        await node.start()
+    await node.close()

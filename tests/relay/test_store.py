@@ -1,0 +1,100 @@
+"""Version folders, pins and digests on disk."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from laminar_py.relay.messages import Manifest
+from laminar_py.relay.store import Store, StoredVersion, file_digest, version_digest
+from tests.relay.tree import CHUNK, write_version
+
+
+def make_store(path: Path, keep_versions: int = 2) -> Store:
+    store = Store(path, keep_versions=keep_versions)
+    store.open()
+    return store
+
+
+def test_open_throws_away_what_was_unfinished_and_keeps_the_rest(tmp_path: Path) -> None:
+    write_version(tmp_path, 3, CHUNK)
+    for name in ("v4.part", "v2.abc.old", "v5.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-0.safetensors").write_bytes(b"half")
+    assert sorted(make_store(tmp_path).complete) == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v3", "v5.new"]  # that is the publisher's
+
+
+def test_folders_are_private(tmp_path: Path) -> None:
+    version = write_version(tmp_path / "origin", 1, CHUNK)
+    store = make_store(tmp_path / "store")
+    arriving = store.begin(version.manifest)
+    arriving.write(version.read(0, 0))
+    store.commit(arriving)
+    for folder in (tmp_path / "store", tmp_path / "store" / "v1"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_version_has_its_name_only_after_commit(tmp_path: Path) -> None:
+    version = write_version(tmp_path / "origin", 1, CHUNK + 1)
+    store = make_store(tmp_path / "store")
+    arriving = store.begin(version.manifest)
+    for index in (1, 0):
+        assert list(arriving.missing()) == [(0, number) for number in range(index + 1)]
+        arriving.write(version.read(0, index))
+        assert not (tmp_path / "store" / "v1").exists()
+    assert arriving.has_file(0)
+    store.commit(arriving)
+    assert (tmp_path / "store" / "v1" / "model-0.safetensors").read_bytes() == version.file_path(0).read_bytes()
+    assert make_store(tmp_path / "store").complete[1].manifest == version.manifest
+
+
+def test_the_digests_are_blake3_of_files_and_of_sorted_names_and_digests(tmp_path: Path) -> None:
+    manifest: Manifest = write_version(tmp_path, 1, CHUNK, 3 * CHUNK).manifest
+    content = [(tmp_path / "v1" / entry.name).read_bytes() for entry in manifest.files]
+    assert [entry.digest for entry in manifest.files] == [blake3(data).hexdigest() for data in content]
+    joined = b"".join(
+        entry.name.encode() + b"\0" + blake3(data).digest()
+        for entry, data in zip(manifest.files, content, strict=True)
+    )
+    assert manifest.digest == blake3(joined).hexdigest() == version_digest(manifest.files[::-1])
+
+
+def test_what_is_newest_pinned_or_held_stays(tmp_path: Path) -> None:
+    for version in range(1, 7):
+        write_version(tmp_path, version, CHUNK)
+    store = make_store(tmp_path, keep_versions=2)
+    store.pin("replica-0", 1)
+    store.pin("replica-1", 2)
+    store.pin("replica-1", 3)
+    assert [stored.manifest.version for stored in store.surplus({4})] == [2]
+    assert [stored.manifest.version for stored in make_store(tmp_path).surplus(set())] == [2, 4]
+
+
+def test_what_is_retired_is_gone_at_once_and_may_come_again(tmp_path: Path) -> None:
+    version = write_version(tmp_path, 1, CHUNK)
+    store = make_store(tmp_path)
+    doomed = store.retire(store.complete[1])
+    assert not store.complete
+    again: StoredVersion = store.begin(version.manifest)
+    store.delete(doomed)
+    assert [path.name for path in tmp_path.iterdir()] == ["v1.part"]
+    assert not again.has(0, 0)
+
+
+def test_a_checksum_travels_with_its_chunk(tmp_path: Path) -> None:
+    version = write_version(tmp_path / "origin", 1, CHUNK)
+    arriving = make_store(tmp_path / "store").begin(version.manifest)
+    chunk = version.read(0, 0)
+    arriving.write(chunk)
+    arriving.file_path(0).write_bytes(os.urandom(CHUNK))  # the disk forgets
+    assert arriving.read(0, 0).checksum == chunk.checksum
+    assert file_digest(arriving.file_path(0)) != version.manifest.files[0].digest
+
+
+def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (write_version(tmp_path, 1, CHUNK).folder / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="version"):
+        make_store(tmp_path)

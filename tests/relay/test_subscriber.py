@@ -1,0 +1,159 @@
+"""What a replica sees: newest versions, holds that survive crashes, and honest refusals."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from laminar_py.interfaces import VersionLostError
+from laminar_py.relay.messages import Announce, Fetch, VersionComplete, Want
+from laminar_py.relay.subscriber import RelayError
+from laminar_py.relay.topology import chain
+from tests.relay.tree import (
+    CHUNK,
+    ByHand,
+    Events,
+    Learner,
+    folder_bytes,
+    growing,
+    make_node,
+    running,
+    subscriber,
+    write_version,
+)
+
+
+def versions_in(store: Path) -> list[str]:
+    return sorted(path.name for path in store.glob("v*"))
+
+
+async def test_latest_waits_for_the_first_version_and_wait_newer_for_a_newer_one(tmp_path: Path) -> None:
+    async with (
+        running(root := make_node(tmp_path, "relay-0")),
+        running(replica := subscriber(root, "replica")),
+        Learner(tmp_path, root.endpoint) as learner,
+        asyncio.TaskGroup() as group,
+    ):
+        latest, newer = group.create_task(replica.latest()), group.create_task(replica.wait_newer(1))
+        await learner.publish(1)
+        assert await latest == 1
+        assert not newer.done()
+        await learner.publish(2)
+        assert await newer == 2
+
+
+async def test_a_pulled_version_is_held_until_the_next_pull(tmp_path: Path) -> None:
+    events = Events()
+    root = make_node(tmp_path, "relay-0", keep_versions=1, emit=events)
+    async with running(root), running(replica := subscriber(root, "replica")):
+        async with Learner(tmp_path, root.endpoint) as learner:
+            for version in (1, 2, 3):
+                await learner.publish(version)
+                await events.first(VersionComplete, version=version)
+                if version == 1:
+                    held = await replica.pull()
+        assert len(folder_bytes(Path(held.path))) == 1
+        assert (await replica.pull()).version == 3
+    assert versions_in(tmp_path / "relay-0") == ["v3"]
+
+
+async def test_a_hold_survives_the_crash_of_node_and_subscriber(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        write_version(tmp_path / "relay-0", version, CHUNK)
+    async with (
+        running(node := make_node(tmp_path, "relay-0", keep_versions=3)),
+        running(replica := subscriber(node, "replica")),
+    ):
+        await replica.pull(1)
+    assert (tmp_path / "relay-0" / "pin-replica").read_text() == "1"
+    async with (
+        running(node := make_node(tmp_path, "relay-0", keep_versions=1)),
+        running(revived := subscriber(node, "replica")),
+    ):
+        assert (await revived.pull(1)).version == 1
+    assert versions_in(tmp_path / "relay-0") == ["v1", "v3"]
+
+
+async def test_an_old_version_is_fetched_from_an_ancestor_and_kept_on_the_way_only_as_long(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        write_version(tmp_path / "relay-0", version, 5 * CHUNK)
+    async with (
+        growing(tmp_path, chain(3, 1), keep_versions=1) as nodes,
+        running(replica := subscriber(nodes[2], "replica")),
+    ):
+        assert await replica.latest() == 3
+        with pytest.raises(VersionLostError, match="version 1 "):
+            await replica.pull(1)  # the root keeps one version
+    write_version(tmp_path / "relay-0", 2, 5 * CHUNK)
+    (tmp_path / "relay-0" / "pin-other").write_text("2")
+    async with (
+        growing(tmp_path, chain(3, 1), keep_versions=1) as nodes,
+        running(replica := subscriber(nodes[2], "replica")),
+    ):
+        pulled = await replica.pull(2)
+        assert folder_bytes(Path(pulled.path)) == folder_bytes(tmp_path / "relay-0" / "v2")
+        with pytest.raises(VersionLostError):
+            await replica.pull(1)  # answered by way of relay-1, after that has let go of 2
+    assert versions_in(tmp_path / "relay-1") == ["v3"]
+    assert versions_in(tmp_path / "relay-2") == ["v2", "v3"]
+
+
+async def test_a_version_that_was_asked_for_is_fetched_even_when_overtaken(tmp_path: Path) -> None:
+    old, new = (write_version(tmp_path / "origin", version, 3 * CHUNK) for version in (1, 2))
+    async with ByHand() as hand:
+        parent = hand.parent()
+        node = make_node(tmp_path, "relay-1", parent.endpoint)
+        async with running(node), running(replica := subscriber(node, "replica")), asyncio.TaskGroup() as group:
+            await parent.receive(object)
+            parent.send(Announce(old.manifest))
+            await parent.receive(Fetch)
+            pull = group.create_task(replica.pull(1))
+            assert await parent.receive(Want) == Want(1)
+            parent.send(Announce(new.manifest))
+            parent.send_all(new)
+            assert await replica.latest() == 2
+            assert not pull.done()
+            parent.send_all(old)
+            assert (await pull).version == 1
+
+
+async def test_a_pull_outlives_the_node_it_was_put_to(tmp_path: Path) -> None:
+    async with running(node := make_node(tmp_path, "relay-0")):
+        replica = subscriber(node, "replica")
+    async with running(replica), asyncio.TaskGroup() as group:
+        pull = group.create_task(replica.pull())
+        write_version(tmp_path / "relay-0", 1, CHUNK)
+        async with running(make_node(tmp_path, "relay-0", port=int(node.endpoint.rpartition(":")[2]))):
+            assert (await pull).version == 1
+
+
+async def test_a_revived_subscriber_replaces_the_question_of_its_old_self(tmp_path: Path) -> None:
+    old, new = (write_version(tmp_path / "origin", version, CHUNK) for version in (1, 2))
+    async with ByHand() as hand:
+        parent = hand.parent()
+        node = make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))
+        async with running(node), asyncio.TaskGroup() as group:
+            await parent.receive(object)
+            parent.send(Announce(new.manifest))
+            parent.send_all(new)
+            async with running(replica := subscriber(node, "replica")):
+                await replica.latest()
+                question = group.create_task(replica.pull(1))
+                await parent.receive(Want)
+                parent.send(Announce(old.manifest))
+                assert (await parent.receive(Fetch)).version == 1
+                question.cancel()
+            async with running(revived := subscriber(node, "replica")):
+                assert (await revived.pull()).version == 2
+            parent.send_all(old)
+            await events.first(VersionComplete, version=1)
+    assert (tmp_path / "relay-1" / "pin-replica").read_text() == "2"
+
+
+async def test_closing_wakes_whoever_waits(tmp_path: Path) -> None:
+    async with running(node := make_node(tmp_path, "relay-0")):
+        async with running(replica := subscriber(node, "replica")):
+            questions = [asyncio.create_task(question) for question in (replica.latest(), replica.pull())]
+        for question in questions:
+            with pytest.raises(RelayError, match="closed"):
+                await question

@@ -1,0 +1,211 @@
+"""Builders of the relay tests: trees of real nodes on loopback, versions on disk, and parties driven by hand."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
+from laminar_py.relay.node import RelayNode
+from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.store import StoredVersion, file_digest, version_digest, write_manifest
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.relay.topology import Topology
+from laminar_py.relay.transport import Link, LinkState, Listener, RelayKeys, Wire
+from laminar_py.types import Published
+
+torch.set_num_threads(1)
+
+KEYS = RelayKeys.generate()
+CHUNK = 4096
+PATIENCE_S = 30.0  # every wait of these tests ends here
+
+Kind = TypeVar("Kind")
+
+
+class Party(Protocol):
+    """A node or a subscriber."""
+
+    async def start(self) -> None: ...
+    async def run(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Events:
+    """Collects what nodes report, and lets a test wait for one report."""
+
+    seen: list[RelayEvent] = field(default_factory=list)
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, event: RelayEvent) -> None:
+        self.seen.append(event)
+        self._more.set()
+
+    async def first(self, kind: type[Kind], **fields: object) -> Kind:
+        while True:
+            for event in self.seen:
+                if isinstance(event, kind) and all(getattr(event, key) == want for key, want in fields.items()):
+                    return event
+            self._more.clear()
+            await self._more.wait()
+
+
+@asynccontextmanager
+async def running(*parties: Party) -> AsyncIterator[None]:
+    """All of them at work; closed at the end."""
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        for party in parties:
+            await party.start()
+            group.create_task(party.run())
+        try:
+            yield
+        finally:
+            for party in parties:
+                await party.close()
+
+
+def make_node(folder: Path, name: str, *parents: str, **settings: object) -> RelayNode:
+    """A node with its own store below `folder`."""
+    chosen = {"chunk_bytes": CHUNK, "parent_timeout_s": 1.0, **settings}
+    return RelayNode(name, store=folder / name, keys=KEYS, parents=parents, **chosen)
+
+
+@asynccontextmanager
+async def growing(folder: Path, topology: Topology, **settings: object) -> AsyncIterator[list[RelayNode]]:
+    """A whole tree; node i is called `relay-<i>`."""
+    nodes: list[RelayNode] = []
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        for number in range(topology.num_nodes):
+            parents = [nodes[ancestor].endpoint for ancestor in topology.ancestors(number)]
+            nodes.append(make_node(folder, f"relay-{number}", *parents, **settings))
+            await nodes[-1].start()
+            group.create_task(nodes[-1].run())
+        try:
+            yield nodes
+        finally:
+            for node in reversed(nodes):
+                await node.close()
+
+
+class Learner:
+    """A publisher in a thread of its own: in a run it is in another process than the root."""
+
+    def __init__(self, folder: Path, root_endpoint: str, **settings: object) -> None:
+        chosen = {"chunk_bytes": CHUNK, **settings}
+        self.publisher = Publisher(folder / "relay-0", root_endpoint, KEYS, **chosen)
+
+    async def __aenter__(self) -> "Learner":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.publisher.close)
+
+    async def publish(self, version: int, num_bytes: int = 300_000) -> Published:
+        return await asyncio.to_thread(self.publisher.publish, version, tensors(version, num_bytes))
+
+
+def subscriber(node: RelayNode, name: str) -> Subscriber:
+    return Subscriber(node.endpoint, name, KEYS, heartbeat_s=1.0)
+
+
+def tensors(seed: int, num_bytes: int = 300_000) -> list[tuple[str, torch.Tensor]]:
+    """Two bf16 tensors of about this size."""
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.randn(num_bytes // 4, generator=generator).bfloat16()
+    return [("model.embed.weight", half.reshape(-1, 4)), ("model.norm.weight", half + 1)]
+
+
+def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
+    """A complete version of random files of these sizes, as a publisher would leave it."""
+    folder = store / f"v{version}"
+    folder.mkdir(parents=True)
+    for number, size in enumerate(sizes):
+        (folder / f"model-{number}.safetensors").write_bytes(os.urandom(size))
+    files = tuple(
+        FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())
+    )
+    manifest = Manifest(version, version_digest(files), CHUNK, files)
+    write_manifest(folder, manifest)
+    return StoredVersion(manifest, folder, complete=True)
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Content of all weight files in a folder."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+class ByHand:
+    """A wire of our own: the test plays the parent or a child, record by record."""
+
+    def __init__(self) -> None:
+        self._wire = Wire(KEYS, heartbeat_s=5.0)
+        self._sockets: list[Listener | Link] = []
+
+    async def __aenter__(self) -> "ByHand":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._wire.close()
+
+    def parent(self) -> "HandParent":
+        listener = self._wire.listen("127.0.0.1", 0)
+        self._sockets.append(listener)
+        return HandParent(listener)
+
+    async def child(self, endpoint: str) -> Link:
+        """An attached child of the node at `endpoint`."""
+        link = self._wire.connect(endpoint, max_frame_bytes=2**21)
+        self._sockets.append(link)
+        assert await link.receive() is LinkState.UP
+        link.send(Attach("by-hand"))
+        return link
+
+
+class HandParent:
+    """A parent that sends what the test says; follows one child."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.endpoint = listener.endpoint
+        self._listener = listener
+        self._child = b""
+
+    async def receive(self, kind: type[Kind]) -> Kind:
+        """The next record of this kind; others are passed over."""
+        while True:
+            self._child, message = await self._listener.receive()
+            if isinstance(message, kind):
+                return message
+
+    def send(self, message: Downward) -> None:
+        assert self._listener.send(self._child, message), "the child is gone"
+
+    def send_chunk(self, stored: StoredVersion, index: int, file: int = 0) -> None:
+        self.send(stored.read(file, index))
+
+    def send_all(self, stored: StoredVersion) -> None:
+        for file in range(len(stored.manifest.files)):
+            for index in range(stored.manifest.num_chunks(file)):
+                self.send_chunk(stored, index, file)
+
+
+async def receive(link: Link, kind: type[Kind]) -> Kind:
+    """The next record of this kind at a child driven by hand; others are passed over."""
+    while True:
+        message = await link.receive(PATIENCE_S)
+        assert message is not None, f"no {kind.__name__} came"
+        if isinstance(message, kind):
+            return message
+
+
+async def fetch(link: Link, manifest: Manifest, index: int, file: int = 0) -> Chunk:
+    """One chunk, asked for by hand."""
+    link.send(Fetch(manifest.version, file, index, 1))
+    return await receive(link, Chunk)

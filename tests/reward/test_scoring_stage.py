@@ -1,0 +1,206 @@
+"""The scoring stage, before scorers in the same loop and before real processes that hang and die."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from laminar_py.interfaces import Scorer
+from laminar_py.reward.stage import LIVES, ScoringStage, WorkerDiedError
+from laminar_py.types import DropReason, FinishReason, Score, ScoringRequest
+from tests.reward.scoring_process import TIMEOUT_S, ScoringProcess
+
+PATIENCE_S = 20.0
+
+
+def make_requests(*responses: str) -> list[ScoringRequest]:
+    ids = np.array([1], dtype=np.int32)
+    return [
+        ScoringRequest(f"g0.{index}", "prompt", response, "7", FinishReason.STOP, ids)
+        for index, response in enumerate(responses)
+    ]
+
+
+class GatedScorer:
+    """Answers a batch when its gate is open; remembers the batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.gate = asyncio.Event()
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        self.batches.append([request.response for request in requests])
+        await self.gate.wait()
+        return [Score(request.trajectory_id, 1.0) for request in requests]
+
+
+class Inbox:
+    """Takes scores; `wait` returns when there are `count` of them."""
+
+    def __init__(self) -> None:
+        self.scores: list[Score] = []
+        self._news = asyncio.Condition()
+
+    async def deliver(self, scores: Sequence[Score]) -> None:
+        async with self._news:
+            self.scores.extend(scores)
+            self._news.notify_all()
+
+    async def wait(self, count: int) -> dict[str, Score]:
+        async with asyncio.timeout(PATIENCE_S), self._news:
+            await self._news.wait_for(lambda: len(self.scores) >= count)
+        assert len({score.trajectory_id for score in self.scores}) == len(self.scores) == count
+        return {score.trajectory_id: score for score in self.scores}
+
+
+async def no_restart(index: int) -> Scorer:
+    raise AssertionError(f"worker {index} was restarted")
+
+
+def make_stage(workers: Sequence[Scorer], inbox: Inbox, *, batch: int = 4, queue: int = 64) -> ScoringStage:
+    return ScoringStage(
+        workers, batch=batch, timeout_s=PATIENCE_S, queue=queue, deliver=inbox.deliver, restart=no_restart
+    )
+
+
+@asynccontextmanager
+async def running(stage: ScoringStage) -> AsyncIterator[None]:
+    task = asyncio.create_task(stage.run())
+    try:
+        yield
+    finally:
+        stage.close()
+        await asyncio.wait_for(task, PATIENCE_S)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_what_waits_goes_to_a_worker_together_up_to_the_batch() -> None:
+    scorer, inbox = GatedScorer(), Inbox()
+    stage = make_stage([scorer], inbox)
+    async with running(stage):
+        first, *rest = make_requests("a", "b", "c", "d", "e", "f")
+        stage.submit(first)
+        await settle()  # the worker is busy with `a` now
+        for request in rest:
+            stage.submit(request)
+        assert stage.num_waiting == 5
+        scorer.gate.set()
+        assert len(await inbox.wait(6)) == 6
+    assert scorer.batches == [["a"], ["b", "c", "d", "e"], ["f"]]
+
+
+async def test_waiting_requests_are_shared_among_free_workers() -> None:
+    scorers, inbox = [GatedScorer(), GatedScorer()], Inbox()
+    stage = make_stage(scorers, inbox)
+    for request in make_requests("a", "b", "c", "d"):
+        stage.submit(request)
+    async with running(stage):
+        await settle()
+        assert [scorer.batches for scorer in scorers] == [[["a", "b"]], [["c"]]]
+        for scorer in scorers:
+            scorer.gate.set()
+        await inbox.wait(4)
+
+
+async def test_close_wakes_idle_workers_and_leaves_what_waits() -> None:
+    scorer, inbox = GatedScorer(), Inbox()
+    stage = make_stage([scorer, GatedScorer()], inbox, batch=1)
+    async with running(stage):
+        await settle()
+    async with running(stage := make_stage([scorer], inbox, batch=1)):
+        for request in make_requests("a", "b", "c"):
+            stage.submit(request)
+        await settle()
+        stage.close()
+        scorer.gate.set()
+    assert [score.trajectory_id for score in inbox.scores] == ["g0.0"]
+
+
+class Fleet:
+    """Real scoring processes, and the stage's way to replace one."""
+
+    def __init__(self) -> None:
+        self.processes: list[ScoringProcess] = []
+        self.restarts = 0
+
+    async def restart(self, index: int) -> Scorer:
+        self.restarts += 1
+        await self.processes[index].kill()
+        self.processes[index] = await ScoringProcess.start()
+        return self.processes[index]
+
+
+@asynccontextmanager
+async def real_stage(inbox: Inbox) -> AsyncIterator[tuple[ScoringStage, Fleet]]:
+    fleet = Fleet()
+    fleet.processes.append(await ScoringProcess.start())
+    stage = ScoringStage(
+        fleet.processes,
+        batch=8,
+        timeout_s=TIMEOUT_S,
+        queue=64,
+        deliver=inbox.deliver,
+        restart=fleet.restart,
+        grace_s=0.5,
+    )
+    try:
+        async with running(stage):
+            yield stage, fleet
+    finally:
+        await fleet.processes[0].kill()
+
+
+async def judge(*responses: str) -> tuple[list[Score], int]:
+    """The scores of one batch in order, and how many workers it took beyond the first."""
+    inbox = Inbox()
+    async with real_stage(inbox) as (stage, fleet):
+        for request in make_requests(*responses):
+            stage.submit(request)
+        scores = await inbox.wait(len(responses))
+    return [scores[f"g0.{index}"] for index in range(len(responses))], fleet.restarts
+
+
+async def test_a_loop_in_python_costs_its_own_trajectory_and_no_worker() -> None:
+    scores, restarts = await judge("1", "spin", "2")
+    assert [score.value for score in scores] == [1.0, None, 2.0]
+    assert (scores[1].failure, restarts) == (DropReason.REWARD_TIMEOUT, 0)
+
+
+async def test_a_hang_beyond_python_drops_only_the_guilty_and_replaces_the_worker() -> None:
+    scores, restarts = await judge("1", "hang", "2")
+    assert [score.value for score in scores] == [1.0, None, 2.0]
+    assert (scores[1].failure, restarts) == (DropReason.REWARD_TIMEOUT, 2)
+
+
+async def test_a_request_that_kills_its_workers_is_dropped_and_the_others_are_scored() -> None:
+    scores, restarts = await judge("1", "die", "2")
+    assert [score.value for score in scores] == [1.0, None, 2.0]
+    assert (scores[1].failure, restarts) == (DropReason.REWARD_FAILED, 1 + LIVES)
+
+
+async def test_requests_of_a_worker_that_was_killed_are_scored_again() -> None:
+    inbox = Inbox()
+    async with real_stage(inbox) as (stage, fleet):
+        await fleet.processes[0].kill()
+        for request in make_requests("1", "2", "3"):
+            stage.submit(request)
+        scores = await inbox.wait(3)
+    assert sorted(score.value for score in scores.values()) == [1.0, 2.0, 3.0]
+    assert fleet.restarts == 1
+
+
+async def test_an_error_of_the_restart_ends_the_stage() -> None:
+    class Dead:
+        async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+            raise WorkerDiedError
+
+    stage = make_stage([Dead()], Inbox())
+    stage.submit(make_requests("1")[0])
+    outcome = await asyncio.wait_for(asyncio.gather(stage.run(), return_exceptions=True), PATIENCE_S)
+    assert isinstance(outcome[0], ExceptionGroup)
+    assert "worker 0 was restarted" in str(outcome[0].exceptions[0])

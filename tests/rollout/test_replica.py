@@ -1,0 +1,221 @@
+"""A replica with the real embedded engine: when it takes new weights, and that no token is lost or doubled."""
+
+import asyncio
+from collections import defaultdict
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from laminar_py.config import OnNewWeights
+from laminar_py.engines.local import LocalEngine
+from laminar_py.interfaces import PulledVersion, VersionLostError
+from laminar_py.rollout.replica import Replica
+from laminar_py.runtime.run_folder import SystemClock
+from laminar_py.types import Assignment, FinishReason, Kind, SamplingParams
+from tests.learner.builders import make_model_folder
+
+PATIENCE_S = 20.0
+
+
+class Folders:
+    """A weight source over local folders; the test publishes by hand."""
+
+    def __init__(self, folders):
+        self.folders = folders
+        self.newest = 0
+        self.lost = set()
+        self._changed = asyncio.Condition()
+
+    async def publish(self, version):
+        async with self._changed:
+            self.newest = version
+            self._changed.notify_all()
+
+    async def latest(self):
+        return self.newest
+
+    async def wait_newer(self, version):
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.newest > version)
+            return self.newest
+
+    async def pull(self, version=None):
+        version = self.newest if version is None else version
+        if version in self.lost:
+            raise VersionLostError(f"version {version}")
+        return PulledVersion(version, str(self.folders[version % len(self.folders)]), f"digest {version}")
+
+
+class Story:
+    """What a replica reported, put together per trajectory."""
+
+    def __init__(self, replica):
+        self.replica = replica
+        self.ids = defaultdict(list)
+        self.spans = defaultdict(list)
+        self.ended = {}
+        self.loads, self.lost, self.interrupted = [], [], []
+        self.admissible = 0
+
+    async def take(self):
+        report = await self.replica.collect(0.2)
+        for item in report.progress:
+            assert item.start == len(self.ids[item.trajectory_id]), "every token once, in order"
+            self.ids[item.trajectory_id] += item.ids.tolist()
+            self.spans[item.trajectory_id] += item.spans
+            if item.finish_reason is not None:
+                self.ended[item.trajectory_id] = item
+        self.loads += [load.version for load in report.loads]
+        self.lost += report.lost
+        self.interrupted += report.interrupted
+        self.admissible = report.admissible
+        return report
+
+    async def until(self, condition):
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition(self):
+                await self.take()
+
+    def versions(self, name):
+        return {span.version for span in self.spans[name]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [make_model_folder(root / str(seed), seed=seed) for seed in range(2)]
+
+
+@asynccontextmanager
+async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, **options):
+    engine = LocalEngine(folders[0], max_batch=8, max_len=max_len, kv_capacity=8 * max_len)
+    await engine.start()
+    weights = Folders(folders)
+    replica = Replica(
+        0,
+        engine=engine,
+        weights=weights,
+        clock=SystemClock(),
+        on_new_weights=policy,
+        batch=batch,
+        max_batch=8,
+        partial_interval_s=0.05,
+        **options,
+    )
+    task = asyncio.create_task(replica.run())
+    try:
+        yield Story(replica), weights
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.close()
+
+
+def assignment(name, *, length=30, version=None, prefix=(), kind=Kind.TRAIN):
+    prompt = np.array([3, 4, 5], np.int32)
+    sampling = SamplingParams(length, seed=abs(hash(name)) % 1000)
+    return Assignment(name, 1, name, kind, prompt, np.array(prefix, np.int32), sampling, version)
+
+
+async def test_drain_admits_a_batch_under_a_version_and_then_takes_the_newest(folders):
+    async with serving(folders, batch=2) as (story, weights):
+        await story.until(lambda s: s.admissible == 2)
+        story.replica.submit([assignment("a", length=2000), assignment("b")])
+        await story.until(lambda s: "b" in s.ended)
+        await weights.publish(1)
+        await story.take()
+        assert story.admissible == 0, "the batch is admitted, so nothing more under version 0"
+        assert story.loads == [0], "it waits for the one that runs"
+        await story.until(lambda s: s.loads == [0, 1] and s.admissible == 2)
+        assert story.versions("a") == {0}
+
+
+async def test_resume_loads_at_once_and_continues_under_the_new_version(folders):
+    async with serving(folders, policy=OnNewWeights.RESUME) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a", length=1500)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        await weights.publish(1)
+        await story.until(lambda s: "a" in s.ended)
+        assert story.interrupted == ["a"]
+        assert story.versions("a") == {0, 1}
+        assert len(story.ids["a"]) == 1500
+
+
+async def test_a_pinned_trajectory_makes_an_idle_replica_load_its_version(folders):
+    async with serving(folders) as (story, weights):
+        await story.until(lambda s: s.loads == [0])
+        story.ids["mine"] = [7, 8, 9]
+        story.replica.submit([assignment("mine", version=4, prefix=(7, 8, 9))])
+        await story.until(lambda s: "mine" in s.ended)
+        assert story.versions("mine") == {4}
+        await weights.publish(5)
+        await story.until(lambda s: s.loads == [0, 4, 5] and s.admissible == 4)
+
+
+async def test_an_engine_never_goes_back_to_an_older_version(folders):
+    async with serving(folders) as (story, weights):
+        await weights.publish(5)
+        await story.until(lambda s: s.loads and s.loads[-1] == 5)
+        story.replica.submit([assignment("old", version=4)])
+        await story.until(lambda s: s.lost == ["old"])
+        assert 4 not in story.loads
+
+
+async def test_a_pinned_trajectory_whose_version_is_gone_is_reported_lost(folders):
+    async with serving(folders) as (story, weights):
+        await story.until(lambda s: s.loads == [0])
+        weights.lost.add(9)
+        story.replica.submit([assignment("gone", version=9)])
+        await story.until(lambda s: s.lost == ["gone"])
+        await story.until(lambda s: s.admissible == 4)
+
+
+async def test_a_revived_replica_takes_up_what_it_was_started_for_first(folders):
+    initial = [assignment("newer", version=5), assignment("older", version=3)]
+    async with serving(folders, initial=initial) as (story, weights):
+        await weights.publish(8)
+        await story.until(lambda s: len(s.ended) == 2)
+        assert (story.versions("older"), story.versions("newer")) == ({3}, {5})
+        await story.until(lambda s: s.loads == [3, 5, 8])
+
+
+async def test_stop_returns_everything_with_its_partial_and_admits_nothing(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a", length=4000), assignment("b", length=4000, version=7)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        await story.replica.stop()
+        await story.until(lambda s: {"a", "b"} <= set(s.ended))
+        assert {item.finish_reason for item in story.ended.values()} == {FinishReason.ABORT}
+        assert story.admissible == 0
+
+
+async def test_the_cap_on_wall_time_cuts_a_trajectory_and_keeps_what_it_has(folders):
+    async with serving(folders, max_seconds=0.05) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("slow", length=4000)])
+        await story.until(lambda s: "slow" in s.ended)
+        assert story.ended["slow"].wall_cut
+        assert story.ended["slow"].finish_reason is FinishReason.LENGTH
+        assert 0 < len(story.ids["slow"]) < 4000
+
+
+async def test_running_trajectories_report_what_they_have_at_intervals(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a", length=3000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        assert "a" not in story.ended
+
+
+async def test_an_evaluation_does_not_count_towards_the_batch_and_is_not_interrupted(folders):
+    async with serving(folders, policy=OnNewWeights.RESUME) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("e", length=1500, version=0, kind=Kind.EVAL)])
+        await story.until(lambda s: len(s.ids["e"]) > 0)
+        await weights.publish(1)
+        await story.until(lambda s: "e" in s.ended)
+        assert story.versions("e") == {0}
+        await story.until(lambda s: s.loads == [0, 1])

@@ -1,0 +1,63 @@
+"""Settled responses move to Parquet and stay findable."""
+
+import os
+
+from laminar_py.audit.queries import story
+from laminar_py.audit.verify import verify
+from laminar_py.events import Dropped
+from laminar_py.store import archive
+from laminar_py.store.archive import archived_pieces, write_archive
+from laminar_py.store.database import reading
+from laminar_py.types import DropReason
+from tests.store.runs import begin, checkpoint, consume, issue, make_ready, open_ledger, run_to, tokens
+
+
+async def settle(ledger):
+    """Consumed before and after a checkpoint, dropped, and live."""
+    begin(ledger, versions=(0, 1))
+    for index, id in enumerate(("g0.0", "g1.0", "g2.0")):
+        make_ready(ledger, id, spans=((0, 0, 3), (1, 3, 7)), index=index)
+    issue(ledger, "g3.0", index=3)
+    run_to(ledger, "g3.0", [(0, 0, 4)])
+    ledger.append(Dropped("g3.0", DropReason.GROUP_DEADLINE))
+    ledger.append_all(consume(1, 1, "g0.0"))
+    ledger.append(checkpoint(1, 1))
+    ledger.append_all(consume(2, 1, "g1.0"))
+
+
+async def test_only_what_no_rollback_can_need_is_moved_and_all_is_found(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        await settle(ledger)
+        assert await ledger.archive() == 2
+        assert await ledger.archive() == 0
+    with reading(tmp_path) as connection:
+        assert connection.execute("SELECT count(*) FROM segment").fetchone() == (4,)
+    for id, length in (("g0.0", 7), ("g1.0", 7), ("g2.0", 7), ("g3.0", 4)):
+        response = story(tmp_path, id).response
+        ids, logprobs = tokens(id, 0, length)
+        assert (response.ids.tolist(), response.logprobs.tolist()) == (ids.tolist(), logprobs.tolist())
+    assert verify(tmp_path) == []
+
+
+async def test_a_crash_between_copy_and_deletion_does_no_harm(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        await settle(ledger)
+        await ledger.commit()
+        assert len(write_archive(tmp_path)) == 2
+        assert verify(tmp_path) == []
+        ledger.append_all(consume(3, 1, "g2.0"))
+        await ledger.archive()
+    assert len(list(archived_pieces(tmp_path))) == 6
+    assert len(story(tmp_path, "g0.0").response.ids) == 7
+    assert verify(tmp_path) == []
+
+
+async def test_a_lost_archive_is_found_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "_ROW_GROUP_BYTES", 20)
+    async with open_ledger(tmp_path) as ledger:
+        await settle(ledger)
+        await ledger.archive()
+    assert verify(tmp_path) == []
+    (file,) = (tmp_path / "archive").iterdir()
+    os.remove(file)
+    assert {finding.subject for finding in verify(tmp_path)} == {"g0.0", "g3.0"}

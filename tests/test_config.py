@@ -1,0 +1,68 @@
+"""A config is checked before anything starts, and a fault names field, value and remedy."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+
+from laminar_py.config import ConfigError, dump_config, load_config, parse_config
+
+REPO = Path(__file__).parent.parent
+MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"stepz": 1}, "stepz=1: unknown key"),
+        ({"steps": "many"}, "steps='many': input should be a valid integer"),
+        ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
+        ({"rollout": {"replicas": True}}, "rollout.replicas=True"),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, "top_p=0.9 cut the vocabulary"),
+        ({"rollout": {"max_len": 512, "sampling": {"max_new_tokens": 512}}}, "leaves no room for a prompt"),
+        ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
+        ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
+        ({"staleness": {"policies": ["drop", "reweight"]}}, "policies has both drop and reweight"),
+        ({"schedule": "later"}, "schedule='later'"),
+    ],
+)
+def test_a_fault_names_field_and_value_in_one_line(change, field):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**MINIMAL, **change})
+    assert field in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert ";" in str(caught.value), "a remedy follows"
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(ConfigError, match=r"model: missing; add it"):
+        parse_config({"name": "t", "steps": 1, "data": {"train": "x"}})
+
+
+def test_a_dumped_config_reads_back_the_same():
+    config = load_config(REPO / "configs" / "quickstart.yaml", ["seed=3"])
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_overrides_reach_nested_settings_and_read_scientific_notation(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    config = load_config(path, ["learner.lr=1e-3", "rollout.replicas=4", "schedule=sync"])
+    assert (config.learner.lr, config.rollout.replicas, config.schedule) == (1e-3, 4, "sync")
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n", ""])
+def test_a_file_that_holds_no_settings_is_refused(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config=.*c\.yaml"):
+        load_config(path, [])
+
+
+def test_the_settings_document_is_up_to_date():
+    path = REPO / "docs" / "generate_config.py"
+    spec = importlib.util.spec_from_file_location("generate_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (REPO / "docs" / "config.md").read_text() == module.document(), "run `make docs`"
