@@ -26,9 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-audit = typer.Typer(
-    no_args_is_help=True, help="Prove from the ledger what a run did. Works while it goes on, too."
-)
+audit = typer.Typer()
 app.add_typer(audit, name="audit")
 console = Console()
 
@@ -69,11 +67,11 @@ def doctor() -> None:
     console.print(table)
 
 
-@audit.callback(invoke_without_command=True)
+@audit.callback(invoke_without_command=True, epilog="Example: laminar audit runs/quickstart-1 verify")
 def audit_run(
     context: typer.Context, run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]
 ) -> None:
-    """Without a command: the accounting and the staleness histogram."""
+    """Prove from the ledger what a run did, also while it goes on; without a command: the accounting."""
     context.obj = run
     if context.invoked_subcommand is None:
         _print_accounting(run)

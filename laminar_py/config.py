@@ -219,7 +219,8 @@ class LearnerConfig(Section):
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """Ratios above 1 + clip_high are clipped."""
     importance_cap: Annotated[float, Field(gt=1)] = 2.0
-    """Truncated importance sampling: the ratio's weight on the loss is cut here."""
+    """Truncated importance sampling: ratios are cut here where the clip does not act (bad tokens that became
+    likelier); at least 1 + clip_high."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN
     """`sequence_mean`: mean over the tokens of each response, then over responses. `token_mean`: over tokens."""
     world_size: Count = 1
@@ -342,6 +343,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"packer.max_tokens={self.packer.max_tokens} is below rollout.max_len={rollout.max_len}, so a"
                 " long trajectory fits no microbatch; raise packer.max_tokens"
+            )
+        if self.learner.importance_cap < 1 + self.learner.clip_high:
+            raise ValueError(
+                f"learner.importance_cap={self.learner.importance_cap} is below 1 + learner.clip_high ="
+                f" {1 + self.learner.clip_high}, so the clip would never act; raise it"
             )
         if self.kv_capacity < rollout.max_len:
             raise ValueError(

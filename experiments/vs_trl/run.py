@@ -8,13 +8,17 @@ environment of its own that this script makes once. Progress goes to stderr, the
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from laminar_py.bench.report import Row, show
+from laminar_py.bench.runs import FinishedRun, train
+from laminar_py.config import load_config
+from laminar_py.learner.warm_start import cache_key
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -48,42 +52,37 @@ class Measured:
         return next((seconds for _, seconds, accuracy in self.accuracy if accuracy >= target), None)
 
 
-def run_ours(seed: int) -> Path:
-    """Train with laminar_py; returns the run's folder."""
-    runs = ROOT / "runs"
-    before = set(runs.glob("vs_trl-*"))
-    settings = [
-        "name=vs_trl",
-        f"seed={seed}",
-        f"steps={MAX_STEPS}",
-        "rollout.without_signal=train",  # as TRL does
-        f"eval.every_steps={EVAL_EVERY}",
-    ]
-    call([Path(sys.executable).with_name("laminar"), "train", CONFIG, *settings])
-    (run_dir,) = set(runs.glob("vs_trl-*")) - before
-    return run_dir
-
-
-def read_ours(run_dir: Path) -> Measured:
-    """What a run of `laminar train` measured.
-
-    `metrics.jsonl` has a line per learner step (`step`, `response_tokens`, `rl_s`) and one per evaluation
-    (`step`, `rl_s`, `accuracy`); `rl_s` counts from the start of RL.
-    """
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "response_tokens" in line]
-    ends = [0.0, *(line["rl_s"] for line in steps)]
-    seconds = [end - start for start, end in pairwise(ends)]
-    return Measured(
-        [(line["response_tokens"], elapsed) for line, elapsed in zip(steps, seconds, strict=True)],
-        [(line["step"], line["rl_s"], line["accuracy"]) for line in lines if "accuracy" in line],
+def run_ours(seed: int) -> FinishedRun:
+    """Train with laminar_py."""
+    return train(
+        Path(CONFIG),
+        [
+            "name=vs_trl",
+            f"seed={seed}",
+            f"steps={MAX_STEPS}",
+            "rollout.without_signal=train",  # as TRL does
+            f"eval.every_steps={EVAL_EVERY}",
+            "eval.deferred=true",
+        ],
     )
 
 
-def warm_started_model(run_dir: Path) -> Path:
-    """The Hugging Face folder that RL began from, as `summary.json` names it."""
-    summary: dict[str, str] = json.loads((run_dir / "summary.json").read_text())
-    return ROOT / summary["warm_start"]
+def measure(run: FinishedRun) -> Measured:
+    """A run of `laminar train` in the form of both sides."""
+    tokens = [0, *(step.trained_tokens for step in run.steps)]
+    ends = [0.0, *(step.rl_s for step in run.steps)]
+    steps = [
+        (after - before, end - start)
+        for (before, after), (start, end) in zip(pairwise(tokens), pairwise(ends), strict=True)
+    ]
+    return Measured(steps, [(e.step, e.rl_s, e.accuracy) for e in run.summary.evaluations if e.step > 0])
+
+
+def warm_started_model(run: FinishedRun) -> Path:
+    """The Hugging Face folder that RL began from: the warm start in the cache."""
+    config = load_config(run.folder / "config.yaml", [])
+    assert config.warm_start is not None, f"{run.folder} had no warm start"
+    return config.warm_start.cache / cache_key(config.model, config.warm_start, seed=config.seed)
 
 
 def run_trl(python: Path, *, model: Path, seed: int, target: float) -> Measured:
@@ -121,7 +120,7 @@ def call(command: list[object], *, environment: dict[str, str] | None = None) ->
     subprocess.run(words, check=True, cwd=ROOT, stdout=sys.stderr, env=variables)
 
 
-def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list[dict[str, str | float]]:
+def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list[Row]:
     """The figures, each the median over the seeds; a time to accuracy only if every run reached it."""
     conditions = (
         f"quickstart task, 32 prompts x 8, lr 1e-3, median of {len(ours)} seeds, {os.cpu_count()} cores each;"
@@ -129,7 +128,7 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
         f" TRL {median([run.tokens_per_s for run in trl]):.0f} response tokens/s over steps 3 to 20"
     )
     ratios = [mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in zip(ours, trl, strict=True)]
-    rows: list[dict[str, str | float]] = [row("trained_tokens_over_trl", median(ratios), conditions=conditions)]
+    rows: list[Row] = [Row("trained_tokens_over_trl", median(ratios), "x", conditions)]
     times = [(mine.seconds_to(target), theirs.seconds_to(target)) for mine, theirs in zip(ours, trl, strict=True)]
     reached = [(mine, theirs) for mine, theirs in times if mine is not None and theirs is not None]
     if len(reached) < len(times):
@@ -141,24 +140,12 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
         f" TRL {median([theirs for _, theirs in reached]):.1f} s"
     )
     ratio = median([theirs / mine for mine, theirs in reached])
-    return [*rows, row("time_to_accuracy_trl_over_ours", ratio, conditions=conditions)]
-
-
-def row(name: str, value: float, *, conditions: str) -> dict[str, str | float]:
-    """One figure; all of them are ratios."""
-    return {"name": name, "value": round(value, 2), "unit": "x", "conditions": conditions}
+    return [*rows, Row("time_to_accuracy_trl_over_ours", ratio, "x", conditions)]
 
 
 def median(values: list[float]) -> float:
     """The middle one."""
     return statistics.median(values)
-
-
-def machine() -> str:
-    """Processor, cores and Python of this host."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = names[0].partition(":")[2].strip() if names else platform.machine()
-    return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def parse() -> argparse.Namespace:
@@ -177,16 +164,10 @@ def main() -> None:
     python = ensure_venv(args.venv.absolute())
     ours, trl = [], []
     for seed in range(args.seeds):
-        run_dir = run_ours(seed)
-        ours.append(read_ours(run_dir))
-        trl.append(run_trl(python, model=warm_started_model(run_dir), seed=seed, target=args.target))
-    rows = rows_of(ours, trl, target=args.target)
-    if args.json:
-        print(json.dumps({"bench": "vs_trl", "machine": machine(), "rows": rows}))
-        return
-    print(machine())
-    for line in rows:
-        print(f"{line['name']:32} {line['value']:8.2f} {line['unit']}  {line['conditions']}")
+        run = run_ours(seed)
+        ours.append(measure(run))
+        trl.append(run_trl(python, model=warm_started_model(run), seed=seed, target=args.target))
+    show("vs_trl", rows_of(ours, trl, target=args.target), as_json=args.json)
 
 
 if __name__ == "__main__":

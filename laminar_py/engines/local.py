@@ -67,7 +67,7 @@ class LocalEngine:
         self._pending: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine's thread. It lives until `close`, and the process does not end before it."""
         self._loop = asyncio.get_running_loop()
         self._thread = self._loop.run_in_executor(self._executor, self._run)
         self._thread.add_done_callback(self._on_stopped)

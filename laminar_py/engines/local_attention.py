@@ -1,10 +1,11 @@
 """What a token sees of the KV cache, for one decoding step and for one batch of prompt tokens.
 
-Called by `LocalModel` through its `Attention` protocol; built anew for each call by the scheduler.
+Called by `LocalModel`; the plans are made anew for each call by the scheduler.
 Invariant: a query at position p sees exactly the positions up to p of its own sequence.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,56 +13,77 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laminar_py.engines.local_kv import BLOCK, BlockPool, Indices
+from laminar_py.engines.local_spec import ModelSpec
 
 LOG2_E = 1 / math.log(2)
+
+
+class DecodePlan(NamedTuple):
+    """Where one decoding step of B sequences reads and writes the N blocks in use; see `DecodeAttention`."""
+
+    keys: Tensor  # [L, N, K, D, BLOCK]
+    values: Tensor  # [L, N, K, BLOCK, D]
+    write_blocks: Tensor  # [B] where the new key and value of each sequence go
+    write_offsets: Tensor  # [B]
+    rows: Tensor  # [N] the sequence that owns a block
+    mask: Tensor  # [N, 1, BLOCK] 0 on tokens that are seen, else -inf
+    lowest: Tensor  # [B, H] -inf
+    zeros: Tensor  # [B, H * D]
+
+
+def plan_decode(pool: BlockPool, *, slots: Indices, positions: Indices, num_heads: int) -> DecodePlan:
+    """The plan for one query in each of `slots [B]`, at `positions [B]`."""
+    device, num_blocks = pool.keys.device, pool.num_blocks
+    row_of_slot = np.zeros(len(pool.table), np.int64)
+    visible = np.zeros(len(pool.table), np.int64)  # tokens; none of a slot that is not decoding
+    row_of_slot[slots], visible[slots] = np.arange(len(slots)), positions + 1
+    owner = pool.owner[:num_blocks]
+    remaining = np.clip(visible[owner] - pool.place[:num_blocks] * BLOCK, 0, BLOCK)
+    return DecodePlan(
+        keys=pool.keys[:, :num_blocks],
+        values=pool.values[:, :num_blocks],
+        write_blocks=torch.from_numpy(pool.table[slots, positions // BLOCK]).to(device),
+        write_offsets=torch.from_numpy(positions % BLOCK).to(device),
+        rows=torch.from_numpy(row_of_slot[owner]).to(device),
+        mask=pool.masks.index_select(0, torch.from_numpy(remaining).to(device))[:, None],
+        lowest=torch.full((len(slots), num_heads), -torch.inf, device=device),
+        zeros=torch.zeros(len(slots), num_heads * pool.values.shape[-1], device=device),
+    )
 
 
 class DecodeAttention:
     """One query of each of B sequences against all N blocks in use.
 
     Every block belongs to one row. Its scores and its share of the output are computed as if it were alone,
-    then the shares are added up in their rows, with the row's highest score subtracted before `exp`:
+    then the shares are added up in their rows, with the row's highest score subtracted before the exponential:
     the split softmax of Flash-Decoding. A block costs the same whatever the length of its sequence.
     """
 
-    def __init__(self, pool: BlockPool, *, slots: Indices, positions: Indices, num_heads: int) -> None:
-        """`slots [B]`, with the query's position in each, `positions [B]`."""
-        device, num_blocks = pool.keys.device, pool.num_blocks
-        _, _, self._num_kv_heads, self._head_dim, _ = pool.keys.shape
-        # Base 2: `exp` falls into a path 30 times slower on the masked entries, `exp2` does not.
-        self._scale = self._head_dim**-0.5 * LOG2_E
-        self._num_heads = num_heads
-        self._lowest = torch.full((len(slots), num_heads), -torch.inf, device=device)
-        self._zeros = torch.zeros(len(slots), num_heads * self._head_dim, device=device)
-        self._keys, self._values = pool.keys[:, :num_blocks], pool.values[:, :num_blocks]
-        self._write_blocks = torch.from_numpy(pool.table[slots, positions // BLOCK]).to(device)
-        self._write_offsets = torch.from_numpy(positions % BLOCK).to(device)
-        row_of_slot = np.zeros(len(pool.table), np.int64)
-        visible = np.zeros(len(pool.table), np.int64)  # tokens; none of a slot that is not decoding
-        row_of_slot[slots], visible[slots] = np.arange(len(slots)), positions + 1
-        owner = pool.owner[:num_blocks]
-        remaining = np.clip(visible[owner] - pool.place[:num_blocks] * BLOCK, 0, BLOCK)
-        self._rows = torch.from_numpy(row_of_slot[owner]).to(device)  # [N]
-        self._head_rows = self._rows[:, None].expand(-1, num_heads)  # [N, H]
-        self._mask = pool.masks.index_select(0, torch.from_numpy(remaining).to(device))[:, None]  # [N, 1, BLOCK]
+    def __init__(self, plan: DecodePlan, spec: ModelSpec) -> None:
+        self._plan, self._spec = plan, spec
+        self._head_rows = plan.rows[:, None].expand(-1, spec.num_heads)  # [N, H]
+        # Base 2: on masked entries `exp` takes a path 30 times slower, `exp2` does not.
+        self._scale = spec.head_dim**-0.5 * LOG2_E
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put keys and values `[B, K, D]` at each sequence's position."""
-        self._keys[layer][self._write_blocks, :, :, self._write_offsets] = k
-        self._values[layer][self._write_blocks, :, self._write_offsets] = v
+        place = (self._plan.write_blocks, self._plan.write_offsets)
+        self._plan.keys[layer].permute(0, 3, 1, 2).index_put_(place, k)
+        self._plan.values[layer].transpose(1, 2).index_put_(place, v)
 
     def mix(self, layer: int, q: Tensor) -> Tensor:
         """Attention of queries `[B, H, D]`, as `[B, H * D]`."""
-        heads, head_dim = self._num_heads, self._head_dim
-        keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)
-        queries = q.index_select(0, self._rows).view(keys.shape[0], -1, head_dim)
+        plan, heads, head_dim = self._plan, self._spec.num_heads, self._spec.head_dim
+        group = self._spec.num_queries_per_kv
+        keys, values = plan.keys[layer].flatten(0, 1), plan.values[layer].flatten(0, 1)
+        queries = q.index_select(0, plan.rows).view(-1, group, head_dim)
         scores = torch.bmm(queries, keys).view(-1, heads, BLOCK)
-        scores = torch.add(self._mask, scores, alpha=self._scale)  # fp32, as the mask
-        highest = self._lowest.scatter_reduce(0, self._head_rows, scores.amax(-1), "amax")
-        weights = scores.sub_(highest.index_select(0, self._rows)[..., None]).exp2_()
-        totals = self._zeros[:, :heads].index_add(0, self._rows, weights.sum(-1))
-        shares = torch.bmm(weights.to(values.dtype).view(keys.shape[0], -1, BLOCK), values).float()
-        mixed = self._zeros.index_add(0, self._rows, shares.view(-1, heads * head_dim))
+        scores = torch.add(plan.mask, scores, alpha=self._scale)  # fp32, as the mask
+        highest = plan.lowest.scatter_reduce(0, self._head_rows, scores.amax(-1), "amax")
+        weights = scores.sub_(highest.index_select(0, plan.rows)[..., None]).exp2_()
+        totals = plan.zeros[:, :heads].index_add(0, plan.rows, weights.sum(-1))
+        shares = torch.bmm(weights.to(values.dtype).view(-1, group, BLOCK), values).float()
+        mixed = plan.zeros.index_add(0, plan.rows, shares.view(-1, heads * head_dim))
         return (mixed.view(-1, heads, head_dim) / totals[..., None]).to(q.dtype).flatten(1)
 
 

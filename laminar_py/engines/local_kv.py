@@ -55,7 +55,10 @@ class BlockPool:
             self._held[slot] = place + 1
 
     def share(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of slot `source` to the empty slot `target`, at the next `settle`."""
+        """Copy the first `length` tokens of slot `source` to the empty slot `target`, at the next `settle`.
+
+        `source` holds them already: copies are made all at once, so one cannot feed another.
+        """
         self.extend(target, length)
         places = slice(0, -(-length // BLOCK))
         self._moves += zip(self.table[source, places].tolist(), self.table[target, places].tolist(), strict=True)

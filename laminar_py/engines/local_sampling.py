@@ -42,7 +42,7 @@ def _splitmix(x: Seeds) -> Seeds:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """How each row of a batch is drawn, e.g. `PLAIN`; None where no row asks for a thing, so that it costs nothing."""
+    """How the rows of a batch are drawn, e.g. `PLAIN`; None where no row asks for it, so that it costs nothing."""
 
     temperatures: Tensor | None = None  # [B, 1] 1 on greedy rows; None: all are 1
     greedy: Tensor | None = None  # [B] True where the temperature is 0

@@ -1,12 +1,11 @@
 """Which requests run: admission, prefill, retraction and the end of each. Owns the slots and the waiting queue.
 
-Called by the engine's thread alone. A step prefills at most `PREFILL_TOKENS` prompt tokens and adds one token
-to every decoding slot; what leaves is collected as deltas. Invariant: the slots never hold more than
+Called by the engine's thread alone. A step makes one batch of prefill and adds one token to every decoding
+slot; what leaves is collected as deltas. Invariant: the slots never hold more than
 `kv_capacity` tokens, and the oldest of them is never the one that makes room.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,28 +13,19 @@ import numpy as np
 import torch
 
 from laminar_py.codec import FloatArray, IntArray
-from laminar_py.engines.local_attention import DecodeAttention, PrefillAttention
+from laminar_py.engines.local_attention import plan_decode
 from laminar_py.engines.local_kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local_model import LocalModel
+from laminar_py.engines.local_prefill import Prefill, PrefillQueue
 from laminar_py.engines.local_sampling import PLAIN, Sampler, Seeds, uniforms
 from laminar_py.engines.local_slots import Slots, State, response_limit
 from laminar_py.engines.local_spec import ModelSpec
 from laminar_py.types import Delta, EngineStatus, FinishReason, GenerateRequest, PauseMode
 
-PREFILL_TOKENS = 512  # of one step, padding included: bounds how long decoding is held up
 ADMISSION_HEADROOM = 16  # steps that everything running can grow by after an admission, against thrashing
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """Prompt tokens on their way into the cache: `slots[0]` computes them, the others copy them at the end."""
-
-    ids: IntArray  # [n]
-    slots: list[int]
-    done: int = 0
 
 
 @dataclass(slots=True)
@@ -46,7 +36,7 @@ class _Job:
     request: GenerateRequest
     response: IntArray  # [L] what it had when it last joined the waiting queue
     version: int = -1  # weights that its KV cache was begun under
-    prefill: _Prefill | None = None
+    prefill: Prefill | None = None
 
     @property
     def cached_ids(self) -> IntArray:
@@ -87,7 +77,7 @@ class Scheduler:
         self._running: dict[int, _Job] = {}  # by slot, the oldest admission first
         self._groups: defaultdict[str, list[int]] = defaultdict(list)  # slots by group
         self._waiting: deque[_Job] = deque()
-        self._prefills: deque[_Prefill] = deque()
+        self._prefills = PrefillQueue(self._model, self._pool, max_len=max_len, device=device)
         self._rows: _Rows | None = None  # None: the decoding slots have changed
         self._deltas: list[tuple[int, Delta]] = []
         self._paused = False
@@ -165,9 +155,7 @@ class Scheduler:
         self._prefill()
         rows = self._rows = self._rows or self._collect_rows()
         positions = self._slots.num_prompt[rows.slots] + self._slots.num_response[rows.slots] - 1
-        for index in np.flatnonzero(positions % BLOCK == 0).tolist():
-            self._pool.extend(int(rows.slots[index]), int(positions[index]) + 1)
-        self._pool.settle()
+        self._reserve(rows.slots, positions)
         if rows.slots.size:
             ids, logprobs = self._decode(rows, positions)
             self._slots.append(rows.slots, ids, logprobs)
@@ -199,8 +187,7 @@ class Scheduler:
         if not len(ids):
             self._start(slot)
         elif sibling is None:
-            job.prefill = _Prefill(ids, [slot])
-            self._prefills.append(job.prefill)
+            job.prefill = self._prefills.add(slot, ids)
         elif (prefill := self._running[sibling].prefill) is not None:
             prefill.slots.append(slot)
             job.prefill = prefill
@@ -219,48 +206,15 @@ class Scheduler:
                 return slot
         return None
 
+    def _prefill(self) -> None:
+        for prefill in self._prefills.run():
+            for slot in prefill.slots:
+                self._running[slot].prefill = None
+                self._start(slot)
+
     def _start(self, slot: int) -> None:
         self._slots.state[slot] = State.DECODING
         self._rows = None
-
-    def _prefill(self) -> None:
-        """One batch of prompt tokens, at most `PREFILL_TOKENS` with padding, in the order of admission."""
-        batch: list[_Prefill] = []
-        lengths: list[int] = []
-        for prefill in self._prefills:
-            length = min(len(prefill.ids) - prefill.done, PREFILL_TOKENS)
-            if batch and (len(batch) + 1) * max([length, *lengths]) > PREFILL_TOKENS:
-                break
-            batch.append(prefill)
-            lengths.append(length)
-        if batch:
-            self._run_prefill(batch, np.array(lengths))
-        for prefill in batch:
-            if prefill.done == len(prefill.ids):
-                self._complete(prefill)
-
-    def _run_prefill(self, batch: Sequence[_Prefill], lengths: Indices) -> None:
-        starts = np.array([prefill.done for prefill in batch])
-        ids = np.zeros((len(batch), int(lengths.max())), np.int64)
-        for row, prefill in enumerate(batch):
-            chunk = slice(prefill.done, prefill.done + int(lengths[row]))
-            ids[row, : lengths[row]] = prefill.ids[chunk]
-            prefill.done = chunk.stop
-            self._pool.extend(prefill.slots[0], chunk.stop)
-        # Padding may run past the last position; what it computes is thrown away.
-        positions = np.minimum(starts[:, None] + np.arange(ids.shape[1]), self._max_len - 1)
-        slots = np.array([prefill.slots[0] for prefill in batch])
-        attention = PrefillAttention(self._pool, slots=slots, starts=starts, lengths=lengths)
-        self._model.prefill(self._tensor(ids.ravel()), self._tensor(positions.ravel()), attention=attention)
-
-    def _complete(self, prefill: _Prefill) -> None:
-        self._prefills.remove(prefill)
-        source = prefill.slots[0]
-        for slot in prefill.slots:
-            if slot != source:
-                self._pool.share(source, slot, len(prefill.ids))
-            self._running[slot].prefill = None
-            self._start(slot)
 
     def _collect_rows(self) -> _Rows:
         slots = self._slots
@@ -272,14 +226,18 @@ class Scheduler:
             )
         return _Rows(rows, slots.seeds[rows], slots.limit[rows], slots.stop_ids[rows], sampler)
 
+    def _reserve(self, slots: Indices, positions: Indices) -> None:
+        """A place in the cache for one token of each of `slots [B]`, at `positions [B]`."""
+        for index in np.flatnonzero(positions % BLOCK == 0).tolist():
+            self._pool.extend(int(slots[index]), int(positions[index]) + 1)
+        self._pool.settle()
+
     def _decode(self, rows: _Rows, positions: Indices) -> tuple[IntArray, FloatArray]:
         """The next token of each row and its log-probability, `[B]`."""
         num_response = self._slots.num_response[rows.slots]
-        attention = DecodeAttention(
-            self._pool, slots=rows.slots, positions=positions, num_heads=self._spec.num_heads
-        )
+        plan = plan_decode(self._pool, slots=rows.slots, positions=positions, num_heads=self._spec.num_heads)
         last_ids = self._tensor(self._slots.last_ids[rows.slots])
-        logits = self._model.decode(last_ids, self._tensor(positions), attention=attention)
+        logits = self._model.decode(last_ids, self._tensor(positions), plan=plan)
         uniform = torch.from_numpy(uniforms(rows.seeds, num_response)).to(self._device)
         ids, logprobs = rows.sampler.draw(logits, uniform)
         values = logprobs.cpu().numpy()
@@ -330,7 +288,7 @@ class Scheduler:
         self._rows = None
         self._leave_group(slot, job)
         if job.prefill is not None:
-            self._leave_prefill(slot, job.prefill)
+            self._prefills.leave(slot, job.prefill)
         return job
 
     def _leave_group(self, slot: int, job: _Job) -> None:
@@ -338,13 +296,6 @@ class Scheduler:
         members.remove(slot)
         if not members:
             del self._groups[job.request.group_id]
-
-    def _leave_prefill(self, slot: int, prefill: _Prefill) -> None:
-        if prefill.slots[0] == slot:
-            prefill.done = 0  # the next one begins anew, in blocks of its own
-        prefill.slots.remove(slot)
-        if not prefill.slots:
-            self._prefills.remove(prefill)
 
     def _tensor(self, values: Indices) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -64,8 +64,8 @@ class Slots:
 
     def vacate(self, slot: int) -> None:
         """The slot is free again."""
-        self.state[slot] = State.FREE
         self.num_prompt[slot] = self.num_response[slot] = 0
+        self.state[slot] = State.FREE  # last, so that `kv_used` is never too high in another thread's eyes
 
     def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray) -> None:
         """One new token for each of the slots `rows [B]`."""

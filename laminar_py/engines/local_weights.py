@@ -7,8 +7,9 @@ Invariant: nothing read here refers to the files afterwards, so a version's fold
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
@@ -66,6 +67,19 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Norm  # [C]
     head: Tensor  # [C, V]
+
+    def copy_(self, other: "Weights") -> None:
+        """Take the values of `other`, a model of the same spec, into the same memory."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from (self.embedding, self.norm.scale, self.head)
+        for layer in self.layers:
+            for field in fields(layer):
+                value = getattr(layer, field.name)
+                if value is not None:
+                    yield value.scale if isinstance(value, Norm) else value
 
 
 def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weights:

@@ -42,9 +42,8 @@ def grpo_loss(
     the policy came to favour is still pushed down, with bounded force (dual-clip has the same value there and
     no gradient). A staleness correction needs no further factor, because r already corrects from mu.
 
-    PPO, Schulman et al. 2017, eq. 7; two clip bounds, DAPO, Yu et al. 2025, eq. 10; truncated importance weights,
-    Espeholt et al. 2018 (IMPALA), section 4.1; dual clip, Ye et al. 2020, eq. 5; advantages as in GRPO, Shao et
-    al. 2024.
+    PPO, Schulman et al. 2017, eq. 7; two clip bounds, DAPO, Yu et al. 2025, section 3.1; truncated importance
+    weights, IMPALA, Espeholt et al. 2018, section 4.1; dual clip, Ye et al. 2020; GRPO, Shao et al. 2024.
     """
     low, high = 1.0 - clip_low, 1.0 + clip_high
     assert importance_cap >= high, (

@@ -7,7 +7,7 @@ A node and its parent:
     attached:   Attach                  -> Announce(newest)          at every connect, also to a revived parent
     fetching:   Announce(v), Fetch(v)*  -> Chunk*                    Fetch grants credits; the parent sends chunks
                                                                      as it gets them itself (cut-through)
-    complete:   Done(v)                                              all digests verified; only after a Want
+    complete:   Done(v)                                              verified here, or not needed here any more
     overtaken:  Announce(v') with v' > v                             v is abandoned unless somebody wants it
     wanting:    Want(v)                 -> Announce(v) | Lost(v)     a pull of an older version, asked on upwards
     failed:     Failed(v)                                            the parent cannot have v: try the next parent
@@ -94,7 +94,7 @@ class Fetch(Upward, frozen=True):
 
 
 class Done(Upward, frozen=True):
-    """The node below holds the version it wanted."""
+    """The node below has the version, or needs it no longer: it need not be kept for that node's sake."""
 
     version: Version
 

@@ -64,7 +64,7 @@ class RelayNode:
         self._downlink = Downlink()
         self._desk = Desk(self._store, self._downlink.send)
         self._intakes: dict[int, Intake] = {}  # by version
-        self._failure: m.Failed | None = None  # the last one
+        self._failure: m.Failed | None = None  # of the newest version, for children that come later
         self._running = False
         self._closing = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -214,6 +214,8 @@ class RelayNode:
                 self._begin(manifest)
             except (NoRoomError, BrokenVersionError) as error:
                 self._fail(version, str(error))
+        else:
+            self._uplink.tell(m.Done(version))  # whoever wanted it here has gone
 
     def _begin(self, manifest: m.Manifest) -> None:
         self._check(manifest)
@@ -274,8 +276,7 @@ class RelayNode:
             self._finish(intake)
 
     def _finish(self, intake: Intake) -> None:
-        if self._wanted(intake.version):
-            self._uplink.tell(m.Done(intake.version))
+        self._uplink.tell(m.Done(intake.version))
         self._store.commit(intake.stored)
         del self._intakes[intake.version]
         self._now_complete(intake.stored.manifest, first_byte_s=intake.first_byte_s, elapsed_s=intake.elapsed_s)
@@ -318,11 +319,14 @@ class RelayNode:
     def _fail(self, version: int, reason: str) -> None:
         """This version cannot be had here. Those below are told; the node itself goes on."""
         log.error("%s gives up version %d: %s", self.name, version, reason)
-        self._failure = m.Failed(version, reason)
-        self._downlink.refuse(version, self._failure, newest=version >= self._newest)
+        failed = m.Failed(version, reason)
+        self._uplink.tell(m.Done(version))
+        self._downlink.refuse(version, failed, newest=version >= self._newest)
         if version in self._intakes:
             self._drop(version)
-        self._desk.failed(self._failure)
+        if version > self._newest:
+            self._failure = failed
+        self._desk.failed(failed)
         self._emit(m.VersionFailed(self.name, version, reason))
 
     def _drop(self, version: int) -> None:

@@ -210,7 +210,7 @@ class Store:
             raise _no_room(self.path, manifest.version, manifest.num_bytes)
         folder = self.path / f"{folder_name(manifest.version)}.part"
         with writing(self.path, manifest.version, manifest.num_bytes):
-            folder.mkdir(mode=0o700)
+            folder.mkdir(mode=0o700, exist_ok=True)  # it is left behind when there is no room for the manifest
             write_manifest(folder, manifest)
         return StoredVersion(manifest, folder, complete=False)
 

@@ -18,7 +18,7 @@ class RelayError(RuntimeError):
 
 
 class Subscriber:
-    """`await start()`, then `await run()` in a task until `await close()`; the questions work in between.
+    """`await run()` in a task until `await close()`; the questions may be put at any time.
 
     `name` holds the pin: a revived replica of the same name finds the version it pulled last still held.
     """
@@ -46,9 +46,6 @@ class Subscriber:
         self._num_pulls = 0
         self._running = False
         self._stopped = asyncio.Event()
-
-    async def start(self) -> None:
-        """Nothing to do yet; here so that nodes and subscribers are run alike."""
 
     async def run(self) -> None:
         """Listen to the node, which need not be there yet, until `close`."""

@@ -98,7 +98,6 @@ class ReplicaActor:
         await engine.start()
         keys = RelayKeys(spec.public_key, spec.secret_key)
         weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
-        await weights.start()
         self._listening = asyncio.create_task(weights.run(), name="subscriber")
         self._replica = Replica(
             spec.index,

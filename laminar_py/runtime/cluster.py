@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from laminar_py.runtime.actors import remote
 
@@ -39,7 +39,10 @@ class Part:
         self._handle = remote(kind, concurrency=concurrency, num_gpus=num_gpus).remote()
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> object:
-        """The result of an actor method. Raises PartDiedError if there is none in `timeout_s`."""
+        """The result of an actor method.
+
+        Raises PartDiedError if there is none in `timeout_s` or it raised, and a ValueError of the method as it is.
+        """
         limit = self._timeout_s if timeout_s is None else timeout_s
         reference = getattr(self._handle, method).remote(*arguments)
         try:
@@ -47,6 +50,11 @@ class Part:
         except TimeoutError:
             self.kill()
             raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
+        except RayTaskError as error:
+            self.kill()
+            if isinstance(error.cause, ValueError):  # bad input that only the part could see
+                raise ValueError(str(error.cause)) from None
+            raise PartDiedError(self.name, f"{type(error.cause).__name__}: {error.cause}") from error
         except RayError as error:
             self.kill()
             raise PartDiedError(self.name, _last_line(error)) from error

@@ -234,7 +234,6 @@ class Controller:
     async def _hold(self, version: int) -> None:
         """Pull a version from the root under a name of its own, so that the root keeps it."""
         subscriber = Subscriber(self._relays.root, f"evaluation-{version}", self._relays.keys)
-        await subscriber.start()
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         await subscriber.pull(version)
         await subscriber.close()

@@ -45,14 +45,25 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
         with local_cluster():
             controller = Controller(config, run, inputs=inputs, view=view, resume=resume is not None)
             summary = asyncio.run(_lead(controller))
-    except* RunFailedError as failures:
-        raise failures.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        raise _first_fault(group) from None
     finally:
         view.close()
     if not summary.finished:
         raise RunInterruptedError(summary)
     shutil.rmtree(run.shm(config.relay.shm), ignore_errors=True)
     return summary
+
+
+def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What the command line can say in one line, if a part ended the run with that; else the group."""
+    known = group.subgroup((RunFailedError, ValueError))
+    while isinstance(known, BaseExceptionGroup):
+        first = known.exceptions[0]
+        if not isinstance(first, BaseExceptionGroup):
+            return first
+        known = first
+    return group
 
 
 async def _lead(controller: Controller) -> Summary:

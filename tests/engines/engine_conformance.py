@@ -104,7 +104,7 @@ async def caught(engine: InferenceEngine, request: GenerateRequest) -> Caught:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for what the protocol has no event for."""
-    while not holds():
+    while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0.002)
 
 

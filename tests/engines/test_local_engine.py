@@ -131,6 +131,16 @@ async def test_logprobs_agree_with_a_full_forward_in_a_crowded_batch(kind, tmp_p
         assert_law_4(folder, prompt, response)
 
 
+async def test_a_bf16_model_is_served_in_bf16(folders, tmp_path):
+    AutoModelForCausalLM.from_pretrained(folders[0]).bfloat16().save_pretrained(tmp_path)
+    prompt = random_prompt(0, 40)
+    async with serving(tmp_path) as engine:
+        response = await collect(engine, make_request(prompt=prompt, length=100, temperature=1.0))
+    exact = hf_logprobs(folders[0], prompt, response.ids)
+    assert response.logprobs == pytest.approx(exact, abs=0.15)
+    assert response.logprobs != pytest.approx(exact, abs=1e-4)
+
+
 async def test_logprobs_agree_after_a_resume_by_prefix(folders):
     prompt, prefix = random_prompt(0, 40), random_prompt(1, 77)
     async with serving(folders[0]) as engine:

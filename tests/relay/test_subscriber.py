@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from laminar_py.interfaces import VersionLostError
-from laminar_py.relay.messages import Announce, Fetch, VersionComplete, Want
+from laminar_py.relay.messages import Announce, Attach, Done, Fetch, VersionComplete, Want
 from laminar_py.relay.subscriber import RelayError
 from laminar_py.relay.topology import chain
 from tests.relay.tree import (
@@ -74,17 +74,21 @@ async def test_a_hold_survives_the_crash_of_node_and_subscriber(tmp_path: Path) 
     assert versions_in(tmp_path / "relay-0") == ["v1", "v3"]
 
 
-async def test_an_old_version_is_fetched_from_an_ancestor_and_kept_on_the_way_only_as_long(tmp_path: Path) -> None:
-    for version in (1, 2, 3):
-        write_version(tmp_path / "relay-0", version, 5 * CHUNK)
+async def test_a_version_that_no_ancestor_has_is_lost(tmp_path: Path) -> None:
+    for version in (1, 2):
+        write_version(tmp_path / "relay-0", version, CHUNK)
     async with (
         growing(tmp_path, chain(3, 1), keep_versions=1) as nodes,
         running(replica := subscriber(nodes[2], "replica")),
     ):
-        assert await replica.latest() == 3
         with pytest.raises(VersionLostError, match="version 1 "):
             await replica.pull(1)  # the root keeps one version
-    write_version(tmp_path / "relay-0", 2, 5 * CHUNK)
+        assert (await replica.pull()).version == 2
+
+
+async def test_an_old_version_is_fetched_from_an_ancestor_and_kept_on_the_way_no_longer(tmp_path: Path) -> None:
+    for version in (2, 3):
+        write_version(tmp_path / "relay-0", version, 5 * CHUNK)
     (tmp_path / "relay-0" / "pin-other").write_text("2")
     async with (
         growing(tmp_path, chain(3, 1), keep_versions=1) as nodes,
@@ -92,10 +96,21 @@ async def test_an_old_version_is_fetched_from_an_ancestor_and_kept_on_the_way_on
     ):
         pulled = await replica.pull(2)
         assert folder_bytes(Path(pulled.path)) == folder_bytes(tmp_path / "relay-0" / "v2")
+        assert await replica.latest() == 3
         with pytest.raises(VersionLostError):
             await replica.pull(1)  # answered by way of relay-1, after that has let go of 2
     assert versions_in(tmp_path / "relay-1") == ["v3"]
     assert versions_in(tmp_path / "relay-2") == ["v2", "v3"]
+
+
+async def test_a_node_declines_a_version_that_nobody_there_needs(tmp_path: Path) -> None:
+    write_version(tmp_path / "relay-1", 2, CHUNK)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint)):
+            await parent.receive(Attach)
+            parent.send(Announce(write_version(tmp_path / "origin", 1, CHUNK).manifest))
+            assert await parent.receive(object) == Done(1)
 
 
 async def test_a_version_that_was_asked_for_is_fetched_even_when_overtaken(tmp_path: Path) -> None:
@@ -147,6 +162,8 @@ async def test_a_revived_subscriber_replaces_the_question_of_its_old_self(tmp_pa
                 assert (await revived.pull()).version == 2
             parent.send_all(old)
             await events.first(VersionComplete, version=1)
+            while (await parent.receive(Done)).version != 1:
+                pass
     assert (tmp_path / "relay-1" / "pin-replica").read_text() == "2"
 
 

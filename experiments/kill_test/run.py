@@ -1,0 +1,156 @@
+"""Kill -9 a replica, a relay, the learner, a scorer, the controller or everything at random moments of a run.
+
+`python experiments/kill_test/run.py [--kills 20] [--seed 0] [--json]` trains the quickstart, kills by process id
+(which the ledger knows), resumes after each death of the controller, and at the end wants every law to hold and
+held-out accuracy of at least 0.95. Exit code 1 if it is not so.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from laminar_py.audit.queries import accounting
+from laminar_py.audit.verify import verify
+from laminar_py.bench.report import Row, show
+from laminar_py.bench.runs import read_run
+
+CONFIG = "configs/quickstart.yaml"
+CONTROLLER, EVERYTHING = "controller", "everything"
+VICTIMS = (
+    "replica-0",
+    "replica-1",
+    "relay-0",
+    "relay-1",
+    "relay-2",
+    "learner-0",
+    "scorer-0",
+    CONTROLLER,
+    EVERYTHING,
+)
+TARGET = 0.95
+START_S, END_S = 180.0, 600.0
+
+
+class Run:
+    """One `laminar train`, resumed whenever its controller dies."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        self._settings = [f"seed={seed}", f"steps={steps}", "name=kill_test", "learner.checkpoint_every=10"]
+        self._process = self._launch([])
+        deadline = time.monotonic() + START_S
+        before = set(Path("runs").glob("kill_test-*"))
+        while not (made := set(Path("runs").glob("kill_test-*")) - before):
+            check(time.monotonic() < deadline, "no run folder appeared")
+            time.sleep(0.1)
+        (self.folder,) = made
+        self.wait_for_step()
+
+    def _launch(self, extra: list[str]) -> "subprocess.Popen[bytes]":
+        command = [str(Path(sys.executable).with_name("laminar")), "train", CONFIG, *self._settings, *extra]
+        return subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether the controller lives."""
+        return self._process.poll() is None
+
+    def wait_for_step(self) -> None:
+        """Return once one more step is committed, or the run has ended."""
+        metrics = self.folder / "metrics.jsonl"
+        before = metrics.stat().st_size if metrics.is_file() else 0
+        deadline = time.monotonic() + START_S
+        while self.running and (metrics.stat().st_size if metrics.is_file() else 0) <= before:
+            check(time.monotonic() < deadline, f"no step in {START_S:.0f} s")
+            time.sleep(0.1)
+
+    def kill(self, victim: str) -> bool:
+        """Kill it now; False if it is not there at this moment (it is being revived)."""
+        if victim in (CONTROLLER, EVERYTHING):
+            family = psutil.Process(self._process.pid).children(recursive=True) if victim == EVERYTHING else []
+            os.kill(self._process.pid, signal.SIGKILL)
+            for process in family:
+                end(process.pid)
+            self._process.wait()
+            self._process = self._launch(["--resume"])
+            return True
+        with closing(sqlite3.connect(f"file:{self.folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+            (body,) = ledger.execute(
+                "SELECT body FROM event WHERE kind = 'partstarted' AND subject = ? ORDER BY seq DESC", (victim,)
+            ).fetchone()
+        return end(msgspec.json.decode(body)["pid"])
+
+    def finish(self) -> int:
+        """Wait for the end; the exit code."""
+        return self._process.wait(timeout=END_S)
+
+
+def end(pid: int) -> bool:
+    """SIGKILL; whether there was such a process."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def check(condition: bool, message: str) -> None:
+    """Stop the test with a message."""
+    if not condition:
+        raise SystemExit(f"kill test failed: {message}")
+
+
+def campaign(run: Run, kills: int, rng: random.Random) -> dict[str, int]:
+    """Kill so many times; every kind of victim comes before any comes again."""
+    done: dict[str, int] = dict.fromkeys(VICTIMS, 0)
+    deck: list[str] = []
+    while sum(done.values()) < kills:
+        run.wait_for_step()
+        time.sleep(rng.uniform(0.2, 3.0))
+        check(run.running, f"the run ended after {sum(done.values())} of {kills} kills; raise --steps")
+        deck = deck or rng.sample(VICTIMS, len(VICTIMS))
+        victim = deck.pop()
+        if run.kill(victim):
+            done[victim] += 1
+            print(f"kill {sum(done.values())}/{kills}: {victim}", file=sys.stderr, flush=True)
+    return done
+
+
+def main() -> None:
+    """Kill, resume, prove."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = parser.parse_args()
+    run = Run(args.seed, args.steps)
+    done = campaign(run, args.kills, random.Random(args.seed))
+    check(run.finish() == 0, "the last incarnation did not finish")
+    findings = verify(run.folder)
+    for finding in findings:
+        print(finding, file=sys.stderr)
+    account, summary = accounting(run.folder), read_run(run.folder).summary
+    accuracy = summary.accuracy_end or 0.0
+    conditions = ", ".join(f"{count} x {victim}" for victim, count in done.items())
+    rows = [
+        Row("kills", sum(done.values()), "processes or process trees", conditions),
+        Row("laws_broken", len(findings), "findings", "laminar audit verify"),
+        Row("accounting_closes", float(account.balanced), "1 is yes", str(account.train)),
+        Row("accuracy_end", accuracy, "share of 300", f"{summary.steps} steps, {summary.rl_seconds:.0f} s of RL"),
+    ]
+    show("kill_test", rows, as_json=args.json)
+    check(not findings and account.balanced and accuracy >= TARGET, "see the table")
+
+
+if __name__ == "__main__":
+    main()

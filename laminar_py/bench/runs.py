@@ -1,0 +1,39 @@
+"""Training runs as an experiment starts them: the command line in a process of its own, its results typed."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.runtime.stats import StepRow
+from laminar_py.runtime.summary import Summary
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A run's folder, summary and steps."""
+
+    folder: Path
+    summary: Summary
+    steps: list[StepRow]
+
+
+def train(config: Path, settings: list[str]) -> FinishedRun:
+    """Run `laminar train`; its output goes to standard error. Raises `CalledProcessError`."""
+    command = [str(Path(sys.executable).with_name("laminar")), "train", str(config), *settings]
+    print("$", *command, file=sys.stderr, flush=True)  # noqa: T201 (progress of an experiment)
+    name = next(setting.removeprefix("name=") for setting in settings if setting.startswith("name="))
+    runs = next((setting.removeprefix("runs=") for setting in settings if setting.startswith("runs=")), "runs")
+    before = set(Path(runs).glob(f"{name}-*"))
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    (folder,) = set(Path(runs).glob(f"{name}-*")) - before
+    return read_run(folder)
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """What a finished run left."""
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    return FinishedRun(folder, summary, [msgspec.json.decode(line, type=StepRow) for line in lines])

@@ -1,0 +1,85 @@
+"""Bad input: one line that names field, value and remedy, exit code 2, no process and no run left behind."""
+
+import shutil
+import socket
+import subprocess
+
+import psutil
+import pytest
+
+from tests.runtime.runs import LAMINAR, REPO
+
+CONFIG = "configs/quickstart.yaml"
+
+
+def train(*settings):
+    """Exit code and lines on standard error."""
+    done = subprocess.run(
+        [LAMINAR, "train", CONFIG, *settings], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stderr.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stepz=3", "stepz=3: unknown key"),
+        ("steps=many", "steps='many': input should be a valid integer"),
+        ("learner.lr=-1", "learner.lr=-1: input should be greater than 0"),
+        ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),
+        ("data.train=/nowhere.jsonl", "data.train=/nowhere.jsonl: no such file"),
+        ("reward.function=best", "reward.function=best: unknown"),
+        ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),
+        ("relay.keep_versions=100000000", "relay.shm=/dev/shm:"),
+        ("data.prepare=/nowhere.py", "data.prepare=/nowhere.py: no such file"),
+        ("nonsense", "override=nonsense: not of the form key=value"),
+    ],
+)
+def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, setting, message):
+    code, lines = train(f"runs={tmp_path}", setting)
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith(f"laminar: {message}")
+    assert list(tmp_path.iterdir()) == []
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_broken_line_of_a_prompt_file_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "e-2;o*7;1x5?", "answer": "7"}\n{"prompt": "e-2;\n')
+    code, lines = train(f"runs={tmp_path / 'runs'}", f"data.train={path}")
+    assert code == 2
+    assert len(lines) == 1
+    assert f"data.train={path}:2" in lines[0]
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, lines = train(f"runs={tmp_path}", f"relay.base_port={port}")
+    assert code == 2
+    assert len(lines) == 1
+    assert f"relay.base_port={port}: cannot listen on 127.0.0.1:{port}" in lines[0]
+
+
+def test_resuming_what_does_not_exist_is_refused(tmp_path):
+    code, lines = train(f"runs={tmp_path}", "--resume")
+    assert code == 2
+    assert "no run in" in lines[0]
+
+
+def test_a_truncated_ledger_is_refused_by_the_audit(tmp_path):
+    (tmp_path / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 100)
+    done = subprocess.run(
+        [LAMINAR, "audit", str(tmp_path), "verify"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_every_command_has_help_with_an_example():
+    for words in (["train"], ["audit"], ["doctor"], ["audit", "x", "verify"]):
+        done = subprocess.run([LAMINAR, *words, "--help"], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0
+        assert "Example:" in done.stdout
+    assert shutil.which(LAMINAR)

@@ -1,0 +1,136 @@
+"""Whole runs with real Ray actors, sockets, engines and a ledger: they learn, die, come back and keep the laws."""
+
+import json
+import os
+import signal
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from laminar_py.audit.queries import Filters, accounting, listing
+from laminar_py.audit.verify import verify
+from laminar_py.types import Kind, Status
+from tests.runtime.runs import TrainProcess, wait_until_gone
+
+
+def summary_of(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def assert_laws(run):
+    assert verify(run) == []
+    assert accounting(run).balanced
+
+
+def pids_of(run):
+    """The newest process id of each part."""
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT body FROM event WHERE kind = 'partstarted' ORDER BY seq")
+        return {body["part"]: body["pid"] for body in map(json.loads, (row[0] for row in rows))}
+
+
+def consumed(run):
+    return list(listing(run, Filters(status=Status.CONSUMED, kind=Kind.TRAIN)))
+
+
+def test_an_asynchronous_run_ends_well_and_leaves_nothing_behind(tmp_path):
+    with TrainProcess(tmp_path) as train:
+        train.wait_for_step(1)
+        family = train.family()
+        assert_only_ray_listens_beyond_loopback(family)
+        code, output = train.finish()
+        assert code == 0, output
+        assert wait_until_gone(family) == []
+    summary = summary_of(train.run)
+    assert summary["finished"]
+    assert summary["steps"] == 4
+    assert summary["tokens"]["trained"] == sum(row.length for row in consumed(train.run))
+    assert summary["trajectories"]["consumed"] == len(consumed(train.run)) == 4 * 16
+    assert [e["step"] for e in summary["evaluations"]] == [0, 4]
+    assert summary["peak_memory_bytes"] < 6 << 30
+    assert_laws(train.run)
+
+
+def assert_only_ray_listens_beyond_loopback(family):
+    """Law 7: Ray's own RPC (token authentication) is the exception."""
+    listening = {
+        (process.name(), connection.laddr.ip)
+        for process in family
+        for connection in process.net_connections("tcp")
+        if connection.status == "LISTEN"
+    }
+    relays = {ip for name, ip in listening if "Relay" in name}
+    assert "127.0.0.1" in relays
+    environment = next(process for process in family if process.name() == "raylet").environ()
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert len(environment["RAY_AUTH_TOKEN"]) >= 32
+
+
+def test_sync_is_on_policy_and_one_step_is_one_step_behind(tmp_path):
+    for schedule, staleness in (("sync", {0}), ("one_step", {0, 1})):
+        with TrainProcess(tmp_path / schedule, f"schedule={schedule}") as train:
+            code, output = train.finish()
+        assert code == 0, output
+        assert {row.staleness for row in consumed(train.run)} == staleness
+        assert_laws(train.run)
+
+
+def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on(tmp_path):
+    with TrainProcess(tmp_path, "steps=16") as train:
+        for step, part in ((1, "replica-1"), (2, "relay-1"), (3, "scorer-0"), (5, "learner-0")):
+            train.wait_for_step(step)
+            os.kill(pids_of(train.run)[part], signal.SIGKILL)
+        code, output = train.finish()
+    assert code == 0, output
+    assert {"replica-1", "relay-1", "scorer-0", "learner-0"} <= set(summary_of(train.run)["restarts"])
+    assert_laws(train.run)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["controller", "everything"])
+def test_a_killed_run_resumes_where_the_ledger_says(tmp_path, everything):
+    with TrainProcess(tmp_path, "steps=12") as train:
+        train.wait_for_step(5)
+        family = train.family()
+        for process in family if everything else family[:1]:
+            process.kill()
+        train.process.wait()
+        assert accounting(train.run).balanced
+    with TrainProcess(tmp_path, "steps=12", resume=True) as again:
+        code, output = again.finish()
+        assert code == 0, output
+        assert wait_until_gone(family) == []
+    assert summary_of(again.run)["steps"] == 12
+    assert_laws(again.run)
+
+
+def test_ctrl_c_finishes_the_step_checkpoints_and_says_how_to_go_on(tmp_path):
+    with TrainProcess(tmp_path, "steps=10000") as train:
+        train.wait_for_step(3)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    assert code == 130
+    assert "--resume" in output
+    steps = summary_of(train.run)["steps"]
+    with TrainProcess(tmp_path, f"steps={steps + 2}", resume=True) as again:
+        code, output = again.finish()
+    assert code == 0, output
+    assert summary_of(again.run)["steps"] == steps + 2
+    assert_laws(again.run)
+
+
+def test_two_learner_ranks_and_partial_rollout(tmp_path):
+    settings = ("learner.world_size=2", "rollout.on_new_weights=resume", "rollout.partial_interval_s=0.1")
+    with TrainProcess(tmp_path, "steps=8", *settings) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert_laws(train.run)
+
+
+def test_a_second_controller_on_a_run_is_refused(tmp_path):
+    with TrainProcess(tmp_path, "steps=10000") as train:
+        train.wait_for_step(1)
+        with TrainProcess(tmp_path, resume=True) as second:
+            code, output = second.finish()
+        assert code == 2
+        assert "another process runs it" in output
