@@ -242,7 +242,7 @@ class RelayConfig(Section):
     """Children of a node in a `kary` tree."""
     nodes: Count = 3
     """Relay processes, the root included; replicas attach to them in turn, leaves first."""
-    chunk_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = 4 * 2**20
+    chunk_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = 2**20
     """Size of a chunk on the wire."""
     keep_versions: Count = 2
     """Complete versions a node keeps; one that a replica holds is kept longer."""

@@ -18,10 +18,13 @@ class Clock(Protocol):
 
 
 class InferenceEngine(Protocol):
-    """One continuous-batching engine. `tests/engine_conformance.py` is its definition."""
+    """One continuous-batching engine. `tests/engines/engine_conformance.py` is its definition."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """New tokens as they come; the last delta has a finish reason. `ValueError` if it can never fit."""
+        """New tokens as they come; the last delta has a finish reason.
+
+        `ValueError` if it can never fit, or its rid is in flight.
+        """
         ...
 
     async def abort(self, rid: str) -> None:
@@ -37,7 +40,10 @@ class InferenceEngine(Protocol):
         ...
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """Serve the safetensors in `path` as `version`. The engine must be idle or paused."""
+        """Serve the safetensors in `path` as `version`, from the next token on.
+
+        `RuntimeError` while requests run unpaused; `ValueError` if the files do not fit or the version goes back.
+        """
         ...
 
     def status(self) -> EngineStatus:
@@ -58,7 +64,10 @@ class VersionLostError(Exception):
 
 
 class WeightSource(Protocol):
-    """Where a replica gets weights: its local relay (or a folder, in tests)."""
+    """Where a replica gets weights: its local relay (or a folder, in tests).
+
+    All three raise a `RuntimeError` that says why if the relay cannot hold a version.
+    """
 
     async def latest(self) -> int:
         """The newest complete version here; waits for the first."""

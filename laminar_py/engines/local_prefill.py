@@ -19,7 +19,7 @@ from laminar_py.engines.local_model import LocalModel
 PREFILL_TOKENS = 512
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Prefill:
     """Tokens for a group of slots, e.g. `Prefill(ids, [3, 7])`: slot 3 computes them, 7 copies them at the end."""
 

@@ -28,7 +28,7 @@ _NO_IDS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """One request in the engine, e.g. `_Job(7, request, request.prefix_ids)` while it waits."""
 

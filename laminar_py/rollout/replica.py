@@ -34,7 +34,7 @@ from laminar_py.types import (
 
 log = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 0.025
+REPORT_INTERVAL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -145,11 +145,11 @@ class Replica:
 
     async def run(self) -> None:
         """Take up what it was started for, then follow the relay until cancelled."""
-        self.submit(self._initial)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow_relay(), name="follow-relay")
-            tasks.create_task(self._refresh_weights(), name="refresh-weights")
-            tasks.create_task(self._watch_partials(), name="watch-partials")
+        async with asyncio.TaskGroup() as self._tasks:
+            self.submit(self._initial)
+            self._tasks.create_task(self._follow_relay(), name="follow-relay")
+            self._tasks.create_task(self._refresh_weights(), name="refresh-weights")
+            self._tasks.create_task(self._watch_partials(), name="watch-partials")
 
     async def _follow_relay(self) -> None:
         while True:
@@ -179,12 +179,10 @@ class Replica:
     # ---- weights
 
     async def _begin_round(self) -> None:
-        """Take the newest weights and admit a batch."""
-        if self._stopping:
-            return
+        """Take the newest weights and, unless it stops, admit a batch."""
         if self._newest > self._version:
             await self._load(None)
-        self._admitted, self._open = 0, True
+        self._admitted, self._open = 0, not self._stopping
         self._report_now.set()
 
     async def _load_pinned(self) -> None:
@@ -257,7 +255,8 @@ class Replica:
 
     def _spawn(self, running: Running) -> None:
         name = running.assignment.trajectory_id
-        running.task = asyncio.create_task(self._generate(running), name=name)
+        running.in_engine = False
+        running.task = self._tasks.create_task(self._generate(running), name=name)
 
     async def _generate(self, running: Running) -> None:
         assignment = running.assignment

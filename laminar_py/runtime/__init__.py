@@ -1,8 +1,9 @@
 """Processes: the only room that knows Ray.
 
 Ray reads these variables when it is imported, so they are set here, before any module of the room can import it:
-token authentication with a token of this run's own, no usage reports, no second OpenMP thread in any worker, and
-an allocator that keeps its pages (a learner step hands tensors of megabytes back and forth: 6 to 14 % of its time).
+token authentication with a token of this run's own, no usage reports, parts that rank with the controller (the
+replicas lower themselves), no second OpenMP thread in any worker, and an allocator that keeps its pages (a learner
+step hands tensors of megabytes back and forth: 6 to 14 % of its time).
 """
 
 import os
@@ -11,6 +12,7 @@ import secrets
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(
     "GLIBC_TUNABLES",

@@ -26,6 +26,9 @@ from laminar_py.types import Assignment, ScoringRequest
 
 log = logging.getLogger(__name__)
 
+# On a machine that they share the learner goes first: generation runs ahead of it, never the other way round.
+REPLICA_NICENESS = 5
+
 
 def _log_to(run_dir: str, part: str) -> None:
     logging.basicConfig(
@@ -85,6 +88,7 @@ class ReplicaActor:
         from laminar_py.rollout.replica import Replica
 
         _one_thread()
+        os.nice(REPLICA_NICENESS)
         spec = decode(ReplicaSpec, data)
         _log_to(spec.run_dir, f"replica-{spec.index}")
         config = RunConfig.model_validate_json(spec.config)
@@ -133,6 +137,7 @@ class ReplicaActor:
         for task in (self._task, self._listening):
             if task.done():
                 report.cancel()
+                log.error("%s ended", task.get_name(), exc_info=task.exception())
                 task.result()
         return encode(await report)
 

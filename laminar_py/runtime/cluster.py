@@ -54,7 +54,8 @@ class Part:
             self.kill()
             if isinstance(error.cause, ValueError):  # bad input that only the part could see
                 raise ValueError(str(error.cause)) from None
-            raise PartDiedError(self.name, f"{type(error.cause).__name__}: {error.cause}") from error
+            cause = _first(error.cause)
+            raise PartDiedError(self.name, f"{type(cause).__name__}: {cause}") from error
         except RayError as error:
             self.kill()
             raise PartDiedError(self.name, _last_line(error)) from error
@@ -85,6 +86,13 @@ def local_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error inside a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _last_line(error: RayError) -> str:

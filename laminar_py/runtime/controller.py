@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 SCORING_BATCH = 64
 HOUSEKEEPING_S = 0.5
-MEMORY_S = 2.0
+MEMORY_S = 5.0
 
 
 class Controller:

@@ -1,6 +1,7 @@
 """Peak memory of a run: summed PSS of the controller and all its descendants, and shared memory."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import psutil
@@ -22,11 +23,12 @@ def pss_bytes(pid: int) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder; files that vanish meanwhile count 0."""
+    """Bytes of the files below a folder; what vanishes meanwhile counts 0."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

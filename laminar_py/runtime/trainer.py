@@ -35,6 +35,8 @@ from laminar_py.types import Published
 
 log = logging.getLogger(__name__)
 
+ARCHIVE_EVERY = 10  # checkpoints; each archive is a Parquet file of its own
+
 
 class Trainer:
     """Where the learner is: step, version, last checkpoint."""
@@ -72,6 +74,7 @@ class Trainer:
         self._checkpoint = recovered.checkpoint if recovered else None
         self._next_version = recovered.highest_version + 1 if recovered else 0
         self._attention_share = 0.0
+        self._checkpoints = 0
 
     @property
     def moment(self) -> Moment:
@@ -206,7 +209,9 @@ class Trainer:
         kept = sorted(self._run.checkpoints.iterdir(), key=lambda folder: folder.stat().st_mtime)
         for old in kept[: -self._config.learner.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
-        await self._ledger.archive()
+        self._checkpoints += 1
+        if self._checkpoints % ARCHIVE_EVERY == 0:
+            await self._ledger.archive()
 
     async def _save_or_go_back(self) -> None:
         try:

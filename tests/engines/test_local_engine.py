@@ -318,3 +318,17 @@ async def test_a_request_that_means_nothing_is_refused(folders, changes):
     async with serving(folders[0]) as engine:
         with pytest.raises(ValueError, match="rid=r"):
             await collect(engine, make_request(**changes))
+
+
+async def test_requests_that_are_still_being_prefilled_can_all_be_aborted(folders):
+    """Prefixes of different lengths, more than one prefill batch holds, as after new weights under `resume`."""
+    async with serving(folders[0], max_batch=16, max_len=600) as engine:
+        prefixes = [random_prompt(index, 300 + 7 * index) for index in range(16)]
+        requests = [make_request(f"r{index}", prefix=prefix, length=590) for index, prefix in enumerate(prefixes)]
+        running = [asyncio.create_task(collect(engine, request)) for request in requests]
+        await asyncio.sleep(0)
+        await engine.pause(PauseMode.ABORT)
+        responses = await asyncio.gather(*running)
+        assert {response.reason for response in responses} == {FinishReason.ABORT}
+        await engine.resume()
+        assert (await collect(engine, make_request("after", length=5))).reason is FinishReason.LENGTH
