@@ -1,5 +1,5 @@
 # Two commands set everything up: `make quickstart` (the main job) and `make test`.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/installed

@@ -174,7 +174,9 @@ def _print_summary(summary: "Summary") -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table, highlight=False)
-    console.print(f"{summary.run}/summary.json has all of it; laminar audit {summary.run} verify proves it")
+    console.print(
+        f"{summary.run}/summary.json has all of it; laminar audit {summary.run} verify proves it", soft_wrap=True
+    )
 
 
 def _share(value: float | None) -> str:

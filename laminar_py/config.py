@@ -324,9 +324,7 @@ class RunConfig(Section):
                 " learner cannot replay yet; set top_k to 0 and top_p to 1"
             )
         if sampling.temperature == 0:
-            raise ValueError(
-                "rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0"
-            )
+            raise ValueError("rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0")
         if rollout.group_size < 2:
             raise ValueError("rollout.group_size=1 has no advantage within the group; set at least 2")
         if rollout.min_group_survivors > rollout.group_size:

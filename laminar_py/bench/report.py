@@ -44,7 +44,9 @@ def show(bench: str, rows: list[Row], *, as_json: bool) -> None:
     if as_json:
         console.file.write(msgspec.json.encode(report).decode() + "\n")
         return
-    table = Table("figure", "value", "unit", "conditions", title=f"{bench} on {report.machine}")
+    table = Table("figure", "value", "unit", title=f"{bench} on {report.machine}")
     for row in rows:
-        table.add_row(row.name, f"{row.value:.3g}", row.unit, row.conditions)
+        table.add_row(row.name, f"{row.value:,.3f}".rstrip("0").rstrip("."), row.unit)
     console.print(table)
+    for conditions in dict.fromkeys(row.conditions for row in rows):
+        console.print(conditions, soft_wrap=True, highlight=False)

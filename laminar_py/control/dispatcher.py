@@ -68,6 +68,16 @@ class Dispatcher:
         idle = [view for view in self.views.values() if view.idle and view.version < version]
         return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
 
+    def running(self, replica: int | None) -> ReplicaView | None:
+        """That replica, if it has reported since it started."""
+        view = None if replica is None else self.views[replica]
+        return view if view is not None and view.version >= 0 else None
+
+    def retire(self, replica: int) -> None:
+        """It is about to be replaced: nothing more goes to it."""
+        self.views[replica].version = -1
+        self.views[replica].admissible = 0
+
     def outrun(self, version: int) -> bool:
         """Whether no replica will ever serve `version` again: all are beyond it, and none is starting."""
         return all(min(view.version, view.serving) > version for view in self.views.values())

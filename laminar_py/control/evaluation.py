@@ -27,8 +27,10 @@ class Evaluation:
     id: str
     prompts: list[Prompt]
     version: int | None
+    replica: int | None = None  # runs all of it, where the version was left to it
     started: bool = False
     lost: bool = False  # a member's version was lost
+    versions: set[int] = field(default_factory=set)  # of its answers
     pending: set[str] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
     done: "asyncio.Future[Evaluation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -42,9 +44,10 @@ class Evaluation:
         """Give the waiter its result, if it still waits."""
         if self.done.done():
             return
-        if self.lost:
-            self.done.set_exception(EvaluationLostError(f"version {self.version}"))
+        if self.lost or len(self.versions) != 1:
+            self.done.set_exception(EvaluationLostError(f"version {self.version}, answers of {self.versions}"))
         else:
+            (self.version,) = self.versions
             self.done.set_result(self)
 
 
@@ -70,13 +73,17 @@ class Evaluations:
             if not evaluation.started and (idle or evaluation.version is not None):
                 evaluation.started = True
                 if evaluation.version is None:
-                    evaluation.version = idle[0].version
+                    evaluation.replica = idle[0].index
                 started += [self._issue(evaluation, index) for index in range(len(evaluation.prompts))]
         return started
 
     def version_of(self, lifecycle: Lifecycle) -> int | None:
-        """The only version it may run under."""
+        """The only version it may run under, if that is settled."""
         return self._by_id[lifecycle.group_id].version
+
+    def replica_of(self, lifecycle: Lifecycle) -> int | None:
+        """The replica that runs the whole evaluation, under whatever version it serves then."""
+        return self._by_id[lifecycle.group_id].replica
 
     def settle(self, lifecycle: Lifecycle) -> None:
         """A member is scored or dropped; the last one completes the evaluation."""
@@ -86,6 +93,7 @@ class Evaluations:
             evaluation.rewards.append(lifecycle.reward or 0.0)
             self._book.record(lifecycle.make_ready(0.0))
             version = lifecycle.spans[-1].version
+            evaluation.versions |= {span.version for span in lifecycle.spans}
             self._book.record(lifecycle.consume(step=NO_STEP, version=version, weight=0.0))
             del self._book.live[lifecycle.id]
         if not evaluation.pending:

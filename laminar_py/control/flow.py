@@ -109,7 +109,12 @@ class Flow:
     def _dispatch_waiting(self, lifecycle: Lifecycle, out: dict[int, list[Assignment]]) -> None:
         if self._may_go(lifecycle):
             pin = self._pin(lifecycle)
-            view = self._place_for(1) if pin is None else self.dispatcher.for_pinned(pin)
+            if pin is not None:
+                view = self.dispatcher.for_pinned(pin)
+            elif lifecycle.kind is Kind.EVAL:
+                view = self.dispatcher.running(self._evaluations.replica_of(lifecycle))
+            else:
+                view = self._place_for(1)
             if view is not None:
                 self._assign(lifecycle, view.index, pin, out)
                 return

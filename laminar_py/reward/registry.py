@@ -5,7 +5,7 @@ A new reward is a module beside this one and a line in `REWARDS`, or a function 
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
@@ -14,7 +14,8 @@ from laminar_py.config import ConfigError
 from laminar_py.reward.exact import ExactReward
 from laminar_py.types import ScoringRequest
 
-RewardFunction: TypeAlias = Callable[[ScoringRequest], float]
+RewardFunction: TypeAlias = Callable[[ScoringRequest], float | Sequence[float]]
+"""A number for the response, or one for each of its tokens, which are kept beside their sum."""
 
 REWARDS: dict[str, Callable[[str], RewardFunction]] = {  # name -> from reward.pattern
     "exact": ExactReward,

@@ -14,6 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+import numpy as np
+
+from laminar_py.codec import FloatArray
 from laminar_py.reward.registry import RewardFunction
 from laminar_py.types import DropReason, Score, ScoringRequest
 
@@ -39,16 +42,17 @@ class ScoringWorker:
     def _score(self, request: ScoringRequest) -> Score:
         start = time.perf_counter()
         value: float | None = None
+        token_values: FloatArray | None = None
         failure, detail = None, ""
         try:
-            value = _number(self._run(request))
+            value, token_values = _verdict(self._run(request), length=len(request.response_ids))
         except _OutOfTimeError:
             failure = DropReason.REWARD_TIMEOUT
             detail = f"no verdict within reward.timeout_s={self._timeout_s:g}"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
             failure, detail = DropReason.REWARD_FAILED, _describe(error)
         elapsed_s = time.perf_counter() - start
-        return Score(request.trajectory_id, value, elapsed_s=elapsed_s, failure=failure, detail=detail)
+        return Score(request.trajectory_id, value, token_values, elapsed_s, failure, detail)
 
     def _run(self, request: ScoringRequest) -> object:
         # An alarm that fires while the timer is being stopped is raised inside `finally`, so the caller sees it.
@@ -73,10 +77,17 @@ def _alarms() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"the reward function returned {value!r}; return a finite number")
-    return float(value)
+def _verdict(value: object, *, length: int) -> tuple[float, FloatArray | None]:
+    """A scalar; or, of per-token scores (process rewards, teacher log-probabilities), their sum and themselves."""
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value), None
+    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+        scores = np.asarray(value, np.float32)
+        if scores.shape == (length,) and np.isfinite(scores).all():
+            return float(scores.sum()), scores
+    raise ValueError(
+        f"the reward function returned {value!r}; return a finite number, or one for each of {length} tokens"
+    )
 
 
 def _describe(error: BaseException) -> str:

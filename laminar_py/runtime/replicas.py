@@ -71,7 +71,7 @@ class Replicas:
         """End all processes for fresh ones, whose engines may serve versions that these have outrun."""
         for index, part in self._parts.items():
             self._restarting.add(index)
-            self._flow.dispatcher.lost(index)
+            self._flow.dispatcher.retire(index)
             part.kill()
 
     async def _keep(self, index: int) -> None:

@@ -52,7 +52,7 @@ class PlainView:
         """One line every few seconds."""
         if time.monotonic() - self._said_s > LINE_EVERY_S:
             self._said_s = time.monotonic()
-            self._console.print(progress_line(progress), highlight=False)
+            self._console.print(progress_line(progress), highlight=False, soft_wrap=True)
 
     def step(self, row: StepRow) -> None:
         """One line every ten steps."""
@@ -63,11 +63,12 @@ class PlainView:
                 f" {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting {row.learner_waiting_share:.0%}"
                 f"  {row.rl_s:.1f} s",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def evaluated(self, result: Evaluated) -> None:
         """One line."""
-        self._console.print(evaluation_line(result), highlight=False)
+        self._console.print(evaluation_line(result), highlight=False, soft_wrap=True)
 
     def refresh(self, stats: Stats, step: int, version: int) -> None:
         """Nothing: a file needs no live view."""

@@ -44,7 +44,7 @@ def test_every_real_number_is_a_value(value: object) -> None:
     assert type(verdict.value) is float
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), {"reward": 1.0}])
 def test_anything_else_is_a_failed_reward(value: object) -> None:
     (verdict,) = score(lambda _: value, "a")
     assert (verdict.value, verdict.failure) == (None, DropReason.REWARD_FAILED)
@@ -97,3 +97,16 @@ def test_deep_recursion_in_the_reward_is_survived() -> None:
 
     (verdict,) = score(recurse, "a", timeout_s=10)
     assert verdict.failure is DropReason.REWARD_FAILED
+
+
+def test_per_token_scores_travel_beside_their_sum() -> None:
+    (scored,) = score(lambda request: [0.25 for _ in request.response_ids], "a")
+    assert scored.value == 0.25
+    assert scored.token_values is not None
+    assert scored.token_values.tolist() == [0.25]
+
+
+def test_per_token_scores_of_another_length_are_a_failed_reward() -> None:
+    (scored,) = score(lambda request: [0.5, 0.5], "a")
+    assert scored.failure is DropReason.REWARD_FAILED
+    assert "one for each of 1 tokens" in scored.detail

@@ -1,0 +1,89 @@
+"""Laws of docs/design.md that need two rooms at once: engine, relay and learner on the very same weights."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from laminar_py.codec import decode, encode
+from laminar_py.config import Aggregation, LearnerConfig, ModelConfig
+from laminar_py.engines.local import LocalEngine
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.step import Learner
+from laminar_py.relay.node import RelayNode
+from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.relay.transport import RelayKeys
+from laminar_py.repack.packer import pack
+from laminar_py.types import FinishReason, GenerateRequest, Kind, MicroBatch, SamplingParams, Span, Trajectory
+from tests.learner.builders import make_model_folder
+
+PATIENCE_S = 30.0
+
+
+async def generate(engine: LocalEngine, index: int) -> Trajectory:
+    """One sampled trajectory of random length, as the engine gives it."""
+    prompt = np.arange(3, 6 + index % 4, dtype=np.int32)
+    sampling = SamplingParams(5 + 3 * index, seed=index)
+    request = GenerateRequest(f"t{index}", f"g{index}", prompt, np.empty(0, np.int32), sampling)
+    deltas = [delta async for delta in engine.generate(request)]
+    ids = np.concatenate([delta.ids for delta in deltas])
+    logprobs = np.concatenate([delta.logprobs for delta in deltas])
+    (version,) = {delta.version for delta in deltas}
+    span = (Span(version, 0, len(ids)),)
+    mask = np.ones(len(ids), np.bool_)
+    return Trajectory(
+        f"t{index}", "p", f"g{index}", 0, Kind.TRAIN, prompt, ids, logprobs, mask, span, FinishReason.LENGTH, 1.0
+    )
+
+
+async def through_relays(learner: Learner, root: Path) -> str:
+    """Publish the learner's weights as version 1 and pull them from a leaf two hops away."""
+    keys = RelayKeys.generate()
+    nodes = [RelayNode("root", store=root / "0", keys=keys)]
+    await nodes[0].start()
+    for name in ("middle", "leaf"):
+        nodes.append(RelayNode(name, store=root / name, keys=keys, parents=[nodes[-1].endpoint]))
+        await nodes[-1].start()
+    subscriber = Subscriber(nodes[-1].endpoint, "replica-0", keys)
+    tasks = [asyncio.create_task(part.run()) for part in (*nodes, subscriber)]
+    publisher = Publisher(root / "0", nodes[0].endpoint, keys, chunk_bytes=4096)
+    published = publisher.publish(1, learner.named_tensors(dtype=torch.float32))
+    async with asyncio.timeout(PATIENCE_S):
+        pulled = await subscriber.pull(await subscriber.latest())
+        assert pulled.digest == published.digest, "law 3: what arrives is what was published"
+        for part in (subscriber, *reversed(nodes)):
+            await part.close()
+        await asyncio.gather(*tasks)
+    publisher.close()
+    return pulled.path
+
+
+async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tmp_path):
+    """Laws 3 and 4: learner -> relay tree -> engine -> packer -> learner, fp32 within 1e-4."""
+    model = make_model_folder(tmp_path / "model")
+    learner = Learner(ModelConfig(path=model), LearnerConfig(lr=1e-2), temperature=1.0, seed=0)
+    weights = await through_relays(learner, tmp_path / "relays")
+    engine = LocalEngine(model, max_batch=8, max_len=128, kv_capacity=1024)
+    await engine.start()
+    try:
+        await engine.load_weights(Path(weights), 1)
+        async with asyncio.timeout(PATIENCE_S):
+            trajectories = await asyncio.gather(*(generate(engine, index) for index in range(12)))
+    finally:
+        await engine.close()
+    [batches] = pack(
+        trajectories, max_tokens=128, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01
+    )
+    assert len(batches) > 1
+    for batch in batches:
+        assert_equal_logprobs(learner, decode(MicroBatch, encode(batch)))
+
+
+def assert_equal_logprobs(learner: Learner, batch: MicroBatch) -> None:
+    with torch.no_grad():
+        logprobs, _ = policy_logprobs(learner.model, batch)
+    trained = batch.loss_weights > 0
+    assert trained.sum() > 10
+    np.testing.assert_allclose(logprobs.numpy()[trained], batch.behaviour_logprobs[trained], atol=1e-4)
