@@ -13,6 +13,7 @@ from laminar_py.events import (
     Finished,
     PartStarted,
     RolledBack,
+    RunEnded,
     RunStarted,
     Stepped,
     Undone,
@@ -84,11 +85,18 @@ class DrainCheck:
 
 
 class WeightsCheck:
-    """Versions are published once, loaded as published, used after that, and never go back on a replica."""
+    """Versions are published once, loaded and used as published, and never go back on a replica.
+
+    A replica may report a version before the learner's own answer is in, so what is not known as published yet
+    waits; a run that goes on, or was killed, may leave the version above the highest published one waiting.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[int, str] = {}
         self._loaded: dict[str, int] = {}  # by part, since it started
+        self._waiting: dict[int, list[Finding]] = {}  # by version: findings, should it never be published
+        self._early: dict[int, set[str]] = {}  # by version: digests that were loaded before it was published
+        self._open = False  # no end of the run is on record
 
     def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
         """Look at publications, loads, and the versions of responses."""
@@ -101,26 +109,38 @@ class WeightsCheck:
             case VersionLoaded():
                 return self._load(event)
             case Finished():
-                unknown = sorted({span.version for span in event.spans} - self._digests.keys())
-                message = f"has tokens of {unknown}, which were never published"
-                return [Finding(Law.VERSIONS, event.trajectory_id, message)] if unknown else []
+                for version in {span.version for span in event.spans} - self._digests.keys():
+                    message = f"has tokens of version {version}, which was never published"
+                    self._wait(version, Finding(Law.VERSIONS, event.trajectory_id, message))
+            case RunStarted() | RunEnded():
+                self._open = isinstance(event, RunStarted)
         return []
 
     def end(self) -> list[Finding]:
-        """Nothing is left open."""
-        return []
+        """What was used and never published."""
+        next_version = max(self._digests, default=-1) + 1
+        under_way = {next_version} if self._open else set()
+        return [f for version, found in self._waiting.items() if version not in under_way for f in found]
+
+    def _wait(self, version: int, finding: Finding) -> None:
+        self._waiting.setdefault(version, []).append(finding)
 
     def _published(self, event: VersionPublished) -> list[Finding]:
         if event.version in self._digests:
             return [Finding(Law.VERSIONS, f"version {event.version}", "was published twice")]
         self._digests[event.version] = event.digest
-        return []
+        self._waiting.pop(event.version, None)
+        others = self._early.pop(event.version, set()) - {event.digest}
+        message = f"was loaded as {sorted(others)} and published as {event.digest}"
+        return [Finding(Law.WEIGHTS, f"version {event.version}", message)] if others else []
 
     def _load(self, event: VersionLoaded) -> list[Finding]:
         part, found = f"replica-{event.replica}", []
         published = self._digests.get(event.version)
         if published is None:
-            found.append(Finding(Law.WEIGHTS, part, f"loaded version {event.version}, which was never published"))
+            message = f"loaded version {event.version}, which was never published"
+            self._wait(event.version, Finding(Law.WEIGHTS, part, message))
+            self._early.setdefault(event.version, set()).add(event.digest)
         elif published != event.digest:
             message = f"loaded version {event.version} as {event.digest}, published was {published}"
             found.append(Finding(Law.WEIGHTS, part, message))

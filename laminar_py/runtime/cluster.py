@@ -58,7 +58,7 @@ class Part:
             raise PartDiedError(self.name, f"{type(cause).__name__}: {cause}") from error
         except RayError as error:
             self.kill()
-            raise PartDiedError(self.name, _last_line(error)) from error
+            raise PartDiedError(self.name, _reason(error)) from error
 
     def send(self, method: str, *arguments: object) -> None:
         """Call without waiting; a death shows at the next `call`."""
@@ -95,6 +95,7 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _last_line(error: RayError) -> str:
+def _reason(error: RayError) -> str:
+    """The first sentence of what Ray says last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return lines[-1].split(". ")[0] if lines else type(error).__name__

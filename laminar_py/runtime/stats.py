@@ -24,7 +24,6 @@ class ReplicaActivity:
     waiting: int = 0
     kv_used: int = 0
     kv_capacity: int = 1
-    busy_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -123,7 +122,6 @@ class Stats:
         activity, status = self.replicas[report.replica], report.status
         activity.version, activity.running, activity.waiting = status.version, status.running, status.waiting
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
-        activity.busy_s += report.busy_s
         self.next_report.set()
 
     def scored(self, reward: float, length: int) -> None:
