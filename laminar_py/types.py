@@ -47,7 +47,6 @@ class DropReason(StrEnum):
     GROUP_LOST = "group_lost"  # too few survivors in its group
     REWARD_FAILED = "reward_failed"  # the reward function raised
     REWARD_TIMEOUT = "reward_timeout"  # the reward function took too long
-    TOO_LONG = "too_long"  # prompt and response exceed the packer's or the engine's bound
     RUN_ENDED = "run_ended"  # an evaluation that was under way when the run ended
 
 
@@ -147,6 +146,7 @@ class Assignment(msgspec.Struct, frozen=True):
     prefix_ids: IntArray  # [L so far]
     sampling: SamplingParams
     version: int | None = None
+    used_s: float = 0.0  # seconds of generation on replicas that had it before
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -160,8 +160,8 @@ class Progress(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...]  # cover [start, start + n)
     finish_reason: FinishReason | None = None
     wall_cut: bool = False  # ended by the cap on wall time
-    queue_s: float = 0.0  # with a finish reason: waited before its first token
-    generate_s: float = 0.0  # with a finish reason: first submission to last token
+    queue_s: float = 0.0  # it waited here for its first tokens
+    generate_s: float = 0.0  # since it came here
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -182,8 +182,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     progress: tuple[Progress, ...] = ()
     loads: tuple[Load, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
-    interrupted: tuple[str, ...] = ()  # trajectories that were interrupted for new weights
-    busy_s: float = 0.0  # seconds since the last report in which it was generating
+    interrupted: tuple[str, ...] = ()  # interrupted for new weights after their progress in this report
 
 
 class Trajectory(msgspec.Struct, frozen=True):
@@ -257,7 +256,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     cu_seqlens: IntArray  # [S + 1]
     position_ids: IntArray  # [T]
     labels: IntArray  # [T]
-    loss_weights: FloatArray  # [T] sums to 1 over the whole step, all microbatches and ranks together
+    loss_weights: FloatArray  # [T] sums to 1 over the step, all ranks together (less where staleness reweights)
     behaviour_logprobs: FloatArray  # [T]
     advantages: FloatArray  # [T]
 

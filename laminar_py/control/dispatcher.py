@@ -1,6 +1,6 @@
 """Chooses replica and moment for each trajectory. Pure: no clock, no socket; called by `control.flow`.
 
-Invariant: a replica is never given more than it said it admits; a trajectory pinned to a version goes only to a
+Invariant: a replica is never given more new samples than it said it admits; a trajectory pinned to a version goes only to a
 replica that serves it, or that is idle and can load it, since an engine's versions never go back; and a group's
 new samples go to one replica, which prefills their prompt once.
 """
@@ -86,12 +86,19 @@ class Dispatcher:
         """Replicas that have not reported since they (re)started and were given nothing."""
         return sum(view.version < 0 and not view.in_flight for view in self.views.values())
 
-    def for_group(self, size: int, *, at_least: int | None = None) -> ReplicaView | None:
-        """The least loaded replica that admits `size` more, at version `at_least` or newer."""
+    def for_group(self, size: int, *, at_least: int | None = None, share: int | None = None) -> ReplicaView | None:
+        """The least loaded replica that admits `size` more, at version `at_least` or newer.
+
+        `share` is the most that one replica may have in flight, so that one that reports early does not take a
+        whole batch before the others have the weights for it.
+        """
         fitting = [
             view
             for view in self.views.values()
-            if view.admissible >= size and view.loading is None and (at_least is None or view.version >= at_least)
+            if view.admissible >= size
+            and view.loading is None
+            and (at_least is None or view.version >= at_least)
+            and (share is None or len(view.in_flight) + size <= share)
         ]
         return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)
 

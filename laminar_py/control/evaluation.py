@@ -100,6 +100,12 @@ class Evaluations:
             del self._by_id[evaluation.id]
             evaluation.finish()
 
+    def runs_under(self, lifecycle: Lifecycle, version: int) -> None:
+        """Its first tokens settle the version of an evaluation that was left to a replica."""
+        evaluation = self._by_id[lifecycle.group_id]
+        if evaluation.version is None:
+            evaluation.version = version
+
     def lose(self, lifecycle: Lifecycle) -> None:
         """A member's version is lost, and with it the evaluation."""
         self._by_id[lifecycle.group_id].lost = True

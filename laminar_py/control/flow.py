@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from laminar_py.codec import FloatArray
-from laminar_py.config import Schedule, WithoutSignal
+from laminar_py.config import WithoutSignal
 from laminar_py.control.book import Book, FlowSettings, Recorder
 from laminar_py.control.consumption import Consumption
 from laminar_py.control.dispatcher import Dispatcher, ReplicaView
@@ -55,7 +55,8 @@ class Flow:
         self.consumption = Consumption(self.book, bound)
         self.dispatcher = dispatcher
         self.newest_version = -1  # that the learner published
-        self.admitting = False  # training trajectories are handed out
+        self.admitting = False  # training trajectories are handed out, and new ones issued
+        self.continuing = False  # those that are live are handed out
         self.generated_tokens = 0  # of training, in this incarnation
         self._settings = settings
         self._evaluations = Evaluations(self.book)
@@ -129,7 +130,7 @@ class Flow:
         return sorted({pin for pin in map(self._pin, going) if pin is not None})
 
     def _may_go(self, lifecycle: Lifecycle) -> bool:
-        return lifecycle.kind is Kind.EVAL or self.admitting
+        return lifecycle.kind is Kind.EVAL or self.admitting or self.continuing
 
     def _dispatch_new(self, out: dict[int, list[Assignment]]) -> None:
         for _ in range(self._admission.allowed(live=len(self.book.groups), generating=self._generating)):
@@ -140,8 +141,12 @@ class Flow:
                 self._assign(lifecycle, view.index, None, out)
 
     def _place_for(self, size: int) -> ReplicaView | None:
-        wants_newest = self._admission.schedule is not Schedule.ASYNC
-        return self.dispatcher.for_group(size, at_least=self.newest_version if wants_newest else None)
+        groups = self._admission.share(len(self.dispatcher.views))
+        return self.dispatcher.for_group(
+            size,
+            at_least=self._admission.oldest(self.newest_version),
+            share=None if groups is None else groups * self._settings.group_size,
+        )
 
     def _pin(self, lifecycle: Lifecycle) -> int | None:
         """The only version it may go on under, if there is one."""
@@ -180,11 +185,8 @@ class Flow:
             self.book.record(VersionLoaded(report.replica, load.version, load.digest, load.elapsed_s))
         for progress in report.progress:
             self._on_progress(report.replica, progress)
-        for trajectory_id in report.interrupted:
-            lifecycle = self.book.live.get(trajectory_id)
-            if lifecycle is not None and lifecycle.replica == report.replica:
-                self.book.record(lifecycle.interrupt("new_weights"))
-                self.book.record(lifecycle.resume(report.replica))
+            if progress.trajectory_id in report.interrupted:
+                self._on_interrupted(report.replica, progress.trajectory_id)
         for trajectory_id in report.lost:
             await self._on_version_lost(report.replica, trajectory_id)
         self.dispatcher.reported(
@@ -201,6 +203,8 @@ class Flow:
         lifecycle.grow(progress)
         if lifecycle.kind is Kind.TRAIN:
             self.generated_tokens += len(progress.ids)
+        elif lifecycle.version is not None:
+            self._evaluations.runs_under(lifecycle, lifecycle.version)
         if len(progress.ids):
             self.book.recorder.store_segment(
                 lifecycle.id, progress.start, progress.spans, progress.ids, progress.logprobs
@@ -209,10 +213,17 @@ class Flow:
             return
         self.dispatcher.returned(replica, lifecycle.id)
         if progress.finish_reason is FinishReason.ABORT:
-            self.book.record(lifecycle.interrupt("stopped"))
+            self.book.record(lifecycle.interrupt("returned"))
             self._waiting.append(lifecycle)
         else:
             self._finish(lifecycle, progress)
+
+    def _on_interrupted(self, replica: int, trajectory_id: str) -> None:
+        """It was interrupted for new weights after this progress, and goes on where it is."""
+        lifecycle = self.book.live.get(trajectory_id)
+        if lifecycle is not None and lifecycle.replica == replica:
+            self.book.record(lifecycle.interrupt("new_weights"))
+            self.book.record(lifecycle.resume(replica))
 
     def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
         if progress.wall_cut:
@@ -332,6 +343,7 @@ class Flow:
                 await self.consumption.put(group)
                 continue
             self._generating += 1
+            group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
             if not group.pending:
                 await self._close(group)
 

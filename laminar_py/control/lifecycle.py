@@ -60,6 +60,8 @@ class Lifecycle:
     reward: float | None = None
     token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
+    used_s: float = 0.0  # seconds of generation, on earlier replicas
+    here_s: float = 0.0  # and on this one
 
     def issued(self) -> Issued:
         """The event of its birth."""
@@ -75,7 +77,7 @@ class Lifecycle:
         """What its replica is told; `pin` is the only version it may go on under, if any."""
         prefix = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
         return Assignment(
-            self.id, self.epoch, self.group_id, self.kind, self.prompt.ids, prefix, self.sampling, pin
+            self.id, self.epoch, self.group_id, self.kind, self.prompt.ids, prefix, self.sampling, pin, self.used_s
         )
 
     def assign(self, replica: int) -> Assigned:
@@ -92,6 +94,7 @@ class Lifecycle:
     def grow(self, progress: Progress) -> None:
         """Append new tokens while RUNNING."""
         assert self.status is Status.RUNNING, f"{self.id} grows while {self.status}"
+        self.here_s = progress.generate_s - progress.queue_s
         if len(progress.ids):
             self.ids.append(progress.ids)
             self.logprobs.append(progress.logprobs)
@@ -107,6 +110,7 @@ class Lifecycle:
         """RUNNING -> INTERRUPTED; what it has stays."""
         self._move(ON_REPLICA, Status.INTERRUPTED)
         self.replica = None
+        self.used_s, self.here_s = self.used_s + self.here_s, 0.0
         return Interrupted(self.id, self.epoch, self.length, reason)
 
     def resume(self, replica: int) -> Assigned:

@@ -25,12 +25,25 @@ class Admission:
     def limit(self) -> int:
         """Most live groups."""
         if self.schedule is Schedule.SYNC:
-            return self.batch
+            return min(self.capacity, self.batch)
         if self.schedule is Schedule.ONE_STEP:
-            return 2 * self.batch
+            return min(self.capacity, 2 * self.batch)
         if self.wait and self.max_staleness is not None:
             return min(self.capacity, (1 + self.max_staleness) * self.batch)
         return self.capacity
+
+    def oldest(self, newest: int) -> int | None:
+        """The oldest version that new groups may begin under: the newest, but for `async`; None: any.
+
+        Under `async` and `wait`, data that is as old as the bound when it begins would exceed it when it ends.
+        """
+        if self.schedule is not Schedule.ASYNC:
+            return newest
+        return None if self.max_staleness is None or not self.wait else newest - self.max_staleness
+
+    def share(self, replicas: int) -> int | None:
+        """Groups of a batch that one of the replicas takes at most; None where no batch is waited for."""
+        return None if self.schedule is Schedule.ASYNC else -(-self.batch // replicas)
 
     def allowed(self, *, live: int, generating: int) -> int:
         """Groups that may be issued now, with `live` groups of which `generating` are not ready yet.

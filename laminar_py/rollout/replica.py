@@ -97,8 +97,6 @@ class Replica:
         self._stopping = False
         self._serving = asyncio.Event()  # cleared while weights are loaded
         self._last_report_s = clock.now()
-        self._busy_since: float | None = None
-        self._busy_s = 0.0
         self._report_now = asyncio.Event()
         self._weights_wanted = asyncio.Event()
 
@@ -108,7 +106,9 @@ class Replica:
         """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
         self._received += len(assignments)
         for assignment in assignments:
-            if assignment.version is None or (assignment.version == self._version and self._serving.is_set()):
+            if self._stopping and assignment.kind is Kind.TRAIN:
+                self._return(assignment)
+            elif assignment.version is None or (assignment.version == self._version and self._serving.is_set()):
                 self._start(assignment)
             else:
                 self._pinned.append(assignment)
@@ -117,18 +117,28 @@ class Replica:
             self._weights_wanted.set()
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
-        """End these; what they have is reported with finish reason ABORT."""
-        for trajectory_id in trajectory_ids:
-            await self._engine.abort(trajectory_id)
+        """End these wherever they are; what they have is reported with finish reason ABORT."""
+        wanted = set(trajectory_ids)
+        for assignment in [waiting for waiting in self._pinned if waiting.trajectory_id in wanted]:
+            self._pinned.remove(assignment)
+            self._return(assignment)
+        await asyncio.gather(*(self._abort(r) for name, r in list(self._running.items()) if name in wanted))
 
     async def stop(self) -> None:
-        """Admit nothing more and interrupt everything; partial responses are reported."""
+        """Admit nothing more and interrupt all training; partial responses are reported."""
         self._stopping = True
         self._open = False
-        pinned, self._pinned = self._pinned, deque()
-        for assignment in pinned:
-            self._return(assignment)
-        await self.abort(list(self._running))
+        assignments = [*self._pinned, *(running.assignment for running in self._running.values())]
+        await self.abort([item.trajectory_id for item in assignments if item.kind is Kind.TRAIN])
+
+    async def _abort(self, running: Running) -> None:
+        if running.in_engine and not running.resubmit:
+            await self._engine.abort(running.assignment.trajectory_id)
+            return
+        running.resubmit = False  # it waits for weights, outside the engine
+        if running.task is not None:
+            running.task.cancel()
+        self._ended(running, FinishReason.ABORT)
 
     async def collect(self, timeout_s: float) -> ReplicaReport:
         """The next report: soon after something finished or changed, else after `timeout_s`.
@@ -163,11 +173,10 @@ class Replica:
             if self._pinned:
                 if not self._running:
                     await self._load_pinned()
-            elif self._newest > self._version or not self._open or self._full:
-                if not self._running:
-                    await self._begin_round()
-                elif self._policy is OnNewWeights.RESUME and not self._evaluating():
-                    await self._swap_in_flight()
+            elif not self._running:
+                await self._begin_round()
+            elif self._newest > self._version and self._may_swap:
+                await self._swap_in_flight()
 
     async def _watch_partials(self) -> None:
         while True:
@@ -182,7 +191,9 @@ class Replica:
         """Take the newest weights and, unless it stops, admit a batch."""
         if self._newest > self._version:
             await self._load(None)
-        self._admitted, self._open = 0, not self._stopping
+        # what came while the weights were loaded begins under them
+        self._admitted = sum(running.assignment.kind is Kind.TRAIN for running in self._running.values())
+        self._open = not self._stopping
         self._report_now.set()
 
     async def _load_pinned(self) -> None:
@@ -190,8 +201,6 @@ class Replica:
         version = self._pinned[0].version
         assert version is not None, "only pinned trajectories wait"
         try:
-            if version < self._version:
-                raise VersionLostError(f"version {version} is behind {self._version}")
             if version > self._version:
                 await self._load(version)
         except VersionLostError:
@@ -204,10 +213,14 @@ class Replica:
         self._open = self._version >= self._newest and not self._stopping
         waiting, self._pinned = self._pinned, deque()
         for assignment in waiting:
-            if assignment.version == version:
+            if assignment.version == self._version:
                 self._start(assignment)
+            elif (assignment.version or 0) < self._version:
+                self._return(assignment)  # its weights were overtaken while it was on its way here
             else:
                 self._pinned.append(assignment)
+        if not self._running:
+            self._weights_wanted.set()
         self._report_now.set()
 
     async def _swap_in_flight(self) -> None:
@@ -217,13 +230,12 @@ class Replica:
             running.resubmit = True
         self._serving.clear()
         await self._engine.pause(PauseMode.ABORT)
-        await asyncio.gather(*(running.task for running in interrupted if running.task is not None))
+        await asyncio.wait([running.task for running in interrupted if running.task is not None])
         await self._load(None)
         await self._engine.resume()
         for running in interrupted:
             if running.resubmit:
                 running.resubmit = False
-                self._interrupted.append(running.assignment.trajectory_id)
                 self._spawn(running)
         self._report_now.set()
 
@@ -238,8 +250,11 @@ class Replica:
         self._loads.append(Load(pulled.version, pulled.digest, elapsed))
         log.info("replica %d serves version %d after %.3f s", self.index, pulled.version, elapsed)
 
-    def _evaluating(self) -> bool:
-        return any(running.assignment.kind is Kind.EVAL for running in self._running.values())
+    @property
+    def _may_swap(self) -> bool:
+        """`resume`, and nothing runs that must keep its version."""
+        evaluating = any(running.assignment.kind is Kind.EVAL for running in self._running.values())
+        return self._policy is OnNewWeights.RESUME and not self._stopping and not evaluating
 
     # ---- trajectories
 
@@ -249,8 +264,6 @@ class Replica:
             self._admitted += 1
         running = Running(assignment, now, assignment.prefix_ids, len(assignment.prefix_ids), now)
         self._running[assignment.trajectory_id] = running
-        if self._busy_since is None:
-            self._busy_since = now
         self._spawn(running)
 
     def _spawn(self, running: Running) -> None:
@@ -270,9 +283,10 @@ class Replica:
             assignment.sampling,
         )
         async for delta in self._engine.generate(request):
-            self._take(running, delta)
-            if delta.finish_reason is not None:
-                self._ended(running, delta.finish_reason)
+            if self._running.get(request.rid) is running:  # else it was ended outside the engine
+                self._take(running, delta)
+                if delta.finish_reason is not None:
+                    self._ended(running, delta.finish_reason)
 
     def _take(self, running: Running, delta: Delta) -> None:
         if not len(delta.ids):
@@ -289,18 +303,17 @@ class Replica:
         running.length = end
 
     def _ended(self, running: Running, reason: FinishReason) -> None:
-        if reason is FinishReason.ABORT and running.wall_cut and running.length:
+        running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
+        if running.wall_cut:
             running.resubmit, reason = False, FinishReason.LENGTH
         if reason is FinishReason.ABORT and running.resubmit:
             self._report_progress(running, None)
+            self._interrupted.append(running.assignment.trajectory_id)
             return
         running.resubmit = False
         self._report_progress(running, reason)
         del self._running[running.assignment.trajectory_id]
         if not self._running:
-            now = self._clock.now()
-            self._busy_s += now - (self._busy_since or now)
-            self._busy_since = None
             self._weights_wanted.set()
         self._report_now.set()
 
@@ -346,7 +359,8 @@ class Replica:
     async def _cut_overdue(self, max_seconds: float) -> None:
         now = self._clock.now()
         for running in list(self._running.values()):
-            if running.first_token_s is not None and now - running.first_token_s > max_seconds:
+            began, used_s = running.first_token_s, running.assignment.used_s
+            if began is not None and used_s + now - began > max_seconds:
                 running.wall_cut = True
                 await self._engine.abort(running.assignment.trajectory_id)
 
@@ -367,11 +381,7 @@ class Replica:
         return self._max_batch + self._max_batch // 4 - len(self._running)
 
     def _report(self) -> ReplicaReport:
-        now = self._clock.now()
-        if self._busy_since is not None:
-            self._busy_s += now - self._busy_since
-            self._busy_since = now
-        self._last_report_s = now
+        self._last_report_s = self._clock.now()
         report = ReplicaReport(
             self.index,
             self._engine.status(),
@@ -381,8 +391,6 @@ class Replica:
             tuple(self._loads),
             tuple(self._lost),
             tuple(self._interrupted),
-            self._busy_s,
         )
         self._progress, self._loads, self._lost, self._interrupted = [], [], [], []
-        self._busy_s = 0.0
         return report

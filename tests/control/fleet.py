@@ -21,7 +21,7 @@ from tests.builders import make_prompt
 
 
 class Log:
-    """Keeps events in memory; `tests/control/test_flow_on_ledger.py` uses the real ledger."""
+    """Keeps events in memory; `tests/runtime` runs the flow on the real ledger."""
 
     def __init__(self):
         self.events = []

@@ -265,3 +265,34 @@ def assert_law_one(fleet):
     on_replicas = sum(len(view.in_flight) for view in fleet.flow.dispatcher.views.values())
     assert on_replicas == sum(lifecycle.replica is not None for lifecycle in fleet.flow.book.live.values())
     assert counts["Assigned"] - counts["Interrupted"] >= on_replicas
+
+
+async def test_a_barrier_schedule_shares_a_batch_though_one_replica_reports_first():
+    fleet = Fleet(replicas=2, batch=4, schedule=Schedule.SYNC)
+    await fleet.report(0)
+    assert len(fleet.running[0]) == 8
+    await fleet.report(1)
+    assert len(fleet.running[1]) == 8
+
+
+async def test_waiting_admission_passes_over_a_replica_whose_weights_are_as_old_as_the_bound_forbids():
+    fleet = Fleet(replicas=1, max_staleness=1, policies=(StalePolicy.DROP,))
+    fleet.flow.newest_version = 2
+    await fleet.report(0)
+    assert not fleet.running[0]
+    fleet.versions[0] = 1
+    await fleet.report(0)
+    assert fleet.running[0]
+
+
+async def test_an_evaluation_left_to_a_replica_goes_on_under_the_version_it_began_with():
+    fleet = Fleet(replicas=2)
+    fleet.flow.admitting = False
+    done = fleet.flow.evaluate([make_prompt(0), make_prompt(1)])
+    await fleet.report(0)
+    assert {item.version for item in fleet.running[0].values()} == {None}
+    await fleet.finish(0, "e0.0", tokens=2, reason=FinishReason.ABORT)
+    assert fleet.running[0]["e0.0"].version == 0
+    await fleet.finish_all(0)
+    await fleet.score_all()
+    assert (await done).version == 0

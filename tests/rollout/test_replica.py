@@ -159,8 +159,9 @@ async def test_an_engine_never_goes_back_to_an_older_version(folders):
         await weights.publish(5)
         await story.until(lambda s: s.loads and s.loads[-1] == 5)
         story.replica.submit([assignment("old", version=4)])
-        await story.until(lambda s: s.lost == ["old"])
-        assert 4 not in story.loads
+        await story.until(lambda s: "old" in s.ended)
+        assert story.ended["old"].finish_reason is FinishReason.ABORT, "handed back, not lost"
+        assert (story.lost, story.loads[-1]) == ([], 5)
 
 
 async def test_a_pinned_trajectory_whose_version_is_gone_is_reported_lost(folders):
@@ -219,3 +220,40 @@ async def test_an_evaluation_does_not_count_towards_the_batch_and_is_not_interru
         await story.until(lambda s: "e" in s.ended)
         assert story.versions("e") == {0}
         await story.until(lambda s: s.loads == [0, 1])
+
+
+async def test_an_empty_replica_opens_a_new_round_though_its_batch_was_not_full(folders):
+    async with serving(folders, batch=4) as (story, _):
+        await story.until(lambda s: s.admissible == 4)
+        story.replica.submit([assignment("a"), assignment("b"), assignment("c")])
+        await story.until(lambda s: len(s.ended) == 3 and s.admissible == 4)
+
+
+async def test_what_arrives_while_weights_load_counts_towards_their_batch(folders):
+    async with serving(folders, batch=4) as (story, weights):
+        await story.until(lambda s: s.admissible == 4)
+        await weights.publish(1)
+        story.replica.submit([assignment("a", length=3000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        await story.take()
+        assert story.admissible == 3
+
+
+async def test_after_stop_training_work_is_handed_back_and_an_evaluation_still_runs(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        await story.replica.stop()
+        story.replica.submit([assignment("late"), assignment("e", version=0, kind=Kind.EVAL)])
+        await story.until(lambda s: {"late", "e"} <= set(s.ended))
+        assert story.ended["late"].finish_reason is FinishReason.ABORT
+        assert story.ended["e"].finish_reason is FinishReason.LENGTH
+
+
+async def test_stop_hands_back_what_waits_for_weights(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica._serving.clear()  # as while weights are loaded
+        story.replica.submit([assignment("a")])
+        await story.replica.stop()
+        await story.until(lambda s: "a" in s.ended)
+        assert story.ended["a"].finish_reason is FinishReason.ABORT

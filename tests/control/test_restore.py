@@ -1,0 +1,60 @@
+"""A flow that takes up what a dead controller left, in every state a trajectory can be in."""
+
+import numpy as np
+
+from laminar_py.store.payload import Payload
+from laminar_py.store.recovery import LiveTrajectory, Recovered
+from laminar_py.types import FinishReason, Kind, Span, Status
+from tests.builders import make_prompt
+from tests.control.fleet import Fleet
+
+RESPONSE = Payload(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), (Span(4, 0, 3),))
+NOTHING = Payload(np.empty(0, np.int32), np.empty(0, np.float32), ())
+
+
+def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
+    group, _, index = name.partition(".")
+    over = status in (Status.FINISHED, Status.SCORED, Status.READY)
+    reason = FinishReason.STOP if over else None
+    replica = 0 if status is Status.RUNNING else None
+    prompt = make_prompt(int(group[1:]))
+    return LiveTrajectory(
+        name, group, int(index), kind, prompt, status, 2, replica, response, reason, reward, None, 0.5
+    )
+
+
+async def restored(*live):
+    fleet = Fleet(replicas=1, group_size=2)
+    groups = {entry.group_id: 2 for entry in live}
+    fleet.flow.admitting = False
+    await fleet.flow.restore(Recovered(2, None, (), (), tuple(live), 9, 1, groups))
+    return fleet
+
+
+async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
+    fleet = await restored(left("g1.0", Status.RUNNING), left("g1.1", Status.QUEUED, response=NOTHING))
+    fleet.flow.continuing = True
+    (assignment,) = fleet.flow.adopt(0)
+    assert (assignment.trajectory_id, assignment.version, assignment.epoch) == ("g1.0", 4, 3)
+    assert assignment.prefix_ids.tolist() == [0, 1, 2]
+
+
+async def test_a_finished_one_is_scored_and_closes_its_group():
+    fleet = await restored(left("g1.0", Status.FINISHED), left("g1.1", Status.SCORED, reward=1.0))
+    await fleet.score_all(lambda index: 0.0)
+    assert len(fleet.flow.consumption.buffer) == 1
+
+
+async def test_a_scored_group_is_closed_and_a_ready_one_is_buffered():
+    scored = [left("g1.0", Status.SCORED, reward=1.0), left("g1.1", Status.SCORED, reward=0.0)]
+    ready = [left("g2.0", Status.READY, reward=1.0), left("g2.1", Status.READY, reward=0.0)]
+    fleet = await restored(*scored, *ready)
+    assert len(fleet.flow.consumption.buffer) == 2
+
+
+async def test_an_evaluation_is_dropped_and_new_prompts_follow_the_last_one():
+    fleet = await restored(left("e0.0", Status.RUNNING, kind=Kind.EVAL))
+    assert not fleet.flow.book.live
+    fleet.flow.admitting = True
+    await fleet.report(0)
+    assert {name.split(".")[0] for name in fleet.running[0]} >= {"g9"}
