@@ -154,7 +154,7 @@ class RolloutConfig(Section):
     min_group_survivors: Annotated[int, Field(ge=2)] = 2
     """Members a group needs to be trained on; with fewer it is dropped with an event."""
     partial_interval_s: Seconds = 1.0
-    """Seconds between two reports of a running trajectory's new tokens: what a crash may cost at most."""
+    """Seconds between two reports of a running trajectory's new tokens; a crash costs up to twice as much."""
 
 
 class StalenessConfig(Section):
@@ -173,6 +173,11 @@ class StalenessConfig(Section):
         if self.max_staleness is not None and not self.policies:
             raise ValueError("policies is empty although max_staleness is set; name wait, drop or reweight")
         return self
+
+    @property
+    def enforced(self) -> int | None:
+        """The bound, where consumption drops or reweights what exceeds it."""
+        return self.max_staleness if {StalePolicy.DROP, StalePolicy.REWEIGHT} & set(self.policies) else None
 
 
 class BufferConfig(Section):
@@ -316,8 +321,8 @@ class RunConfig(Section):
     """Revival of dead parts."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        rollout, sampling = self.rollout, self.rollout.sampling
+    def _check_sampling(self) -> Self:
+        sampling, max_len = self.rollout.sampling, self.rollout.max_len
         if sampling.top_k or sampling.top_p < 1:
             raise ValueError(
                 f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} cut the vocabulary, which the"
@@ -325,32 +330,43 @@ class RunConfig(Section):
             )
         if sampling.temperature == 0:
             raise ValueError("rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0")
-        if rollout.group_size < 2:
-            raise ValueError("rollout.group_size=1 has no advantage within the group; set at least 2")
-        if rollout.min_group_survivors > rollout.group_size:
-            raise ValueError(
-                f"rollout.min_group_survivors={rollout.min_group_survivors} exceeds"
-                f" rollout.group_size={rollout.group_size}; lower it"
-            )
-        if sampling.max_new_tokens >= rollout.max_len:
+        if sampling.max_new_tokens >= max_len:
             raise ValueError(
                 f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in"
-                f" rollout.max_len={rollout.max_len}; raise max_len or lower max_new_tokens"
+                f" rollout.max_len={max_len}; raise max_len or lower max_new_tokens"
             )
-        if rollout.max_len > self.packer.max_tokens:
+        return self
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        rollout, size = self.rollout, self.rollout.group_size
+        if size < 2:
+            raise ValueError("rollout.group_size=1 has no advantage within the group; set at least 2")
+        if rollout.min_group_survivors > size:
             raise ValueError(
-                f"packer.max_tokens={self.packer.max_tokens} is below rollout.max_len={rollout.max_len}, so a"
-                " long trajectory fits no microbatch; raise packer.max_tokens"
+                f"rollout.min_group_survivors={rollout.min_group_survivors} exceeds"
+                f" rollout.group_size={size}; lower it"
             )
-        if self.learner.importance_cap < 1 + self.learner.clip_high:
+        for name, value in (("batch_per_replica", rollout.batch_per_replica), ("max_batch", rollout.max_batch)):
+            if value < size:
+                raise ValueError(
+                    f"rollout.{name}={value} is below rollout.group_size={size}, and a group goes to one replica;"
+                    " raise it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_capacity(self) -> Self:
+        max_len = self.rollout.max_len
+        if max_len > self.packer.max_tokens:
             raise ValueError(
-                f"learner.importance_cap={self.learner.importance_cap} is below 1 + learner.clip_high ="
-                f" {1 + self.learner.clip_high}, so the clip would never act; raise it"
+                f"packer.max_tokens={self.packer.max_tokens} is below rollout.max_len={max_len}, so a long trajectory"
+                " fits no microbatch; raise packer.max_tokens"
             )
-        if self.kv_capacity < rollout.max_len:
+        if self.kv_capacity < max_len:
             raise ValueError(
-                f"rollout.kv_capacity={self.kv_capacity} cannot hold one trajectory of"
-                f" rollout.max_len={rollout.max_len}; raise it"
+                f"rollout.kv_capacity={self.kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
+                " raise it"
             )
         if self.capacity < self.trajectories_per_step:
             raise ValueError(
@@ -358,6 +374,27 @@ class RunConfig(Section):
                 " trajectories (rollout.prompts_per_step * rollout.group_size); raise it"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_learning(self) -> Self:
+        lowest_cap = 1 + self.learner.clip_high
+        if self.learner.importance_cap < lowest_cap:
+            raise ValueError(
+                f"learner.importance_cap={self.learner.importance_cap} is below 1 + learner.clip_high = {lowest_cap},"
+                " so the clip would never act; raise it"
+            )
+        if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
+            raise ValueError(
+                "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"
+                " choose schedule=sync"
+            )
+        return self
+
+    @property
+    def num_evaluations(self) -> int:
+        """Evaluations during RL, at most."""
+        every = self.eval.every_steps
+        return len(self.eval.at_seconds) + (self.steps // every if every else 0)
 
     @property
     def trajectories_per_step(self) -> int:

@@ -27,6 +27,7 @@ def run(schedule: Schedule, seed: int) -> FinishedRun:
             "steps=100000",
             f"max_rl_seconds={MARKS_S[-1]}",
             f"eval.at_seconds={list(MARKS_S)}",
+            "eval.every_steps=null",
             "eval.deferred=true",
         ],
     )
@@ -34,8 +35,9 @@ def run(schedule: Schedule, seed: int) -> FinishedRun:
 
 def accuracy_at(done: FinishedRun, mark_s: int) -> float:
     """Held-out accuracy of the weights in force after so many seconds of RL."""
-    known = [e for e in done.summary.evaluations if 0 < e.rl_s <= mark_s + 1]
-    return known[-1].accuracy
+    # the last moment at or before the mark; the run itself ends with the step that crosses the last mark
+    known = [e for e in done.summary.evaluations if e.rl_s > 0 and (e.rl_s <= mark_s or mark_s == MARKS_S[-1])]
+    return max(known, key=lambda e: e.rl_s).accuracy
 
 
 def rows(runs: dict[Schedule, FinishedRun], seed: int) -> list[Row]:

@@ -1,8 +1,8 @@
 """Chooses replica and moment for each trajectory. Pure: no clock, no socket; called by `control.flow`.
 
-Invariant: a replica is never given more new samples than it said it admits; a trajectory pinned to a version goes only to a
-replica that serves it, or that is idle and can load it, since an engine's versions never go back; and a group's
-new samples go to one replica, which prefills their prompt once.
+Invariant: a replica is never given more new samples than it said it admits; a trajectory pinned to a version goes
+only to a replica that serves it, or that is idle and can load it, since an engine's versions never go back; and a
+group's new samples go to one replica, which prefills their prompt once.
 """
 
 from dataclasses import dataclass, field

@@ -181,10 +181,6 @@ class LearnerActor:
         """Checkpoint into a folder."""
         self._part.save(Path(path))
 
-    def export(self, path: str) -> None:
-        """Write a plain Hugging Face folder."""
-        self._part.export(Path(path))
-
 
 class ScorerActor:
     """A scoring process; single-threaded, so that a reward function runs in its main thread."""
@@ -206,6 +202,6 @@ class ScorerActor:
         return encode(self._worker.score(decode(list[ScoringRequest], data)))
 
 
-def remote(kind: type, *, concurrency: int, num_gpus: float = 0.0) -> "ray.actor.ActorClass":
+def remote(kind: type, *, concurrency: int) -> "ray.actor.ActorClass":
     """The Ray class of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation."""
-    return ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0, max_concurrency=concurrency)(kind)
+    return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=concurrency)(kind)

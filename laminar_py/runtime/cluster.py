@@ -14,6 +14,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from laminar_py.config import ConfigError
+from laminar_py.relay.store import NoRoomError
 from laminar_py.runtime.actors import remote
 
 log = logging.getLogger(__name__)
@@ -31,17 +33,15 @@ class PartDiedError(Exception):
 class Part:
     """A running actor, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)`."""
 
-    def __init__(
-        self, name: str, kind: type, *, concurrency: int, timeout_s: float, num_gpus: float = 0.0
-    ) -> None:
+    def __init__(self, name: str, kind: type, *, concurrency: int, timeout_s: float) -> None:
         self.name = name
         self._timeout_s = timeout_s
-        self._handle = remote(kind, concurrency=concurrency, num_gpus=num_gpus).remote()
+        self._handle = remote(kind, concurrency=concurrency).remote()
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> object:
         """The result of an actor method.
 
-        Raises PartDiedError if there is none in `timeout_s` or it raised, and a ValueError of the method as it is.
+        Raises PartDiedError if there is none in `timeout_s` or it raised; ConfigError where that was bad input.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         reference = getattr(self._handle, method).remote(*arguments)
@@ -52,17 +52,24 @@ class Part:
             raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
         except RayTaskError as error:
             self.kill()
-            if isinstance(error.cause, ValueError):  # bad input that only the part could see
-                raise ValueError(str(error.cause)) from None
             cause = _first(error.cause)
+            log.error("%s.%s raised", self.name, method, exc_info=cause)
+            # bad input that only the part could see: a model it cannot run, a port or memory it does not get
+            if isinstance(cause, NoRoomError) or (isinstance(cause, ValueError) and method == "start"):
+                raise ConfigError(str(cause)) from None
             raise PartDiedError(self.name, f"{type(cause).__name__}: {cause}") from error
         except RayError as error:
             self.kill()
             raise PartDiedError(self.name, _reason(error)) from error
 
     def send(self, method: str, *arguments: object) -> None:
-        """Call without waiting; a death shows at the next `call`."""
-        getattr(self._handle, method).remote(*arguments)
+        """Call without waiting; a death shows at the next `call`, what the method raised in the log."""
+        future = getattr(self._handle, method).remote(*arguments).future()
+        future.add_done_callback(lambda done: self._log_failure(method, done.exception()))
+
+    def _log_failure(self, method: str, error: BaseException | None) -> None:
+        if isinstance(error, RayTaskError):
+            log.error("%s.%s raised", self.name, method, exc_info=error)
 
     def kill(self) -> None:
         """End its process."""

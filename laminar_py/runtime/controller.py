@@ -53,7 +53,7 @@ class Controller:
         self._run = run
         self._inputs = inputs
         self._view = view
-        self._recovered: Recovered | None = recover(run.path) if resume else None
+        self._recovered: Recovered | None = recover(run.path) if resume and run.ledger.is_file() else None
         recovered, clock = self._recovered, SystemClock()
         self._incarnation = recovered.incarnation if recovered else 1
         step = recovered.checkpoint.step if recovered and recovered.checkpoint else 0
@@ -75,6 +75,7 @@ class Controller:
         self._evaluator = Evaluator(
             config.eval,
             prompts=inputs.heldout,
+            rl_s=self._stats.rl_s,
             flow=self._flow,
             hold=self._hold,
             restart_replicas=self._replicas.restart,
@@ -118,7 +119,7 @@ class Controller:
             )
             if self._recovered is not None:
                 await self._flow.restore(self._recovered)
-                self._flow.admitting = True  # interrupted trajectories go on while the learner starts
+                self._flow.continuing = True  # interrupted trajectories go on while the learner starts
                 self._recovered = None
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -127,8 +128,8 @@ class Controller:
                     tasks.create_task(self._keep_house(), name="housekeeping"),
                     tasks.create_task(self._watch_memory(), name="memory"),
                 ]
-                await self._trainer.start()
                 background.append(tasks.create_task(self._replicas.keep(), name="keep-replicas"))
+                await self._trainer.start()
                 summary = await self._lead_rl()
                 for task in background:
                     task.cancel()
@@ -140,12 +141,12 @@ class Controller:
         trainer, stats, flow = self._trainer, self._stats, self._flow
         if trainer.step == 0:
             await self._evaluator.now(trainer.moment)
-        flow.admitting = True
+        flow.admitting = flow.continuing = True
         stats.rl_phase(True)
         await self._replicas.dispatch()
         await trainer.run(self._replicas.dispatch)
         stats.rl_phase(False)
-        flow.admitting = False
+        flow.admitting = flow.continuing = False
         await self._replicas.stop()
         finished = not trainer.stop.is_set()
         if finished:
@@ -166,7 +167,7 @@ class Controller:
             SCHEMA_VERSION,
             blake2b(self._config.model_dump_json().encode(), digest_size=16).hexdigest(),
             self._config.rollout.on_new_weights is OnNewWeights.DRAIN,
-            self._config.staleness.max_staleness,
+            self._config.staleness.enforced,
             checkpoint.step if checkpoint else None,
         )
         self._ledger.append_all([started, *(recovered.events if recovered else ())])
@@ -235,9 +236,11 @@ class Controller:
         """Pull a version from the root under a name of its own, so that the root keeps it."""
         subscriber = Subscriber(self._relays.root, f"evaluation-{version}", self._relays.keys)
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
-        await subscriber.pull(version)
-        await subscriber.close()
-        await listening
+        try:
+            await subscriber.pull(version)
+        finally:
+            await subscriber.close()
+            await listening
 
     def _evaluated(self, result: Evaluated) -> None:
         self._ledger.append(result)
@@ -247,8 +250,9 @@ class Controller:
 
     @property
     def _max_live(self) -> int:
-        """Trajectories that can wait for a score: all that admission lets live, and two evaluations."""
-        return self._config.capacity + 8 * self._config.rollout.group_size + 2 * len(self._inputs.heldout)
+        """Trajectories that can wait for a score: all that admission lets live, and all evaluations."""
+        evaluations = 2 + self._config.num_evaluations
+        return self._config.capacity + self._config.rollout.group_size + evaluations * len(self._inputs.heldout)
 
     async def _keep_house(self) -> None:
         while True:

@@ -28,13 +28,17 @@ class Moment:
 
 
 class Evaluator:
-    """Evaluates `prompts`; `hold` makes the relays keep a version, `publish` takes results."""
+    """Evaluates `prompts`; `hold` makes the relays keep a version, `publish` takes results.
+
+    `rl_s` is how much of the RL phase is over: a resumed run does not repeat its marks.
+    """
 
     def __init__(
         self,
         config: EvalConfig,
         *,
         prompts: Sequence[Prompt],
+        rl_s: float,
         flow: Flow,
         hold: Callable[[int], Awaitable[None]],
         restart_replicas: Callable[[], None],
@@ -46,7 +50,7 @@ class Evaluator:
         self._hold = hold
         self._restart_replicas = restart_replicas
         self._publish = publish
-        self._marks_s = sorted(config.at_seconds, reverse=True)
+        self._marks_s = sorted((mark for mark in config.at_seconds if mark > rl_s), reverse=True)
         self._held: list[Moment] = []
         self._running: set[asyncio.Task[None]] = set()
         self._previous: Moment | None = None
@@ -56,15 +60,18 @@ class Evaluator:
         if self._prompts:
             await self._begin(moment, moment.version)
 
-    async def stepped(self, moment: Moment) -> None:
-        """A step was committed: evaluate if it is time to."""
+    async def stepped(self, moment: Moment, *, last: bool) -> None:
+        """A step was committed: evaluate if it is time to. The last one is evaluated anyway, by `finish`."""
         previous, self._previous = self._previous, moment
         while self._marks_s and moment.rl_s >= self._marks_s[-1]:
             self._marks_s.pop()
             await self._schedule(previous or moment)  # the weights that were in force at the mark
         every = self._config.every_steps
-        if every is not None and moment.step % every == 0:
+        if every is not None and moment.step % every == 0 and not last:
             await self._schedule(moment)
+        for task in [task for task in self._running if task.done()]:
+            self._running.discard(task)
+            task.result()
 
     async def finish(self, last: Moment) -> None:
         """RL is over and the replicas are idle: do what was deferred, then the last version."""
@@ -92,7 +99,6 @@ class Evaluator:
             return
         task = self._begin(moment, None)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
 
     def _begin(self, moment: Moment, version: int | None) -> "asyncio.Task[None]":
         """Ask for it now; the task ends with its result."""

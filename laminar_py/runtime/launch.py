@@ -7,7 +7,7 @@ import signal
 
 from rich.console import Console
 
-from laminar_py.config import RunConfig
+from laminar_py.config import ConfigError, RunConfig
 from laminar_py.runtime.cluster import local_cluster
 from laminar_py.runtime.controller import Controller
 from laminar_py.runtime.preflight import check
@@ -47,6 +47,8 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
             summary = asyncio.run(_lead(controller))
     except BaseExceptionGroup as group:
         raise _first_fault(group) from None
+    except asyncio.CancelledError:
+        raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
     finally:
         view.close()
     if not summary.finished:
@@ -57,7 +59,7 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
 
 def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What the command line can say in one line, if a part ended the run with that; else the group."""
-    known = group.subgroup((RunFailedError, ValueError))
+    known = group.subgroup((RunFailedError, ConfigError))
     while isinstance(known, BaseExceptionGroup):
         first = known.exceptions[0]
         if not isinstance(first, BaseExceptionGroup):

@@ -1,6 +1,7 @@
 """The learner's ranks as one: started, stepped, saved and revived together. Owned by the controller."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 from laminar_py.types import MicroBatch, Published
 
-START_S = 3600.0
-STEP_S = 3600.0
+START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
 PROGRESS_S = 1.0
+WATCH_S = 5.0
 
 
 class LearnerLink:
@@ -33,7 +34,7 @@ class LearnerLink:
     def spawn(self) -> None:
         """Start the processes; `start` starts what runs in them."""
         self._parts = [
-            Part(f"learner-{rank}", LearnerActor, concurrency=2, timeout_s=STEP_S)
+            Part(f"learner-{rank}", LearnerActor, concurrency=2, timeout_s=START_S)
             for rank in range(self._config.learner.world_size)
         ]
 
@@ -56,12 +57,7 @@ class LearnerLink:
             )
             for rank in range(len(self._parts))
         ]
-        watch = asyncio.create_task(self._watch_progress(), name="learner-progress")
-        try:
-            answers = await self._all("start", requests, timeout_s=START_S)
-        finally:
-            watch.cancel()
-        return decode(LearnerStarted, answers[0])
+        return decode(LearnerStarted, (await self._all("start", requests))[0])
 
     async def step(self, microbatches: Sequence[list[MicroBatch]], *, version: int | None) -> StepOutcome:
         """One optimizer step; published as `version` if that is set. Raises PartDiedError."""
@@ -77,10 +73,6 @@ class LearnerLink:
         """Checkpoint into `path`. Raises PartDiedError."""
         await self._together("save", [str(path)] * len(self._parts))
 
-    async def export(self, path: Path) -> None:
-        """Write a Hugging Face folder. Raises PartDiedError."""
-        await self._together("export", [str(path)] * len(self._parts))
-
     async def pids(self) -> dict[str, int]:
         """Process id of each rank by name. Raises PartDiedError."""
         answers = await self._together("pid", [None] * len(self._parts))
@@ -91,32 +83,42 @@ class LearnerLink:
         for part in self._parts:
             part.kill()
 
-    async def _watch_progress(self) -> None:
+    async def _watch(self, *, starting: bool) -> None:
+        """Ask every rank for its progress beside a call; raises PartDiedError when one hangs."""
         while True:
-            answer = await self._parts[0].call("progress")
-            assert isinstance(answer, bytes)
-            self._show(decode(LearnerProgress, answer))
-            await asyncio.sleep(PROGRESS_S)
+            await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
+            for rank, part in enumerate(self._parts):
+                limit = START_S if starting else self._config.supervisor.heartbeat_timeout_s
+                answer = await part.call("progress", timeout_s=limit)
+                assert isinstance(answer, bytes)
+                if starting and rank == 0:
+                    self._show(decode(LearnerProgress, answer))
 
-    async def _all(self, method: str, arguments: Sequence[object], *, timeout_s: float = STEP_S) -> list[bytes]:
-        answers = await self._together(method, arguments, timeout_s=timeout_s)
+    async def _all(self, method: str, arguments: Sequence[object]) -> list[bytes]:
+        answers = await self._together(method, arguments)
         assert all(isinstance(answer, bytes) for answer in answers), f"{method} answers bytes"
         return answers  # type: ignore[return-value]
 
-    async def _together(
-        self, method: str, arguments: Sequence[object], *, timeout_s: float = STEP_S
-    ) -> list[object]:
-        calls = [
-            asyncio.create_task(
-                part.call(method, *([] if argument is None else [argument]), timeout_s=timeout_s),
-                name=f"{part.name}-{method}",
-            )
-            for part, argument in zip(self._parts, arguments, strict=True)
-        ]
+    async def _together(self, method: str, arguments: Sequence[object]) -> list[object]:
+        """The same call on all ranks. No limit of its own: a rank that works may take its time."""
+        work = asyncio.create_task(self._call_ranks(method, arguments), name=f"learner-{method}")
+        watch = asyncio.create_task(self._watch(starting=method == "start"), name="watch-learner")
         try:
-            return await asyncio.gather(*calls)
+            await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                watch.result()
+            return work.result()
         except PartDiedError:
             self.kill()  # the other ranks wait in a collective that will never complete
-            for call in calls:
-                call.cancel()
             raise
+        finally:
+            work.cancel()
+            watch.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+    async def _call_ranks(self, method: str, arguments: Sequence[object]) -> list[object]:
+        calls = [
+            part.call(method, *([] if argument is None else [argument]), timeout_s=math.inf)
+            for part, argument in zip(self._parts, arguments, strict=True)
+        ]
+        return await asyncio.gather(*calls)

@@ -17,7 +17,7 @@ from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.step import Learner
-from laminar_py.learner.warm_start import Example, warm_start
+from laminar_py.learner.warm_start import Example, cache_key, warm_start
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
@@ -32,12 +32,15 @@ class LearnerPart:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = config.model
         if config.warm_start is not None and spec.checkpoint is None:
-            model = ModelConfig(path=_warm_start(config, note))
+            if spec.rank == 0:
+                _warm_start(config, note)  # the other ranks wait for it in `join_group`
+            key = cache_key(config.model, config.warm_start, seed=config.seed)
+            model = ModelConfig(path=config.warm_start.cache / key)
         mesh = join_group(
             Path(spec.rendezvous), rank=spec.rank, world_size=config.learner.world_size, device_type=device
         )
         self._learner = Learner(
-            model if spec.checkpoint is None else config.model,
+            model,
             config.learner,
             temperature=config.rollout.sampling.temperature,
             seed=config.seed,
@@ -54,10 +57,9 @@ class LearnerPart:
             self._publisher = Publisher(Path(spec.store), spec.relay, keys, chunk_bytes=chunk_bytes)
 
     def started(self) -> LearnerStarted:
-        """Step and sizes."""
+        """Sizes."""
         model = self._learner.model
         return LearnerStarted(
-            self._learner.num_steps,
             sum(parameter.numel() for parameter in model.parameters()),
             self._kernel,
             model.config.hidden_size,
@@ -82,10 +84,6 @@ class LearnerPart:
         """Checkpoint."""
         self._learner.save(path)
 
-    def export(self, path: Path) -> None:
-        """Plain Hugging Face folder."""
-        self._learner.export_hf(path)
-
 
 def served_dtype(model_dir: Path) -> torch.dtype:
     """The dtype that engines compute in: what the model's config says, fp32 where it says nothing."""
@@ -97,8 +95,8 @@ def served_dtype(model_dir: Path) -> torch.dtype:
     return dtype
 
 
-def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> Path:
-    """Folder of the warm-started model; trained now if the cache lacks it."""
+def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:
+    """Put the warm-started model into the cache, if it is not there."""
     settings = config.warm_start
     assert settings is not None, "called only where a warm start is configured"
     tokenizer = load_tokenizer(config.model.path)
@@ -109,4 +107,4 @@ def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> P
     def on_step(step: int, loss: float) -> None:
         note(LearnerProgress("warm start", step, settings.steps, loss))
 
-    return warm_start(config.model, settings, examples, seed=config.seed, on_step=on_step)
+    warm_start(config.model, settings, examples, seed=config.seed, on_step=on_step)

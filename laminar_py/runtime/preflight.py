@@ -97,7 +97,8 @@ def _check_shared_memory(config: RunConfig) -> None:
     if not relay.shm.is_dir():
         raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
     versions = relay.keep_versions + 2  # one arrives, one is held by a replica
-    needed = weights_bytes(config.model.path) * versions * relay.nodes
+    held = config.num_evaluations if config.eval.deferred else 0  # in the root
+    needed = weights_bytes(config.model.path) * (versions * relay.nodes + held)
     free = shutil.disk_usage(relay.shm).free
     if needed > free:
         raise ConfigError(

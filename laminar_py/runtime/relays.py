@@ -47,7 +47,7 @@ class Relays:
         for node in range(self._config.relay.nodes):
             self._parts[node] = self._spawn(node)
         for node in range(self._config.relay.nodes):
-            await self._start_node(node)
+            await self._bring_up(node)
 
     async def keep(self) -> None:
         """Watch every node until cancelled."""
@@ -61,9 +61,20 @@ class Relays:
                 await self._parts[node].call("ping")
                 await asyncio.sleep(PING_S)
             except PartDiedError as error:
-                self._supervisor.died(error)
-                self._parts[node] = self._spawn(node)
-                await self._start_node(node)
+                self._replace(node, error)
+                await self._bring_up(node)
+
+    async def _bring_up(self, node: int) -> None:
+        """Start it, and another in its place as often as it dies over that."""
+        while True:
+            try:
+                return await self._start_node(node)
+            except PartDiedError as error:
+                self._replace(node, error)
+
+    def _replace(self, node: int, error: PartDiedError) -> None:
+        self._supervisor.died(error)
+        self._parts[node] = self._spawn(node)
 
     def _spawn(self, node: int) -> Part:
         timeout_s = self._config.supervisor.heartbeat_timeout_s

@@ -43,14 +43,25 @@ class Scorers:
 
     async def start(self) -> list[Scorer]:
         """Start what runs in the processes."""
-        return [await self._start(index) for index in range(len(self._parts))]
+        return [await self._bring_up(index) for index in range(len(self._parts))]
 
     async def restart(self, index: int) -> Scorer:
         """End process `index` and start another in its place."""
+        self._replace(index, PartDiedError(f"scorer-{index}", "died or hung over a reward function"))
+        return await self._bring_up(index)
+
+    async def _bring_up(self, index: int) -> Scorer:
+        """Start it, and another in its place as often as it dies over that."""
+        while True:
+            try:
+                return await self._start(index)
+            except PartDiedError as error:
+                self._replace(index, error)
+
+    def _replace(self, index: int, error: PartDiedError) -> None:
         self._parts[index].kill()
-        self._supervisor.died(PartDiedError(f"scorer-{index}", "died or hung over a reward function"))
+        self._supervisor.died(error)
         self._parts[index] = self._spawn(index)
-        return await self._start(index)
 
     async def _start(self, index: int) -> Scorer:
         part = self._parts[index]

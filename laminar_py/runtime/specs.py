@@ -46,9 +46,8 @@ class LearnerSpec(msgspec.Struct, frozen=True):
 
 
 class LearnerStarted(msgspec.Struct, frozen=True):
-    """The learner is ready, at `step`; sizes as in the model's config."""
+    """The learner is ready; sizes as in the model's config."""
 
-    step: int
     num_parameters: int
     attention: str  # the attention function in use
     hidden_size: int

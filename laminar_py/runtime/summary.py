@@ -93,7 +93,9 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
             staleness.update(dict(rows))
         evaluations = [
             Evaluation(*row)
-            for row in connection.execute("SELECT step, version, rl_s, accuracy FROM evaluation ORDER BY seq")
+            for row in connection.execute(
+                "SELECT step, version, rl_s, accuracy FROM evaluation ORDER BY rl_s, seq"
+            )
         ]
         account = read_accounting(connection).train
         steps = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0]

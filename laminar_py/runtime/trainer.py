@@ -27,7 +27,7 @@ from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.runtime.specs import StepOutcome
-from laminar_py.runtime.stats import Stats, StepRow
+from laminar_py.runtime.stats import Stats, StepRow, read_totals
 from laminar_py.runtime.supervisor import Supervisor
 from laminar_py.store.ledger import Ledger
 from laminar_py.store.recovery import Recovered
@@ -179,7 +179,7 @@ class Trainer:
         with self._run.metrics.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         self._show(row)
-        await self._evaluator.stepped(self.moment)
+        await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
 
     def _published(self, published: Published, *, parent: int | None) -> None:
         self.version = self._flow.newest_version = published.version
@@ -235,7 +235,8 @@ class Trainer:
         started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
         for part, pid in (await self._learner.pids()).items():
             self._supervisor.started(part, pid)
-        self.step = started.step
+        self.step = checkpoint.step if checkpoint else 0  # a step without signal counts, the learner saw none
+        log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
         self._attention_share = attention_share(
             hidden_size=started.hidden_size,
             num_layers=started.num_layers,
@@ -254,6 +255,8 @@ class Trainer:
         self._adopt_orphans()
         self._ledger.append(RolledBack(self._checkpoint.step, "learner_died"))
         undone = await self._flow.consumption.roll_back()
+        totals = read_totals(self._run.metrics, self._checkpoint.step)
+        self._stats.totals.trained_tokens = totals.trained_tokens
         log.warning("back to step %d; %d trajectories are ready again", self._checkpoint.step, undone)
         self._respawn(error)
         await self.start()
