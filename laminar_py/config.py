@@ -360,8 +360,8 @@ class RunConfig(Section):
         max_len = self.rollout.max_len
         if max_len > self.packer.max_tokens:
             raise ValueError(
-                f"packer.max_tokens={self.packer.max_tokens} is below rollout.max_len={max_len}, so a long trajectory"
-                " fits no microbatch; raise packer.max_tokens"
+                f"packer.max_tokens={self.packer.max_tokens} is below rollout.max_len={max_len}, so a long"
+                " trajectory fits no microbatch; raise packer.max_tokens"
             )
         if self.kv_capacity < max_len:
             raise ValueError(
@@ -380,8 +380,8 @@ class RunConfig(Section):
         lowest_cap = 1 + self.learner.clip_high
         if self.learner.importance_cap < lowest_cap:
             raise ValueError(
-                f"learner.importance_cap={self.learner.importance_cap} is below 1 + learner.clip_high = {lowest_cap},"
-                " so the clip would never act; raise it"
+                f"learner.importance_cap={self.learner.importance_cap} is below 1 + learner.clip_high ="
+                f" {lowest_cap}, so the clip would never act; raise it"
             )
         if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
             raise ValueError(

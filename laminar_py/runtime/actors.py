@@ -27,7 +27,7 @@ from laminar_py.types import Assignment, ScoringRequest
 log = logging.getLogger(__name__)
 
 # On a machine that they share the learner goes first: generation runs ahead of it, never the other way round.
-REPLICA_NICENESS = 5
+REPLICA_NICENESS = 10
 
 
 def _log_to(run_dir: str, part: str) -> None:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 SCORING_BATCH = 64
 HOUSEKEEPING_S = 0.5
-MEMORY_S = 5.0
+MEMORY_S = 10.0
 
 
 class Controller:
@@ -144,7 +144,7 @@ class Controller:
         flow.admitting = flow.continuing = True
         stats.rl_phase(True)
         await self._replicas.dispatch()
-        await trainer.run(self._replicas.dispatch)
+        await trainer.run()
         stats.rl_phase(False)
         flow.admitting = flow.continuing = False
         await self._replicas.stop()
