@@ -11,49 +11,24 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from laminar_py.codec import FloatArray, IntArray
 from laminar_py.config import OnNewWeights
 from laminar_py.interfaces import Clock, InferenceEngine, VersionLostError, WeightSource
+from laminar_py.rollout.running import Running, begin, handed_back
 from laminar_py.types import (
     Assignment,
-    Delta,
     FinishReason,
-    GenerateRequest,
     Kind,
     Load,
     PauseMode,
     Progress,
     ReplicaReport,
-    Span,
 )
 
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.1
-
-
-@dataclass(slots=True)
-class Running:
-    """A trajectory on this replica: what was generated here, and how much of it was reported."""
-
-    assignment: Assignment
-    submitted_s: float
-    prefix: IntArray  # what a (re)submission continues from
-    length: int  # response tokens so far, the prefix included
-    reported_s: float
-    ids: list[IntArray] = field(default_factory=list)  # not reported yet
-    logprobs: list[FloatArray] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    first_token_s: float | None = None
-    resubmit: bool = False  # interrupted for new weights, goes on here
-    wall_cut: bool = False
-    in_engine: bool = False
-    task: "asyncio.Task[None] | None" = None
 
 
 class Replica:
@@ -259,10 +234,9 @@ class Replica:
     # ---- trajectories
 
     def _start(self, assignment: Assignment) -> None:
-        now = self._clock.now()
         if assignment.kind is Kind.TRAIN:
             self._admitted += 1
-        running = Running(assignment, now, assignment.prefix_ids, len(assignment.prefix_ids), now)
+        running = begin(assignment, self._clock.now())
         self._running[assignment.trajectory_id] = running
         self._spawn(running)
 
@@ -272,35 +246,14 @@ class Replica:
         running.task = self._tasks.create_task(self._generate(running), name=name)
 
     async def _generate(self, running: Running) -> None:
-        assignment = running.assignment
         await self._serving.wait()
         running.in_engine = True
-        request = GenerateRequest(
-            assignment.trajectory_id,
-            assignment.group_id,
-            assignment.prompt_ids,
-            running.prefix,
-            assignment.sampling,
-        )
-        async for delta in self._engine.generate(request):
-            if self._running.get(request.rid) is running:  # else it was ended outside the engine
-                self._take(running, delta)
+        name = running.assignment.trajectory_id
+        async for delta in self._engine.generate(running.request()):
+            if self._running.get(name) is running:  # else it was ended outside the engine
+                running.take(delta, self._clock.now())
                 if delta.finish_reason is not None:
                     self._ended(running, delta.finish_reason)
-
-    def _take(self, running: Running, delta: Delta) -> None:
-        if not len(delta.ids):
-            return
-        if running.first_token_s is None:
-            running.first_token_s = self._clock.now()
-        start, end = running.length, running.length + len(delta.ids)
-        if running.spans and running.spans[-1].version == delta.version:
-            running.spans[-1] = Span(delta.version, running.spans[-1].start, end)
-        else:
-            running.spans.append(Span(delta.version, start, end))
-        running.ids.append(delta.ids)
-        running.logprobs.append(delta.logprobs)
-        running.length = end
 
     def _ended(self, running: Running, reason: FinishReason) -> None:
         running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
@@ -318,35 +271,11 @@ class Replica:
         self._report_now.set()
 
     def _report_progress(self, running: Running, reason: FinishReason | None) -> None:
-        now = self._clock.now()
-        ids = np.concatenate(running.ids) if running.ids else np.empty(0, np.int32)
-        logprobs = np.concatenate(running.logprobs) if running.logprobs else np.empty(0, np.float32)
-        first = now if running.first_token_s is None else running.first_token_s
-        self._progress.append(
-            Progress(
-                running.assignment.trajectory_id,
-                running.assignment.epoch,
-                running.length - len(ids),
-                ids,
-                logprobs,
-                tuple(running.spans),
-                reason,
-                running.wall_cut,
-                first - running.submitted_s,
-                now - running.submitted_s,
-            )
-        )
-        running.prefix = np.concatenate([running.prefix, ids])
-        running.ids, running.logprobs, running.spans = [], [], []
-        running.reported_s = now
+        self._progress.append(running.progress(reason, self._clock.now()))
 
     def _return(self, assignment: Assignment) -> None:
         """Give back what never started here."""
-        nothing = np.empty(0, np.int32), np.empty(0, np.float32)
-        start = len(assignment.prefix_ids)
-        self._progress.append(
-            Progress(assignment.trajectory_id, assignment.epoch, start, *nothing, (), FinishReason.ABORT)
-        )
+        self._progress.append(handed_back(assignment))
         self._report_now.set()
 
     def _collect_partials(self) -> None:
@@ -359,8 +288,7 @@ class Replica:
     async def _cut_overdue(self, max_seconds: float) -> None:
         now = self._clock.now()
         for running in list(self._running.values()):
-            began, used_s = running.first_token_s, running.assignment.used_s
-            if began is not None and used_s + now - began > max_seconds:
+            if running.first_token_s is not None and running.used_s(now) > max_seconds:
                 running.wall_cut = True
                 await self._engine.abort(running.assignment.trajectory_id)
 
