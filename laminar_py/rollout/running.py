@@ -17,7 +17,7 @@ _NO_LOGPROBS = np.empty(0, np.float32)
 
 @dataclass(slots=True)
 class Running:
-    """State of an assignment, e.g. `begin(assignment, now)`, with 41 tokens of it in `prefix` if it was interrupted."""
+    """State of an assignment, e.g. `begin(assignment, now)`; `prefix` has tokens if it was interrupted before."""
 
     assignment: Assignment
     submitted_s: float
