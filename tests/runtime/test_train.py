@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,14 @@ from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
 from laminar_py.types import Kind, Status
 from tests.runtime.runs import TrainProcess, wait_until_gone
+
+
+@pytest.fixture(autouse=True)
+def no_versions_left_behind(tmp_path):
+    """A run that was stopped keeps its weights in shared memory for a resume; those of a test go with it."""
+    yield
+    for leftover in Path("/dev/shm").glob(f"laminar-{tmp_path.name}-small-*"):
+        shutil.rmtree(leftover)
 
 
 def summary_of(run):
