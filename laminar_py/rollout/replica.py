@@ -205,7 +205,9 @@ class Replica:
             running.resubmit = True
         self._serving.clear()
         await self._engine.pause(PauseMode.ABORT)
-        await asyncio.wait([running.task for running in interrupted if running.task is not None])
+        streams = [running.task for running in interrupted if running.task is not None]
+        if streams:  # else all that runs still waits to enter the engine
+            await asyncio.wait(streams)
         await self._load(None)
         await self._engine.resume()
         for running in interrupted:
@@ -293,11 +295,6 @@ class Replica:
                 await self._engine.abort(running.assignment.trajectory_id)
 
     # ---- report
-
-    @property
-    def _full(self) -> bool:
-        """`drain`: the batch of this version is admitted."""
-        return self._policy is OnNewWeights.DRAIN and self._admitted >= self._batch
 
     @property
     def _admissible(self) -> int:

@@ -257,3 +257,13 @@ async def test_stop_hands_back_what_waits_for_weights(folders):
         await story.replica.stop()
         await story.until(lambda s: "a" in s.ended)
         assert story.ended["a"].finish_reason is FinishReason.ABORT
+
+
+async def test_new_weights_may_come_before_anything_has_entered_the_engine(folders):
+    async with serving(folders, policy=OnNewWeights.RESUME) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        weights.newest = story.replica._newest = 1  # as if announced in the same turn of the loop
+        story.replica.submit([assignment("a")])
+        await story.replica._swap_in_flight()
+        await story.until(lambda s: "a" in s.ended)
+        assert story.versions("a") == {1}
