@@ -121,7 +121,8 @@ class Replica:
         Reports are at least `REPORT_INTERVAL_S` apart, so that many short trajectories share one.
         """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._report_now.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._report_now.wait()
         await asyncio.sleep(self._last_report_s + REPORT_INTERVAL_S - self._clock.now())
         self._report_now.clear()
         return self._report()

@@ -46,7 +46,8 @@ class Part:
         limit = self._timeout_s if timeout_s is None else timeout_s
         reference = getattr(self._handle, method).remote(*arguments)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), limit)
+            async with asyncio.timeout(limit):
+                return await asyncio.wrap_future(reference.future())
         except TimeoutError:
             self.kill()
             raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
