@@ -3,14 +3,22 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/installed
+SGLANG := .venv-sglang/installed
 
-.PHONY: quickstart test lint types check kill-test schedules vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test schedules vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
 
+# the same job with real SGLang servers on the CPU
+quickstart-sglang: $(INSTALLED) $(SGLANG)
+	$(BIN)/laminar train configs/quickstart_sglang.yaml seed=$(SEED)
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow and not sglang" $(ARGS)
+
+test-sglang: $(INSTALLED) $(SGLANG)
+	LAMINAR_SGLANG_PYTHON=$(CURDIR)/$(dir $(SGLANG))bin/python $(BIN)/python -m pytest -m sglang -rs $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -40,5 +48,9 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints/cpu.txt -e ".[dev]"
 	touch $@
 
+# the script knows whether its folder has changed since
+$(SGLANG): $(shell find environments/sglang_cpu -type f)
+	PYTHON=$(PYTHON) environments/sglang_cpu/install.sh $(dir $@)
+
 clean:
-	rm -rf .venv .cache runs
+	rm -rf .venv .venv-sglang .cache runs

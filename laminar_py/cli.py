@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from laminar_py.config import load_config
+from laminar_py.config import EngineKind, load_config
 from laminar_py.types import DropReason, Kind, Status
 
 if TYPE_CHECKING:
+    from laminar_py.runtime.doctor import Fit
     from laminar_py.runtime.summary import Summary
 
 app = typer.Typer(
@@ -28,6 +29,8 @@ app = typer.Typer(
 )
 audit = typer.Typer()
 app.add_typer(audit, name="audit")
+bench = typer.Typer(help="Measure a part on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 console = Console()
 
 
@@ -55,16 +58,38 @@ def train(
     _print_summary(summary)
 
 
-@app.command(epilog="Example: laminar doctor")
-def doctor() -> None:
-    """Say what this machine can run, and what to install for the rest."""
-    from laminar_py.runtime.doctor import examine
+@app.command(epilog="Example: laminar doctor configs/math_7b_8gpu_tp1.yaml")
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of a run: place it on its cluster")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=4")] = None,
+) -> None:
+    """Say what this machine can run and what to install for the rest; with a config, where its parts would go."""
+    from laminar_py.runtime.doctor import examine, fit
 
+    if config is not None:
+        _print_fit(fit(load_config(config, overrides or [])))
+        return
     table = Table("what", "here", "remedy")
     for finding in examine():
         style = None if finding.good else "yellow"
         table.add_row(finding.subject, finding.state, finding.remedy, style=style)
     console.print(table)
+
+
+def _print_fit(fit: "Fit") -> None:
+    nodes = Table("node", "Ray id", "CPUs", "free GPUs")
+    for node in fit.nodes:
+        nodes.add_row(node.ip, node.id[:8], str(node.cpus), str(node.gpus))
+    parts = Table("part", "node", "GPUs")
+    for row in fit.rows:
+        parts.add_row(*row)
+    console.print(nodes, parts)
+    for line in fit.warnings:
+        console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
+    for line in fit.faults:
+        console.print(line, style="red", highlight=False, soft_wrap=True)
+    if fit.faults:
+        raise typer.Exit(2)
 
 
 @audit.callback(invoke_without_command=True, epilog="Example: laminar audit runs/quickstart-1 verify")
@@ -128,6 +153,30 @@ def list_trajectories(
         versions = "-" if row.oldest_version is None else f"{row.oldest_version}..{row.newest_version}"
         line = f"{row.id:<12} {row.status:<11} versions {versions:<9} tokens {row.length:<5} reward {row.reward}"
         console.print(f"{line}  staleness {row.staleness}  {fate}", highlight=False, soft_wrap=True)
+
+
+@bench.command("engine", epilog="Example: laminar bench engine --only local --repeats 5 --json")
+def bench_engine(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each comparison; figures are medians")] = 3,
+    only: Annotated[EngineKind | None, typer.Option(help="The figures of one engine")] = None,
+) -> None:
+    """Compare the engines with what one would use instead; each round is told on stderr. Takes minutes."""
+    from laminar_py.bench import engine_local, engine_sglang
+    from laminar_py.bench.report import show as show_report
+
+    measures = {EngineKind.LOCAL: engine_local.rows, EngineKind.SGLANG: engine_sglang.rows}
+    rows = [
+        row
+        for kind, measure in measures.items()
+        if only in (None, kind)
+        for row in measure(repeats=repeats, tell=_tell)
+    ]
+    show_report("engine", rows, as_json=as_json)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _print_accounting(run: Path) -> None:

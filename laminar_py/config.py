@@ -13,6 +13,8 @@ from typing import Annotated, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from laminar_py.types import Record
+
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -41,6 +43,22 @@ class OnNewWeights(StrEnum):
 
     DRAIN = "drain"
     RESUME = "resume"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class EngineKind(StrEnum):
+    """What generates."""
+
+    LOCAL = "local"
+    SGLANG = "sglang"
+
+
+class Device(StrEnum):
+    """What SGLang servers and learner ranks run on."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
 
 
 class StalePolicy(StrEnum):
@@ -122,11 +140,54 @@ class SamplingConfig(Section):
     """Cap on response tokens of a trajectory; a response that reaches it is cut, with an event."""
 
 
+class EngineConfig(Section):
+    """What generates: the embedded engine, or SGLang servers that the run launches or attaches to."""
+
+    kind: EngineKind = EngineKind.LOCAL
+    """`local`: the embedded engine, in the replica's process. `sglang`: one SGLang server per replica."""
+    urls: tuple[str, ...] = ()
+    """Servers that are already running, one per replica, e.g. `[http://10.0.0.5:30000]`; none: launch them. They
+    must see `relay.shm` under the same path."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """Environment variable with the key of the servers in `urls`; launched ones get a key of their own. A server
+    beyond loopback is refused without one."""
+    python: Path | None = None
+    """Interpreter of the environment that has SGLang; default: the run's own."""
+    device: Device = Device.CUDA
+    """What launched servers run on."""
+    tensor_parallel: Count = 1
+    """GPUs of one launched server."""
+    dtype: str = "bfloat16"
+    """Type that launched servers keep weights in; `float32` on a CPU."""
+    flags: dict[str, str | int | float | bool] = {}
+    """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
+    one that takes no value."""
+    start_timeout_s: Seconds = 900.0
+    """Longest start of a launched server."""
+    stall_timeout_s: Seconds = 60.0
+    """A server that has requests and sends no token, or leaves a call unanswered, for so long is lost."""
+    stream_interval: Count = 8
+    """Tokens in one message of a stream of a launched server: more cost less CPU, fewer tell sooner."""
+    verify_every: Annotated[int, Field(ge=0)] = 20
+    """The server's own tensors are hashed after its first load and at every version that this divides, and must
+    agree among replicas; 0: never."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind is EngineKind.LOCAL and self.urls:
+            raise ValueError(f"urls={list(self.urls)} are SGLang servers; set rollout.engine.kind=sglang")
+        if self.device is Device.CPU and self.tensor_parallel > 1:
+            raise ValueError(f"tensor_parallel={self.tensor_parallel} needs GPUs; set device=cuda, or 1")
+        return self
+
+
 class RolloutConfig(Section):
     """The replicas and what they generate."""
 
+    engine: EngineConfig = EngineConfig()
+    """What generates."""
     replicas: Count = 2
-    """Inference engines, each in a process of its own."""
+    """Inference engines, each with a process of its own."""
     max_batch: Count = 64
     """Trajectories one engine decodes at a time."""
     max_len: Count = 2048
@@ -137,7 +198,11 @@ class RolloutConfig(Section):
     """Trajectories a draining replica admits under one version before it takes newer weights."""
     on_new_weights: OnNewWeights = OnNewWeights.DRAIN
     """`drain`: finish what was admitted, then load, so a trajectory has one version. `resume`: abort, load,
-    continue from the partial response; spans record the mix."""
+    continue from the partial response; spans record the mix. `retract`: pause, load, recompute the KV cache, go
+    on. `in_place`: pause, load, go on with the KV cache of the old weights; spans record that too."""
+    record: tuple[Record, ...] = ()
+    """Beside tokens and log-probabilities: `sampling_mask` (the vocabulary each token was drawn from, where it is
+    cut), `routed_experts` (of mixture models). SGLang only."""
     prompts_per_step: Count = 32
     """Groups in a learner step."""
     group_size: Count = 8
@@ -259,6 +324,19 @@ class RelayConfig(Section):
     """First port of the tree, one per node; default: free ports chosen at start."""
 
 
+class ClusterConfig(Section):
+    """The Ray cluster that a run's parts are placed on: by default one of this machine, for this run alone."""
+
+    address: Annotated[str, Field(pattern=r"^(auto|[^:/]+:[0-9]+)$")] | None = None
+    """A running cluster to join: `host:port`, or `auto` for that of this machine; none: start one. All its nodes
+    must see the working directory and the folders named here under the same paths; `laminar doctor` checks it."""
+    learner_device: Device | None = None
+    """What the learner's ranks run on, with `cuda` one GPU each; default: GPUs where launched SGLang servers run
+    on them, CPUs otherwise."""
+    shared_nodes: bool = True
+    """Learner and replicas may be on one node (never on one GPU); `false`: on nodes of their own."""
+
+
 class EvalConfig(Section):
     """Greedy evaluation on the held-out prompts."""
 
@@ -315,6 +393,8 @@ class RunConfig(Section):
     """Optimisation."""
     relay: RelayConfig = RelayConfig()
     """Weight distribution."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where all of it runs."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     supervisor: SupervisorConfig = SupervisorConfig()
@@ -334,6 +414,24 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in"
                 f" rollout.max_len={max_len}; raise max_len or lower max_new_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        rollout, engine = self.rollout, self.rollout.engine
+        if rollout.record and engine.kind is EngineKind.LOCAL:
+            named = ", ".join(rollout.record)
+            raise ValueError(f"rollout.record={named} is what SGLang records; set rollout.engine.kind=sglang")
+        if Record.SAMPLING_MASK in rollout.record and not rollout.sampling.top_k:
+            raise ValueError(
+                "rollout.record=sampling_mask keeps the vocabulary of every token, and rollout.sampling.top_k=0"
+                " does not cut it; set top_k, or leave sampling_mask out"
+            )
+        if engine.urls and len(engine.urls) != rollout.replicas:
+            raise ValueError(
+                f"rollout.engine.urls has {len(engine.urls)} servers for rollout.replicas={rollout.replicas}; name"
+                " one for each"
             )
         return self
 

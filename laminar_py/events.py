@@ -74,6 +74,28 @@ class Finished(Event, frozen=True):
     generate_s: float
 
 
+class StreamCut(Event, frozen=True):
+    """Its stream on `replica` broke off at `length` tokens, before the engine's last word.
+
+    The place of a change of version under it is what the stream had said, and the experts that its tokens were
+    routed to are unknown until it goes on.
+    """
+
+    trajectory_id: str
+    replica: int
+    length: int
+
+
+class Restamped(Event, frozen=True):
+    """The engine's last word put a change of version at another token than its stream had.
+
+    `spans` cover the whole response so far, and hold.
+    """
+
+    trajectory_id: str
+    spans: tuple[Span, ...]
+
+
 class Cut(Event, frozen=True):
     """A cap ended it early: `tokens` or `seconds`, and the cap's value."""
 
@@ -135,12 +157,13 @@ class VersionPublished(Event, frozen=True):
 
 
 class VersionLoaded(Event, frozen=True):
-    """A replica serves `version` from here on."""
+    """A replica serves `version` from here on; `checksum` is of the engine's tensors, where they were verified."""
 
     replica: int
     version: int
     digest: str
     elapsed_s: float
+    checksum: str | None = None
 
 
 class Stepped(Event, frozen=True):
@@ -202,6 +225,8 @@ AnyEvent = (
     | Assigned
     | Interrupted
     | Finished
+    | StreamCut
+    | Restamped
     | Cut
     | Scored
     | Ready

@@ -17,8 +17,15 @@ class Clock(Protocol):
         ...
 
 
+class EngineLostError(Exception):
+    """The engine is gone, hangs or answers nonsense; the message says which, in one line."""
+
+
 class InferenceEngine(Protocol):
-    """One continuous-batching engine. `tests/engines/engine_conformance.py` is its definition."""
+    """One continuous-batching engine. `tests/engines/engine_conformance.py` is its definition.
+
+    Every method raises `EngineLostError` once the engine is of no use any more.
+    """
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """New tokens as they come; the last delta has a finish reason.
@@ -46,8 +53,16 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def checksum(self) -> str:
+        """A hash over the tensors that the engine serves; equal for equal weights and layout."""
+        ...
+
+    async def watch(self) -> None:
+        """Runs until cancelled; raises `EngineLostError` when the engine is lost."""
+        ...
+
     def status(self) -> EngineStatus:
-        """Requests, KV cache and version at this moment."""
+        """Requests, KV cache and version: at this moment, or as last heard."""
         ...
 
 

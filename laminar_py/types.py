@@ -65,12 +65,52 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"  # they stop where they are and keep their KV cache
 
 
+class Record(StrEnum):
+    """What an engine records beside tokens and log-probabilities, where it is asked to."""
+
+    SAMPLING_MASK = "sampling_mask"
+    ROUTED_EXPERTS = "routed_experts"
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`."""
+    """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`.
+
+    `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
+    """
 
     version: int
     start: int
     end: int
+    kv_version: int | None = None
+
+
+class SamplingMask(msgspec.Struct, frozen=True):
+    """The vocabulary that n tokens were drawn from, row after row, e.g. two tokens out of {3, 5} and {9}:
+
+    `SamplingMask(counts=[2, 1], ids=[3, 5, 9])`.
+    """
+
+    counts: IntArray  # [n]
+    ids: IntArray  # [sum of counts]
+
+
+class RoutedExperts(msgspec.Struct, frozen=True):
+    """The experts that positions [start, start + positions) of prompt and response went to, in every layer.
+
+    `data` is [positions, layers, top_k] of unsigned little-endian integers of `width` bytes. The last token of
+    a response is never an input, so a whole trajectory has P + L - 1 positions.
+    """
+
+    start: int
+    layers: int
+    top_k: int
+    width: int  # 1 or 2
+    data: bytes
+
+    @property
+    def positions(self) -> int:
+        """Tokens covered."""
+        return len(self.data) // (self.layers * self.top_k * self.width)
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -78,7 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave the vocabulary whole. `max_new_tokens` counts
     all response tokens, those of a resumed prefix included. One `seed` and one position always give the
-    same uniform number, whatever the request is batched with.
+    same uniform number, whatever the request is batched with (SGLang draws freely).
     """
 
     max_new_tokens: int
@@ -110,16 +150,25 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prompt_ids: IntArray  # [P]
     prefix_ids: IntArray  # [L so far], generated earlier
     sampling: SamplingParams
+    routed: int = 0  # leading positions whose experts are recorded already
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New tokens of one request, all generated under `version`; the last delta has a finish reason."""
+    """New tokens of one request, all generated under `version`; the last delta has a finish reason.
+
+    Weights that change under a running stream may leave the place of the change uncertain until it ends; then
+    `spans` in the last delta is the engine's own account of the whole stream, and replaces the `version`s.
+    """
 
     rid: str
     ids: IntArray  # [n] new response tokens, n >= 0
-    logprobs: FloatArray  # [n] log-softmax(logits / temperature) at the drawn token
+    logprobs: FloatArray  # [n] log-probability of the drawn token in the distribution that it was drawn from
     version: int
     finish_reason: FinishReason | None = None
+    kv_version: int | None = None  # as in `Span`
+    spans: tuple[Span, ...] | None = None  # [0, tokens of this stream)
+    sampling_mask: SamplingMask | None = None  # n rows
+    routed_experts: RoutedExperts | None = None  # in the last delta, from `GenerateRequest.routed` on
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -147,29 +196,40 @@ class Assignment(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     version: int | None = None
     used_s: float = 0.0  # seconds of generation on replicas that had it before
+    routed: int = 0  # leading positions whose experts are recorded already
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """New tokens of one trajectory since the last report; `start` is their place in the response."""
+    """New tokens of one trajectory since the last report; `start` is their place in the response.
+
+    `spans` may begin before `start`: then they replace what was said of those tokens (see `Delta.spans`).
+    """
 
     trajectory_id: str
     epoch: int
     start: int
     ids: IntArray  # [n]
     logprobs: FloatArray  # [n]
-    spans: tuple[Span, ...]  # cover [start, start + n)
+    spans: tuple[Span, ...]  # cover [spans[0].start, start + n)
     finish_reason: FinishReason | None = None
     wall_cut: bool = False  # ended by the cap on wall time
     queue_s: float = 0.0  # it waited here for its first tokens
     generate_s: float = 0.0  # since it came here
+    sampling_mask: SamplingMask | None = None  # n rows
+    routed_experts: RoutedExperts | None = None
 
 
 class Load(msgspec.Struct, frozen=True):
-    """A replica loaded `version` with this digest in `elapsed_s` seconds."""
+    """A replica loaded `version` with this digest in `elapsed_s` seconds.
+
+    `checksum` hashes the engine's own tensors after the load, where the load was verified; engines of one kind,
+    layout and version agree in it.
+    """
 
     version: int
     digest: str
     elapsed_s: float
+    checksum: str | None = None
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
@@ -183,6 +243,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
     interrupted: tuple[str, ...] = ()  # interrupted for new weights after their progress in this report
+    cut: tuple[str, ...] = ()  # their streams broke off before the engine's last word
 
 
 class Trajectory(msgspec.Struct, frozen=True):
@@ -206,6 +267,8 @@ class Trajectory(msgspec.Struct, frozen=True):
     token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
     weight: float = 1.0  # factor on its loss (staleness reweighting)
+    sampling_mask: SamplingMask | None = None  # L rows
+    routed_experts: RoutedExperts | None = None  # P + L - 1 positions
 
     @property
     def num_tokens(self) -> int:

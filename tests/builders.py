@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from laminar_py.types import FinishReason, Kind, Prompt, Span, Trajectory
+from laminar_py.types import FinishReason, Kind, Prompt, RoutedExperts, SamplingMask, Span, Trajectory
 
 
 def make_prompt(index=0, length=3, answer="4"):
@@ -32,3 +32,16 @@ def make_trajectory(
         advantage,
         weight,
     )
+
+
+def make_mask(ids):
+    """A sampling mask of 1 to 3 ids for each token, its own among them; the same ids give the same mask."""
+    rows = [[*range(900, 900 + token % 3), token] for token in ids.tolist()]
+    counts = np.array([len(row) for row in rows], np.int32)
+    return SamplingMask(counts, np.array([id for row in rows for id in row], np.int32))
+
+
+def make_experts(start, end, *, width=1):
+    """Experts of positions [start, end) in 3 layers, 2 in each; a position always has the same ones."""
+    experts = (np.arange(start, end)[:, None] * 7 + np.arange(6)) % 128
+    return RoutedExperts(start, 3, 2, width, experts.astype(f"<u{width}").tobytes())

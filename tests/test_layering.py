@@ -38,9 +38,10 @@ ROOMS = {
         "runtime/actors.py",
         "runtime/learner_part.py",
         "runtime/doctor.py",
+        "bench/",
     ),
-    "transformers": ("learner/",),
-    "httpx": ("engines/sglang",),
+    "transformers": ("learner/", "bench/"),
+    "aiohttp": ("engines/sglang", "bench/"),
     "sqlite3": ("store/", "audit/", "runtime/summary.py"),
     "pickle": (),
 }

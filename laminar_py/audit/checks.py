@@ -21,6 +21,7 @@ from laminar_py.events import (
     VersionPublished,
 )
 from laminar_py.store.rows import TrajectoryRow
+from laminar_py.store.spans import versions_of
 from laminar_py.types import Kind
 
 
@@ -74,7 +75,7 @@ class DrainCheck:
             self._promised = event.drain
         if not isinstance(event, Finished) or not self._promised:
             return []
-        versions = sorted({span.version for span in event.spans})
+        versions = sorted(versions_of(event.spans))
         if len(versions) <= 1:
             return []
         return [Finding(Law.DRAIN, event.trajectory_id, f"has tokens of the versions {versions}")]
@@ -109,7 +110,7 @@ class WeightsCheck:
             case VersionLoaded():
                 return self._load(event)
             case Finished():
-                for version in {span.version for span in event.spans} - self._digests.keys():
+                for version in versions_of(event.spans) - self._digests.keys():
                     message = f"has tokens of version {version}, which was never published"
                     self._wait(version, Finding(Law.VERSIONS, event.trajectory_id, message))
             case RunStarted() | RunEnded():
@@ -149,6 +150,27 @@ class WeightsCheck:
             found.append(Finding(Law.VERSIONS, part, f"went back from version {before} to {event.version}"))
         self._loaded[part] = event.version
         return found
+
+
+class ChecksumCheck:
+    """Replicas that verified a version hold the same tensors; they are all of one layout."""
+
+    def __init__(self) -> None:
+        self._verified: dict[int, VersionLoaded] = {}  # by version: who verified it first
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+        """Look at loads that were verified."""
+        if not isinstance(event, VersionLoaded) or event.checksum is None:
+            return []
+        first = self._verified.setdefault(event.version, event)
+        if first.checksum == event.checksum:
+            return []
+        held = f"is {first.checksum} in replica-{first.replica} and {event.checksum} in replica-{event.replica}"
+        return [Finding(Law.WEIGHTS, f"version {event.version}", held)]
+
+    def end(self) -> list[Finding]:
+        """Nothing is left open."""
+        return []
 
 
 class StepCheck:

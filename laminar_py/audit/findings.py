@@ -14,6 +14,7 @@ class Law(StrEnum):
     ACCOUNTING = "accounting"  # issued = consumed + dropped + live
     CONSUMPTION = "consumption"  # no trajectory is consumed twice, and each by a step that counts it
     SPANS = "spans"  # every response token is stored, unchanged, and knows its version
+    RECORDING = "recording"  # masks and experts, where recorded, are whole and fit the tokens
     DRAIN = "drain"  # one version per trajectory where that is promised
     STALENESS = "staleness"  # as recorded, and within the bound
     VERSIONS = "versions"  # numbers are not reused and an engine's do not go back

@@ -12,7 +12,7 @@ from pathlib import Path
 from laminar_py.events import AnyEvent
 from laminar_py.store.archive import find_payload
 from laminar_py.store.database import ledger_path, reading
-from laminar_py.store.payload import Payload, join
+from laminar_py.store.payload import Payload
 from laminar_py.store.rows import Accounting, TrajectoryRow, decode_event, read_accounting, read_rows
 from laminar_py.types import DropReason, Kind, Status
 
@@ -94,8 +94,24 @@ def story(run: Path, trajectory_id: str) -> Story:
         prompt = connection.execute("SELECT text, answer FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
         text, answer = prompt or ("", "")
         folder = ledger_path(run).parent
-        response = find_payload(folder, connection, row.number) if row.length else join(())
+        response = find_payload(folder, connection, row)
         return Story(row, text, answer, tuple(_events(connection, row)), response)
+
+
+def tell_response(response: Payload) -> list[str]:
+    """Lines about a response: one for each of its spans, and one for each kind of recording it has."""
+    lines = []
+    for span in response.spans:
+        cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"
+        lines.append(f"tokens {span.start} to {span.end}: version {span.version}{cache}")
+    mask, experts = response.sampling_mask, response.routed_experts
+    if mask is not None:
+        mean = len(mask.ids) / max(len(mask.counts), 1)
+        lines.append(f"sampling mask: {len(mask.counts)} tokens, each of {mean:.1f} on average")
+    if experts is not None:
+        shape = f"{experts.layers} layers, {experts.top_k} in each"
+        lines.append(f"routed experts: positions {experts.start} to {experts.start + experts.positions}, {shape}")
+    return lines
 
 
 def parse_comparison(text: str) -> tuple[str, str]:

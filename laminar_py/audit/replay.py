@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from laminar_py.audit.findings import Finding, Law
-from laminar_py.events import AnyEvent, Consumed, Finished, Interrupted
+from laminar_py.events import AnyEvent, Consumed, Finished, Interrupted, Restamped, StreamCut
 from laminar_py.store.database import create
 from laminar_py.store.machine import IllegalEventError, Machine
 from laminar_py.store.rows import COLUMNS, TrajectoryRow, read_accounting
@@ -39,8 +39,11 @@ class Replay:
     def see(self, seq: int, event: AnyEvent) -> Iterator[Finding]:
         """Apply event number `seq`; say so if that cannot be."""
         before = self.row_before(event)
-        if before is not None and isinstance(event, Interrupted | Finished):
-            before.length = event.length  # the pieces are compared elsewhere
+        if before is not None:  # the pieces are compared elsewhere
+            if isinstance(event, Interrupted | StreamCut | Finished):
+                before.length = event.length
+            elif isinstance(event, Restamped) and event.spans:
+                before.length = event.spans[-1].end
         try:
             row = self._machine.apply(seq, event)
         except IllegalEventError as error:
@@ -81,7 +84,7 @@ class Replay:
             yield Finding(Law.ROWS, row.id, "has no row")
             return
         for column, replayed, found in zip(COLUMNS, msgspec.to_builtins(row), stored, strict=True):
-            if found != replayed and not (column in _FROM_PIECES and row.spans is None):
+            if found != replayed and not (column in _FROM_PIECES and row.finish_reason is None):
                 yield Finding(Law.ROWS, row.id, f"{column} is {found!r}, the events say {replayed!r}")
 
     def _compare_tables(self) -> Iterator[Finding]:

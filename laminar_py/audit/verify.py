@@ -6,27 +6,32 @@ hash-chained events, every response from its pieces.
 
 import sqlite3
 from collections.abc import Iterator
-from itertools import chain, groupby
 from pathlib import Path
 
 import msgspec
 
-from laminar_py.audit.checks import Check, DrainCheck, StalenessCheck, StepCheck, WeightsCheck
+from laminar_py.audit.checks import (
+    Check,
+    ChecksumCheck,
+    DrainCheck,
+    StalenessCheck,
+    StepCheck,
+    WeightsCheck,
+)
 from laminar_py.audit.findings import Finding, Law
 from laminar_py.audit.replay import Replay
+from laminar_py.audit.responses import check_responses
 from laminar_py.events import AnyEvent
-from laminar_py.store.archive import archived_pieces
 from laminar_py.store.database import ledger_path, reading
-from laminar_py.store.digests import CHAIN_START, event_hash, prompt_digest, response_digest
-from laminar_py.store.payload import Piece, join, stored_pieces
-from laminar_py.store.rows import decode_event, decode_spans, merge_spans
+from laminar_py.store.digests import CHAIN_START, event_hash, prompt_digest
+from laminar_py.store.rows import decode_event
 
 
 def verify(run: Path) -> list[Finding]:
     """Every breach of a law in the ledger of `run`; none if all is well. Raises `ValueError` on a bad file."""
     with reading(run) as connection:
         found = [*_check_file(connection), *_check_events(connection), *_check_prompts(connection)]
-        return found + list(_check_payloads(ledger_path(run).parent, connection))
+        return found + list(check_responses(ledger_path(run).parent, connection))
 
 
 def _check_file(connection: sqlite3.Connection) -> Iterator[Finding]:
@@ -37,7 +42,13 @@ def _check_file(connection: sqlite3.Connection) -> Iterator[Finding]:
 
 def _check_events(connection: sqlite3.Connection) -> Iterator[Finding]:
     replay = Replay(connection)
-    checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), StepCheck()]
+    checks: list[Check] = [
+        StalenessCheck(),
+        DrainCheck(),
+        WeightsCheck(),
+        ChecksumCheck(),
+        StepCheck(),
+    ]
     for entry in _read_log(connection):
         if isinstance(entry, Finding):
             yield entry
@@ -85,38 +96,3 @@ def _check_prompts(connection: sqlite3.Connection) -> Iterator[Finding]:
     )
     for id, prompt_id in missing:
         yield Finding(Law.ROWS, id, f"its prompt {prompt_id} is not stored")
-
-
-def _check_payloads(run: Path, connection: sqlite3.Connection) -> Iterator[Finding]:
-    highest = connection.execute("SELECT coalesce(max(number), 0) FROM trajectory").fetchone()[0]
-    seen = bytearray(highest + 1)
-    for number, pieces in groupby(
-        chain(stored_pieces(connection), archived_pieces(run)), key=lambda piece: piece.trajectory
-    ):
-        row = connection.execute(
-            "SELECT id, length, spans, digest FROM trajectory WHERE number = ?", (number,)
-        ).fetchone()
-        if row is not None:
-            seen[number] = 1
-            yield from (Finding(Law.SPANS, row[0], message) for message in _check_payload(list(pieces), *row[1:]))
-    for number, id, length in connection.execute("SELECT number, id, length FROM trajectory WHERE length > 0"):
-        if not seen[number]:
-            yield Finding(Law.SPANS, id, f"none of its {length} tokens is stored")
-
-
-def _check_payload(pieces: list[Piece], length: int, spans: str | None, digest: str | None) -> Iterator[str]:
-    for piece in pieces:
-        if not piece.is_intact:
-            yield f"the piece from token {piece.start} on was changed"
-    try:
-        payload = join(pieces)
-        promised = payload.spans if spans is None else merge_spans(decode_spans(spans))
-    except (ValueError, msgspec.DecodeError) as error:
-        yield str(error)
-        return
-    if len(payload.ids) != length:
-        yield f"{len(payload.ids)} of its {length} tokens are stored"
-    if payload.spans != promised:
-        yield f"its tokens were stored with {payload.spans}, it finished with {promised}"
-    if digest is not None and response_digest(payload.ids, payload.logprobs) != digest:
-        yield "its stored tokens are not those it finished with"

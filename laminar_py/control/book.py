@@ -16,7 +16,7 @@ from laminar_py.config import WithoutSignal
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.events import AnyEvent
-from laminar_py.types import DropReason, Kind, Prompt, SamplingParams, Span
+from laminar_py.types import DropReason, Kind, Prompt, RoutedExperts, SamplingMask, SamplingParams, Span
 
 
 class Recorder(Protocol):
@@ -31,9 +31,17 @@ class Recorder(Protocol):
         ...
 
     def store_segment(
-        self, trajectory_id: str, start: int, spans: tuple[Span, ...], ids: IntArray, logprobs: FloatArray
+        self,
+        trajectory_id: str,
+        start: int,
+        spans: tuple[Span, ...],
+        ids: IntArray,
+        logprobs: FloatArray,
+        *,
+        sampling_mask: SamplingMask | None = None,
+        routed_experts: RoutedExperts | None = None,
     ) -> None:
-        """Keep response tokens [start, start + n)."""
+        """Keep response tokens [start, start + n), which `spans` cover, and what was recorded with them."""
         ...
 
     def store_token_rewards(self, trajectory_id: str, rewards: FloatArray) -> None:

@@ -21,6 +21,7 @@ from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.events import Cut, VersionLoaded
 from laminar_py.interfaces import Clock
 from laminar_py.store.recovery import LiveTrajectory, Recovered
+from laminar_py.store.spans import clip_spans
 from laminar_py.types import (
     Assignment,
     DropReason,
@@ -182,11 +183,20 @@ class Flow:
     async def on_report(self, report: ReplicaReport) -> None:
         """Take in what a replica did."""
         for load in report.loads:
-            self.book.record(VersionLoaded(report.replica, load.version, load.digest, load.elapsed_s))
+            self.book.record(
+                VersionLoaded(report.replica, load.version, load.digest, load.elapsed_s, load.checksum)
+            )
+        last = {progress.trajectory_id: progress for progress in report.progress}
         for progress in report.progress:
-            self._on_progress(report.replica, progress)
-            if progress.trajectory_id in report.interrupted:
-                self._on_interrupted(report.replica, progress.trajectory_id)
+            lifecycle = self._on_progress(progress)
+            if lifecycle is not None and last[lifecycle.id] is progress:
+                self._on_interruption(lifecycle, report)
+            if lifecycle is not None and progress.finish_reason is not None:
+                self._on_end(report.replica, lifecycle, progress)
+        for trajectory_id in report.cut:
+            lifecycle = self.book.live.get(trajectory_id)
+            if lifecycle is not None and lifecycle.replica == report.replica and trajectory_id not in last:
+                self.book.record(lifecycle.cut_off())
         for trajectory_id in report.lost:
             await self._on_version_lost(report.replica, trajectory_id)
         self.dispatcher.reported(
@@ -196,34 +206,46 @@ class Flow:
             received=report.received,
         )
 
-    def _on_progress(self, replica: int, progress: Progress) -> None:
+    def _on_progress(self, progress: Progress) -> Lifecycle | None:
+        """Whose progress it is, if that still counts."""
         lifecycle = self.book.live.get(progress.trajectory_id)
         if lifecycle is None or not lifecycle.accepts(progress):
-            return
-        lifecycle.grow(progress)
+            return None
+        restamped = lifecycle.grow(progress)
         if lifecycle.kind is Kind.TRAIN:
             self.generated_tokens += len(progress.ids)
         elif lifecycle.version is not None:
             self._evaluations.runs_under(lifecycle, lifecycle.version)
-        if len(progress.ids):
+        if len(progress.ids) or progress.routed_experts is not None:
             self.book.recorder.store_segment(
-                lifecycle.id, progress.start, progress.spans, progress.ids, progress.logprobs
+                lifecycle.id,
+                progress.start,
+                clip_spans(progress.spans, progress.start),
+                progress.ids,
+                progress.logprobs,
+                sampling_mask=progress.sampling_mask,
+                routed_experts=progress.routed_experts,
             )
-        if progress.finish_reason is None:
-            return
+        if restamped is not None:
+            self.book.record(restamped)
+        return lifecycle
+
+    def _on_interruption(self, lifecycle: Lifecycle, report: ReplicaReport) -> None:
+        """Its stream may have broken off, or been interrupted for new weights; it goes on where it is."""
+        if lifecycle.id in report.cut:
+            self.book.record(lifecycle.cut_off())
+        if lifecycle.id in report.interrupted:
+            self.book.record(lifecycle.interrupt("new_weights"))
+            self.book.record(lifecycle.resume(report.replica))
+
+    def _on_end(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
+        """Its stream here is over: finished, or handed back."""
         self.dispatcher.returned(replica, lifecycle.id)
         if progress.finish_reason is FinishReason.ABORT:
             self.book.record(lifecycle.interrupt("returned"))
             self._waiting.append(lifecycle)
         else:
             self._finish(lifecycle, progress)
-
-    def _on_interrupted(self, replica: int, trajectory_id: str) -> None:
-        """It was interrupted for new weights after this progress, and goes on where it is."""
-        lifecycle = self.book.live.get(trajectory_id)
-        if lifecycle is not None and lifecycle.replica == replica:
-            self.book.record(lifecycle.interrupt("new_weights"))
-            self.book.record(lifecycle.resume(replica))
 
     def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
         if progress.wall_cut:
@@ -361,12 +383,14 @@ class Flow:
             entry.replica if entry.status is Status.RUNNING else None,
             [response.ids] if len(response.ids) else [],
             [response.logprobs] if len(response.ids) else [],
-            list(response.spans),
+            response.spans,
             len(response.ids),
             entry.finish_reason,
             entry.reward,
             entry.token_rewards,
             entry.advantage or 0.0,
+            masks=[] if response.sampling_mask is None else [response.sampling_mask],
+            experts=[] if response.routed_experts is None else [response.routed_experts],
         )
 
     def _take_up(self, lifecycle: Lifecycle) -> None:

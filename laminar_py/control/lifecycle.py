@@ -17,10 +17,14 @@ from laminar_py.events import (
     Interrupted,
     Issued,
     Ready,
+    Restamped,
     Scored,
+    StreamCut,
     Undone,
 )
 from laminar_py.store.digests import response_digest
+from laminar_py.store.recording import join_experts, join_masks
+from laminar_py.store.spans import clip_spans, covers, replace_spans
 from laminar_py.types import (
     Assignment,
     DropReason,
@@ -28,6 +32,8 @@ from laminar_py.types import (
     Kind,
     Progress,
     Prompt,
+    RoutedExperts,
+    SamplingMask,
     SamplingParams,
     Span,
     Status,
@@ -54,7 +60,7 @@ class Lifecycle:
     replica: int | None = None
     ids: list[IntArray] = field(default_factory=list)  # response tokens, piece by piece
     logprobs: list[FloatArray] = field(default_factory=list)  # same pieces
-    spans: list[Span] = field(default_factory=list)  # cover [0, length)
+    spans: tuple[Span, ...] = ()  # cover [0, length)
     length: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
@@ -62,6 +68,8 @@ class Lifecycle:
     advantage: float = 0.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
+    masks: list[SamplingMask] = field(default_factory=list)  # of all pieces, or of those that have one
+    experts: list[RoutedExperts] = field(default_factory=list)  # end to end from position 0 on
 
     def issued(self) -> Issued:
         """The event of its birth."""
@@ -73,11 +81,25 @@ class Lifecycle:
         """The newest version in it, None before its first token."""
         return self.spans[-1].version if self.spans else None
 
+    @property
+    def routed(self) -> int:
+        """Leading positions whose experts are recorded."""
+        return self.experts[-1].start + self.experts[-1].positions if self.experts else 0
+
     def assignment(self, pin: int | None) -> Assignment:
         """What its replica is told; `pin` is the only version it may go on under, if any."""
         prefix = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
         return Assignment(
-            self.id, self.epoch, self.group_id, self.kind, self.prompt.ids, prefix, self.sampling, pin, self.used_s
+            self.id,
+            self.epoch,
+            self.group_id,
+            self.kind,
+            self.prompt.ids,
+            prefix,
+            self.sampling,
+            pin,
+            self.used_s,
+            self.routed,
         )
 
     def assign(self, replica: int) -> Assigned:
@@ -91,20 +113,36 @@ class Lifecycle:
         """False for a report of a replica that no longer owns it, or of tokens that are already here."""
         return self.status is Status.RUNNING and progress.epoch == self.epoch and progress.start == self.length
 
-    def grow(self, progress: Progress) -> None:
-        """Append new tokens while RUNNING."""
+    def grow(self, progress: Progress) -> Restamped | None:
+        """Append new tokens while RUNNING; an event if the engine corrected the spans of earlier ones."""
         assert self.status is Status.RUNNING, f"{self.id} grows while {self.status}"
         self.here_s = progress.generate_s - progress.queue_s
         if len(progress.ids):
             self.ids.append(progress.ids)
             self.logprobs.append(progress.logprobs)
             self.length += len(progress.ids)
-        for span in progress.spans:
-            last = self.spans[-1] if self.spans else None
-            if last is not None and last.version == span.version:
-                self.spans[-1] = Span(span.version, last.start, span.end)
-            else:
-                self.spans.append(span)
+        self._record(progress)
+        said, self.spans = self.spans, replace_spans(self.spans, progress.spans)
+        assert covers(self.spans, 0, self.length), f"{self.id}: {self.spans} for {self.length} tokens"
+        reaches_back = bool(progress.spans) and progress.spans[0].start < progress.start
+        if reaches_back and clip_spans(self.spans, 0, progress.start) != said:
+            return Restamped(self.id, self.spans)
+        return None
+
+    def _record(self, progress: Progress) -> None:
+        mask, experts = progress.sampling_mask, progress.routed_experts
+        if mask is not None:
+            rows, count = len(mask.counts), len(progress.ids)
+            assert rows == count, f"{self.id}: {count} tokens with {rows} sampling masks"
+            self.masks.append(mask)
+        if experts is not None:
+            assert experts.start == self.routed, f"{self.id}: experts from {experts.start}, not {self.routed}"
+            self.experts.append(experts)
+
+    def cut_off(self) -> StreamCut:
+        """RUNNING as before, but its stream broke off; the event says where."""
+        assert self.replica is not None, f"a stream of {self.id} broke off, which is {self.status}"
+        return StreamCut(self.id, self.replica, self.length)
 
     def interrupt(self, reason: str) -> Interrupted:
         """RUNNING -> INTERRUPTED; what it has stays."""
@@ -127,11 +165,13 @@ class Lifecycle:
         self.finish_reason = progress.finish_reason
         self.ids = [np.concatenate(self.ids)]
         self.logprobs = [np.concatenate(self.logprobs)]
+        self.masks = [join_masks(self.masks)] if self.masks else []
+        self.experts = [join_experts(self.experts)] if self.experts else []
         return Finished(
             self.id,
             self.epoch,
             progress.finish_reason,
-            tuple(self.spans),
+            self.spans,
             self.length,
             response_digest(self.ids[0], self.logprobs[0]),
             progress.queue_s,
@@ -170,6 +210,10 @@ class Lifecycle:
     def trajectory(self, *, weight: float = 1.0) -> Trajectory:
         """The finished record."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
+        # all or nothing: a stream that broke off and never went on leaves experts unknown, a recording that was
+        # switched on with `--resume` the masks of what was there before
+        is_masked = bool(self.masks) and len(self.masks[0].counts) == self.length
+        is_routed = bool(self.experts) and self.routed == len(self.prompt.ids) + self.length - 1
         return Trajectory(
             self.id,
             self.prompt.id,
@@ -180,12 +224,14 @@ class Lifecycle:
             self.ids[0],
             self.logprobs[0],
             np.ones(self.length, np.bool_),
-            tuple(self.spans),
+            self.spans,
             self.finish_reason,
             self.reward,
             self.token_rewards,
             self.advantage,
             weight,
+            self.masks[0] if is_masked else None,
+            self.experts[0] if is_routed else None,
         )
 
     def _move(self, allowed: frozenset[Status] | set[Status], to: Status) -> None:

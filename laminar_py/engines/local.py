@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 
 from laminar_py.engines.local_scheduler import Scheduler
 from laminar_py.engines.local_spec import ModelSpec
+from laminar_py.engines.requests import check_request
+from laminar_py.interfaces import EngineLostError
 from laminar_py.types import Delta, EngineStatus, GenerateRequest, PauseMode
 
 
@@ -84,7 +85,9 @@ class LocalEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `InferenceEngine.generate`. `ValueError` names what cannot be served."""
-        self._check(request)
+        if request.rid in self._ticket_by_rid:
+            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
+        check_request(request, max_len=self._max_len, vocab=self._spec.vocab)
         ticket, stream = next(self._tickets), asyncio.Queue[Delta | BaseException]()
         self._streams[ticket] = stream
         self._ticket_by_rid[request.rid] = ticket
@@ -120,30 +123,23 @@ class LocalEngine:
         """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `ValueError` if files do not fit."""
         await self._command(partial(self._scheduler.load_weights, path, version))
 
+    async def checksum(self) -> str:
+        """See `InferenceEngine.checksum`."""
+        answer: list[str] = []
+        await self._command(lambda: answer.append(self._scheduler.checksum()))
+        return answer[0]
+
+    async def watch(self) -> None:
+        """See `InferenceEngine.watch`: the thread's death is the engine's."""
+        await asyncio.wait([self._thread])
+        error = self._thread.exception()
+        raise EngineLostError(f"the engine's thread ended: {error or 'closed'}")
+
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`. Requests that the thread has not seen yet count as waiting."""
         status = self._scheduler.status()
         num_unseen = self._num_posted - self._num_taken
         return msgspec.structs.replace(status, waiting=status.waiting + num_unseen)
-
-    def _check(self, request: GenerateRequest) -> None:
-        rid, sampling = request.rid, request.sampling
-        ids = np.concatenate([request.prompt_ids, request.prefix_ids])
-        if rid in self._ticket_by_rid:
-            raise ValueError(f"rid={rid}: is being generated already; abort it first")
-        if len(ids) > self._max_len:
-            raise ValueError(
-                f"rid={rid}: prompt and prefix have {len(ids)} tokens, above rollout.max_len={self._max_len};"
-                " raise rollout.max_len"
-            )
-        if not len(request.prompt_ids):
-            raise ValueError(f"rid={rid}: the prompt is empty; give it at least one token")
-        if ids.min() < 0 or ids.max() >= self._spec.vocab:
-            raise ValueError(
-                f"rid={rid}: a token id is outside the vocabulary of {self._spec.vocab}; retokenise it"
-            )
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise ValueError(f"rid={rid}: {sampling} draws nothing; see rollout.sampling for the bounds")
 
     # ---- the event loop's side
 

@@ -36,6 +36,10 @@ class LocalModel:
         else:
             self._weights.copy_(weights)  # in place: the traced step holds these tensors
 
+    def checksum(self) -> str:
+        """See `Weights.checksum`; "unloaded" before the first load."""
+        return "unloaded" if self._weights is None else self._weights.checksum()
+
     def decode(self, ids: Tensor, positions: Tensor, *, plan: DecodePlan) -> Tensor:
         """Logits `[B, V]` in fp32 after tokens `ids [B]` at `positions [B]`, one of each sequence."""
         if self._step is None:

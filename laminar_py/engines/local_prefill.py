@@ -26,6 +26,11 @@ class Prefill:
     ids: IntArray  # [n]
     slots: list[int]
     done: int = 0  # tokens that are in the cache
+    version: int = -1  # weights that computed the first of those, the oldest
+
+    def made_by(self, version: int) -> bool:
+        """Whether all of it is, or will be if `version` stays, computed by the weights of `version`."""
+        return self.done == 0 or self.version == version
 
 
 class PrefillQueue:
@@ -49,11 +54,17 @@ class PrefillQueue:
         if not prefill.slots:
             self._queue.remove(prefill)
 
-    def run(self) -> list[Prefill]:
-        """Compute one batch, if any; those that are done have their tokens in the cache of all their slots."""
+    def run(self, version: int) -> list[Prefill]:
+        """Compute one batch, if any, with the weights of `version`.
+
+        Those that are done have their tokens in the cache of all their slots.
+        """
         batch, lengths = self._next_batch()
         if not batch:
             return []
+        for prefill in batch:
+            if prefill.done == 0:
+                prefill.version = version
         self._compute(batch, np.array(lengths))
         finished = [prefill for prefill in batch if prefill.done == len(prefill.ids)]
         for prefill in finished:

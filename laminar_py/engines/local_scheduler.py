@@ -18,8 +18,9 @@ from laminar_py.engines.local_kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local_model import LocalModel
 from laminar_py.engines.local_prefill import Prefill, PrefillQueue
 from laminar_py.engines.local_sampling import PLAIN, Sampler, Seeds, uniforms
-from laminar_py.engines.local_slots import Slots, State, response_limit
+from laminar_py.engines.local_slots import Slots, State
 from laminar_py.engines.local_spec import ModelSpec
+from laminar_py.engines.requests import response_limit
 from laminar_py.types import Delta, EngineStatus, FinishReason, GenerateRequest, PauseMode
 
 ADMISSION_HEADROOM = 16  # steps that everything running can grow by after an admission, against thrashing
@@ -35,7 +36,7 @@ class _Job:
     ticket: int  # the stream that its deltas go to
     request: GenerateRequest
     response: IntArray  # [L] what it had when it last joined the waiting queue
-    version: int = -1  # weights that its KV cache was begun under
+    version: int = -1  # the oldest weights in its KV cache, once that is complete
     prefill: Prefill | None = None
 
     @property
@@ -148,6 +149,10 @@ class Scheduler:
         if not self._running:
             self._pool.forget()
 
+    def checksum(self) -> str:
+        """See `Weights.checksum`; "unloaded" before the first load."""
+        return self._model.checksum()
+
     def step(self) -> None:
         """One token for everything that decodes, after a bounded amount of prefill."""
         self._make_room()
@@ -168,7 +173,6 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and self._free and self._has_room(self._waiting[0]):
             job, slot = self._waiting.popleft(), self._free.pop()
-            job.version = self._version
             self._slots.occupy(slot, job.request, response=job.response)
             self._fill_cache(slot, job)
             self._running[slot] = job
@@ -185,7 +189,7 @@ class Scheduler:
         ids = job.cached_ids
         sibling = self._sibling(job)
         if not len(ids):
-            self._start(slot)
+            self._start(slot, job, version=self._version)
         elif sibling is None:
             job.prefill = self._prefills.add(slot, ids)
         elif (prefill := self._running[sibling].prefill) is not None:
@@ -193,7 +197,7 @@ class Scheduler:
             job.prefill = prefill
         else:
             self._pool.share(sibling, slot, len(ids))
-            self._start(slot)
+            self._start(slot, job, version=self._running[sibling].version)
 
     def _sibling(self, job: _Job) -> int | None:
         """A slot whose cache begins, or will, with exactly what `job` needs, made by the present weights."""
@@ -201,18 +205,22 @@ class Scheduler:
             return None
         for slot in self._groups[job.request.group_id]:
             other = self._running[slot]
-            usable = other.version == self._version and (other.prefill is None or not len(other.response))
+            if other.prefill is None:
+                usable = other.version == self._version
+            else:
+                usable = other.prefill.made_by(self._version) and not len(other.response)
             if usable and np.array_equal(other.request.prompt_ids, job.request.prompt_ids):
                 return slot
         return None
 
     def _prefill(self) -> None:
-        for prefill in self._prefills.run():
+        for prefill in self._prefills.run(self._version):
             for slot in prefill.slots:
-                self._running[slot].prefill = None
-                self._start(slot)
+                self._start(slot, self._running[slot], version=prefill.version)
 
-    def _start(self, slot: int) -> None:
+    def _start(self, slot: int, job: _Job, *, version: int) -> None:
+        """All but the last token of `job` are in the cache, the oldest of them by `version`."""
+        job.prefill, job.version = None, version
         self._slots.state[slot] = State.DECODING
         self._rows = None
 
@@ -263,7 +271,9 @@ class Scheduler:
         job = self._running[slot]
         ids, logprobs = self._slots.take_unsent(slot)
         if len(ids) or finish_reason:
-            self._deltas.append((job.ticket, Delta(job.request.rid, ids, logprobs, self._version, finish_reason)))
+            kv_version = job.version if len(ids) and job.version < self._version else None
+            delta = Delta(job.request.rid, ids, logprobs, self._version, finish_reason, kv_version)
+            self._deltas.append((job.ticket, delta))
 
     def _send_nothing(self, job: _Job, finish_reason: FinishReason) -> None:
         delta = Delta(job.request.rid, _NO_IDS, _NO_LOGPROBS, self._version, finish_reason)

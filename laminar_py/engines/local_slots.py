@@ -12,6 +12,7 @@ import numpy.typing as npt
 from laminar_py.codec import BoolArray, FloatArray, IntArray
 from laminar_py.engines.local_kv import Indices
 from laminar_py.engines.local_sampling import hash_seeds
+from laminar_py.engines.requests import response_limit
 from laminar_py.types import GenerateRequest
 
 
@@ -90,8 +91,3 @@ class Slots:
         """Tokens that the slots hold in the KV cache, or will hold when their prefill is done."""
         num_occupied = np.count_nonzero(self.state)
         return int(self.num_prompt.sum() + self.num_response.sum() - num_occupied)
-
-
-def response_limit(request: GenerateRequest, *, max_len: int) -> int:
-    """Response tokens after which a request is cut."""
-    return min(request.sampling.max_new_tokens, max_len - len(request.prompt_ids))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -70,16 +71,24 @@ class Weights:
 
     def copy_(self, other: "Weights") -> None:
         """Take the values of `other`, a model of the same spec, into the same memory."""
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+        for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
             mine.copy_(theirs)
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from (self.embedding, self.norm.scale, self.head)
-        for layer in self.layers:
+    def checksum(self) -> str:
+        """BLAKE3 over name, type, shape and bytes of every tensor, in a fixed order."""
+        digest = blake3()
+        for name, tensor in self._tensors():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("embedding", self.embedding), ("norm", self.norm.scale), ("head", self.head))
+        for index, layer in enumerate(self.layers):
             for field in fields(layer):
                 value = getattr(layer, field.name)
                 if value is not None:
-                    yield value.scale if isinstance(value, Norm) else value
+                    yield f"{index}.{field.name}", value.scale if isinstance(value, Norm) else value
 
 
 def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weights:

@@ -1,32 +1,37 @@
 """The learner's process group. Called by a learner process when there are several, or one with CUDA.
 
-Invariant: ranks of one host meet through a file and talk over the loopback interface, so nothing listens on
-any other (torch's TCP store would, on every interface and without authentication).
+Invariant: ranks of one host meet through a file and talk over the loopback interface, so nothing listens on any
+other. Ranks of several hosts meet at a port of rank 0's and talk over the interface that leads there, all without
+authentication: that network must be private to the cluster.
 """
 
 import os
-from pathlib import Path
+import socket
+from datetime import timedelta
+from urllib.parse import urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+JOIN_S = 600  # ranks load their models at different speeds
 
-def join_group(rendezvous: Path, *, rank: int, world_size: int, device_type: str = "cpu") -> DeviceMesh:
-    """Join the data-parallel group of this host's ranks; returns once all have joined.
 
-    `rendezvous` is a file that does not exist yet, the same for all ranks and new for each incarnation.
-    `device_type` is "cpu" (gloo) or "cuda" (nccl; rank r uses device r).
+def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str = "cpu") -> DeviceMesh:
+    """Join the data-parallel group; returns once all have joined.
+
+    `rendezvous` is the same for all ranks and new for each incarnation: the path of a file that does not exist
+    yet for ranks of one host, or `tcp://ip:port` with an address of rank 0's host and a port that is free there.
+    `device_type` is "cpu" (gloo) or "cuda" (nccl; each rank uses the first device that it sees).
     """
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0)
+    store, interface = _meet(rendezvous, rank, world_size)
     # Gloo and NCCL read their interface from the environment only.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        store=dist.FileStore(str(rendezvous), world_size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
+        "nccl" if device_type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size
     )
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
 
@@ -34,3 +39,37 @@ def join_group(rendezvous: Path, *, rank: int, world_size: int, device_type: str
 def leave_group() -> None:
     """Leave the group that `join_group` joined."""
     dist.destroy_process_group()
+
+
+def _meet(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", str]:  # type: ignore[name-defined]
+    """The store at the rendezvous, and the interface that leads to the others."""
+    address = urlsplit(rendezvous)
+    if address.scheme != "tcp":
+        return dist.FileStore(rendezvous, world_size), "lo"  # type: ignore[attr-defined]
+    host, port = address.hostname, address.port
+    assert host is not None, f"rendezvous {rendezvous} has no host"
+    assert port is not None, f"rendezvous {rendezvous} has no port"
+    listening = None
+    if rank == 0:
+        # Given none, the store would listen on every interface. It closes the socket with itself.
+        listening = socket.create_server((host, port)).detach()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=JOIN_S),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+    return store, _interface_towards(host, port)
+
+
+def _interface_towards(host: str, port: int) -> str:
+    """Name of the interface that the route to a host begins at, e.g. `eth0`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        own = probe.getsockname()[0]
+    names = [name for name, known in psutil.net_if_addrs().items() if own in (entry.address for entry in known)]
+    assert names, f"no interface has the address {own}"
+    return names[0]

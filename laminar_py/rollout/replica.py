@@ -3,7 +3,7 @@
 Wired by the runtime's actor. The controller calls `submit`, `abort`, `collect`; weights come from the local
 relay. States under `drain`: OPEN (admits until its batch is full) -> CLOSED (finishes what it has) -> empty ->
 loads the newest weights -> OPEN. Invariant: every token is reported once, in order, with the version that the
-engine stamped on it.
+engine stamped on it. When the engine is lost, one last report has all that it gave; the next `collect` raises.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_py.config import OnNewWeights
-from laminar_py.interfaces import Clock, InferenceEngine, VersionLostError, WeightSource
+from laminar_py.interfaces import Clock, EngineLostError, InferenceEngine, VersionLostError, WeightSource
 from laminar_py.rollout.running import Running, begin, handed_back
 from laminar_py.types import (
     Assignment,
@@ -46,6 +46,7 @@ class Replica:
         max_batch: int,
         partial_interval_s: float,
         max_seconds: float | None = None,
+        verify_every: int = 0,
         initial: Sequence[Assignment] = (),
     ) -> None:
         self.index = index
@@ -57,6 +58,7 @@ class Replica:
         self._max_batch = max_batch
         self._partial_interval_s = partial_interval_s
         self._max_seconds = max_seconds
+        self._verify_every = verify_every
         self._initial = initial
         self._running: dict[str, Running] = {}
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
@@ -64,6 +66,8 @@ class Replica:
         self._loads: list[Load] = []
         self._lost: list[str] = []
         self._interrupted: list[str] = []
+        self._cut: list[str] = []
+        self._engine_error: EngineLostError | None = None
         self._version = -1
         self._newest = -1  # the newest version that the relay has announced
         self._admitted = 0  # training trajectories admitted under the version in use
@@ -118,8 +122,11 @@ class Replica:
     async def collect(self, timeout_s: float) -> ReplicaReport:
         """The next report: soon after something finished or changed, else after `timeout_s`.
 
-        Reports are at least `REPORT_INTERVAL_S` apart, so that many short trajectories share one.
+        Reports are at least `REPORT_INTERVAL_S` apart, so that many short trajectories share one. Raises
+        `EngineLostError` after the last report of a lost engine.
         """
+        if self._engine_error is not None and not self._report_now.is_set():
+            raise self._engine_error
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._report_now.wait()
@@ -133,6 +140,7 @@ class Replica:
         """Take up what it was started for, then follow the relay until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             self.submit(self._initial)
+            self._tasks.create_task(self._watch_engine(), name="watch-engine")
             self._tasks.create_task(self._follow_relay(), name="follow-relay")
             self._tasks.create_task(self._refresh_weights(), name="refresh-weights")
             self._tasks.create_task(self._watch_partials(), name="watch-partials")
@@ -142,17 +150,29 @@ class Replica:
             self._newest = await self._weights.wait_newer(self._newest)
             self._weights_wanted.set()
 
+    async def _watch_engine(self) -> None:
+        try:
+            await self._engine.watch()
+        except EngineLostError as error:
+            self._lose_engine(error)
+
     async def _refresh_weights(self) -> None:
-        while True:
+        while self._engine_error is None:
             await self._weights_wanted.wait()
             self._weights_wanted.clear()
-            if self._pinned:
-                if not self._running:
-                    await self._load_pinned()
-            elif not self._running:
-                await self._begin_round()
-            elif self._newest > self._version and self._may_swap:
-                await self._swap_in_flight()
+            try:
+                await self._refresh()
+            except EngineLostError as error:
+                self._lose_engine(error)
+
+    async def _refresh(self) -> None:
+        if self._pinned:
+            if not self._running:
+                await self._load_pinned()
+        elif not self._running:
+            await self._begin_round()
+        elif self._newest > self._version and self._may_swap:
+            await self._swap_in_flight()
 
     async def _watch_partials(self) -> None:
         while True:
@@ -200,7 +220,17 @@ class Replica:
         self._report_now.set()
 
     async def _swap_in_flight(self) -> None:
-        """`resume`: interrupt everything, load, go on from the partial responses under the new version."""
+        """New weights under running trajectories, which go on under them."""
+        if self._policy is OnNewWeights.RESUME:
+            await self._interrupt_and_resume()
+        else:
+            await self._engine.pause(PauseMode(self._policy.value))
+            await self._load(None)
+            await self._engine.resume()
+        self._report_now.set()
+
+    async def _interrupt_and_resume(self) -> None:
+        """Abort everything, load, submit the partial responses again."""
         interrupted = [running for running in self._running.values() if running.in_engine]
         for running in interrupted:
             running.resubmit = True
@@ -215,24 +245,25 @@ class Replica:
             if running.resubmit:
                 running.resubmit = False
                 self._spawn(running)
-        self._report_now.set()
 
     async def _load(self, version: int | None) -> None:
         began = self._clock.now()
         self._serving.clear()
         pulled = await self._weights.pull(version)
         await self._engine.load_weights(Path(pulled.path), pulled.version)
+        due = self._verify_every and (self._version < 0 or pulled.version % self._verify_every == 0)
+        checksum = await self._engine.checksum() if due else None
         self._version = pulled.version
         self._serving.set()
         elapsed = self._clock.now() - began
-        self._loads.append(Load(pulled.version, pulled.digest, elapsed))
+        self._loads.append(Load(pulled.version, pulled.digest, elapsed, checksum))
         log.info("replica %d serves version %d after %.3f s", self.index, pulled.version, elapsed)
 
     @property
     def _may_swap(self) -> bool:
-        """`resume`, and nothing runs that must keep its version."""
+        """Not `drain`, and nothing runs that must keep its version."""
         evaluating = any(running.assignment.kind is Kind.EVAL for running in self._running.values())
-        return self._policy is OnNewWeights.RESUME and not self._stopping and not evaluating
+        return self._policy is not OnNewWeights.DRAIN and not self._stopping and not evaluating
 
     # ---- trajectories
 
@@ -252,11 +283,26 @@ class Replica:
         await self._serving.wait()
         running.in_engine = True
         name = running.assignment.trajectory_id
-        async for delta in self._engine.generate(running.request()):
-            if self._running.get(name) is running:  # else it was ended outside the engine
-                running.take(delta, self._clock.now())
-                if delta.finish_reason is not None:
-                    self._ended(running, delta.finish_reason)
+        try:
+            async for delta in self._engine.generate(running.request()):
+                if self._running.get(name) is running:  # else it was ended outside the engine
+                    running.take(delta, self._clock.now())
+                    if delta.finish_reason is not None:
+                        self._ended(running, delta.finish_reason)
+        except EngineLostError as error:
+            self._cut.append(name)
+            self._lose_engine(error)
+
+    def _lose_engine(self, error: EngineLostError) -> None:
+        """Take up nothing more, and report all that it gave."""
+        if self._engine_error is None:
+            log.error("replica %d lost its engine: %s", self.index, error)
+            self._engine_error = error
+            self._stopping, self._open = True, False
+        for running in self._running.values():
+            if running.ids:
+                self._report_progress(running, None)
+        self._report_now.set()
 
     def _ended(self, running: Running, reason: FinishReason) -> None:
         running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
@@ -317,6 +363,7 @@ class Replica:
             tuple(self._loads),
             tuple(self._lost),
             tuple(self._interrupted),
+            tuple(self._cut),
         )
-        self._progress, self._loads, self._lost, self._interrupted = [], [], [], []
+        self._progress, self._loads, self._lost, self._interrupted, self._cut = [], [], [], [], []
         return report

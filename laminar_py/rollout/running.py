@@ -1,6 +1,7 @@
 """One trajectory on a replica: what it generated there, and how much of that was reported. Owned by `replica`.
 
-Invariant: every token is reported once, in order, with the version that the engine stamped on it.
+Invariant: every token is reported once, in order, with the version that the engine stamped on it; so are its
+sampling mask and, stream by stream, the experts of every position, where they are recorded.
 """
 
 import asyncio
@@ -9,7 +10,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from laminar_py.codec import FloatArray, IntArray
-from laminar_py.types import Assignment, Delta, FinishReason, GenerateRequest, Progress, Span
+from laminar_py.store.recording import join_experts, join_masks
+from laminar_py.store.spans import add_span, covers, replace_spans, shift_spans
+from laminar_py.types import (
+    Assignment,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Progress,
+    RoutedExperts,
+    SamplingMask,
+    Span,
+)
 
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
@@ -21,12 +33,16 @@ class Running:
 
     assignment: Assignment
     submitted_s: float
-    prefix: IntArray  # [length reported] what a (re)submission continues from
+    prefix: IntArray  # [length reported]
     length: int  # response tokens so far, the prefix included
     reported_s: float
+    stream: int  # place in the response of the present stream's first token
+    routed: int  # leading positions whose experts are recorded
     ids: list[IntArray] = field(default_factory=list)  # not reported yet
     logprobs: list[FloatArray] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # reach back where the engine corrected itself
+    masks: list[SamplingMask] = field(default_factory=list)
+    experts: list[RoutedExperts] = field(default_factory=list)
     first_token_s: float | None = None
     resubmit: bool = False  # interrupted for new weights, goes on here
     wall_cut: bool = False
@@ -34,9 +50,13 @@ class Running:
     task: "asyncio.Task[None] | None" = None
 
     def request(self) -> GenerateRequest:
-        """What the engine is asked for, now or again."""
+        """What the engine is asked for, now or again: a new stream that begins where the response stands."""
         item = self.assignment
-        return GenerateRequest(item.trajectory_id, item.group_id, item.prompt_ids, self.prefix, item.sampling)
+        self.stream = self.length
+        so_far = np.concatenate([self.prefix, *self.ids])
+        return GenerateRequest(
+            item.trajectory_id, item.group_id, item.prompt_ids, so_far, item.sampling, self.routed
+        )
 
     def used_s(self, now: float) -> float:
         """Seconds of generation, those on earlier replicas included."""
@@ -45,26 +65,41 @@ class Running:
 
     def take(self, delta: Delta, now: float) -> None:
         """Append what the engine delivered."""
-        if not len(delta.ids):
-            return
-        if self.first_token_s is None:
-            self.first_token_s = now
-        start, end = self.length, self.length + len(delta.ids)
-        if self.spans and self.spans[-1].version == delta.version:
-            self.spans[-1] = Span(delta.version, self.spans[-1].start, end)
-        else:
-            self.spans.append(Span(delta.version, start, end))
-        self.ids.append(delta.ids)
-        self.logprobs.append(delta.logprobs)
-        self.length = end
+        if len(delta.ids):
+            if self.first_token_s is None:
+                self.first_token_s = now
+            start, end = self.length, self.length + len(delta.ids)
+            add_span(self.spans, Span(delta.version, start, end, delta.kv_version))
+            self.ids.append(delta.ids)
+            self.logprobs.append(delta.logprobs)
+            self.length = end
+            if delta.sampling_mask is not None:
+                self.masks.append(delta.sampling_mask)
+        if delta.finish_reason is not None:
+            self._take_last(delta)
+
+    def _take_last(self, delta: Delta) -> None:
+        """The engine's last word on the present stream."""
+        name, experts = self.assignment.trajectory_id, delta.routed_experts
+        if delta.spans:
+            sure = shift_spans(delta.spans, self.stream)
+            assert covers(sure, self.stream, self.length), f"{name}: {sure} for [{self.stream}, {self.length})"
+            self.spans = list(replace_spans(self.spans, sure))
+        if experts is not None and experts.positions:
+            assert experts.start == self.routed, f"{name}: experts from {experts.start}, not from {self.routed}"
+            self.experts.append(experts)
+            self.routed += experts.positions
 
     def progress(self, reason: FinishReason | None, now: float) -> Progress:
         """All that was not reported yet; it counts as reported from here on."""
         ids = np.concatenate(self.ids) if self.ids else _NO_IDS
         logprobs = np.concatenate(self.logprobs) if self.logprobs else _NO_LOGPROBS
+        mask = join_masks(self.masks) if self.masks else None
+        name, rows = self.assignment.trajectory_id, len(ids) if mask is None else len(mask.counts)
+        assert rows == len(ids), f"{name}: {len(ids)} tokens with {rows} sampling masks"
         first = now if self.first_token_s is None else self.first_token_s
         progress = Progress(
-            self.assignment.trajectory_id,
+            name,
             self.assignment.epoch,
             self.length - len(ids),
             ids,
@@ -74,16 +109,19 @@ class Running:
             self.wall_cut,
             first - self.submitted_s,
             now - self.submitted_s,
+            mask,
+            join_experts(self.experts) if self.experts else None,
         )
         self.prefix = np.concatenate([self.prefix, ids])
-        self.ids, self.logprobs, self.spans = [], [], []
+        self.ids, self.logprobs, self.spans, self.masks, self.experts = [], [], [], [], []
         self.reported_s = now
         return progress
 
 
 def begin(assignment: Assignment, now: float) -> Running:
     """An assignment as it is taken up."""
-    return Running(assignment, now, assignment.prefix_ids, len(assignment.prefix_ids), now)
+    length = len(assignment.prefix_ids)
+    return Running(assignment, now, assignment.prefix_ids, length, now, stream=length, routed=assignment.routed)
 
 
 def handed_back(assignment: Assignment) -> Progress:

@@ -8,9 +8,11 @@ step hands tensors of megabytes back and forth: 6 to 14 % of its time).
 
 import os
 import secrets
+from pathlib import Path
 
+_RUN_TOKEN = secrets.token_hex(32)  # of a cluster that this run starts
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_AUTH_TOKEN", _RUN_TOKEN)
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,3 +20,11 @@ os.environ.setdefault(
     "GLIBC_TUNABLES",
     "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=2000000000:glibc.malloc.mmap_threshold=2000000000",
 )
+WORKERS_READ = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")}
+
+
+def use_token_of_cluster() -> None:
+    """Before a cluster is joined: its token is in the environment, or in a file that Ray reads if ours is away."""
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if os.environ.get("RAY_AUTH_TOKEN") == _RUN_TOKEN and file.is_file():
+        del os.environ["RAY_AUTH_TOKEN"]

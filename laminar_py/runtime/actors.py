@@ -10,9 +10,11 @@ import os
 from pathlib import Path
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.codec import decode, encode
 from laminar_py.config import OnNewWeights, RunConfig
+from laminar_py.runtime.placement import Place
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.runtime.specs import (
     LearnerProgress,
@@ -78,14 +80,14 @@ class RelayActor:
 
 
 class ReplicaActor:
-    """A rollout replica with its embedded engine."""
+    """A rollout replica with its engine."""
 
     async def start(self, data: bytes) -> int:
         """Wire engine, relay subscriber and replica; its process id."""
-        from laminar_py.engines.local import LocalEngine
         from laminar_py.relay.subscriber import Subscriber
         from laminar_py.relay.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
+        from laminar_py.runtime.engines import open_engine
 
         _one_thread()
         os.nice(REPLICA_NICENESS)
@@ -93,13 +95,8 @@ class ReplicaActor:
         _log_to(spec.run_dir, f"replica-{spec.index}")
         config = RunConfig.model_validate_json(spec.config)
         rollout = config.rollout
-        engine = LocalEngine(
-            Path(spec.model_dir),
-            max_batch=rollout.max_batch,
-            max_len=rollout.max_len,
-            kv_capacity=config.kv_capacity,
-        )
-        await engine.start()
+        logs = Path(spec.run_dir) / "logs"
+        engine = await open_engine(config, model_dir=Path(spec.model_dir), logs=logs, index=spec.index)
         keys = RelayKeys(spec.public_key, spec.secret_key)
         weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
         self._listening = asyncio.create_task(weights.run(), name="subscriber")
@@ -113,6 +110,7 @@ class ReplicaActor:
             max_batch=rollout.max_batch,
             partial_interval_s=rollout.partial_interval_s,
             max_seconds=rollout.max_seconds,
+            verify_every=rollout.engine.verify_every,
             initial=spec.assignments,
         )
         self._task = asyncio.create_task(self._replica.run(), name="replica")
@@ -202,6 +200,16 @@ class ScorerActor:
         return encode(self._worker.score(decode(list[ScoringRequest], data)))
 
 
-def remote(kind: type, *, concurrency: int) -> "ray.actor.ActorClass":
-    """The Ray class of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation."""
-    return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=concurrency)(kind)
+def remote(kind: type, *, concurrency: int, place: Place) -> "ray.actor.ActorClass":
+    """The Ray class of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation.
+
+    On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
+    """
+    where = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
+    return ray.remote(
+        num_cpus=0,
+        num_gpus=place.gpus,
+        max_restarts=0,
+        max_concurrency=concurrency,
+        scheduling_strategy=where,
+    )(kind)

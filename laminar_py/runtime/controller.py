@@ -23,6 +23,7 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.evaluator import Evaluator
 from laminar_py.runtime.learner_link import LearnerLink
 from laminar_py.runtime.memory import processes, used_bytes
+from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.preflight import Inputs
 from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.replicas import Replicas
@@ -48,7 +49,16 @@ MEMORY_S = 10.0
 class Controller:
     """One incarnation of one run."""
 
-    def __init__(self, config: RunConfig, run: RunFolder, *, inputs: Inputs, view: View, resume: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunFolder,
+        *,
+        placement: Placement,
+        inputs: Inputs,
+        view: View,
+        resume: bool,
+    ) -> None:
         self._config = config
         self._run = run
         self._inputs = inputs
@@ -62,13 +72,18 @@ class Controller:
         self._stats = Stats(clock, replicas=config.rollout.replicas, totals=read_totals(run.metrics, step))
         self._supervisor = Supervisor(record=self._ledger.append, max_restarts=config.supervisor.max_restarts)
         self._flow = self._make_flow(clock)
-        self._relays = Relays(config, run_dir=run.path, shm=self._shm, supervisor=self._supervisor)
-        self._learner = LearnerLink(config, run_dir=run.path, relays=self._relays, show=view.progress)
+        self._relays = Relays(
+            config, run_dir=run.path, shm=self._shm, supervisor=self._supervisor, placement=placement
+        )
+        self._learner = LearnerLink(
+            config, run_dir=run.path, relays=self._relays, show=view.progress, placement=placement
+        )
         self._replicas = Replicas(
             config,
             run_dir=run.path,
             flow=self._flow,
             relays=self._relays,
+            placement=placement,
             stats=self._stats,
             supervisor=self._supervisor,
         )
@@ -90,7 +105,7 @@ class Controller:
             evaluator=self._evaluator,
             stats=self._stats,
             supervisor=self._supervisor,
-            root_store=self._relays.store(0),
+            stored=self._relays.published,
             incarnation=self._incarnation,
             recovered=recovered,
             show=view.step,

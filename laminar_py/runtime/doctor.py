@@ -1,14 +1,22 @@
-"""What this machine can run: one finding per part, with a remedy where something is missing."""
+"""What this machine can run, and where the parts of a config would go; what is missing comes with a remedy."""
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
 import resource
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import psutil
+
+from laminar_py.config import RunConfig
+from laminar_py.runtime.cluster import nodes, open_cluster
+from laminar_py.runtime.placement import Needs, Node, Placement, Plan
+from laminar_py.runtime.survey import faults
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
@@ -22,6 +30,57 @@ class Finding:
     state: str
     good: bool
     remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a config fits a cluster."""
+
+    nodes: list[Node]  # as Ray sees them
+    rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
+    warnings: list[str]  # it runs, though not as well as it could
+    faults: list[str]  # it does not run before these are mended
+
+
+def fit(config: RunConfig) -> Fit:
+    """Place a config's parts on the cluster that it names. Raises ConfigError if they have no place there."""
+    with open_cluster(config.cluster.address):
+        needs = Needs.of(config)
+        placement = Placement(needs, nodes)
+        found = asyncio.run(faults(config, placement))
+        seen = nodes()
+        rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(placement.plan)]
+    return Fit(seen, rows, _warnings(needs, seen), found)
+
+
+def _rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
+    places = {
+        "learner": [(place.node, place.gpus) for place in plan.learner],
+        "replica": [(place.node, place.gpus) for place in plan.replicas],
+        "relay": [(node, 0) for node in plan.relays],
+    }
+    rows = []
+    for kind, parts in places.items():
+        for (node, gpus), group in groupby(enumerate(parts), key=lambda part: part[1]):
+            indices = [index for index, _ in group]
+            names = f"{kind}-{indices[0]}" + (f" to {indices[-1]}" if len(indices) > 1 else "")
+            assert node is not None, "a first plan has no gaps"
+            rows.append((names, node, f"{gpus} each" if gpus and len(indices) > 1 else str(gpus or "-")))
+    return rows
+
+
+def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
+    learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
+    idle = sum(node.gpus for node in seen) - learner - rollout
+    lines = []
+    if learner > rollout > 0:
+        lines.append(
+            f"the learner has {learner} GPUs and rollout {rollout}; generation is mostly what takes longer"
+        )
+    if learner + rollout and idle > 0:
+        lines.append(f"{idle} GPUs stay idle; raise rollout.replicas to use them")
+    return lines
 
 
 def examine() -> list[Finding]:

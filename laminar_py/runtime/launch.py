@@ -2,18 +2,19 @@
 
 import asyncio
 import logging
-import shutil
 import signal
 
 from rich.console import Console
 
 from laminar_py.config import ConfigError, RunConfig
-from laminar_py.runtime.cluster import local_cluster
+from laminar_py.runtime.cluster import open_cluster
 from laminar_py.runtime.controller import Controller
-from laminar_py.runtime.preflight import check
+from laminar_py.runtime.placement import Placement
+from laminar_py.runtime.preflight import Inputs, check
 from laminar_py.runtime.run_folder import RunFolder, new_run
 from laminar_py.runtime.summary import Summary
 from laminar_py.runtime.supervisor import RunFailedError
+from laminar_py.runtime.survey import clear, place
 from laminar_py.runtime.view import make_view
 
 
@@ -28,12 +29,27 @@ class RunInterruptedError(Exception):
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
     inputs = check(config)
-    run = resume or new_run(config)
-    run.lock()
     if resume:
-        reaped = run.reap()
+        resume.lock()
+        reaped = resume.reap()
         if reaped:
             console.print(f"ended {reaped} processes that a killed run had left")
+    with open_cluster(config.cluster.address):
+        placement = asyncio.run(place(config))  # what cannot be placed leaves no run behind
+        run = resume or new_run(config)
+        if not resume:
+            run.lock()
+        summary = _run(config, run, placement=placement, inputs=inputs, resume=resume is not None, console=console)
+        if summary.finished:
+            asyncio.run(clear(placement, run.shm(config.relay.shm)))
+    if not summary.finished:
+        raise RunInterruptedError(summary)
+    return summary
+
+
+def _run(
+    config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, resume: bool, console: Console
+) -> Summary:
     logging.basicConfig(
         filename=run.logs / "controller.log",
         level=logging.INFO,
@@ -41,20 +57,15 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
     )
     console.print(f"run {run.path}: {config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas")
     view = make_view(console, steps=config.steps)
+    controller = Controller(config, run, placement=placement, inputs=inputs, view=view, resume=resume)
     try:
-        with local_cluster():
-            controller = Controller(config, run, inputs=inputs, view=view, resume=resume is not None)
-            summary = asyncio.run(_lead(controller))
+        return asyncio.run(_lead(controller))
     except BaseExceptionGroup as group:
         raise _first_fault(group) from None
     except asyncio.CancelledError:
         raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
     finally:
         view.close()
-    if not summary.finished:
-        raise RunInterruptedError(summary)
-    shutil.rmtree(run.shm(config.relay.shm), ignore_errors=True)
-    return summary
 
 
 def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -5,10 +5,13 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ray.exceptions import RayError
+
 from laminar_py.codec import decode, encode
 from laminar_py.config import RunConfig
 from laminar_py.runtime.actors import LearnerActor
-from laminar_py.runtime.cluster import Part, PartDiedError
+from laminar_py.runtime.cluster import Part, PartDiedError, free_port, on_node
+from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 from laminar_py.types import MicroBatch, Published
@@ -22,34 +25,42 @@ class LearnerLink:
     """`world_size` learner processes that make every call together."""
 
     def __init__(
-        self, config: RunConfig, *, run_dir: Path, relays: Relays, show: Callable[[LearnerProgress], None]
+        self,
+        config: RunConfig,
+        *,
+        run_dir: Path,
+        relays: Relays,
+        show: Callable[[LearnerProgress], None],
+        placement: Placement,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._relays = relays
         self._show = show
+        self._placement = placement
         self._parts: list[Part] = []
         self._starts = 0
 
     def spawn(self) -> None:
         """Start the processes; `start` starts what runs in them."""
         self._parts = [
-            Part(f"learner-{rank}", LearnerActor, concurrency=2, timeout_s=START_S)
-            for rank in range(self._config.learner.world_size)
+            Part(f"learner-{rank}", LearnerActor, concurrency=2, timeout_s=START_S, place=place)
+            for rank, place in enumerate(self._placement.plan.learner)
         ]
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
         """Load, warm-start or restore the model on all ranks. Raises PartDiedError."""
-        self._starts += 1
+        relay = await self._relays.root_up()
+        rendezvous = await self._rendezvous()
         requests = [
             encode(
                 LearnerSpec(
                     self._config.model_dump_json(),
                     str(self._run_dir),
                     rank,
-                    str(self._run_dir.resolve() / f"rendezvous-{self._starts}"),
+                    rendezvous,
                     str(self._relays.store(0)),
-                    self._relays.root,
+                    relay,
                     self._relays.keys.public,
                     self._relays.keys.secret,
                     None if checkpoint is None else str(checkpoint),
@@ -58,6 +69,23 @@ class LearnerLink:
             for rank in range(len(self._parts))
         ]
         return decode(LearnerStarted, (await self._all("start", requests))[0])
+
+    async def _rendezvous(self) -> str:
+        """Where the ranks meet: at a new file if they are on one node, else at a port of rank 0's."""
+        hosts = [part.place.node for part in self._parts]
+        if len(set(hosts)) == 1:
+            self._starts += 1
+            path = self._run_dir.resolve() / f"rendezvous-{self._starts}"
+            path.unlink(missing_ok=True)  # of ranks that were killed before the run was resumed
+            return str(path)
+        home = hosts[0]
+        assert home is not None, "a learner of several ranks has places"
+        ip = self._placement.ip(home)
+        try:
+            port = decode(int, await on_node(home, free_port, ip))
+        except RayError as error:
+            raise PartDiedError(self._parts[0].name, f"its node {ip} does not answer: {error}") from error
+        return f"tcp://{ip}:{port}"
 
     async def step(self, microbatches: Sequence[list[MicroBatch]], *, version: int | None) -> StepOutcome:
         """One optimizer step; published as `version` if that is set. Raises PartDiedError."""

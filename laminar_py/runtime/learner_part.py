@@ -20,6 +20,7 @@ from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.transport import RelayKeys
+from laminar_py.runtime.placement import learner_device
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 from laminar_py.types import Published
 
@@ -29,7 +30,7 @@ class LearnerPart:
 
     def __init__(self, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
         config = RunConfig.model_validate_json(spec.config)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = learner_device(config).value
         model = config.model
         if config.warm_start is not None and spec.checkpoint is None:
             if spec.rank == 0:
@@ -37,7 +38,7 @@ class LearnerPart:
             key = cache_key(config.model, config.warm_start, seed=config.seed)
             model = ModelConfig(path=config.warm_start.cache / key)
         mesh = join_group(
-            Path(spec.rendezvous), rank=spec.rank, world_size=config.learner.world_size, device_type=device
+            spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device
         )
         self._learner = Learner(
             model,

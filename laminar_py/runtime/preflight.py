@@ -19,6 +19,7 @@ from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.reward.registry import load_reward
+from laminar_py.runtime.engines import check_engine
 from laminar_py.types import Prompt
 
 PREPARE_S = 600
@@ -52,8 +53,10 @@ def check(config: RunConfig) -> Inputs:
         source = Source(config.warm_start.data, "warm_start.data")
         read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
     load_reward(config.reward.function, pattern=config.reward.pattern)
-    _check_shared_memory(config)
-    _check_ports(config)
+    check_engine(config)
+    if config.cluster.address is None:  # else `runtime.survey` looks at the nodes themselves
+        _check_shared_memory(config)
+        _check_ports(config)
     return Inputs(tokenizer, PromptStream(train, seed=config.seed), heldout)
 
 

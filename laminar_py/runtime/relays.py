@@ -1,14 +1,26 @@
-"""The relay tree's processes: started root first, kept alive on the ports they had. Owned by the controller."""
+"""The relay tree's processes: placed, started root first, kept alive on their ports. Owned by the controller.
+
+Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
+learner and every host with replicas has one. After the death of a host its relay starts where the plan now says,
+and if that was the root's, all others start anew below the new one.
+"""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
-from laminar_py.codec import encode
+import msgspec
+from ray.exceptions import RayError
+
+from laminar_py.codec import decode, encode
 from laminar_py.config import RunConfig
 from laminar_py.relay import topology
+from laminar_py.relay.messages import Manifest
+from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.runtime.actors import RelayActor
-from laminar_py.runtime.cluster import Part, PartDiedError
+from laminar_py.runtime.cluster import Part, PartDiedError, on_node
+from laminar_py.runtime.placement import Place, Placement
 from laminar_py.runtime.specs import RelaySpec
 from laminar_py.runtime.supervisor import Supervisor
 
@@ -16,21 +28,39 @@ PING_S = 1.0
 
 
 class Relays:
-    """All nodes of one host's tree; node 0 is the root beside the learner."""
+    """All nodes of the tree; node 0 is the root beside the learner."""
 
-    def __init__(self, config: RunConfig, *, run_dir: Path, shm: Path, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_dir: Path,
+        shm: Path,
+        supervisor: Supervisor,
+        placement: Placement,
+    ) -> None:
         self.keys = RelayKeys.generate()
-        relay = config.relay
-        self.topology = topology.build(relay.topology, num_nodes=relay.nodes, fanout=relay.fanout)
+        self._placement = placement
         self._config = config
         self._run_dir = run_dir
         self._shm = shm
         self._supervisor = supervisor
         self._parts: dict[int, Part] = {}
+        self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
         self._endpoints: dict[int, str] = {}
+        self._up: set[int] = set()
+        self._changed = asyncio.Event()  # set, and replaced, when a relay comes up or is given up
+        self._kept: set[int] = set()
+        self._keepers: asyncio.TaskGroup | None = None
+
+    @property
+    def tree(self) -> topology.Topology:
+        """Shape of the tree now. A longer one has the same parents in front."""
+        relay = self._config.relay
+        return topology.build(relay.topology, num_nodes=len(self._placement.plan.relays), fanout=relay.fanout)
 
     def store(self, node: int) -> Path:
-        """Where a node keeps version folders."""
+        """Where a node keeps version folders, on its host."""
         return self._shm / f"node-{node}"
 
     @property
@@ -38,70 +68,142 @@ class Relays:
         """Endpoint of the root."""
         return self._endpoints[0]
 
-    def serving(self, replica: int) -> str:
-        """Endpoint of the relay that replica `replica` pulls from."""
-        return self._endpoints[self.topology.node_of_replica(replica)]
+    async def attach(self, replica: int) -> str:
+        """Endpoint of the relay that replica `replica` pulls from, once that is up."""
+        while True:
+            node = self._placement.plan.relay_of(replica, self.tree)
+            if self._is_up(node):
+                return self._endpoints[node]
+            if self._keepers is not None and node not in self._kept:  # replicas moved to a host that had none
+                self._start_keeping(node, self._keepers)
+            await self._changed.wait()
+
+    async def root_up(self) -> str:
+        """Endpoint of the root, once that is up beside the learner."""
+        while not self._is_up(0):
+            await self._changed.wait()
+        return self.root
 
     async def start(self) -> None:
         """Start all nodes; parents before children, since children need their endpoints."""
-        for node in range(self._config.relay.nodes):
-            self._parts[node] = self._spawn(node)
-        for node in range(self._config.relay.nodes):
+        for node, host in enumerate(self._placement.plan.relays):
+            assert host is not None, "a first plan has no gaps"
+            self._parts[node] = self._spawn(node, host)
+        for node in list(self._parts):
             await self._bring_up(node)
 
     async def keep(self) -> None:
         """Watch every node until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for node in self._parts:
-                tasks.create_task(self._keep(node), name=f"keep-relay-{node}")
+        async with asyncio.TaskGroup() as keepers:
+            self._keepers = keepers
+            for node in list(self._parts):
+                self._start_keeping(node, keepers)
+
+    async def published(self) -> list[Manifest]:
+        """Complete versions in the stores of all relays, ascending; also those that nobody told of."""
+        found: dict[int, Manifest] = {}
+        for node, host in list(self._hosts.items()):
+            with contextlib.suppress(RayError):  # that host is dead, and what it held
+                answer = await on_node(host, stored_manifests, str(self.store(node)))
+                manifests = decode(list[Manifest], answer)
+                found |= {manifest.version: manifest for manifest in manifests}
+        return [found[version] for version in sorted(found)]
+
+    # ---- one node
+
+    def _start_keeping(self, node: int, keepers: asyncio.TaskGroup) -> None:
+        self._kept.add(node)
+        keepers.create_task(self._keep(node), name=f"keep-relay-{node}")
 
     async def _keep(self, node: int) -> None:
-        while True:
+        """Until its host has died and no replica needs it any more."""
+        while await self._bring_up(node):
             try:
                 await self._parts[node].call("ping")
                 await asyncio.sleep(PING_S)
             except PartDiedError as error:
-                self._replace(node, error)
-                await self._bring_up(node)
+                self._lost(node, error)
+        self._kept.discard(node)
+        self._notify()
 
-    async def _bring_up(self, node: int) -> None:
-        """Start it, and another in its place as often as it dies over that."""
-        while True:
+    async def _bring_up(self, node: int) -> bool:
+        """Have it up where the plan says, however often it dies over that; False if it has no place there."""
+        while node not in self._up:
+            host = self._placement.plan.relays[node]
+            if host is None:
+                return False
+            if node not in self._parts:
+                self._parts[node] = self._spawn(node, host)
             try:
-                return await self._start_node(node)
+                await self._start_node(node, host)
             except PartDiedError as error:
-                self._replace(node, error)
+                self._lost(node, error)
+        return True
 
-    def _replace(self, node: int, error: PartDiedError) -> None:
+    def _lost(self, node: int, error: PartDiedError) -> None:
         self._supervisor.died(error)
-        self._parts[node] = self._spawn(node)
+        self._up.discard(node)
+        del self._parts[node]
 
-    def _spawn(self, node: int) -> Part:
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, node: int, host: str) -> Part:
         timeout_s = self._config.supervisor.heartbeat_timeout_s
-        return Part(f"relay-{node}", RelayActor, concurrency=4, timeout_s=timeout_s)
+        return Part(f"relay-{node}", RelayActor, concurrency=4, timeout_s=timeout_s, place=Place(host))
 
-    async def _start_node(self, node: int) -> None:
-        """Start it on the port it had before, if it had one."""
+    async def _start_node(self, node: int, host: str) -> None:
+        """Start it, on the port it had before if it was on that host."""
+        parents = self.tree.ancestors(node)
+        if parents:
+            await self.root_up()
+        planned = self._placement.plan.relays
         spec = RelaySpec(
-            self._config.model_dump_json(),
+            self._config_on(host).model_dump_json(),
             str(self._run_dir),
             node,
             str(self.store(node)),
-            self._port(node),
-            tuple(self._endpoints[parent] for parent in self.topology.ancestors(node)),
+            self._port(node, host),
+            tuple(self._endpoints[parent] for parent in parents if planned[parent] and parent in self._endpoints),
             self.keys.public,
             self.keys.secret,
         )
         part = self._parts[node]
         endpoint = await part.call("start", encode(spec))
         assert isinstance(endpoint, str)
-        self._endpoints[node] = endpoint
+        moved = self._hosts.get(node, host) != host
+        self._endpoints[node], self._hosts[node] = endpoint, host
         pid = await part.call("ping")
         assert isinstance(pid, int)
+        self._up.add(node)
         self._supervisor.started(part.name, pid)
+        self._notify()
+        if moved and not parents:
+            for other in self._parts.keys() - {node}:  # they look for the root where it was
+                self._parts[other].kill()
 
-    def _port(self, node: int) -> int:
-        if node in self._endpoints:
+    def _is_up(self, node: int) -> bool:
+        """Whether it runs, and where the plan has it."""
+        return node in self._up and self._hosts[node] == self._placement.plan.relays[node]
+
+    def _config_on(self, host: str) -> RunConfig:
+        """On several hosts a relay listens where the others reach it."""
+        if not self._placement.spread:
+            return self._config
+        relay = self._config.relay.model_copy(update={"host": self._placement.ip(host)})
+        return self._config.model_copy(update={"relay": relay})
+
+    def _port(self, node: int, host: str) -> int:
+        if self._hosts.get(node) == host:
             return int(self._endpoints[node].rpartition(":")[2])
         base = self._config.relay.base_port
         return 0 if base is None else base + node
+
+
+def stored_manifests(store: str) -> bytes:
+    """The manifests of all complete versions in a store of this host, as a list."""
+    folder = Path(store)
+    versions = complete_versions(folder) if folder.is_dir() else []
+    paths = (folder / folder_name(version) / MANIFEST for version in versions)
+    return encode([msgspec.json.decode(path.read_bytes(), type=Manifest) for path in paths])

@@ -1,20 +1,24 @@
 """The replicas' processes: reports in, assignments out, revival with what they had. Owned by the controller."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_py.codec import decode, encode
-from laminar_py.config import RunConfig
+from laminar_py.config import EngineKind, RunConfig
 from laminar_py.control.flow import Flow
 from laminar_py.runtime.actors import ReplicaActor
 from laminar_py.runtime.cluster import Part, PartDiedError
+from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.specs import ReplicaSpec
 from laminar_py.runtime.stats import Stats
 from laminar_py.runtime.supervisor import Supervisor
-from laminar_py.types import ReplicaReport
+from laminar_py.types import Load, ReplicaReport
 
 COLLECT_S = 1.0
+START_S = 120.0  # of a replica, its engine apart
+CHECKSUMS_KEPT = 64
 
 
 class Replicas:
@@ -27,6 +31,7 @@ class Replicas:
         run_dir: Path,
         flow: Flow,
         relays: Relays,
+        placement: Placement,
         stats: Stats,
         supervisor: Supervisor,
     ) -> None:
@@ -34,10 +39,12 @@ class Replicas:
         self._run_dir = run_dir
         self._flow = flow
         self._relays = relays
+        self._placement = placement
         self._stats = stats
         self._supervisor = supervisor
         self._parts: dict[int, Part] = {}
         self._restarting: set[int] = set()  # killed on purpose
+        self._checksums: dict[int, str] = {}  # version -> of the engines that verified it, the newest few
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
@@ -93,12 +100,14 @@ class Replicas:
             str(self._run_dir),
             index,
             str(self._config.model.path),
-            self._relays.serving(index),
+            await self._relays.attach(index),
             self._relays.keys.public,
             self._relays.keys.secret,
             self._flow.adopt(index),
         )
-        pid = await self._parts[index].call("start", encode(spec), timeout_s=120.0)
+        engine = self._config.rollout.engine
+        limit = START_S if engine.kind is EngineKind.LOCAL else START_S + engine.start_timeout_s
+        pid = await self._parts[index].call("start", encode(spec), timeout_s=limit)
         assert isinstance(pid, int)
         self._supervisor.started(f"replica-{index}", pid)
 
@@ -111,8 +120,23 @@ class Replicas:
             report = decode(ReplicaReport, data)
             await self._flow.on_report(report)
             self._stats.on_report(report)
+            self._compare(index, report.loads)
             await self.dispatch()
+
+    def _compare(self, index: int, loads: Sequence[Load]) -> None:
+        """Engines that verified one version hold the same tensors. Raises PartDiedError for one that does not."""
+        for load in loads:
+            if load.checksum is None:
+                continue
+            agreed = self._checksums.setdefault(load.version, load.checksum)
+            if agreed != load.checksum:
+                reason = f"its weights of version {load.version} differ from another replica's"
+                self._parts[index].kill()
+                raise PartDiedError(f"replica-{index}", reason)
+        for version in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
+            del self._checksums[version]
 
     def _spawn(self, index: int) -> Part:
         timeout_s = self._config.supervisor.heartbeat_timeout_s
-        return Part(f"replica-{index}", ReplicaActor, concurrency=16, timeout_s=timeout_s)
+        place = self._placement.plan.replicas[index]
+        return Part(f"replica-{index}", ReplicaActor, concurrency=16, timeout_s=timeout_s, place=place)

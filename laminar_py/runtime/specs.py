@@ -37,7 +37,7 @@ class LearnerSpec(msgspec.Struct, frozen=True):
     config: str
     run_dir: str
     rank: int
-    rendezvous: str  # file that the ranks meet at
+    rendezvous: str  # file or tcp://ip:port that the ranks meet at
     store: str  # the root relay's
     relay: str  # the root relay's endpoint
     public_key: str

@@ -8,18 +8,15 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-
-import msgspec
 
 from laminar_py.config import RunConfig
 from laminar_py.control.consumption import Batch
 from laminar_py.control.flow import Flow
 from laminar_py.events import Checkpointed, RolledBack, Stepped, VersionPublished
 from laminar_py.relay.messages import Manifest
-from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.repack.balance import attention_share
 from laminar_py.repack.packer import pack
 from laminar_py.runtime.cluster import PartDiedError
@@ -52,7 +49,7 @@ class Trainer:
         evaluator: Evaluator,
         stats: Stats,
         supervisor: Supervisor,
-        root_store: Path,
+        stored: Callable[[], Awaitable[list[Manifest]]],
         incarnation: int,
         recovered: Recovered | None,
         show: Callable[[StepRow], None],
@@ -68,7 +65,7 @@ class Trainer:
         self._evaluator = evaluator
         self._stats = stats
         self._supervisor = supervisor
-        self._root_store = root_store
+        self._stored = stored
         self._incarnation = incarnation
         self._show = show
         self._checkpoint = recovered.checkpoint if recovered else None
@@ -241,7 +238,7 @@ class Trainer:
             num_layers=started.num_layers,
             num_parameters=started.num_parameters,
         )
-        self._adopt_orphans()
+        await self._adopt_orphans()
         published = await self._learner.publish(self._next_version)
         self._published(published, parent=checkpoint.version if checkpoint else None)
         await self._ledger.commit()
@@ -251,7 +248,7 @@ class Trainer:
     async def _go_back(self, error: PartDiedError) -> None:
         """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
         assert self._checkpoint is not None, "a learner trains only once there is a checkpoint"
-        self._adopt_orphans()
+        await self._adopt_orphans()
         self._ledger.append(RolledBack(self._checkpoint.step, "learner_died"))
         undone = await self._flow.consumption.roll_back()
         totals = read_totals(self._run.metrics, self._checkpoint.step)
@@ -260,17 +257,14 @@ class Trainer:
         self._respawn(error)
         await self.start()
 
-    def _adopt_orphans(self) -> None:
+    async def _adopt_orphans(self) -> None:
         """Versions that a learner published and died before it could say so: replicas may serve them."""
-        for version in complete_versions(self._root_store):
-            if version < self._next_version:
-                continue
-            path = self._root_store / folder_name(version) / MANIFEST
-            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-            self._published(
-                Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0),
-                parent=self._next_version - 1,
-            )
+        for manifest in await self._stored():
+            if manifest.version >= self._next_version:
+                self._published(
+                    Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0),
+                    parent=self._next_version - 1,
+                )
 
     def _respawn(self, error: PartDiedError) -> None:
         self._learner.kill()

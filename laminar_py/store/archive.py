@@ -8,6 +8,7 @@ that need it: a controller that archives nothing is spared its memory.
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,14 @@ import numpy.typing as npt
 
 from laminar_py.store.database import ARCHIVE_NAME, reading
 from laminar_py.store.payload import Payload, Piece, join, stored_pieces
+from laminar_py.store.rows import TrajectoryRow
+from laminar_py.store.spans import decode_spans, replace_spans
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_ROW_GROUP_BYTES = 8 * 2**20  # of ids, and as much of log-probabilities
+_ROW_GROUP_BYTES = 16 * 2**20
+_BINARY = ("mask", "experts", "digest")
 _SETTLED = (
     "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <="
     " (SELECT coalesce(max(step), -1) FROM checkpoint WHERE NOT undone))"
@@ -47,7 +51,7 @@ def write_archive(run: Path) -> list[int]:
 
 
 def archived_pieces(run: Path, number: int | None = None) -> Iterator[Piece]:
-    """Pieces in Parquet, file by file and in each by trajectory and start; of one trajectory, or of all."""
+    """Pieces in Parquet, file by file and in each by trajectory, as stored; of one trajectory, or of all."""
     files = sorted((run / ARCHIVE_NAME).glob("*.parquet"))
     if not files:
         return
@@ -62,13 +66,16 @@ def archived_pieces(run: Path, number: int | None = None) -> Iterator[Piece]:
                 yield from (piece for piece in _pieces(rows) if number is None or piece.trajectory == number)
 
 
-def find_payload(run: Path, connection: sqlite3.Connection, number: int) -> Payload:
-    """The response of trajectory `number`, wherever its pieces are."""
-    pieces = list(stored_pieces(connection, "number = ?", (number,)))
-    if not pieces:
-        by_file = archived_pieces(run, number)
-        pieces = list({piece.start: piece for piece in by_file}.values())
-    return join(pieces)
+def find_payload(run: Path, connection: sqlite3.Connection, row: TrajectoryRow) -> Payload:
+    """The response of a trajectory, wherever its pieces are, with the spans that hold."""
+    pieces = list(stored_pieces(connection, "number = ?", (row.number,)))
+    if not pieces and row.length:
+        by_file = archived_pieces(run, row.number)
+        pieces = list({piece.digest: piece for piece in by_file}.values())
+    response = join(pieces)
+    if row.spans is None:
+        return response
+    return replace(response, spans=replace_spans(response.spans, decode_spans(row.spans)))
 
 
 def _noting(moved: list[int], first: Piece, rest: Iterable[Piece]) -> Iterator[Piece]:
@@ -89,17 +96,19 @@ def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
             ("spans", pa.string()),
             ("ids", pa.list_(pa.int32())),
             ("logprobs", pa.list_(pa.float32())),
-            ("digest", pa.binary()),
+            *((name, pa.binary()) for name in _BINARY),
         ]
     )
     with path.open("wb") as file:
-        with pq.ParquetWriter(file, schema) as writer:
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for group in _by_size(pieces):
                 ids = _lists([piece.ids for piece in group], np.dtype("<i4"))
                 logprobs = _lists([piece.logprobs for piece in group], np.dtype("<f4"))
-                plain = [[getattr(piece, name) for piece in group] for name in ("trajectory", "start", "spans")]
-                digests = [piece.digest for piece in group]
-                columns = [*plain, pa.ListArray.from_arrays(*ids), pa.ListArray.from_arrays(*logprobs), digests]
+                plain, binary = (
+                    [[getattr(piece, name) for piece in group] for name in names]
+                    for names in (("trajectory", "start", "spans"), _BINARY)
+                )
+                columns = [*plain, pa.ListArray.from_arrays(*ids), pa.ListArray.from_arrays(*logprobs), *binary]
                 writer.write_table(pa.table(columns, schema=schema))
         file.flush()
         os.fsync(file.fileno())
@@ -110,7 +119,7 @@ def _by_size(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     size = 0
     for piece in pieces:
         group.append(piece)
-        size += len(piece.ids)
+        size += len(piece.ids) + len(piece.logprobs) + len(piece.mask or b"") + len(piece.experts or b"")
         if size >= _ROW_GROUP_BYTES:
             yield group
             group, size = [], 0
@@ -132,6 +141,6 @@ def _blobs(column: "pa.ListArray") -> list[bytes]:
 
 def _pieces(rows: "pa.Table") -> Iterator[Piece]:
     ids, logprobs = (_blobs(rows[name].combine_chunks()) for name in ("ids", "logprobs"))
-    plain = (rows[name].to_pylist() for name in ("trajectory", "start", "spans", "digest"))
-    for number, start, spans, digest, tokens, scores in zip(*plain, ids, logprobs, strict=True):
-        yield Piece(number, start, spans, tokens, scores, digest)
+    plain = (rows[name].to_pylist() for name in ("trajectory", "start", "spans", *_BINARY))
+    for number, start, spans, *binary, tokens, scores in zip(*plain, ids, logprobs, strict=True):
+        yield Piece(number, start, spans, tokens, scores, *binary)

@@ -14,7 +14,8 @@ DIGEST_BYTES = 16
 CHAIN_START = bytes(DIGEST_BYTES)
 
 _event_head = struct.Struct("<qddIII").pack
-_piece_head = struct.Struct("<qqII").pack
+_segment_head = struct.Struct("<qqIIIqq").pack
+_prompt_head = struct.Struct("<qqII").pack
 
 
 def response_digest(ids: IntArray, logprobs: FloatArray) -> str:
@@ -31,13 +32,23 @@ def event_hash(
     return blake3(b"".join((previous, head, f"{host}{kind}{subject}".encode(), body))).digest(length=DIGEST_BYTES)
 
 
-def segment_digest(trajectory: int, start: int, spans: str, ids: bytes, logprobs: bytes) -> bytes:
-    """Digest of one stored piece of a response."""
-    head = _piece_head(trajectory, start, len(spans), len(ids))
-    return blake3(b"".join((head, spans.encode(), ids, logprobs))).digest(length=DIGEST_BYTES)
+def segment_digest(
+    trajectory: int,
+    start: int,
+    spans: str,
+    ids: bytes,
+    logprobs: bytes,
+    mask: bytes | None = None,
+    experts: bytes | None = None,
+) -> bytes:
+    """Digest of one stored piece of a response, as its row has it."""
+    recorded = (-1 if part is None else len(part) for part in (mask, experts))
+    head = _segment_head(trajectory, start, len(spans), len(ids), len(logprobs), *recorded)
+    whole = b"".join((head, spans.encode(), ids, logprobs, mask or b"", experts or b""))
+    return blake3(whole).digest(length=DIGEST_BYTES)
 
 
 def prompt_digest(id: str, text: str, ids: bytes, answer: str) -> bytes:
     """Digest of one stored prompt."""
-    head = _piece_head(len(id), len(text), len(ids), len(answer))
+    head = _prompt_head(len(id), len(text), len(ids), len(answer))
     return blake3(b"".join((head, f"{id}{text}".encode(), ids, answer.encode()))).digest(length=DIGEST_BYTES)

@@ -26,12 +26,12 @@ from laminar_py.store.rows import (
     Accounting,
     KindAccount,
     TrajectoryRow,
-    encode_spans,
     read_accounting,
     read_rows,
 )
-from laminar_py.store.writer import Batch, Stamped, Writer
-from laminar_py.types import Prompt, Span
+from laminar_py.store.spans import encode_spans
+from laminar_py.store.writer import Batch, Segment, Stamped, Writer
+from laminar_py.types import Prompt, RoutedExperts, SamplingMask, Span
 
 FLUSH_S = 0.05
 _FORGET = 4096  # archived trajectories whose pieces one transaction deletes
@@ -114,21 +114,36 @@ class Ledger:
             self._schedule()
 
     def store_segment(
-        self, trajectory_id: str, start: int, spans: tuple[Span, ...], ids: IntArray, logprobs: FloatArray
+        self,
+        trajectory_id: str,
+        start: int,
+        spans: tuple[Span, ...],
+        ids: IntArray,
+        logprobs: FloatArray,
+        *,
+        sampling_mask: SamplingMask | None = None,
+        routed_experts: RoutedExperts | None = None,
     ) -> None:
         """Keep response tokens [start, start + n) and their log-probabilities, which `spans` cover.
 
-        Raises `IllegalEventError` unless the trajectory is running and has `start` tokens so far.
+        With them the n rows of their sampling mask, and experts, of whatever positions follow those stored; n may
+        be 0 with these. Raises `IllegalEventError` unless the trajectory runs and has `start` tokens so far.
         """
         self._check_open()
         assert len(ids) == len(logprobs), f"{trajectory_id}: {len(ids)} ids, {len(logprobs)} log-probabilities"
         assert ids.dtype == np.int32, f"{trajectory_id}: ids are {ids.dtype}"
         assert logprobs.dtype == np.float32, f"{trajectory_id}: log-probabilities are {logprobs.dtype}"
-        if not len(ids):
+        if sampling_mask is not None:
+            rows = len(sampling_mask.counts)
+            assert rows == len(ids), f"{trajectory_id}: {len(ids)} ids, a sampling mask of {rows}"
+        if not len(ids) and routed_experts is None:
             return
         row = self._machine.grow(trajectory_id, start, spans, len(ids))
         self._dirty[row.id] = row
-        self._batch.segments.append((row.number, start, encode_spans(spans), ids.tobytes(), logprobs.tobytes()))
+        stamped = encode_spans(spans)
+        self._batch.segments.append(
+            Segment(row.number, start, stamped, ids.tobytes(), logprobs.tobytes(), sampling_mask, routed_experts)
+        )
         self._schedule()
 
     def store_token_rewards(self, trajectory_id: str, rewards: FloatArray) -> None:

@@ -23,17 +23,33 @@ from laminar_py.events import (
     Interrupted,
     Issued,
     Ready,
+    Restamped,
     RolledBack,
     RunStarted,
     Scored,
     Stepped,
+    StreamCut,
     Undone,
     VersionPublished,
 )
-from laminar_py.store.rows import Accounting, KindAccount, TrajectoryRow, encode_spans
+from laminar_py.store.rows import Accounting, KindAccount, TrajectoryRow
+from laminar_py.store.spans import clip_spans, covers, encode_spans, merge_spans
 from laminar_py.types import DropReason, Kind, Span, Status
 
-TrajectoryEvent = Issued | Assigned | Interrupted | Finished | Cut | Scored | Ready | Consumed | Undone | Dropped
+TrajectoryEvent = (
+    Issued
+    | Assigned
+    | Interrupted
+    | StreamCut
+    | Restamped
+    | Finished
+    | Cut
+    | Scored
+    | Ready
+    | Consumed
+    | Undone
+    | Dropped
+)
 
 
 class IllegalEventError(AssertionError):
@@ -72,6 +88,8 @@ class Machine:
             Issued: self._issued,
             Assigned: self._assigned,
             Interrupted: self._interrupted,
+            StreamCut: self._stream_cut,
+            Restamped: self._restamped,
             Finished: self._finished,
             Cut: self._cut,
             Scored: self._scored,
@@ -107,7 +125,7 @@ class Machine:
         if not covers(spans, start, start + count):
             raise IllegalEventError(f"segment [{start}, {start + count}) of {trajectory_id} has spans {spans}")
         row.length += count
-        _note_versions(row, spans)
+        _widen_versions(row, spans)
         return row
 
     def accounting(self) -> Accounting:
@@ -156,12 +174,27 @@ class Machine:
         row.status = Status.INTERRUPTED
         return row
 
+    def _stream_cut(self, event: StreamCut) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        _same_length(event, event.length, row)
+        return row
+
+    def _restamped(self, event: Restamped) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        if not covers(event.spans, 0, row.length):
+            _refuse(event, f"its spans do not cover its {row.length} tokens")
+        _note_versions(row, event.spans)
+        row.spans, row.restamped = encode_spans(merge_spans(event.spans)), row.length
+        return row
+
     def _finished(self, event: Finished) -> TrajectoryRow:
         row = self._find(event, Status.RUNNING)
         _same_epoch(event, event.epoch, row)
         _same_length(event, event.length, row)
         if not covers(event.spans, 0, event.length):
             _refuse(event, f"its spans do not cover its {event.length} tokens")
+        if row.restamped is not None and encode_spans(clip_spans(event.spans, 0, row.restamped)) != row.spans:
+            _refuse(event, f"it was restamped with {row.spans}")
         _note_versions(row, event.spans)
         row.status = Status.FINISHED
         row.spans = encode_spans(event.spans)
@@ -256,15 +289,6 @@ class Machine:
         return self.train if row.kind is Kind.TRAIN else self.eval
 
 
-def covers(spans: tuple[Span, ...], start: int, end: int) -> bool:
-    """Whether the spans lie end to end from `start` to `end`, none of them empty."""
-    for span in spans:
-        if span.start != start or span.end <= start:
-            return False
-        start = span.end
-    return start == end
-
-
 def _refuse(event: AnyEvent, why: str) -> NoReturn:
     raise IllegalEventError(f"{event} cannot happen: {why}")
 
@@ -286,6 +310,13 @@ def _finite(event: AnyEvent, *values: float) -> None:
 
 
 def _note_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
+    """These spans are all of the response."""
+    versions = [span.version for span in spans]
+    row.oldest_version, row.newest_version = min(versions, default=None), max(versions, default=None)
+
+
+def _widen_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
+    """These spans are more of it."""
     for span in spans:
         if row.oldest_version is None or span.version < row.oldest_version:
             row.oldest_version = span.version

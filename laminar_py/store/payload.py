@@ -8,8 +8,9 @@ import numpy as np
 
 from laminar_py.codec import FloatArray, IntArray
 from laminar_py.store.digests import segment_digest
-from laminar_py.store.rows import decode_spans, merge_spans
-from laminar_py.types import Span
+from laminar_py.store.recording import join_experts, join_masks, unpack_experts, unpack_mask
+from laminar_py.store.spans import decode_spans, merge_spans
+from laminar_py.types import RoutedExperts, SamplingMask, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,21 @@ class Piece:
     spans: str  # JSON, cover [start, start + n)
     ids: bytes  # [n] int32
     logprobs: bytes  # [n] float32
+    mask: bytes | None  # packed, of n rows
+    experts: bytes | None  # packed, of positions of their own; with them n may be 0
     digest: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """n."""
+        return len(self.ids) // 4
 
     @property
     def is_intact(self) -> bool:
         """Whether nobody changed it."""
-        return self.digest == segment_digest(self.trajectory, self.start, self.spans, self.ids, self.logprobs)
+        return self.digest == segment_digest(
+            self.trajectory, self.start, self.spans, self.ids, self.logprobs, self.mask, self.experts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +45,21 @@ class Payload:
 
     ids: IntArray  # [L]
     logprobs: FloatArray  # [L]
-    spans: tuple[Span, ...]  # cover [0, L), neighbours differ in version
+    spans: tuple[Span, ...]  # cover [0, L), no two neighbours say the same
+    sampling_mask: SamplingMask | None = None  # L rows; None if one is missing
+    routed_experts: RoutedExperts | None = None  # from position 0 on
 
 
 def join(pieces: Iterable[Piece]) -> Payload:
-    """The response that pieces of one trajectory make, in the order of `start`; ValueError names a gap."""
+    """The response that pieces of one trajectory make, in the order of storage; ValueError names a gap.
+
+    Its spans are those that the pieces were stored with.
+    """
     ids: list[bytes] = []
     logprobs: list[bytes] = []
     spans: list[Span] = []
+    masks: list[SamplingMask] = []
+    experts: list[RoutedExperts] = []
     length = 0
     for piece in pieces:
         if piece.start != length:
@@ -50,19 +67,28 @@ def join(pieces: Iterable[Piece]) -> Payload:
         ids.append(piece.ids)
         logprobs.append(piece.logprobs)
         spans.extend(decode_spans(piece.spans))
-        length += len(piece.ids) // 4
+        length += piece.num_tokens
+        if piece.mask is not None:
+            masks.append(unpack_mask(piece.mask))
+        if piece.experts is not None:
+            experts.append(unpack_experts(piece.experts))
+    whole = bool(masks) and sum(len(mask.counts) for mask in masks) == length
     return Payload(
-        np.frombuffer(b"".join(ids), np.int32), np.frombuffer(b"".join(logprobs), np.float32), merge_spans(spans)
+        np.frombuffer(b"".join(ids), np.int32),
+        np.frombuffer(b"".join(logprobs), np.float32),
+        merge_spans(spans),
+        join_masks(masks) if whole else None,
+        join_experts(experts) if experts else None,
     )
 
 
 def stored_pieces(
     connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
 ) -> Iterator[Piece]:
-    """Pieces in SQLite whose trajectory meets the SQL condition, by trajectory and start."""
+    """Pieces in SQLite whose trajectory meets the SQL condition, by trajectory and in the order of storage."""
     cursor = connection.execute(
-        "SELECT s.trajectory, s.start, s.spans, s.ids, s.logprobs, s.digest FROM segment s"
-        f" JOIN trajectory ON number = s.trajectory WHERE {where} ORDER BY s.trajectory, s.start",
+        "SELECT s.trajectory, s.start, s.spans, s.ids, s.logprobs, s.mask, s.experts, s.digest FROM segment s"
+        f" JOIN trajectory ON number = s.trajectory WHERE {where} ORDER BY s.trajectory, s.start, s.rowid",
         values,
     )
     return (Piece(*row) for row in cursor)

@@ -15,7 +15,7 @@ from laminar_py.codec import FloatArray
 from laminar_py.events import AnyEvent, Checkpointed, RolledBack, Undone, VersionPublished
 from laminar_py.store.archive import find_payload
 from laminar_py.store.database import ledger_path, reading
-from laminar_py.store.payload import Payload, join
+from laminar_py.store.payload import Payload
 from laminar_py.store.rows import TrajectoryRow, read_rows
 from laminar_py.types import FinishReason, Kind, Prompt, Status
 
@@ -32,7 +32,7 @@ class LiveTrajectory:
     status: Status
     epoch: int
     replica: int | None  # the last one that had it
-    response: Payload  # everything stored so far
+    response: Payload  # everything stored so far, with the spans that hold
     finish_reason: FinishReason | None
     reward: float | None
     token_rewards: FloatArray | None  # [L]
@@ -133,7 +133,7 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
             Status.READY if row.status is Status.CONSUMED else row.status,
             row.epoch,
             row.replica,
-            find_payload(run, connection, row.number) if row.length else join(()),
+            find_payload(run, connection, row),
             row.finish_reason,
             row.reward,
             np.frombuffer(rewards[0], np.float32) if rewards else None,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from laminar_py.events import AnyEvent
-from laminar_py.types import DropReason, FinishReason, Kind, Span, Status
+from laminar_py.types import DropReason, FinishReason, Kind, Status
 
 
 class TrajectoryRow(msgspec.Struct, array_like=True, gc=False):
@@ -33,7 +33,8 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False):
     length: int = 0  # response tokens stored
     oldest_version: int | None = None
     newest_version: int | None = None
-    spans: str | None = None  # JSON of all spans, once finished
+    spans: str | None = None  # JSON of all spans, once finished; before, of the tokens that were restamped
+    restamped: int | None = None  # leading tokens whose spans hold in place of those they were stored with
     finish_reason: FinishReason | None = None
     digest: str | None = None  # of the finished response
     queue_s: float | None = None
@@ -78,35 +79,11 @@ class Accounting(msgspec.Struct, frozen=True):
 COLUMNS = TrajectoryRow.__struct_fields__
 
 _event_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
-_span_decoder = msgspec.json.Decoder(tuple[Span, ...])
-_span_encoder = msgspec.json.Encoder()
 
 
 def decode_event(body: str | bytes) -> AnyEvent:
     """The event in a body of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if it is none."""
     return _event_decoder.decode(body)
-
-
-def encode_spans(spans: tuple[Span, ...]) -> str:
-    """JSON such as `[[7,0,41]]`."""
-    return _span_encoder.encode(spans).decode()
-
-
-def decode_spans(text: str) -> tuple[Span, ...]:
-    """The spans in such JSON; `msgspec.DecodeError` if it is none."""
-    return _span_decoder.decode(text)
-
-
-def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Adjacent spans of one version joined, e.g. 7: [0, 3), 7: [3, 5) to 7: [0, 5)."""
-    merged: list[Span] = []
-    for span in spans:
-        last = merged[-1] if merged else None
-        if last is not None and last.version == span.version and last.end == span.start:
-            merged[-1] = Span(span.version, last.start, span.end)
-        else:
-            merged.append(span)
-    return tuple(merged)
 
 
 def read_rows(

@@ -39,7 +39,8 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     length INTEGER NOT NULL,      -- response tokens stored
     oldest_version INTEGER,
     newest_version INTEGER,
-    spans TEXT,                   -- JSON [[version, start, end], ...], once finished
+    spans TEXT,                   -- JSON [[version, start, end, kv_version], ...], once finished or restamped
+    restamped INTEGER,            -- leading tokens for which `spans` hold, and not those of their segments
     finish_reason TEXT,
     digest TEXT,                  -- of the finished response
     queue_s REAL,
@@ -60,6 +61,8 @@ CREATE TABLE segment (            -- appended as a response grows; moved to Parq
     spans TEXT NOT NULL,
     ids BLOB NOT NULL,            -- [n] little-endian int32
     logprobs BLOB NOT NULL,       -- [n] little-endian float32
+    mask BLOB,                    -- sampling mask of n rows, as `recording.pack_mask` has it; NULL: not recorded
+    experts BLOB,                 -- routed experts, as `recording.pack_experts` has them, of positions of their own
     digest BLOB NOT NULL
 );
 CREATE INDEX segment_of ON segment (trajectory);

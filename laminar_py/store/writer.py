@@ -24,7 +24,9 @@ from laminar_py.events import (
     VersionPublished,
 )
 from laminar_py.store.digests import event_hash, prompt_digest, segment_digest
+from laminar_py.store.recording import pack_experts, pack_mask
 from laminar_py.store.rows import COLUMNS
+from laminar_py.types import RoutedExperts, SamplingMask
 
 _UPSERT_TRAJECTORY = (
     f"INSERT INTO trajectory VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (number) DO UPDATE SET "
@@ -64,6 +66,25 @@ class Stamped(msgspec.Struct, frozen=True, gc=False):
     event: AnyEvent
 
 
+class Segment(msgspec.Struct, frozen=True, gc=False):
+    """Response tokens [start, start + n) on their way to disk; packing what was recorded is left to the writer."""
+
+    trajectory: int
+    start: int
+    spans: str  # JSON
+    ids: bytes
+    logprobs: bytes
+    sampling_mask: SamplingMask | None
+    routed_experts: RoutedExperts | None
+
+    def row(self) -> tuple[object, ...]:
+        """Its columns, the digest last."""
+        mask = None if self.sampling_mask is None else pack_mask(self.sampling_mask)
+        experts = None if self.routed_experts is None else pack_experts(self.routed_experts)
+        stored = self.trajectory, self.start, self.spans, self.ids, self.logprobs, mask, experts
+        return (*stored, segment_digest(*stored))
+
+
 @dataclass(slots=True)
 class Batch:
     """Everything appended between two flushes; plain values, so that the event loop may go on changing rows."""
@@ -71,9 +92,7 @@ class Batch:
     events: list[Stamped] = field(default_factory=list)
     rows: list[list[object]] = field(default_factory=list)  # trajectory rows as columns
     prompts: list[tuple[str, int, bytes, str, str]] = field(default_factory=list)  # id, index, ids, text, answer
-    segments: list[tuple[int, int, str, bytes, bytes]] = field(
-        default_factory=list
-    )  # trajectory, start, spans, ids, logprobs
+    segments: list[Segment] = field(default_factory=list)
     token_rewards: list[tuple[int, bytes]] = field(default_factory=list)  # trajectory, rewards
     archived: list[int] = field(default_factory=list)  # trajectories whose pieces are in Parquet now
 
@@ -99,8 +118,8 @@ class Writer:
             connection.executemany(_UPSERT_TRAJECTORY, batch.rows)
             self._store_prompts(batch.prompts)
             connection.executemany(
-                "INSERT INTO segment VALUES (?, ?, ?, ?, ?, ?)",
-                [(*segment, segment_digest(*segment)) for segment in batch.segments],
+                "INSERT INTO segment VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [segment.row() for segment in batch.segments],
             )
             connection.executemany("INSERT INTO token_reward VALUES (?, ?)", batch.token_rewards)
             connection.executemany(

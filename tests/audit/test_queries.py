@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar_py.audit.queries import Filters, accounting, listing, staleness_histogram, story
-from laminar_py.events import Cut, Dropped
+from laminar_py.audit.queries import Filters, accounting, listing, staleness_histogram, story, tell_response
+from laminar_py.events import Cut, Dropped, Restamped, StreamCut
 from laminar_py.store.rows import KindAccount
 from laminar_py.types import DropReason, Kind, Span, Status
 from tests.store.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
@@ -70,6 +70,25 @@ async def test_a_story_tells_a_trajectory_from_issue_to_use(tmp_path):
     assert told.response.spans == (Span(0, 0, 3), Span(1, 3, 5))
     assert (told.prompt, told.answer) == ("prompt 0", "4")
     assert (told.row.replica, told.row.step, told.row.staleness, told.row.cap) == (2, 1, 2, "tokens")
+
+
+async def test_a_story_tells_what_was_recorded_and_corrected(tmp_path):
+    spans = (Span(0, 0, 2), Span(1, 2, 5, 0))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 5)], recorded=True)
+        ledger.append(StreamCut("g0.0", 0, 5))
+        ledger.append(Restamped("g0.0", spans))
+        await ledger.commit()
+        told = story(tmp_path, "g0.0")
+    assert [type(item.event).__name__ for item in told.events] == ["Issued", "Assigned", "StreamCut", "Restamped"]
+    assert tell_response(told.response) == [
+        "tokens 0 to 2: version 0",
+        "tokens 2 to 5: version 1, on a KV cache from version 0 on",
+        "sampling mask: 5 tokens, each of 2.0 on average",
+        "routed experts: positions 0 to 7, 3 layers, 2 in each",
+    ]
 
 
 async def test_a_bad_question_is_answered_in_one_line(tmp_path):

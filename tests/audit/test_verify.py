@@ -6,11 +6,20 @@ import pytest
 
 from laminar_py.audit.findings import Law
 from laminar_py.audit.verify import verify
-from laminar_py.events import Consumed, Dropped, PartStarted, VersionLoaded
+from laminar_py.events import (
+    Assigned,
+    Consumed,
+    Dropped,
+    PartStarted,
+    Restamped,
+    StreamCut,
+    VersionLoaded,
+)
 from laminar_py.store.database import LEDGER_NAME, open_writer
 from laminar_py.store.writer import Batch, Stamped, Writer
-from laminar_py.types import DropReason, Kind
-from tests.store.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
+from laminar_py.types import DropReason, Kind, Span
+from tests.builders import make_experts, make_mask
+from tests.store.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to, tokens
 
 
 async def good_run(run):
@@ -23,7 +32,7 @@ async def good_run(run):
         ledger.append_all(consume(1, 1, "g0.0", "g1.0"))
         ledger.append(consume(-1, 1, "e0.0")[1])
         issue(ledger, "g3.0", index=3)
-        run_to(ledger, "g3.0", [(2, 0, 4)])
+        run_to(ledger, "g3.0", [(2, 0, 4)], recorded=True)
 
 
 def edit(run, sql):
@@ -77,6 +86,18 @@ async def test_a_good_run_has_no_findings(tmp_path):
         ("UPDATE segment SET logprobs = zeroblob(16) WHERE trajectory = 5", "spans", "g3.0"),
         ("UPDATE segment SET spans = '[[1,0,5]]' WHERE trajectory = 2", "spans", "g1.0"),
         ("DELETE FROM segment WHERE trajectory = 5", "spans", "g3.0"),
+        ("UPDATE segment SET mask = CAST(mask || 'x' AS BLOB) WHERE trajectory = 5", "spans", "g3.0"),
+        ("UPDATE segment SET mask = NULL WHERE trajectory = 5", "spans", "g3.0"),
+        ("UPDATE segment SET mask = x'00' WHERE trajectory = 5", "spans", "g3.0"),
+        ("UPDATE segment SET experts = CAST(experts || x'00' AS BLOB) WHERE trajectory = 5", "spans", "g3.0"),
+        ("UPDATE segment SET experts = NULL WHERE trajectory = 5", "spans", "g3.0"),
+        (
+            "UPDATE segment SET experts = CAST(substr(experts, 1, length(experts) - 1) || x'07' AS BLOB)"
+            " WHERE trajectory = 5",
+            "spans",
+            "g3.0",
+        ),
+        ("UPDATE trajectory SET restamped = 5 WHERE id = 'g0.0'", "rows", "g0.0"),
     ],
 )
 async def test_tampering_is_found_and_named(tmp_path, sql, law, subject):
@@ -93,6 +114,10 @@ async def test_one_changed_event_is_one_break_of_the_chain(tmp_path):
 
 def mixed_versions(ledger):
     make_ready(ledger, "g0.0", spans=((0, 0, 2), (1, 2, 5)))
+
+
+def mixed_cache(ledger):
+    make_ready(ledger, "g0.0", spans=((1, 0, 5, 0),))
 
 
 def wrong_staleness(ledger):
@@ -114,6 +139,56 @@ def unpublished_tokens(ledger):
     make_ready(ledger, "g0.0", spans=((5, 0, 5),))
 
 
+def unpublished_cache(ledger):
+    make_ready(ledger, "g0.0", spans=((1, 0, 5, 9),))
+
+
+def other_tensors(ledger):
+    for replica, checksum in enumerate(("aa", None, "aa", "bb")):
+        ledger.append(VersionLoaded(replica, 1, "digest1", 0.1, checksum))
+
+
+def restamped_elsewhere(ledger):
+    issue(ledger, "g0.0")
+    run_to(ledger, "g0.0", [(0, 0, 3)])
+    ledger.append(Restamped("g0.0", (Span(1, 0, 3),)))
+    ledger.store_segment("g0.0", 3, (Span(1, 3, 5),), *tokens("g0.0", 3, 5))
+    finish(ledger, "g0.0", [(1, 0, 3), (0, 3, 5)])
+
+
+def store_with(ledger, **recorded):
+    """READY, five tokens in two pieces, the first of them with this and the second with nothing."""
+    issue(ledger, "g0.0")
+    ledger.append(Assigned("g0.0", 0, 1, 0))
+    ledger.store_segment("g0.0", 0, (Span(0, 0, 3),), *tokens("g0.0", 0, 3), **recorded)
+    ledger.store_segment("g0.0", 3, (Span(0, 3, 5),), *tokens("g0.0", 3, 5))
+    finish(ledger, "g0.0", [(0, 0, 5)])
+
+
+def half_masked(ledger):
+    store_with(ledger, sampling_mask=make_mask(tokens("g0.0", 0, 3)[0]))
+
+
+def masked_out(ledger):
+    issue(ledger, "g0.0")
+    ids, logprobs = tokens("g0.0", 0, 5)
+    ledger.append(Assigned("g0.0", 0, 1, 0))
+    ledger.store_segment("g0.0", 0, (Span(0, 0, 5),), ids, logprobs, sampling_mask=make_mask(ids[::-1]))
+    finish(ledger, "g0.0", [(0, 0, 5)])
+
+
+def half_routed(ledger):
+    store_with(ledger, routed_experts=make_experts(0, 5))
+
+
+def routed_from_the_middle(ledger):
+    store_with(ledger, routed_experts=make_experts(1, 7))
+
+
+def routed_beyond_its_end(ledger):
+    store_with(ledger, routed_experts=make_experts(0, 8))
+
+
 def backwards(ledger):
     for version in (1, 0):
         ledger.append(VersionLoaded(3, version, f"digest{version}", 0.1))
@@ -131,6 +206,8 @@ def unpublished_load(ledger):
     ("breach", "law", "subject"),
     [
         (mixed_versions, Law.DRAIN, "g0.0"),
+        (mixed_cache, Law.DRAIN, "g0.0"),
+        (unpublished_cache, Law.VERSIONS, "g0.0"),
         (wrong_staleness, Law.STALENESS, "g0.0"),
         (too_stale, Law.STALENESS, "g0.0"),
         (miscounted_step, Law.CONSUMPTION, "step 1"),
@@ -138,11 +215,19 @@ def unpublished_load(ledger):
         (backwards, Law.VERSIONS, "replica-3"),
         (other_bytes, Law.WEIGHTS, "replica-3"),
         (unpublished_load, Law.WEIGHTS, "replica-3"),
+        (other_tensors, Law.WEIGHTS, "version 1"),
+        (restamped_elsewhere, Law.SPANS, "g0.0"),
+        (half_masked, Law.RECORDING, "g0.0"),
+        (masked_out, Law.RECORDING, "g0.0"),
+        (half_routed, Law.RECORDING, "g0.0"),
+        (routed_from_the_middle, Law.RECORDING, "g0.0"),
+        (routed_beyond_its_end, Law.RECORDING, "g0.0"),
     ],
 )
 async def test_a_breach_of_a_law_is_found_and_named(tmp_path, breach, law, subject):
+    drain = breach in (mixed_versions, mixed_cache)
     async with open_ledger(tmp_path) as ledger:
-        begin(ledger, drain=True, max_staleness=2, versions=(0, 1))
+        begin(ledger, drain=drain, max_staleness=2, versions=(0, 1))
         breach(ledger)
     assert [(finding.law, finding.subject) for finding in verify(tmp_path)] == [(law, subject)]
 
@@ -157,6 +242,18 @@ async def test_what_the_rules_allow_is_no_finding(tmp_path):
         ledger.append(VersionLoaded(3, 1, "digest1", 0.1))
         make_ready(ledger, "g0.0", spans=((0, 0, 2), (1, 2, 5)))
         ledger.append_all(consume(1, 3, "g0.0", weight=0.5))
+    assert verify(tmp_path) == []
+
+
+async def test_experts_that_nobody_can_know_are_no_finding(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3)], recorded=True)
+        mask = make_mask(tokens("g0.0", 3, 5)[0])
+        ledger.store_segment("g0.0", 3, (Span(0, 3, 5),), *tokens("g0.0", 3, 5), sampling_mask=mask)
+        ledger.append(StreamCut("g0.0", 0, 5))
+        finish(ledger, "g0.0", [(0, 0, 5)])
     assert verify(tmp_path) == []
 
 

@@ -32,7 +32,7 @@ class Log:
     def store_prompt(self, prompt):
         pass
 
-    def store_segment(self, trajectory_id, start, spans, ids, logprobs):
+    def store_segment(self, trajectory_id, start, spans, ids, logprobs, **recorded):
         pass
 
     def store_token_rewards(self, trajectory_id, rewards):
@@ -86,11 +86,12 @@ class Fleet:
         self.flow.admitting = True
         self.flow.newest_version = 0
 
-    async def report(self, index, *, progress=(), admissible=64, lost=()):
+    async def report(self, index, *, progress=(), admissible=64, lost=(), cut=()):
         """Replica `index` speaks, then is given what the flow has."""
         status = EngineStatus(0, 0, 0, 1, self.versions[index])
         received = self.received[index]
-        await self.flow.on_report(ReplicaReport(index, status, admissible, received, tuple(progress), lost=lost))
+        report = ReplicaReport(index, status, admissible, received, tuple(progress), lost=lost, cut=cut)
+        await self.flow.on_report(report)
         self.hand_out()
 
     def hand_out(self):

@@ -1,11 +1,14 @@
 """A flow that takes up what a dead controller left, in every state a trajectory can be in."""
 
+from dataclasses import replace
+
 import numpy as np
+from msgspec.structs import replace as replace_fields
 
 from laminar_py.store.payload import Payload
 from laminar_py.store.recovery import LiveTrajectory, Recovered
-from laminar_py.types import FinishReason, Kind, Span, Status
-from tests.builders import make_prompt
+from laminar_py.types import FinishReason, Kind, Progress, Span, Status
+from tests.builders import make_experts, make_mask, make_prompt
 from tests.control.fleet import Fleet
 
 RESPONSE = Payload(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), (Span(4, 0, 3),))
@@ -37,6 +40,22 @@ async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
     (assignment,) = fleet.flow.adopt(0)
     assert (assignment.trajectory_id, assignment.version, assignment.epoch) == ("g1.0", 4, 3)
     assert assignment.prefix_ids.tolist() == [0, 1, 2]
+
+
+async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
+    ids = RESPONSE.ids
+    kept = replace(RESPONSE, sampling_mask=make_mask(ids), routed_experts=make_experts(0, 5))
+    fleet = await restored(left("g1.0", Status.RUNNING, response=kept))
+    fleet.flow.continuing = True
+    (assignment,) = fleet.flow.adopt(0)
+    assert assignment.routed == 5
+    lifecycle = fleet.flow.book.live["g1.0"]
+    mask, experts = make_mask(ids[:1]), make_experts(5, 6)
+    last = Progress("g1.0", 3, 3, ids[:1], RESPONSE.logprobs[:1], (Span(4, 3, 4),), FinishReason.STOP)
+    lifecycle.grow(replace_fields(last, sampling_mask=mask, routed_experts=experts))
+    lifecycle.finish(last)
+    assert lifecycle.trajectory().routed_experts == make_experts(0, 6)
+    assert len(lifecycle.trajectory().sampling_mask.counts) == 4
 
 
 async def test_a_finished_one_is_scored_and_closes_its_group():

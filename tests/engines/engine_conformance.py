@@ -3,9 +3,11 @@
 A test module of an engine builds a factory and runs each of `LAWS` with it. The factory gives a started engine
 that serves `weights[0]` as version 1, with room for thousands of tokens after a short prompt, so that a
 request can be caught while it runs. Laws compare greedy responses: engines differ in how they use a seed.
+The judge of numbers is a full forward of the Hugging Face model in fp32.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.interfaces import InferenceEngine
-from laminar_py.types import Delta, FinishReason, GenerateRequest, PauseMode, SamplingParams
+from laminar_py.types import Delta, FinishReason, GenerateRequest, PauseMode, SamplingParams, Span
 
 PATIENCE_S = 30.0
 
@@ -26,7 +30,7 @@ class Rig:
     """An engine under test, and what a law must know of it."""
 
     engine: InferenceEngine
-    weights: tuple[Path, Path]  # two versions' folders with different weights
+    weights: tuple[Path, Path]  # two versions' folders with different weights, each a whole model in fp32
     vocab: int
     max_batch: int
     max_len: int  # at least 2000
@@ -50,9 +54,23 @@ class Response:
         return [float(value) for delta in self.deltas for value in delta.logprobs]
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        """One for each token, or what the engine says of all of them in its last delta."""
+        told = self.deltas[-1].spans
+        if told is not None:
+            return told
+        stamps = [(delta.version, delta.kv_version) for delta in self.deltas for _ in delta.ids]
+        return tuple(Span(version, i, i + 1, kv) for i, (version, kv) in enumerate(stamps))
+
+    @property
     def versions(self) -> list[int]:
         """One for each token."""
-        return [delta.version for delta in self.deltas for _ in delta.ids]
+        return [span.version for span in self.spans for _ in range(span.start, span.end)]
+
+    @property
+    def kv_versions(self) -> list[int | None]:
+        """One for each token."""
+        return [span.kv_version for span in self.spans for _ in range(span.start, span.end)]
 
     @property
     def reason(self) -> FinishReason | None:
@@ -69,6 +87,18 @@ def make_request(rid="r", *, group=None, prompt=(3, 4, 5), prefix=(), length=20,
         np.array(prefix, np.int32),
         SamplingParams(length, **sampling),
     )
+
+
+@functools.cache
+def _model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def full_forward(folder: Path, ids: list[int], *, prompt: int, temperature: float = 1.0) -> np.ndarray:
+    """Log-probabilities of `ids[prompt:]`, each given all before it."""
+    logits = _model(folder)(torch.tensor([ids])).logits[0, prompt - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[prompt:])[:, None])[:, 0].numpy()
 
 
 async def collect(engine: InferenceEngine, request: GenerateRequest) -> Response:
@@ -129,6 +159,8 @@ async def every_token_has_the_version_that_made_it(make: Factory) -> None:
         second = await collect(rig.engine, make_request())
         assert first.versions == [1] * 20
         assert second.versions == [2] * 20
+        expected = full_forward(rig.weights[1], [3, 4, 5, *second.ids], prompt=3)
+        np.testing.assert_allclose(second.logprobs, expected, atol=1e-4)  # on no KV cache of the old weights
         assert first.logprobs != second.logprobs
         assert rig.engine.status().version == 2
 
@@ -310,6 +342,78 @@ async def _goes_on_after(mode: PauseMode, rig: Rig) -> None:
     assert all(earlier <= later for earlier, later in pairwise(response.versions))
 
 
+async def log_probabilities_are_those_of_a_full_forward(make: Factory) -> None:
+    async with make() as rig:
+        for temperature in (0.7, 1.0):
+            request = make_request(length=60, temperature=temperature)
+            response = await collect(rig.engine, request)
+            expected = full_forward(rig.weights[0], [3, 4, 5, *response.ids], prompt=3, temperature=temperature)
+            np.testing.assert_allclose(response.logprobs, expected, atol=1e-4)
+
+
+async def a_retracted_token_is_of_the_version_that_it_names(make: Factory) -> None:
+    async with make() as rig:
+        response = await _changed_under_way(rig, PauseMode.RETRACT)
+        assert set(response.versions) == {1, 2}
+        assert set(response.kv_versions) == {None}
+        for version, folder in enumerate(rig.weights, 1):
+            expected = full_forward(folder, [3, 4, 5, *response.ids], prompt=3)
+            own = np.array(response.versions) == version
+            np.testing.assert_allclose(np.array(response.logprobs)[own], expected[own], atol=1e-4)
+
+
+async def a_token_on_an_old_kv_cache_says_so(make: Factory) -> None:
+    async with make() as rig:
+        response = await _changed_under_way(rig, PauseMode.IN_PLACE)
+        assert [kv for kv, version in zip(response.kv_versions, response.versions, strict=True) if version == 2]
+        for kv, version in zip(response.kv_versions, response.versions, strict=True):
+            assert kv == (1 if version == 2 else None)
+        own = np.array(response.versions) == 1
+        difference = np.abs(response.logprobs - full_forward(rig.weights[0], [3, 4, 5, *response.ids], prompt=3))
+        assert difference[own].max() <= 1e-4
+        assert difference[~own][0] > 1e-4, "the first token of the new version was made by the old weights"
+
+
+async def _changed_under_way(rig: Rig, mode: PauseMode) -> Response:
+    request = await caught(rig.engine, make_request(length=600, temperature=1.0))
+    await rig.engine.pause(mode)
+    await rig.engine.load_weights(rig.weights[1], 2)
+    await rig.engine.resume()
+    return await request.response()
+
+
+async def an_update_under_many_streams_loses_no_token(make: Factory) -> None:
+    async with make() as rig:
+        for version, mode in enumerate((PauseMode.RETRACT, PauseMode.IN_PLACE), 2):
+            streams = [Caught(rig.engine, make_request(f"r{i}", length=300)) for i in range(32)]
+            await streams[0].running()
+            await rig.engine.pause(mode)
+            await rig.engine.load_weights(rig.weights[version % 2], version)
+            await rig.engine.resume()
+            for response in [await stream.response() for stream in streams]:
+                assert len(response.ids) == len(response.logprobs) == len(response.versions) == 300
+                assert response.versions == sorted(response.versions)
+                assert response.versions[-1] == version
+
+
+async def twenty_updates_under_load_leave_the_same_weights(make: Factory) -> None:
+    async with make() as rig:
+        fresh = await rig.engine.checksum()
+        streams = [Caught(rig.engine, make_request(f"r{i}", length=1900)) for i in range(4)]
+        await streams[0].running()
+        checksums = []
+        for version in range(2, 22):
+            await rig.engine.pause(PauseMode.IN_PLACE)
+            await rig.engine.load_weights(rig.weights[(version + 1) % 2], version)
+            checksums.append(await rig.engine.checksum())
+            await rig.engine.resume()
+        for i in range(4):
+            await rig.engine.abort(f"r{i}")
+        assert {(await stream.response()).reason for stream in streams} == {FinishReason.ABORT}
+        assert set(checksums[1::2]) == {fresh}
+        assert len(set(checksums)) == 2
+
+
 async def a_request_that_comes_during_a_pause_waits_for_its_end(make: Factory) -> None:
     async with make() as rig:
         await rig.engine.pause(PauseMode.RETRACT)
@@ -350,6 +454,11 @@ LAWS = (
     a_pause_by_abort_ends_running_and_waiting_requests,
     a_retracted_response_goes_on_under_the_new_weights,
     a_response_paused_in_place_goes_on_under_the_new_weights,
+    log_probabilities_are_those_of_a_full_forward,
+    a_retracted_token_is_of_the_version_that_it_names,
+    a_token_on_an_old_kv_cache_says_so,
+    an_update_under_many_streams_loses_no_token,
+    twenty_updates_under_load_leave_the_same_weights,
     a_request_that_comes_during_a_pause_waits_for_its_end,
     versions_never_go_back,
 )

@@ -11,6 +11,7 @@ from laminar_py.engines.local_prefill import PREFILL_TOKENS
 from laminar_py.engines.local_sampling import Sampler, hash_seeds, uniforms
 from laminar_py.engines.local_scheduler import Scheduler
 from laminar_py.engines.local_spec import ModelSpec
+from laminar_py.types import PauseMode
 from tests.engines.engine_conformance import make_request
 from tests.engines.test_local_engine import save_model
 
@@ -100,6 +101,69 @@ def test_a_sibling_takes_over_a_prefill_whose_first_request_is_aborted(folder):
     plain.submit(1, make_request(prompt=prompt))
     assert responses(orphaned) == {0: [], 1: responses(plain)[1]}
     assert orphaned.status().kv_used == 0
+
+
+def swap(scheduler, folder, version, mode=PauseMode.IN_PLACE) -> None:
+    """New weights between two steps."""
+    scheduler.pause(mode)
+    scheduler.load_weights(folder, version)
+    scheduler.resume()
+
+
+def stamps(scheduler) -> dict[int, list[tuple[int, int | None]]]:
+    """Version and version of the KV cache of all tokens that are to come, by ticket."""
+    found: dict[int, list[tuple[int, int | None]]] = {}
+    scheduler.take_deltas()
+    while scheduler.runnable:
+        scheduler.step()
+        for ticket, delta in scheduler.take_deltas():
+            found.setdefault(ticket, []).extend([(delta.version, delta.kv_version)] * len(delta.ids))
+    return found
+
+
+def test_tokens_name_the_oldest_weights_in_their_cache(folder):
+    scheduler = make_scheduler(folder)
+    scheduler.submit(0, make_request(length=10))
+    scheduler.step()
+    for version in (2, 5):
+        swap(scheduler, folder, version)
+        scheduler.step()
+    scheduler.submit(1, make_request("late", length=2))
+    assert stamps(scheduler) == {0: [(5, 1)] * 7, 1: [(5, None)] * 2}
+
+
+def test_a_retraction_leaves_nothing_of_older_weights(folder):
+    scheduler = make_scheduler(folder)
+    scheduler.submit(0, make_request(length=10))
+    scheduler.step()
+    swap(scheduler, folder, 2)
+    scheduler.step()
+    swap(scheduler, folder, 2, PauseMode.RETRACT)
+    assert stamps(scheduler) == {0: [(2, None)] * 8}
+
+
+def test_the_cache_is_as_old_as_the_first_chunk_of_its_prefill(folder):
+    """At a swap one long prompt is half computed, with a sibling that waits for it, and another is not begun."""
+    scheduler = make_scheduler(folder)
+    begun, queued = (np.arange(1000) % 100 + offset for offset in (0, 1))
+    scheduler.submit(0, make_request("begun", group="g", prompt=begun, length=2))
+    scheduler.submit(1, make_request("sibling", group="g", prompt=begun, length=2))
+    scheduler.submit(2, make_request("queued", prompt=queued, length=2))
+    scheduler.step()
+    swap(scheduler, folder, 2)
+    scheduler.submit(3, make_request("late sibling", group="g", prompt=begun, length=2))
+    old, new = [(2, 1)] * 2, [(2, None)] * 2
+    assert stamps(scheduler) == {0: old, 1: old, 2: new, 3: new}
+
+
+def test_a_prefill_that_begins_anew_is_of_the_new_weights(folder):
+    scheduler = make_scheduler(folder)
+    for ticket in range(2):
+        scheduler.submit(ticket, make_request(f"r{ticket}", group="g", prompt=np.arange(1000) % 100, length=2))
+    scheduler.step()
+    swap(scheduler, folder, 2)
+    scheduler.abort(0)
+    assert stamps(scheduler) == {1: [(2, None)] * 2}
 
 
 blocks_of = st.integers(1, 3 * BLOCK)

@@ -30,7 +30,7 @@ def measured(metrics) -> torch.Tensor:
 def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
     """Two steps, a checkpoint, a third step and the same third step from the checkpoint."""
     torch.set_num_threads(1)
-    mesh = join_group(folder / "rendezvous", rank=rank, world_size=WORLD_SIZE)
+    mesh = join_group(str(folder / "rendezvous"), rank=rank, world_size=WORLD_SIZE)
     learner = make_learner(model_folder, mesh=mesh)
     metrics = [learner.step(microbatches(rank, WORLD_SIZE)) for _ in range(2)]
     learner.export_hf(folder / "out")

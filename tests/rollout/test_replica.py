@@ -9,7 +9,7 @@ import pytest
 
 from laminar_py.config import OnNewWeights
 from laminar_py.engines.local import LocalEngine
-from laminar_py.interfaces import PulledVersion, VersionLostError
+from laminar_py.interfaces import EngineLostError, PulledVersion, VersionLostError
 from laminar_py.rollout.replica import Replica
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.types import Assignment, FinishReason, Kind, SamplingParams
@@ -55,7 +55,8 @@ class Story:
         self.ids = defaultdict(list)
         self.spans = defaultdict(list)
         self.ended = {}
-        self.loads, self.lost, self.interrupted = [], [], []
+        self.loads, self.lost, self.interrupted, self.cut = [], [], [], []
+        self.checksums = {}
         self.admissible = 0
 
     async def take(self):
@@ -69,6 +70,8 @@ class Story:
         self.loads += [load.version for load in report.loads]
         self.lost += report.lost
         self.interrupted += report.interrupted
+        self.cut += report.cut
+        self.checksums |= {load.version: load.checksum for load in report.loads}
         self.admissible = report.admissible
         return report
 
@@ -141,6 +144,54 @@ async def test_resume_loads_at_once_and_continues_under_the_new_version(folders)
         assert story.interrupted == ["a"]
         assert story.versions("a") == {0, 1}
         assert len(story.ids["a"]) == 1500
+
+
+@pytest.mark.parametrize("policy", [OnNewWeights.RETRACT, OnNewWeights.IN_PLACE])
+async def test_weights_that_come_under_a_running_trajectory_do_not_interrupt_it(folders, policy):
+    async with serving(folders, policy=policy) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a", length=1500)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        await weights.publish(1)
+        await story.until(lambda s: "a" in s.ended)
+        assert story.interrupted == []
+        assert story.versions("a") == {0, 1}
+        on_old_cache = {span.kv_version for span in story.spans["a"] if span.version == 1}
+        assert on_old_cache == ({0} if policy is OnNewWeights.IN_PLACE else {None})
+
+
+async def test_the_first_load_and_every_nth_version_are_verified(folders):
+    async with serving(folders, verify_every=2) as (story, weights):
+        for version in range(1, 5):
+            await story.until(lambda s, known=version: len(s.checksums) >= known)
+            await weights.publish(version)
+        await story.until(lambda s: s.loads == [0, 1, 2, 3, 4])
+        verified = {version: checksum for version, checksum in story.checksums.items() if checksum}
+        assert list(verified) == [0, 2, 4]
+        assert len(set(verified.values())) == 1, "the even versions have equal weights"
+
+
+async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a", length=4000), assignment("b", length=4000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        story.replica._engine.generate = lose(story.replica._engine.generate)
+        story.replica.submit([assignment("c", length=4000)])
+        with pytest.raises(EngineLostError):
+            await story.until(lambda s: False)
+        assert story.cut == ["c"]
+        assert min(len(story.ids[name]) for name in ("a", "b", "c")) > 0
+        assert story.admissible == 0
+
+
+def lose(generate):
+    async def generate_a_little(request):
+        async for delta in generate(request):
+            yield delta
+            raise EngineLostError("gone")
+
+    return generate_a_little
 
 
 async def test_a_pinned_trajectory_makes_an_idle_replica_load_its_version(folders):

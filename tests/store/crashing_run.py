@@ -11,7 +11,18 @@ from laminar_py.events import Interrupted, VersionPublished
 from laminar_py.store.database import LEDGER_NAME
 from laminar_py.store.recovery import recover
 from laminar_py.types import Span, Status
-from tests.store.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from tests.store.runs import (
+    begin,
+    checkpoint,
+    consume,
+    finish,
+    issue,
+    make_ready,
+    open_ledger,
+    recording,
+    run_to,
+    tokens,
+)
 
 
 async def run(folder: Path) -> None:
@@ -38,9 +49,10 @@ async def train(ledger, step, version, prompt, ready):
         for id in ids[:3]:
             make_ready(ledger, id, index=index)
         issue(ledger, ids[3], index=index)
-        run_to(ledger, ids[3], [(0, 0, 3)])
+        run_to(ledger, ids[3], [(0, 0, 3)], recorded=True)
         await asyncio.sleep(0)
-        ledger.store_segment(ids[3], 3, (Span(0, 3, 5),), *tokens(ids[3], 3, 5))
+        rest = recording(ids[3], 3, 5)
+        ledger.store_segment(ids[3], 3, (Span(0, 3, 5),), *tokens(ids[3], 3, 5), **rest)
         finish(ledger, ids[3], [(0, 0, 5)])
         step += 1
         used, ready = ready + ids, []

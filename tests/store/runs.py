@@ -22,7 +22,7 @@ from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.store.digests import response_digest
 from laminar_py.store.ledger import Ledger
 from laminar_py.types import FinishReason, Kind, Span
-from tests.builders import make_prompt
+from tests.builders import make_experts, make_mask, make_prompt
 
 
 class Ticks:
@@ -68,27 +68,35 @@ def issue(ledger, id, *, kind=Kind.TRAIN, index=0):
     ledger.append(Issued(id, group, f"p{index}", index, int(sample), kind))
 
 
-def run_to(ledger, id, spans, *, replica=0, epoch=1, start=0):
-    """RUNNING, with one stored piece for each span (version, start, end)."""
+def run_to(ledger, id, spans, *, replica=0, epoch=1, start=0, recorded=False):
+    """RUNNING, with one stored piece for each span (version, start, end) or (version, start, end, KV version)."""
     ledger.append(Assigned(id, replica, epoch, start))
-    for version, first, end in spans:
-        ledger.store_segment(id, first, (Span(version, first, end),), *tokens(id, first, end))
+    for span in (Span(*fields) for fields in spans):
+        more = recording(id, span.start, span.end) if recorded else {}
+        ledger.store_segment(id, span.start, (span,), *tokens(id, span.start, span.end), **more)
+
+
+def recording(id, start, end, *, prompt=3):
+    """Masks and experts that come with response tokens [start, end), the last of their stream."""
+    routed = prompt + start - 1 if start else 0
+    mask = make_mask(tokens(id, start, end)[0])
+    return {"sampling_mask": mask, "routed_experts": make_experts(routed, prompt + end - 1)}
 
 
 def finish(ledger, id, spans, *, epoch=1, reward=1.0):
     """READY, after `run_to` with all spans."""
-    length = spans[-1][2]
-    digest = response_digest(*tokens(id, 0, length))
     whole = tuple(Span(*span) for span in spans)
+    length = whole[-1].end
+    digest = response_digest(*tokens(id, 0, length))
     ledger.append(Finished(id, epoch, FinishReason.STOP, whole, length, digest, 0.1, 0.2))
     ledger.append(Scored(id, reward, 0.01))
     ledger.append(Ready(id, 0.5))
 
 
-def make_ready(ledger, id, *, spans=((0, 0, 5),), **kwargs):
+def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):
     """From issue to READY."""
     issue(ledger, id, **kwargs)
-    run_to(ledger, id, spans)
+    run_to(ledger, id, spans, recorded=recorded)
     finish(ledger, id, spans)
 
 

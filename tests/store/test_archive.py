@@ -4,12 +4,14 @@ import os
 
 from laminar_py.audit.queries import story
 from laminar_py.audit.verify import verify
-from laminar_py.events import Dropped
+from laminar_py.events import Assigned, Dropped, Restamped
 from laminar_py.store import archive
 from laminar_py.store.archive import archived_pieces, write_archive
 from laminar_py.store.database import reading
-from laminar_py.types import DropReason
-from tests.store.runs import begin, checkpoint, consume, issue, make_ready, open_ledger, run_to, tokens
+from laminar_py.store.recording import pack_mask
+from laminar_py.types import DropReason, Span
+from tests.builders import make_experts
+from tests.store.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
 
 
 async def settle(ledger):
@@ -61,3 +63,41 @@ async def test_a_lost_archive_is_found_out(tmp_path, monkeypatch):
     (file,) = (tmp_path / "archive").iterdir()
     os.remove(file)
     assert {finding.subject for finding in verify(tmp_path)} == {"g0.0", "g3.0"}
+
+
+async def test_masks_experts_and_corrected_spans_are_in_the_archive_too(tmp_path):
+    spans = (Span(0, 0, 2), Span(1, 2, 7, 0))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3), (1, 3, 7)], recorded=True)
+        ledger.append(Restamped("g0.0", spans))
+        finish(ledger, "g0.0", [(0, 0, 2), (1, 2, 7, 0)])
+        ledger.append_all(consume(1, 1, "g0.0"))
+        ledger.append(checkpoint(1, 1))
+        await ledger.commit()
+        stored = story(tmp_path, "g0.0").response
+        assert await ledger.archive() == 1
+    moved = story(tmp_path, "g0.0").response
+    assert moved.spans == spans
+    assert pack_mask(moved.sampling_mask) == pack_mask(stored.sampling_mask)
+    assert moved.routed_experts == stored.routed_experts == make_experts(0, 9)
+    assert verify(tmp_path) == []
+
+
+async def test_experts_that_came_without_tokens_survive_a_crash_of_the_archive(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        ledger.append(Assigned("g0.0", 0, 1, 0))
+        for start, end, experts in ((0, 3, None), (3, 3, make_experts(0, 5)), (3, 5, make_experts(5, 7))):
+            spans = (Span(0, start, end),) if end > start else ()
+            ledger.store_segment("g0.0", start, spans, *tokens("g0.0", start, end), routed_experts=experts)
+        ledger.append(Dropped("g0.0", DropReason.GROUP_DEADLINE))
+        await ledger.commit()
+        write_archive(tmp_path)
+        issue(ledger, "g1.0", index=1)
+        await ledger.archive()
+    assert len(list(archived_pieces(tmp_path))) == 6
+    assert story(tmp_path, "g0.0").response.routed_experts == make_experts(0, 7)
+    assert verify(tmp_path) == []

@@ -17,9 +17,11 @@ from laminar_py.events import (
     Interrupted,
     Issued,
     Ready,
+    Restamped,
     RunStarted,
     Scored,
     Stepped,
+    StreamCut,
     Undone,
     VersionPublished,
 )
@@ -108,6 +110,9 @@ def finished(length, *, epoch=1, spans=((0, 0, 5),)):
         ("queued", Interrupted("g0.0", 0, 0, "stopped")),
         ("queued", Assigned("g0.0", 0, 1, 3)),
         ("queued", Assigned("g0.9", 0, 1, 0)),
+        ("queued", StreamCut("g0.0", 0, 0)),
+        ("running", StreamCut("g0.0", 0, 4)),
+        ("running", Restamped("g0.0", (Span(0, 0, 4),))),
         ("running", Assigned("g0.0", 1, 2, 5)),
         ("running", finished(4)),
         ("running", finished(5, epoch=2)),
@@ -166,6 +171,20 @@ async def test_pieces_of_a_response_must_join(tmp_path):
         ledger.store_segment("g0.0", 3, (), NO_IDS, NO_LOGPROBS)
         ledger.store_segment("g0.0", 3, (Span(0, 3, 5),), *tokens("g0.0", 3, 5))
     assert query(tmp_path, "SELECT start, length(ids) FROM segment") == [(0, 12), (3, 8)]
+
+
+async def test_what_an_engine_corrected_cannot_finish_otherwise(tmp_path):
+    spans = ((0, 0, 2), (1, 2, 5, 0))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3), (2, 3, 5)])
+        ledger.append(Restamped("g0.0", tuple(Span(*span) for span in spans)))
+        with pytest.raises(IllegalEventError, match="it was restamped"):
+            ledger.append(finished(5, spans=((0, 0, 3), (1, 3, 5))))
+        finish(ledger, "g0.0", spans)
+    row = query(tmp_path, "SELECT oldest_version, newest_version, restamped FROM trajectory")
+    assert row == [(0, 1, 5)], "nothing was generated under version 2"
 
 
 async def test_a_write_that_fails_ends_the_ledger_with_its_own_error(tmp_path):

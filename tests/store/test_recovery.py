@@ -4,10 +4,22 @@ import numpy as np
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
-from laminar_py.events import Dropped, Interrupted, RolledBack, RunStarted, Undone
+from laminar_py.events import Dropped, Interrupted, Restamped, RolledBack, RunStarted, Undone
 from laminar_py.store.recovery import recover
 from laminar_py.types import DropReason, Kind, Span, Status
-from tests.store.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from tests.builders import make_experts, make_mask
+from tests.store.runs import (
+    begin,
+    checkpoint,
+    consume,
+    finish,
+    issue,
+    make_ready,
+    open_ledger,
+    recording,
+    run_to,
+    tokens,
+)
 
 
 async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
@@ -44,6 +56,20 @@ async def test_recovery_knows_every_counter_of_the_run(tmp_path):
     assert (recovered.next_prompt, recovered.next_evaluation) == (8, 2)
     assert recovered.next_sample == {"g7": 3, "e0": 1, "e1": 1}
     assert recovered.events == ()
+
+
+async def test_a_partial_response_goes_on_with_its_masks_its_experts_and_corrected_spans(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)], recorded=True)
+        ledger.append(Restamped("g0.0", (Span(0, 0, 4), Span(1, 4, 5, 0))))
+        ledger.store_segment("g0.0", 5, (Span(2, 5, 6),), *tokens("g0.0", 5, 6), **recording("g0.0", 5, 6))
+    response = recover(tmp_path).live[0].response
+    assert response.spans == (Span(0, 0, 4), Span(1, 4, 5, 0), Span(2, 5, 6))
+    assert response.sampling_mask.ids.tolist() == make_mask(response.ids).ids.tolist()
+    assert response.routed_experts == make_experts(0, 8)
+    assert verify(tmp_path) == []
 
 
 async def test_token_rewards_come_back(tmp_path):

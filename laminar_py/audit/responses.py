@@ -1,0 +1,128 @@
+"""Stored responses against what their trajectories finished with. Driven by `audit.verify`.
+
+Tokens, log-probabilities, spans, sampling masks and routed experts; one trajectory is in memory at a time. Its
+row is only compared here: `audit.replay` proves it.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from itertools import chain, groupby
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from laminar_py.audit.findings import Finding, Law
+from laminar_py.codec import BoolArray, IntArray
+from laminar_py.events import StreamCut
+from laminar_py.store.archive import archived_pieces
+from laminar_py.store.digests import response_digest
+from laminar_py.store.payload import Payload, Piece, join, stored_pieces
+from laminar_py.store.rows import decode_event
+from laminar_py.store.spans import clip_spans, decode_spans
+from laminar_py.types import SamplingMask
+
+
+class _Promise(msgspec.Struct, array_like=True):
+    """What a trajectory's row says of its response; its fields are columns."""
+
+    id: str
+    prompt_id: str
+    first_seq: int
+    last_seq: int
+    length: int
+    spans: str | None
+    restamped: int | None
+    digest: str | None  # None: not finished
+
+
+def check_responses(run: Path, connection: sqlite3.Connection) -> Iterator[Finding]:
+    """What is wrong with the responses stored in `run`, a run's folder."""
+    highest = connection.execute("SELECT coalesce(max(number), 0) FROM trajectory").fetchone()[0]
+    seen = bytearray(highest + 1)
+    query = f"SELECT {', '.join(_Promise.__struct_fields__)} FROM trajectory WHERE number = ?"
+    all_pieces = chain(stored_pieces(connection), archived_pieces(run))
+    for number, pieces in groupby(all_pieces, key=lambda piece: piece.trajectory):
+        row = connection.execute(query, (number,)).fetchone()
+        if row is not None:
+            seen[number] = 1
+            # a crash of the archive leaves pieces twice, equal byte for byte
+            yield from _check(connection, list(dict.fromkeys(pieces)), msgspec.convert(row, _Promise))
+    for number, id, length in connection.execute("SELECT number, id, length FROM trajectory WHERE length > 0"):
+        if not seen[number]:
+            yield Finding(Law.SPANS, id, f"none of its {length} tokens is stored")
+
+
+def _check(connection: sqlite3.Connection, pieces: list[Piece], promise: _Promise) -> Iterator[Finding]:
+    for piece in pieces:
+        if not piece.is_intact:
+            yield Finding(Law.SPANS, promise.id, f"the piece from token {piece.start} on was changed")
+    try:
+        response = join(pieces)
+    except (ValueError, msgspec.DecodeError) as error:
+        yield Finding(Law.SPANS, promise.id, str(error))
+        return
+    is_masked = any(piece.mask is not None for piece in pieces)
+    for message in _check_tokens(response, promise):
+        yield Finding(Law.SPANS, promise.id, message)
+    for message in chain(_check_mask(response, promise, is_masked), _check_experts(connection, response, promise)):
+        yield Finding(Law.RECORDING, promise.id, message)
+
+
+def _check_tokens(response: Payload, promise: _Promise) -> Iterator[str]:
+    if len(response.ids) != promise.length:
+        yield f"{len(response.ids)} of its {promise.length} tokens are stored"
+    if promise.digest is None:
+        return
+    if response_digest(response.ids, response.logprobs) != promise.digest:
+        yield "its stored tokens are not those it finished with"
+    try:
+        spans = decode_spans(promise.spans or "[]")
+    except msgspec.DecodeError as error:
+        yield str(error)
+        return
+    sure = promise.restamped or 0  # before it the engine's last word holds, and not what was stored
+    if clip_spans(response.spans, sure) != clip_spans(spans, sure):
+        yield f"its tokens were stored with {response.spans}, it finished with {spans}"
+
+
+def _check_mask(response: Payload, promise: _Promise, is_masked: bool) -> Iterator[str]:
+    mask = response.sampling_mask
+    if mask is not None:
+        strays = np.flatnonzero(~_has_its_token(mask, response.ids))
+        if len(strays):
+            yield f"token {strays[0]} ({response.ids[strays[0]]}) is not in its sampling mask; {len(strays)} such"
+    elif is_masked and promise.digest is not None:
+        yield f"some of its {promise.length} tokens have a sampling mask, others none"
+
+
+def _has_its_token(mask: SamplingMask, ids: IntArray) -> BoolArray:
+    """[L] whether each row holds its own token."""
+    row = np.repeat(np.arange(len(ids)), mask.counts)
+    found = np.zeros(len(ids), np.bool_)
+    found[row[mask.ids == ids[row]]] = True
+    return found
+
+
+def _check_experts(connection: sqlite3.Connection, response: Payload, promise: _Promise) -> Iterator[str]:
+    experts = response.routed_experts
+    if experts is None:
+        return
+    if experts.start:
+        yield f"its routed experts begin at position {experts.start}"
+    prompt = connection.execute("SELECT length(ids) / 4 FROM prompt WHERE id = ?", (promise.prompt_id,)).fetchone()
+    if prompt is None or promise.digest is None:
+        return
+    positions, stored = prompt[0] + promise.length - 1, experts.start + experts.positions
+    if stored != positions and not (stored < positions and _ended_cut_off(connection, promise)):
+        yield f"the routed experts of {stored} of its {positions} positions are stored"
+
+
+def _ended_cut_off(connection: sqlite3.Connection, promise: _Promise) -> bool:
+    """Whether its last stream broke off and none came after it, so that nobody knows the last experts."""
+    cursor = connection.execute(
+        "SELECT body FROM event WHERE seq BETWEEN ? AND ? AND kind = 'streamcut' AND subject = ?",
+        (promise.first_seq, promise.last_seq, promise.id),
+    )
+    cuts = (decode_event(body) for (body,) in cursor)
+    return any(isinstance(cut, StreamCut) and cut.length == promise.length for cut in cuts)

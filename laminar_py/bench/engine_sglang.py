@@ -1,0 +1,341 @@
+"""SGLang through our client: its overhead against a bare HTTP client, and what new weights cost running streams.
+
+Rows `client_over_bare_http` and `refresh_*` of `laminar bench engine`. Real servers on this machine's CPU, with
+models made from a seed; what is compared runs in turn against the same server in the same run.
+"""
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+import numpy as np
+from transformers import Qwen3Config
+
+from laminar_py.bench.models import write_model
+from laminar_py.bench.report import Row
+from laminar_py.config import ConfigError, Device
+from laminar_py.engines.sglang import SGLangEngine
+from laminar_py.engines.sglang_server import ServerSpec, SGLangServer
+from laminar_py.engines.sglang_stream import Served
+from laminar_py.types import FinishReason, GenerateRequest, PauseMode, SamplingParams
+
+STREAMS = 32
+TOKENS = 256  # of each stream, for the overhead
+PROMPT = 16
+VOCAB = 320
+MAX_LEN = 2040
+WARM_TOKENS = 16  # of each stream before the first refresh
+REFRESHES = 20
+NO_IDS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A served model and the two clients."""
+
+    engine: SGLangEngine
+    server: SGLangServer
+    weights: Path
+
+
+def rows(*, repeats: int, tell: Callable[[str], None]) -> list[Row]:
+    """All figures; `tell` gets one line for each part. Raises `ConfigError` without an environment for SGLang."""
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
+        return asyncio.run(_rows(find_python(), Path(folder), repeats=repeats, tell=tell))
+
+
+def find_python() -> Path:
+    """The interpreter that has SGLang: `LAMINAR_SGLANG_PYTHON`, or the environment of `make test-sglang`."""
+    python = Path(os.environ.get("LAMINAR_SGLANG_PYTHON", ".venv-sglang/bin/python"))
+    if not python.is_file():
+        raise ConfigError(f"LAMINAR_SGLANG_PYTHON={python}: no such interpreter; `make test-sglang` makes it")
+    return python
+
+
+async def _rows(python: Path, folder: Path, *, repeats: int, tell: Callable[[str], None]) -> list[Row]:
+    async with _served(python, write_model(folder / "small", _config(128, 2)), folder) as rig:
+        overhead = await _overhead(rig, repeats)
+    tell(f"{overhead.name} {overhead.value:.3f}: {overhead.conditions}")
+    async with _served(python, write_model(folder / "large", _config(512, 13)), folder) as rig:
+        return [overhead, *await _refreshes(rig, REFRESHES, tell)]
+
+
+def _config(hidden: int, layers: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+
+
+@asynccontextmanager
+async def _served(python: Path, model: Path, folder: Path) -> AsyncIterator[Rig]:
+    spec = ServerSpec(
+        python=python,
+        model_dir=model,
+        device=Device.CPU,
+        dtype="float32",
+        max_batch=STREAMS,
+        max_len=MAX_LEN,
+        kv_capacity=STREAMS * MAX_LEN,
+        stream_interval=1,
+        log=folder / f"{model.name}.log",
+    )
+    server = SGLangServer(spec)
+    await server.start()
+    served = Served(VOCAB, MAX_LEN)
+    engine = SGLangEngine(server.url, api_key=server.api_key, served=served, stall_timeout_s=120)
+    try:
+        await engine.start()
+        await engine.load_weights(model, 1)
+        yield Rig(engine, server, model)
+        await engine.close()
+    finally:
+        await server.stop()
+
+
+def _request(name: str, *, length: int, prefix: list[int] | None = None) -> GenerateRequest:
+    seed = int.from_bytes(name.encode()[-6:], "little")
+    prompt = np.random.default_rng(seed).integers(0, VOCAB, PROMPT, dtype=np.int32)
+    ids = NO_IDS if prefix is None else np.array(prefix, np.int32)
+    return GenerateRequest(name, name, prompt, ids, SamplingParams(length))
+
+
+# ---- overhead
+
+
+async def _overhead(rig: Rig, rounds: int) -> Row:
+    ratios, speeds = [], []
+    headers = {"Authorization": f"Bearer {rig.server.api_key}"}
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+        for turn in range(rounds + 1):  # the first warms both up
+            ours = await _tokens_per_s(lambda name: _ours(rig, name), f"a{turn}")
+            bare = await _tokens_per_s(lambda name: _bare(rig, session, name), f"b{turn}")
+            if turn:
+                ratios.append(ours / bare)
+                speeds.append(bare)
+    conditions = (
+        f"{STREAMS} streams of {TOKENS} tokens, one token per event, model of 0.5 M parameters, median of"
+        f" {rounds} rounds in turn ({min(ratios):.2f} to {max(ratios):.2f}); bare: reads the bytes and drops"
+        f" them, {median(speeds):,.0f} tokens/s"
+    )
+    return Row("client_over_bare_http", median(ratios), "x", conditions)
+
+
+async def _tokens_per_s(stream: Callable[[str], Awaitable[None]], turn: str) -> float:
+    began = time.perf_counter()
+    await asyncio.gather(*(stream(f"{turn}.{i}") for i in range(STREAMS)))
+    return STREAMS * TOKENS / (time.perf_counter() - began)
+
+
+async def _ours(rig: Rig, name: str) -> None:
+    count = 0
+    async for delta in rig.engine.generate(_request(name, length=TOKENS)):
+        count += len(delta.ids)
+    assert count == TOKENS, f"{name} has {count} tokens"
+
+
+async def _bare(rig: Rig, session: aiohttp.ClientSession, name: str) -> None:
+    request = _request(name, length=TOKENS)
+    body = {
+        "rid": name,
+        "input_ids": request.prompt_ids.tolist(),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True},
+        "return_logprob": True,
+        "stream": True,
+    }
+    async with session.post(f"{rig.server.url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for _ in response.content.iter_any():
+            pass
+
+
+# ---- refresh
+
+
+@dataclass(slots=True)
+class _Crowd:
+    """Streams that are kept running, and when their tokens came."""
+
+    engine: SGLangEngine
+    length: int
+    times: list[float] = field(default_factory=list)  # one for each delta with tokens
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, turn: str, *, goes_on: bool = False) -> None:
+        """All streams anew, or on from what they have."""
+        if not goes_on:
+            self.ids = {f"{turn}.{i}": [] for i in range(STREAMS)}
+        self.tasks = [asyncio.create_task(self._run(name)) for name in self.ids]
+
+    async def _run(self, name: str) -> None:
+        ids = self.ids[name]
+        async for delta in self.engine.generate(_request(name, length=self.length, prefix=ids)):
+            if len(delta.ids):
+                self.times.append(time.perf_counter())
+                ids.extend(delta.ids.tolist())
+            if delta.finish_reason is FinishReason.ABORT:
+                return
+
+    async def grown(self, tokens: int) -> None:
+        """Until that many tokens per stream have come from now on."""
+        target = len(self.times) + STREAMS * tokens
+        while len(self.times) < target and not all(task.done() for task in self.tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+    async def done(self) -> None:
+        """Until all have ended."""
+        await asyncio.gather(*self.tasks)
+
+    def pause_s(self, since: float, loaded: float) -> float:
+        """Time without a token around the load at `loaded`, less the median time between two decoding steps."""
+        times = np.array(self.times)
+        last = times[times <= loaded].max(initial=since)
+        first = times[times > loaded].min()
+        gaps = np.diff(times[times <= loaded])
+        return float(first - last - np.median(gaps[gaps > 0.25 * gaps.max()]))
+
+
+async def _refreshes(rig: Rig, count: int, tell: Callable[[str], None]) -> list[Row]:
+    bare = await _bare_updates(rig, count)
+    tell(f"bare update {bare:.3f} s")
+    in_place = await _in_place(rig, count)
+    tell(f"in_place {in_place:.3f} s")
+    retract, prefill = await _retracted(rig, count)
+    tell(f"retract {retract:.3f} s, prefill alone {prefill:.3f} s")
+    resume = await _resumed(rig, count)
+    drain = await _drained(rig, count)
+    tell(f"resume {resume:.3f} s, drain {drain:.3f} s")
+    told = (
+        f"{STREAMS} streams, model of 41 M parameters in fp32 (165 MB), median of {count}; bare"
+        f" /update_weights_from_disk on the idle server {bare * 1000:.0f} ms"
+    )
+    return [
+        Row("refresh_drain_s", drain, "s", told),
+        Row("refresh_resume_s", resume, "s", told),
+        Row("refresh_retract_s", retract, "s", f"{told}; re-prefill of the contexts alone {prefill:.3f} s"),
+        Row("refresh_in_place_s", in_place, "s", told),
+        Row("refresh_retract_over_bare", retract / (bare + prefill), "x", "over bare call and re-prefill"),
+        Row("refresh_in_place_over_bare", in_place / bare, "x", "over the bare call"),
+    ]
+
+
+class _Versions:
+    """The next version of an engine."""
+
+    def __init__(self, engine: SGLangEngine, weights: Path) -> None:
+        self._engine, self._weights = engine, weights
+
+    async def load(self) -> float:
+        """Load the next version; when that was done."""
+        await self._engine.load_weights(self._weights, self._engine.status().version + 1)
+        return time.perf_counter()
+
+
+async def _bare_updates(rig: Rig, count: int) -> float:
+    versions, elapsed = _Versions(rig.engine, rig.weights), []
+    for _ in range(count + 1):
+        began = time.perf_counter()
+        elapsed.append(await versions.load() - began)
+    return median(elapsed[1:])
+
+
+async def _in_place(rig: Rig, count: int) -> float:
+    crowd, versions = _Crowd(rig.engine, MAX_LEN - PROMPT), _Versions(rig.engine, rig.weights)
+    crowd.start("p")
+    await crowd.grown(WARM_TOKENS)
+    pauses = []
+    for _ in range(count):
+        began = time.perf_counter()
+        await rig.engine.pause(PauseMode.IN_PLACE)
+        loaded = await versions.load()
+        await rig.engine.resume()
+        await crowd.grown(8)
+        pauses.append(crowd.pause_s(began, loaded))
+    await _end(rig, crowd)
+    return median(pauses)
+
+
+async def _retracted(rig: Rig, count: int) -> tuple[float, float]:
+    """Pause by retraction, and the prefill of the same contexts on the idle server; of equal lengths, in turn."""
+    pauses, prefills = [], []
+    versions = _Versions(rig.engine, rig.weights)
+    for turn in range(count):
+        crowd = _Crowd(rig.engine, MAX_LEN - PROMPT)
+        crowd.start(f"t{turn}")
+        await crowd.grown(WARM_TOKENS)
+        began = time.perf_counter()
+        await rig.engine.pause(PauseMode.RETRACT)
+        contexts = {name: list(ids) for name, ids in crowd.ids.items()}
+        loaded = await versions.load()
+        await rig.engine.resume()
+        await crowd.grown(4)
+        pauses.append(crowd.pause_s(began, loaded))
+        await _end(rig, crowd)
+        await versions.load()  # drops the prefix cache
+        prefills.append(await _prefill(rig, contexts))
+    return median(pauses), median(prefills)
+
+
+async def _prefill(rig: Rig, contexts: dict[str, list[int]]) -> float:
+    async def first_token(name: str, ids: list[int]) -> None:
+        async for _ in rig.engine.generate(_request(name, length=len(ids) + 1, prefix=ids)):
+            pass
+
+    began = time.perf_counter()
+    await asyncio.gather(*(first_token(name, ids) for name, ids in contexts.items()))
+    return time.perf_counter() - began
+
+
+async def _resumed(rig: Rig, count: int) -> float:
+    versions, pauses = _Versions(rig.engine, rig.weights), []
+    for turn in range(count):
+        crowd = _Crowd(rig.engine, MAX_LEN - PROMPT)
+        crowd.start(f"s{turn}")
+        await crowd.grown(WARM_TOKENS)
+        began = time.perf_counter()
+        await rig.engine.pause(PauseMode.ABORT)
+        await crowd.done()
+        loaded = await versions.load()
+        await rig.engine.resume()
+        crowd.start(f"s{turn}", goes_on=True)
+        await crowd.grown(4)
+        pauses.append(crowd.pause_s(began, loaded))
+        await _end(rig, crowd)
+    return median(pauses)
+
+
+async def _drained(rig: Rig, count: int) -> float:
+    versions, pauses = _Versions(rig.engine, rig.weights), []
+    for turn in range(count):
+        crowd = _Crowd(rig.engine, WARM_TOKENS)
+        crowd.start(f"d{turn}")
+        began = time.perf_counter()
+        await crowd.done()
+        loaded = await versions.load()
+        crowd.start(f"e{turn}")
+        await crowd.done()
+        pauses.append(crowd.pause_s(began, loaded))
+    return median(pauses)
+
+
+async def _end(rig: Rig, crowd: _Crowd) -> None:
+    await rig.engine.pause(PauseMode.ABORT)
+    await crowd.done()
+    await rig.engine.resume()

@@ -1,0 +1,27 @@
+"""What every engine checks of a request before it takes it. Pure; called by the engines."""
+
+import numpy as np
+
+from laminar_py.types import GenerateRequest
+
+
+def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:
+    """`ValueError` names what can never be served."""
+    rid, sampling = request.rid, request.sampling
+    ids = np.concatenate([request.prompt_ids, request.prefix_ids])
+    if len(ids) > max_len:
+        raise ValueError(
+            f"rid={rid}: prompt and prefix have {len(ids)} tokens, above rollout.max_len={max_len};"
+            " raise rollout.max_len"
+        )
+    if not len(request.prompt_ids):
+        raise ValueError(f"rid={rid}: the prompt is empty; give it at least one token")
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise ValueError(f"rid={rid}: a token id is outside the vocabulary of {vocab}; retokenise it")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise ValueError(f"rid={rid}: {sampling} draws nothing; see rollout.sampling for the bounds")
+
+
+def response_limit(request: GenerateRequest, *, max_len: int) -> int:
+    """Response tokens after which a request is cut."""
+    return min(request.sampling.max_new_tokens, max_len - len(request.prompt_ids))

@@ -1,0 +1,251 @@
+"""Launches and owns the SGLang server of one replica. Called by the replica's process, tests and benchmarks.
+
+Invariant: the server lives no longer than its owner. A guard (`sglang_guard.py`) stands between the two and ends
+everything that the server started, also when the owner is killed. A restart is `stop` and another `SGLangServer`.
+"""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import aiohttp
+
+from laminar_py.config import ConfigError, Device
+from laminar_py.engines import sglang_guard
+from laminar_py.interfaces import EngineLostError
+from laminar_py.types import Record
+
+Flag = str | int | float | bool
+
+# SGLang keeps the last positions of its context: a prompt must be 6 shorter, and a response ends 2 before it
+SPARE_TOKENS = 8
+LOOK_S = 0.2
+ANSWER_S = 10.0
+TAIL_BYTES = 65536
+OURS = ("host", "port", "model-path", "api-key", "admin-api-key", "config")
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the spare positions may lie beyond the model's last
+}
+_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+_CPU_FLAGS: dict[str, Flag] = {
+    "sleep-on-idle": True,  # else a server that has nothing to do keeps a core busy
+    "attention-backend": "torch_native",
+    "cuda-graph-backend-decode": "disabled",
+    "cuda-graph-backend-prefill": "disabled",
+}
+_ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt)|.*: error)\b")
+_STAMP = re.compile(r"^\[[^\]]*\]\s*")
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server to launch, e.g. `ServerSpec(python, model_dir, log, device=Device.CPU, dtype="float32", ...)`.
+
+    Only the model's `config.json` is read: weights come by `/update_weights_from_disk` before any prompt.
+    """
+
+    python: Path  # interpreter of the environment that has SGLang
+    model_dir: Path
+    log: Path  # the server's output is appended
+    max_batch: int
+    max_len: int  # tokens of prompt and response
+    kv_capacity: int | None = None  # tokens; None fills the GPU's memory, and is refused on a CPU
+    device: Device = Device.CUDA
+    dtype: str = "bfloat16"
+    tensor_parallel: int = 1
+    stream_interval: int = 1  # tokens in one message of a stream
+    record: tuple[Record, ...] = ()
+    flags: Mapping[str, Flag] = field(default_factory=dict)  # the user's win over ours; False removes one
+    start_timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        """Refuse what can never start."""
+        for name, value in self.flags.items():
+            if _flag(name) in OURS:
+                raise ConfigError(f"rollout.engine.flags.{name}={value}: the run chooses it; leave it out")
+        if self.device is Device.CPU and self.kv_capacity is None:
+            raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
+
+    def command(self, port: int) -> list[str]:
+        """What runs it, without the key."""
+        flags: dict[str, Flag] = {
+            "model-path": str(self.model_dir),
+            "load-format": "dummy",
+            "dtype": self.dtype,
+            "device": self.device.value,
+            "tp-size": self.tensor_parallel,
+            "max-running-requests": self.max_batch,
+            "context-length": self.max_len + SPARE_TOKENS,
+            "stream-interval": self.stream_interval,
+            "incremental-streaming-output": True,
+            "skip-tokenizer-init": True,
+            "skip-server-warmup": True,
+            "enable-return-routed-experts": Record.ROUTED_EXPERTS in self.record,
+            "log-level-http": "warning",
+            "host": "127.0.0.1",
+            "port": port,
+        }
+        if self.kv_capacity is not None:
+            flags["max-total-tokens"] = max(self.kv_capacity, self.max_len + SPARE_TOKENS)
+        if self.device is Device.CPU:
+            flags |= _CPU_FLAGS
+        flags |= {_flag(name): value for name, value in self.flags.items()}
+        command = [str(self.python), "-m", "sglang.launch_server"]
+        for name, value in flags.items():
+            if value is not False:
+                command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return command
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment variables: ours, and what it needs."""
+        special = _CPU_ENVIRONMENT if self.device is Device.CPU else {}
+        return {**os.environ, **_ENVIRONMENT, **special}
+
+
+class SGLangServer:
+    """A running server. Its key goes through a private file, so that no other user of the machine sees it."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.api_key = secrets.token_hex(32)  # no dash in front, which would make it a flag
+        self._port = 0
+        self._log_start = 0
+        self._guard: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where it answers, once it has started."""
+        assert self._port, "not started"
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """The process that the server and its guard descend from; it ends last."""
+        assert self._guard is not None, "not started"
+        return self._guard.pid
+
+    async def start(self) -> None:
+        """Launch it and wait until it answers. `EngineLostError` says in one line why it does not."""
+        assert self._guard is None, "started before"
+        try:
+            await self._launch()
+            async with asyncio.timeout(self.spec.start_timeout_s):
+                await self._wait_until_up()
+            self._log_start = self.spec.log.stat().st_size  # what it complained about in its start is no reason
+        except TimeoutError:
+            await self.stop()
+            limit = f"no answer within rollout.engine.start_timeout_s={self.spec.start_timeout_s:g}"
+            raise EngineLostError(self._words(limit)) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End it and everything that it started; nothing survives."""
+        guard = self._guard
+        if guard is None:
+            return
+        assert guard.stdin is not None, "the guard has an input"
+        guard.stdin.close()
+        await guard.wait()
+
+    async def watch(self) -> None:
+        """Runs until cancelled; raises `EngineLostError` when the server has ended."""
+        raise EngineLostError(self._words(await self._ended()))
+
+    async def _ended(self) -> str:
+        assert self._guard is not None, "not started"
+        return f"the process ended with code {await self._guard.wait()}"
+
+    async def _launch(self) -> None:
+        self._port = _free_port()
+        with _open_private(self.spec.log) as log:  # SGLang writes its key into it
+            self._log_start = log.tell()
+            self._guard = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                sglang_guard.__file__,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=self.spec.environment(),
+                start_new_session=True,
+            )
+        order = sglang_guard.Order(self.spec.command(self._port), {"api-key": self.api_key})
+        assert self._guard.stdin is not None, "the guard has an input"
+        self._guard.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        with suppress(ConnectionError):  # it has ended already, which is seen below
+            await self._guard.stdin.drain()
+
+    async def _wait_until_up(self) -> None:
+        ended = asyncio.create_task(self._ended())
+        up = asyncio.create_task(self._answers())
+        try:
+            await asyncio.wait((ended, up), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise EngineLostError(self._words(ended.result()))
+            up.result()
+        finally:
+            ended.cancel()
+            up.cancel()
+
+    async def _answers(self) -> None:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            while True:
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(f"{self.url}/model_info") as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(LOOK_S)
+
+    def _words(self, what: str) -> str:
+        log = self.spec.log
+        with log.open("rb") as file:
+            file.seek(max(self._log_start, log.stat().st_size - TAIL_BYTES))
+            tail = file.read().decode(errors="replace")
+        return f"SGLang server on port {self._port}: {what}; it last said: {last_words(tail)} (log: {log})"
+
+
+def last_words(output: str) -> str:
+    """The line of a server's output that says why it ended: its last error, or else its last line."""
+    lines = [_STAMP.sub("", line).strip() for line in output.splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return ([*lines, *errors] or ["nothing"])[-1][:300]
+
+
+def _flag(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
+
+
+def _open_private(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

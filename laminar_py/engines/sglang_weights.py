@@ -1,0 +1,27 @@
+"""Which tensors a version's folder has. A server that is told to load others dies, so that is found out before.
+
+Called by `engines.sglang`. Only the headers of the files are read.
+"""
+
+from pathlib import Path
+from typing import TypeAlias
+
+from safetensors import SafetensorError, safe_open
+
+WeightsLayout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
+
+
+def weights_layout(folder: Path) -> WeightsLayout:
+    """All tensors in the safetensors of `folder`; `ValueError` if it has none that can be read."""
+    layout: WeightsLayout = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    part = tensors.get_slice(name)
+                    layout[name] = tuple(part.get_shape()), part.get_dtype()
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights in {folder} cannot be read: {error}; publish them again") from None
+    if not layout:
+        raise ValueError(f"no *.safetensors in {folder}; publish it again")
+    return layout

@@ -1,0 +1,104 @@
+"""One trajectory of a real flow whose streams the test plays, on an engine that records everything."""
+
+import numpy as np
+
+from laminar_py.codec import decode, encode
+from laminar_py.rollout.running import begin
+from laminar_py.store.spans import merge_spans
+from laminar_py.types import Assignment, Delta, EngineStatus, FinishReason, ReplicaReport, Span
+from tests.builders import make_experts, make_mask
+from tests.control.fleet import Fleet
+
+ID, PROMPT = "g0.0", 3
+
+
+def token_ids(start, end):
+    """A response has the same token at a place whatever its streams."""
+    return (np.arange(start, end, dtype=np.int32) * 7) % 50
+
+
+class Streams:
+    """Streams of `g0.0`, e.g. three tokens under versions 4, 4, 5, then `stop`: `await play([4, 4, 5])`.
+
+    Versions are those that the stream said; `sure` are the engine's last words on them, where they differ. An
+    entry is a version, or a version and that of its KV cache.
+    """
+
+    def __init__(self, *, recorder=None):
+        settings = {"one_version": False, "min_group_survivors": 1, "group_size": 1}
+        self.fleet = Fleet(replicas=1, capacity=1, recorder=recorder, **settings)
+        self.requests = []
+        self.known = []  # what is to be known in the end, token by token
+        self._running = None
+
+    @property
+    def lifecycle(self):
+        return self.fleet.flow.book.live[ID]
+
+    @property
+    def spans(self):
+        """What is to be known in the end."""
+        return spans_of(self.known)
+
+    async def play(self, said, *, sure=None, end="stop", report_after=None, recorded=True):
+        """Ends: `stop`; `abort` hands it back; `new_weights` resumes here; `cut`: the engine died.
+
+        `killed`: so did the replica, and what it had not reported is lost.
+        """
+        if self._running is None:
+            await self.fleet.report(0)
+            assignment = self.fleet.running[0].pop(ID)
+            self._running = begin(decode(Assignment, encode(assignment)), 0.0)
+        request = self._running.request()
+        self.requests.append(request)
+        start = len(request.prefix_ids)
+        assert request.prefix_ids.tolist() == token_ids(0, start).tolist()
+        for place, version in enumerate(said, start):
+            self._take(place, place + 1, version, recorded)
+            if place - start + 1 == report_after:
+                await self._report(None)
+        if end == "killed":
+            said = said[:report_after] if report_after in range(1, len(said) + 1) else []
+        elif end != "cut":
+            self._take_last(request, start + len(said), sure, end, recorded)
+        self.known += said if sure is None or end in ("cut", "killed") else sure
+        await self._end(end)
+
+    def _take(self, start, end, said, recorded):
+        version, kv_version = said if isinstance(said, tuple) else (said, None)
+        ids = token_ids(start, end)
+        mask = make_mask(ids) if recorded else None
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        delta = Delta(ID, ids, logprobs, version, kv_version=kv_version, sampling_mask=mask)
+        self._running.take(delta, 0.0)
+
+    def _take_last(self, request, length, sure, end, recorded):
+        reason = FinishReason.STOP if end == "stop" else FinishReason.ABORT
+        experts = make_experts(request.routed, PROMPT + length - 1) if recorded else None
+        spans = None if sure is None else spans_of(sure)
+        nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+        self._running.take(Delta(ID, *nothing, 0, reason, spans=spans, routed_experts=experts), 0.0)
+
+    async def _report(self, end):
+        reasons = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
+        progress = self._running.progress(reasons.get(end), 0.0)
+        interrupted, cut = ((ID,) if end == name else () for name in ("new_weights", "cut"))
+        received = self.fleet.received[0]
+        status = EngineStatus(0, 0, 0, 1, 0)
+        report = ReplicaReport(0, status, 0, received, (progress,), interrupted=interrupted, cut=cut)
+        await self.fleet.flow.on_report(decode(ReplicaReport, encode(report)))
+
+    async def _end(self, end):
+        if end != "killed":
+            await self._report(end)
+        if end in ("cut", "killed"):
+            await self.fleet.flow.on_replica_lost(0)
+            self.fleet.received[0] = 0
+        if end != "new_weights":
+            self._running = None
+
+
+def spans_of(labels):
+    """Spans of tokens with these versions, e.g. `[4, (5, 4)]`."""
+    pairs = [label if isinstance(label, tuple) else (label, None) for label in labels]
+    return merge_spans(Span(version, i, i + 1, kv) for i, (version, kv) in enumerate(pairs))

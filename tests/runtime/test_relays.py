@@ -1,0 +1,70 @@
+"""The relay tree on the nodes of a real Ray cluster: one a host, and a root that moves when its host dies."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import torch
+
+from laminar_py.config import parse_config
+from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.runtime.cluster import nodes
+from laminar_py.runtime.placement import Needs, Placement
+from laminar_py.runtime.relays import Relays
+from laminar_py.runtime.supervisor import Supervisor
+from tests.runtime.fake_cluster import FakeCluster, joined, wait_for_a_death
+
+PATIENCE_S = 60.0
+CHUNK = 4096
+
+
+@asynccontextmanager
+async def kept(folder, placement):
+    """Relays of this placement, up and watched."""
+    (folder / "logs").mkdir()
+    config = parse_config(
+        {"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}, "relay": {"chunk_bytes": CHUNK}}
+    )
+    supervisor = Supervisor(record=lambda event: None, max_restarts=9)
+    relays = Relays(config, run_dir=folder, shm=folder, supervisor=supervisor, placement=placement)
+    async with asyncio.timeout(PATIENCE_S):
+        await relays.start()
+        keeper = asyncio.create_task(relays.keep())
+        try:
+            yield relays
+        finally:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+
+
+async def publish(relays, version):
+    """What the learner does, on whichever host it is."""
+    publisher = Publisher(relays.store(0), await relays.root_up(), relays.keys, chunk_bytes=CHUNK)
+    tensors = [("weight", torch.full((64, 64), version))]
+    published = await asyncio.to_thread(publisher.publish, version, tensors)
+    await asyncio.to_thread(publisher.close, linger_s=PATIENCE_S)
+    return published.digest
+
+
+async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the_root(tmp_path):
+    with joined(cluster := FakeCluster(0, 1, 1)):
+        placement = Placement(Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=0), nodes)
+        home = placement.plan.relays[0]
+        async with kept(tmp_path, placement) as relays:
+            endpoints = [await relays.attach(replica) for replica in (0, 1)]
+            assert len({*endpoints, relays.root}) == 3, "one relay on each host"
+            subscriber = Subscriber(endpoints[1], "replica-1", relays.keys)
+            listening = asyncio.create_task(subscriber.run())
+            digest = await publish(relays, 0)
+            assert (await subscriber.pull(0)).digest == digest
+            cluster.kill(1 if cluster.id_of(1) == home else 2)
+            await asyncio.to_thread(wait_for_a_death, 2)
+            root = await relays.root_up()
+            assert placement.plan.relays[0] not in (None, home)
+            assert root not in endpoints, "it has come up elsewhere"
+            digest = await publish(relays, 1)
+            assert await subscriber.wait_newer(0) == 1
+            assert (await subscriber.pull(1)).digest == digest
+            assert [manifest.version for manifest in await relays.published()][-1] == 1
+            await subscriber.close()
+            await listening
