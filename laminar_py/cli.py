@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from laminar_py.config import EngineKind, load_config
+from laminar_py.config import EngineKind
+from laminar_py.config_file import load_config
 from laminar_py.types import DropReason, Kind, Status
 
 if TYPE_CHECKING:
@@ -120,13 +121,14 @@ def verify(context: typer.Context) -> None:
 @audit.command(epilog="Example: laminar audit runs/quickstart-1 show g17.3")
 def show(context: typer.Context, trajectory: Annotated[str, typer.Argument(help="Its id, e.g. g17.3")]) -> None:
     """Tell one trajectory's whole story."""
-    from laminar_py.audit.queries import story
+    from laminar_py.audit.queries import story, tell_response
 
     told = story(context.obj, trajectory)
     row = told.row
     console.print(f"{row.id} of prompt {row.prompt_id} ({told.prompt!r}, answer {told.answer!r})", highlight=False)
-    spans = ", ".join(f"version {span.version}: tokens {span.start} to {span.end}" for span in told.response.spans)
-    console.print(f"{row.status}, {row.length} response tokens; {spans or 'none yet'}", highlight=False)
+    console.print(f"{row.status}, {row.length} response tokens", highlight=False)
+    for line in tell_response(told.response):
+        console.print(f"  {line}", highlight=False)
     for entry in told.events:
         fields = msgspec.to_builtins(entry.event)
         name = fields.pop("event")
@@ -165,6 +167,8 @@ def bench_engine(
     from laminar_py.bench import engine_local, engine_sglang
     from laminar_py.bench.report import show as show_report
 
+    if only is not EngineKind.LOCAL:
+        engine_sglang.find_python()  # better now than after the minutes of the other
     measures = {EngineKind.LOCAL: engine_local.rows, EngineKind.SGLANG: engine_sglang.rows}
     rows = [
         row
@@ -234,7 +238,7 @@ def _share(value: float | None) -> str:
 
 def main() -> None:
     """Entry point: faults of input become one line and exit code 2, a failed run one line and 1."""
-    from laminar_py.runtime.supervisor import RunFailedError
+    from laminar_py.runtime.errors import RunFailedError
 
     try:
         app()

@@ -4,14 +4,11 @@
 use, never the whole config. Paths in a config file are relative to the working directory.
 """
 
-import json
-import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from laminar_py.types import Record
 
@@ -157,11 +154,9 @@ class EngineConfig(Section):
     """What launched servers run on."""
     tensor_parallel: Count = 1
     """GPUs of one launched server."""
-    dtype: str = "bfloat16"
-    """Type that launched servers keep weights in; `float32` on a CPU."""
-    flags: dict[str, str | int | float | bool] = {}
+    flags: dict[str, str | int | float | bool | tuple[str | int | float, ...]] = {}
     """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
-    one that takes no value."""
+    one that takes no value, a list for one that takes several."""
     start_timeout_s: Seconds = 900.0
     """Longest start of a launched server."""
     stall_timeout_s: Seconds = 60.0
@@ -169,15 +164,26 @@ class EngineConfig(Section):
     stream_interval: Count = 8
     """Tokens in one message of a stream of a launched server: more cost less CPU, fewer tell sooner."""
     verify_every: Annotated[int, Field(ge=0)] = 20
-    """The server's own tensors are hashed after its first load and at every version that this divides, and must
-    agree among replicas; 0: never."""
+    """The server's own tensors are hashed after its first load and once in so many versions, and must agree among
+    replicas that hash the same version; 0: never."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(
+                f"rollout.engine.urls={','.join(self.urls)}: a server is named twice, and each replica has its own"
+                " weights; name one for each"
+            )
         if self.kind is EngineKind.LOCAL and self.urls:
-            raise ValueError(f"urls={list(self.urls)} are SGLang servers; set rollout.engine.kind=sglang")
+            raise ValueError(
+                f"rollout.engine.urls={','.join(self.urls)}: these are SGLang servers; set"
+                " rollout.engine.kind=sglang"
+            )
         if self.device is Device.CPU and self.tensor_parallel > 1:
-            raise ValueError(f"tensor_parallel={self.tensor_parallel} needs GPUs; set device=cuda, or 1")
+            raise ValueError(
+                f"rollout.engine.tensor_parallel={self.tensor_parallel} needs GPUs; set"
+                " rollout.engine.device=cuda, or tensor_parallel to 1"
+            )
         return self
 
 
@@ -234,9 +240,11 @@ class StalenessConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if {StalePolicy.DROP, StalePolicy.REWEIGHT} <= set(self.policies):
-            raise ValueError("policies has both drop and reweight; keep one of them")
+            raise ValueError("staleness.policies has both drop and reweight; keep one of them")
         if self.max_staleness is not None and not self.policies:
-            raise ValueError("policies is empty although max_staleness is set; name wait, drop or reweight")
+            raise ValueError(
+                "staleness.policies is empty although staleness.max_staleness is set; name wait, drop or reweight"
+            )
         return self
 
     @property
@@ -403,6 +411,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         sampling, max_len = self.rollout.sampling, self.rollout.max_len
+        if Record.SAMPLING_MASK in self.rollout.record:
+            raise ValueError(
+                "rollout.record=sampling_mask keeps what a cut vocabulary is, which the learner cannot replay yet;"
+                " leave sampling_mask out, and rollout.sampling.top_k at 0"
+            )
         if sampling.top_k or sampling.top_p < 1:
             raise ValueError(
                 f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} cut the vocabulary, which the"
@@ -423,11 +436,6 @@ class RunConfig(Section):
         if rollout.record and engine.kind is EngineKind.LOCAL:
             named = ", ".join(rollout.record)
             raise ValueError(f"rollout.record={named} is what SGLang records; set rollout.engine.kind=sglang")
-        if Record.SAMPLING_MASK in rollout.record and not rollout.sampling.top_k:
-            raise ValueError(
-                "rollout.record=sampling_mask keeps the vocabulary of every token, and rollout.sampling.top_k=0"
-                " does not cut it; set top_k, or leave sampling_mask out"
-            )
         if engine.urls and len(engine.urls) != rollout.replicas:
             raise ValueError(
                 f"rollout.engine.urls has {len(engine.urls)} servers for rollout.replicas={rollout.replicas}; name"
@@ -509,72 +517,3 @@ class RunConfig(Section):
         """Live trajectories at most."""
         in_flight = self.rollout.replicas * self.rollout.batch_per_replica
         return self.buffer.capacity or 4 * self.trajectories_per_step + in_flight
-
-
-def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The config in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`."""
-    if not path.is_file():
-        raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
-    try:
-        tree = _read_yaml(path.read_text())
-    except yaml.YAMLError as error:
-        line = " ".join(str(error).split())
-        raise ConfigError(f"config={path}: not YAML ({line}); mend the file") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
-    for override in overrides:
-        _apply(tree, override)
-    return parse_config(tree)
-
-
-def parse_config(tree: object) -> RunConfig:
-    """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
-    try:
-        return RunConfig.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
-
-
-def dump_config(config: RunConfig) -> str:
-    """YAML that `load_config` reads back to the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `1e-3` for a string; this loader reads it as the number it is."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _read_yaml(text: str) -> object:
-    return yaml.load(text, Loader=_Loader)
-
-
-def _apply(tree: dict[str, object], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override={override}: not of the form key=value; write for example steps=10")
-    node: dict[str, object] = tree
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        child = node.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"override={override}: {parent} is a value, not a section; check the key")
-        node = child
-    node[leaf] = _read_yaml(value)
-
-
-def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or "config"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        return f"{field}={first['input']!r}: unknown key; docs/config.md lists all of them"
-    if first["type"] == "missing":
-        return f"{field}: missing; add it, docs/config.md says what it means"
-    if first["type"] == "value_error" and field == "config":
-        return message
-    return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; docs/config.md has its bounds"

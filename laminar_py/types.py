@@ -37,11 +37,19 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class Break(StrEnum):
+    """Why a stream stopped although its trajectory goes on."""
+
+    NEW_WEIGHTS = "new_weights"  # its replica interrupted it for new weights, and submits it again
+    CUT = "cut"  # the engine was lost before its last word
+
+
 class DropReason(StrEnum):
     """Why a trajectory never reaches the learner (law 6: each drop is an event with one of these)."""
 
     NO_SIGNAL = "no_signal"  # all rewards of its group are equal
     STALE = "stale"  # staleness above the bound when it was to be consumed
+    REFUSED = "refused"  # the engine does not take its request
     VERSION_LOST = "version_lost"  # no copy of its weights is left to continue under
     GROUP_DEADLINE = "group_deadline"  # its group closed without it
     GROUP_LOST = "group_lost"  # too few survivors in its group
@@ -217,6 +225,8 @@ class Progress(msgspec.Struct, frozen=True):
     generate_s: float = 0.0  # since it came here
     sampling_mask: SamplingMask | None = None  # n rows
     routed_experts: RoutedExperts | None = None
+    broken: Break | None = None
+    refusal: str = ""  # the engine's words, where it does not take the request
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -242,12 +252,10 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     progress: tuple[Progress, ...] = ()
     loads: tuple[Load, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
-    interrupted: tuple[str, ...] = ()  # interrupted for new weights after their progress in this report
-    cut: tuple[str, ...] = ()  # their streams broke off before the engine's last word
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One finished sample with everything recorded, e.g. 41 tokens under one version:
+    """One finished sample, e.g. 41 tokens under one version; masks and experts stay in the ledger:
 
     `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.
     """
@@ -267,8 +275,6 @@ class Trajectory(msgspec.Struct, frozen=True):
     token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
     weight: float = 1.0  # factor on its loss (staleness reweighting)
-    sampling_mask: SamplingMask | None = None  # L rows
-    routed_experts: RoutedExperts | None = None  # P + L - 1 positions
 
     @property
     def num_tokens(self) -> int:

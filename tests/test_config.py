@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laminar_py.config import ConfigError, dump_config, load_config, parse_config
+from laminar_py.config import ConfigError
+from laminar_py.config_file import dump_config, load_config, parse_config
 
 REPO = Path(__file__).parent.parent
 MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -23,7 +24,8 @@ MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t
         ({"rollout": {"max_len": 512, "sampling": {"max_new_tokens": 512}}}, "leaves no room for a prompt"),
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
-        ({"staleness": {"policies": ["drop", "reweight"]}}, "policies has both drop and reweight"),
+        ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
+        ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=http://a: these are SGLang"),
         ({"schedule": "later"}, "schedule='later'"),
     ],
 )

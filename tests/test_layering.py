@@ -12,6 +12,7 @@ LAYERS = {
     "types": 0,
     "interfaces": 0,
     "config": 0,
+    "config_file": 0,
     "events": 0,
     "data": 1,
     "control": 1,

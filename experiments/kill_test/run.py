@@ -1,8 +1,9 @@
 """Kill -9 a replica, a relay, the learner, a scorer, the controller or everything at random moments of a run.
 
-`python experiments/kill_test/run.py [--kills 20] [--seed 0] [--json]` trains the quickstart, kills by process id
-(which the ledger knows), resumes after each death of the controller, and at the end wants every law to hold and
-held-out accuracy of at least 0.95. Exit code 1 if it is not so.
+`python experiments/kill_test/run.py [--kills 20] [--seed 0] [--json] [key=value ...]` trains the quickstart, kills
+by process id (which the ledger knows), resumes after each death of the controller, and at the end wants every law
+to hold and held-out accuracy of at least 0.95. Exit code 1 if it is not so. `--config` names another run and
+`--only` who is killed; with SGLang `server-0` and `server-1` are the servers of the replicas.
 """
 
 import argparse
@@ -15,17 +16,19 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import psutil
 
+from laminar_py.audit.handovers import Handover, handovers
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import read_run
 
-CONFIG = "configs/quickstart.yaml"
 CONTROLLER, EVERYTHING = "controller", "everything"
+SERVER = "server-"
 VICTIMS = (
     "replica-0",
     "replica-1",
@@ -44,11 +47,12 @@ START_S, END_S = 180.0, 600.0
 class Run:
     """One `laminar train`, resumed whenever its controller dies."""
 
-    def __init__(self, seed: int, steps: int) -> None:
-        self._settings = [f"seed={seed}", f"steps={steps}", "name=kill_test", "learner.checkpoint_every=10"]
+    def __init__(self, config: Path, settings: list[str]) -> None:
+        self._config = config
+        self._settings = ["name=kill_test", "learner.checkpoint_every=10", *settings]
+        before = set(Path("runs").glob("kill_test-*"))
         self._process = self._launch([])
         deadline = time.monotonic() + START_S
-        before = set(Path("runs").glob("kill_test-*"))
         while not (made := set(Path("runs").glob("kill_test-*")) - before):
             check(time.monotonic() < deadline, "no run folder appeared")
             time.sleep(0.1)
@@ -56,7 +60,13 @@ class Run:
         self.wait_for_step()
 
     def _launch(self, extra: list[str]) -> "subprocess.Popen[bytes]":
-        command = [str(Path(sys.executable).with_name("laminar")), "train", CONFIG, *self._settings, *extra]
+        command = [
+            str(Path(sys.executable).with_name("laminar")),
+            "train",
+            str(self._config),
+            *self._settings,
+            *extra,
+        ]
         return subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
 
     @property
@@ -83,15 +93,30 @@ class Run:
             self._process.wait()
             self._process = self._launch(["--resume"])
             return True
+        if victim.startswith(SERVER):
+            server = server_of(self._pid("replica-" + victim.removeprefix(SERVER)))
+            return server is not None and end(server)
+        return end(self._pid(victim))
+
+    def _pid(self, part: str) -> int:
         with closing(sqlite3.connect(f"file:{self.folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
             (body,) = ledger.execute(
-                "SELECT body FROM event WHERE kind = 'partstarted' AND subject = ? ORDER BY seq DESC", (victim,)
+                "SELECT body FROM event WHERE kind = 'partstarted' AND subject = ? ORDER BY seq DESC", (part,)
             ).fetchone()
-        return end(msgspec.json.decode(body)["pid"])
+        return msgspec.json.decode(body)["pid"]
 
     def finish(self) -> int:
         """Wait for the end; the exit code."""
         return self._process.wait(timeout=END_S)
+
+
+def server_of(replica: int) -> int | None:
+    """The SGLang server that a replica's process has launched."""
+    try:
+        family = psutil.Process(replica).children(recursive=True)
+        return next((one.pid for one in family if "sglang.launch_server" in one.cmdline()), None)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def end(pid: int) -> bool:
@@ -109,20 +134,35 @@ def check(condition: bool, message: str) -> None:
         raise SystemExit(f"kill test failed: {message}")
 
 
-def campaign(run: Run, kills: int, rng: random.Random) -> dict[str, int]:
-    """Kill so many times; every kind of victim comes before any comes again."""
-    done: dict[str, int] = dict.fromkeys(VICTIMS, 0)
+def campaign(run: Run, victims: list[str], kills: int, pause_s: float, rng: random.Random) -> dict[str, int]:
+    """Kill so many times, `pause_s` or more apart; every kind of victim comes before any comes again."""
+    done: dict[str, int] = dict.fromkeys(victims, 0)
     deck: list[str] = []
     while sum(done.values()) < kills:
         run.wait_for_step()
-        time.sleep(rng.uniform(0.2, 3.0))
+        time.sleep(pause_s + rng.uniform(0.2, 3.0))
         check(run.running, f"the run ended after {sum(done.values())} of {kills} kills; raise --steps")
-        deck = deck or rng.sample(VICTIMS, len(VICTIMS))
+        deck = deck or rng.sample(victims, len(victims))
         victim = deck.pop()
         if run.kill(victim):
             done[victim] += 1
             print(f"kill {sum(done.values())}/{kills}: {victim}", file=sys.stderr, flush=True)
     return done
+
+
+def handover_rows(found: list[Handover]) -> list[Row]:
+    """How those trajectories went on whose replica or server died, counted from its detection."""
+    waits = sorted(one.waited_s for one in found if one.waited_s is not None)
+    if not waits:
+        return []
+    elsewhere = sum(one.target not in (None, one.source) for one in found)
+    partial = sum(one.length > 0 for one in found)
+    conditions = f"{len(found)} trajectories of dead replicas, {partial} of them begun; {elsewhere} went elsewhere"
+    return [
+        Row("handover_p50_s", median(waits), "s", conditions),
+        Row("handover_max_s", waits[-1], "s", conditions),
+        Row("handover_lost", len(found) - len(waits), "not taken up", conditions),
+    ]
 
 
 def main() -> None:
@@ -131,10 +171,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--only", nargs="+", default=list(VICTIMS), metavar="VICTIM", help="who is killed")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each kill, for revivals to end")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("settings", nargs="*", help="key=value for laminar train")
     args = parser.parse_args()
-    run = Run(args.seed, args.steps)
-    done = campaign(run, args.kills, random.Random(args.seed))
+    run = Run(args.config, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
+    done = campaign(run, args.only, args.kills, args.pause, random.Random(args.seed))
     check(run.finish() == 0, "the last incarnation did not finish")
     findings = verify(run.folder)
     for finding in findings:
@@ -148,6 +192,7 @@ def main() -> None:
         Row("accounting_closes", float(account.balanced), "1 is yes", str(account.train)),
         Row("accuracy_end", accuracy, "share of 300", f"{summary.steps} steps, {summary.rl_seconds:.0f} s of RL"),
     ]
+    rows += handover_rows(handovers(run.folder))
     show("kill_test", rows, as_json=args.json)
     check(not findings and account.balanced and accuracy >= TARGET, "see the table")
 

@@ -6,7 +6,7 @@ row is only compared here: `audit.replay` proves it.
 
 import sqlite3
 from collections.abc import Iterator
-from itertools import chain, groupby
+from itertools import chain, dropwhile, groupby
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from laminar_py.events import StreamCut
 from laminar_py.store.archive import archived_pieces
 from laminar_py.store.digests import response_digest
 from laminar_py.store.payload import Payload, Piece, join, stored_pieces
+from laminar_py.store.recording import unpack_mask
 from laminar_py.store.rows import decode_event
 from laminar_py.store.spans import clip_spans, decode_spans
 from laminar_py.types import SamplingMask
@@ -62,10 +63,9 @@ def _check(connection: sqlite3.Connection, pieces: list[Piece], promise: _Promis
     except (ValueError, msgspec.DecodeError) as error:
         yield Finding(Law.SPANS, promise.id, str(error))
         return
-    is_masked = any(piece.mask is not None for piece in pieces)
     for message in _check_tokens(response, promise):
         yield Finding(Law.SPANS, promise.id, message)
-    for message in chain(_check_mask(response, promise, is_masked), _check_experts(connection, response, promise)):
+    for message in chain(_check_masks(pieces, promise), _check_experts(connection, response, promise)):
         yield Finding(Law.RECORDING, promise.id, message)
 
 
@@ -86,14 +86,24 @@ def _check_tokens(response: Payload, promise: _Promise) -> Iterator[str]:
         yield f"its tokens were stored with {response.spans}, it finished with {spans}"
 
 
-def _check_mask(response: Payload, promise: _Promise, is_masked: bool) -> Iterator[str]:
-    mask = response.sampling_mask
-    if mask is not None:
-        strays = np.flatnonzero(~_has_its_token(mask, response.ids))
-        if len(strays):
-            yield f"token {strays[0]} ({response.ids[strays[0]]}) is not in its sampling mask; {len(strays)} such"
-    elif is_masked and promise.digest is not None:
-        yield f"some of its {promise.length} tokens have a sampling mask, others none"
+def _check_masks(pieces: list[Piece], promise: _Promise) -> Iterator[str]:
+    """From the first mask on every token has one; what is older may come from before masks were recorded."""
+    for piece in dropwhile(lambda piece: piece.mask is None, pieces):
+        if piece.mask is None and piece.num_tokens and promise.digest is not None:
+            yield f"the tokens from {piece.start} on have no sampling mask, those before them have"
+        elif piece.mask is not None:
+            yield from _check_mask(unpack_mask(piece.mask), piece)
+
+
+def _check_mask(mask: SamplingMask, piece: Piece) -> Iterator[str]:
+    ids = np.frombuffer(piece.ids, np.int32)
+    if len(mask.counts) != len(ids):
+        yield f"the {len(ids)} tokens from {piece.start} on have sampling masks of {len(mask.counts)}"
+        return
+    strays = np.flatnonzero(~_has_its_token(mask, ids))
+    if len(strays):
+        first = strays[0]
+        yield f"token {piece.start + first} ({ids[first]}) is not in its sampling mask; {len(strays)} such"
 
 
 def _has_its_token(mask: SamplingMask, ids: IntArray) -> BoolArray:

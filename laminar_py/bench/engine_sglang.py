@@ -5,14 +5,16 @@ models made from a seed; what is compared runs in turn against the same server i
 """
 
 import asyncio
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import aiohttp
 import numpy as np
@@ -22,18 +24,20 @@ from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
 from laminar_py.config import ConfigError, Device
 from laminar_py.engines.sglang import SGLangEngine
-from laminar_py.engines.sglang_server import ServerSpec, SGLangServer
+from laminar_py.engines.sglang_server import Flag, ServerSpec, SGLangServer
 from laminar_py.engines.sglang_stream import Served
 from laminar_py.types import FinishReason, GenerateRequest, PauseMode, SamplingParams
 
 STREAMS = 32
 TOKENS = 256  # of each stream, for the overhead
+LONG_TOKENS = 512  # of each stream under which weights change; none comes to its end
 PROMPT = 16
 VOCAB = 320
 MAX_LEN = 2040
 WARM_TOKENS = 16  # of each stream before the first refresh
 REFRESHES = 20
 NO_IDS = np.empty(0, np.int32)
+NO_FLAGS: Mapping[str, Flag] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +64,22 @@ def find_python() -> Path:
 
 
 async def _rows(python: Path, folder: Path, *, repeats: int, tell: Callable[[str], None]) -> list[Row]:
-    async with _served(python, write_model(folder / "small", _config(128, 2)), folder) as rig:
+    small = write_model(folder / "small", _config(hidden=128, layers=2, intermediate=384))
+    large = write_model(folder / "large", _config(hidden=512, layers=13, intermediate=1632))
+    async with _served(python, small, folder) as rig:
         overhead = await _overhead(rig, repeats)
     tell(f"{overhead.name} {overhead.value:.3f}: {overhead.conditions}")
-    async with _served(python, write_model(folder / "large", _config(512, 13)), folder) as rig:
-        return [overhead, *await _refreshes(rig, REFRESHES, tell)]
+    async with _served(python, large, folder, flags={"disable-overlap-schedule": True}) as rig:
+        in_place = await _in_place_rows(rig, REFRESHES, tell)  # as a run launches it for that policy
+    async with _served(python, large, folder) as rig:
+        return [overhead, *in_place, *await _refreshes(rig, REFRESHES, tell)]
 
 
-def _config(hidden: int, layers: int) -> Qwen3Config:
+def _config(*, hidden: int, layers: int, intermediate: int) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=hidden,
-        intermediate_size=3 * hidden,
+        intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 128,
@@ -84,7 +92,9 @@ def _config(hidden: int, layers: int) -> Qwen3Config:
 
 
 @asynccontextmanager
-async def _served(python: Path, model: Path, folder: Path) -> AsyncIterator[Rig]:
+async def _served(
+    python: Path, model: Path, folder: Path, *, flags: Mapping[str, Flag] = NO_FLAGS
+) -> AsyncIterator[Rig]:
     spec = ServerSpec(
         python=python,
         model_dir=model,
@@ -94,6 +104,7 @@ async def _served(python: Path, model: Path, folder: Path) -> AsyncIterator[Rig]
         max_len=MAX_LEN,
         kv_capacity=STREAMS * MAX_LEN,
         stream_interval=1,
+        flags=flags,
         log=folder / f"{model.name}.log",
     )
     server = SGLangServer(spec)
@@ -122,13 +133,18 @@ def _request(name: str, *, length: int, prefix: list[int] | None = None) -> Gene
 async def _overhead(rig: Rig, rounds: int) -> Row:
     ratios, speeds = [], []
     headers = {"Authorization": f"Bearer {rig.server.api_key}"}
-    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+    # as our client has it: a connection for each request, a large buffer
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    watch = asyncio.create_task(rig.engine.watch())  # as a replica does
+    async with aiohttp.ClientSession(headers=headers, connector=connector, read_bufsize=2**20) as session:
+        streams = {"ours": partial(_ours, rig), "bare": partial(_bare, rig, session)}
         for turn in range(rounds + 1):  # the first warms both up
-            ours = await _tokens_per_s(lambda name: _ours(rig, name), f"a{turn}")
-            bare = await _tokens_per_s(lambda name: _bare(rig, session, name), f"b{turn}")
+            sides = sorted(streams, reverse=turn % 2 == 0)
+            speed = {side: await _tokens_per_s(streams[side], f"{side}{turn}") for side in sides}
             if turn:
-                ratios.append(ours / bare)
-                speeds.append(bare)
+                ratios.append(speed["ours"] / speed["bare"])
+                speeds.append(speed["bare"])
+    watch.cancel()
     conditions = (
         f"{STREAMS} streams of {TOKENS} tokens, one token per event, model of 0.5 M parameters, median of"
         f" {rounds} rounds in turn ({min(ratios):.2f} to {max(ratios):.2f}); bare: reads the bytes and drops"
@@ -169,126 +185,141 @@ async def _bare(rig: Rig, session: aiohttp.ClientSession, name: str) -> None:
 
 
 @dataclass(slots=True)
-class _Crowd:
+class Crowd:
     """Streams that are kept running, and when their tokens came."""
 
     engine: SGLangEngine
     length: int
-    times: list[float] = field(default_factory=list)  # one for each delta with tokens
     ids: dict[str, list[int]] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)  # when each stream's deltas with tokens came
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, turn: str, *, goes_on: bool = False) -> None:
         """All streams anew, or on from what they have."""
         if not goes_on:
             self.ids = {f"{turn}.{i}": [] for i in range(STREAMS)}
+            self.times = {name: [] for name in self.ids}
         self.tasks = [asyncio.create_task(self._run(name)) for name in self.ids]
 
     async def _run(self, name: str) -> None:
         ids = self.ids[name]
         async for delta in self.engine.generate(_request(name, length=self.length, prefix=ids)):
             if len(delta.ids):
-                self.times.append(time.perf_counter())
+                self.times[name].append(time.perf_counter())
                 ids.extend(delta.ids.tolist())
             if delta.finish_reason is FinishReason.ABORT:
                 return
 
     async def grown(self, tokens: int) -> None:
-        """Until that many tokens per stream have come from now on."""
-        target = len(self.times) + STREAMS * tokens
-        while len(self.times) < target and not all(task.done() for task in self.tasks):  # noqa: ASYNC110
+        """Until every stream has so many tokens more, or has ended."""
+        targets = {name: len(ids) + tokens for name, ids in self.ids.items()}
+        while any(len(self.ids[name]) < targets[name] for name in targets) and not all(  # noqa: ASYNC110
+            task.done() for task in self.tasks
+        ):
             await asyncio.sleep(0.005)
 
     async def done(self) -> None:
         """Until all have ended."""
         await asyncio.gather(*self.tasks)
 
-    def pause_s(self, since: float, loaded: float) -> float:
-        """Time without a token around the load at `loaded`, less the median time between two decoding steps."""
-        times = np.array(self.times)
-        last = times[times <= loaded].max(initial=since)
-        first = times[times > loaded].min()
-        gaps = np.diff(times[times <= loaded])
-        return float(first - last - np.median(gaps[gaps > 0.25 * gaps.max()]))
+    def pause_s(self, loaded: float, *, since: float = 0.0) -> float:
+        """Time without a token around the load at `loaded`, less the time between two tokens; mean of all streams.
+
+        Streams that begin after it waited from `since` on.
+        """
+        return mean(_pause_s(times, loaded, since) for times in self.times.values())
+
+
+def _pause_s(times: list[float], loaded: float, since: float) -> float:
+    last = max((time_s for time_s in times if time_s <= loaded), default=since)
+    first = min(time_s for time_s in times if time_s > loaded)
+    return first - last - median(b - a for a, b in itertools.pairwise(times[-WARM_TOKENS:]))
 
 
 async def _refreshes(rig: Rig, count: int, tell: Callable[[str], None]) -> list[Row]:
     bare = await _bare_updates(rig, count)
-    tell(f"bare update {bare:.3f} s")
-    in_place = await _in_place(rig, count)
-    tell(f"in_place {in_place:.3f} s")
     retract, prefill = await _retracted(rig, count)
-    tell(f"retract {retract:.3f} s, prefill alone {prefill:.3f} s")
+    tell(f"retract {retract:.3f} s, bare update {bare:.3f} s and prefill alone {prefill:.3f} s")
     resume = await _resumed(rig, count)
     drain = await _drained(rig, count)
     tell(f"resume {resume:.3f} s, drain {drain:.3f} s")
-    told = (
-        f"{STREAMS} streams, model of 41 M parameters in fp32 (165 MB), median of {count}; bare"
-        f" /update_weights_from_disk on the idle server {bare * 1000:.0f} ms"
-    )
+    told = _conditions(count, bare)
+    more = f"{told}; re-prefill of the contexts alone {prefill * 1000:.0f} ms"
     return [
-        Row("refresh_drain_s", drain, "s", told),
-        Row("refresh_resume_s", resume, "s", told),
-        Row("refresh_retract_s", retract, "s", f"{told}; re-prefill of the contexts alone {prefill:.3f} s"),
-        Row("refresh_in_place_s", in_place, "s", told),
-        Row("refresh_retract_over_bare", retract / (bare + prefill), "x", "over bare call and re-prefill"),
-        Row("refresh_in_place_over_bare", in_place / bare, "x", "over the bare call"),
+        Row("refresh_drain_s", drain, "s", f"{told}; streams of {WARM_TOKENS} tokens that end together"),
+        Row("refresh_resume_s", resume, "s", more),
+        Row("refresh_retract_s", retract, "s", more),
+        Row("refresh_retract_over_bare", retract / (bare + prefill), "x", more),
     ]
 
 
-class _Versions:
-    """The next version of an engine."""
+async def _in_place_rows(rig: Rig, count: int, tell: Callable[[str], None]) -> list[Row]:
+    bare = await _bare_updates(rig, count)
+    in_place = await _in_place(rig, count)
+    tell(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
+    told = f"{_conditions(count, bare)}; no overlapped steps"
+    return [
+        Row("refresh_in_place_s", in_place, "s", told),
+        Row("refresh_in_place_over_bare", in_place / bare, "x", told),
+    ]
 
-    def __init__(self, engine: SGLangEngine, weights: Path) -> None:
-        self._engine, self._weights = engine, weights
 
-    async def load(self) -> float:
-        """Load the next version; when that was done."""
-        await self._engine.load_weights(self._weights, self._engine.status().version + 1)
-        return time.perf_counter()
+def _conditions(count: int, bare: float) -> str:
+    return (
+        f"{STREAMS} streams, model of 43 M parameters in fp32 (173 MB), median of {count}; bare"
+        f" /update_weights_from_disk on the idle server {bare * 1000:.0f} ms"
+    )
 
 
 async def _bare_updates(rig: Rig, count: int) -> float:
-    versions, elapsed = _Versions(rig.engine, rig.weights), []
-    for _ in range(count + 1):
-        began = time.perf_counter()
-        elapsed.append(await versions.load() - began)
+    body = {"model_path": str(rig.weights), "load_format": "auto", "weight_version": "1", "flush_cache": False}
+    headers, elapsed = {"Authorization": f"Bearer {rig.server.api_key}"}, []
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for _ in range(count + 1):
+            began = time.perf_counter()
+            async with session.post(f"{rig.server.url}/update_weights_from_disk", json=body) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+            elapsed.append(time.perf_counter() - began)
     return median(elapsed[1:])
 
 
+async def _load_next(rig: Rig) -> float:
+    """Load the next version; when that was done."""
+    await rig.engine.load_weights(rig.weights, rig.engine.status().version + 1)
+    return time.perf_counter()
+
+
 async def _in_place(rig: Rig, count: int) -> float:
-    crowd, versions = _Crowd(rig.engine, MAX_LEN - PROMPT), _Versions(rig.engine, rig.weights)
+    crowd = Crowd(rig.engine, LONG_TOKENS)
     crowd.start("p")
     await crowd.grown(WARM_TOKENS)
     pauses = []
     for _ in range(count):
-        began = time.perf_counter()
         await rig.engine.pause(PauseMode.IN_PLACE)
-        loaded = await versions.load()
+        loaded = await _load_next(rig)
         await rig.engine.resume()
         await crowd.grown(8)
-        pauses.append(crowd.pause_s(began, loaded))
+        pauses.append(crowd.pause_s(loaded))
     await _end(rig, crowd)
     return median(pauses)
 
 
 async def _retracted(rig: Rig, count: int) -> tuple[float, float]:
-    """Pause by retraction, and the prefill of the same contexts on the idle server; of equal lengths, in turn."""
+    """Pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
     pauses, prefills = [], []
-    versions = _Versions(rig.engine, rig.weights)
     for turn in range(count):
-        crowd = _Crowd(rig.engine, MAX_LEN - PROMPT)
+        crowd = Crowd(rig.engine, LONG_TOKENS)
         crowd.start(f"t{turn}")
         await crowd.grown(WARM_TOKENS)
-        began = time.perf_counter()
         await rig.engine.pause(PauseMode.RETRACT)
         contexts = {name: list(ids) for name, ids in crowd.ids.items()}
-        loaded = await versions.load()
+        loaded = await _load_next(rig)
         await rig.engine.resume()
         await crowd.grown(4)
-        pauses.append(crowd.pause_s(began, loaded))
+        pauses.append(crowd.pause_s(loaded))
         await _end(rig, crowd)
-        await versions.load()  # drops the prefix cache
+        await _load_next(rig)  # drops the prefix cache
         prefills.append(await _prefill(rig, contexts))
     return median(pauses), median(prefills)
 
@@ -304,38 +335,37 @@ async def _prefill(rig: Rig, contexts: dict[str, list[int]]) -> float:
 
 
 async def _resumed(rig: Rig, count: int) -> float:
-    versions, pauses = _Versions(rig.engine, rig.weights), []
+    pauses = []
     for turn in range(count):
-        crowd = _Crowd(rig.engine, MAX_LEN - PROMPT)
+        crowd = Crowd(rig.engine, LONG_TOKENS)
         crowd.start(f"s{turn}")
         await crowd.grown(WARM_TOKENS)
-        began = time.perf_counter()
         await rig.engine.pause(PauseMode.ABORT)
         await crowd.done()
-        loaded = await versions.load()
+        loaded = await _load_next(rig)
         await rig.engine.resume()
         crowd.start(f"s{turn}", goes_on=True)
         await crowd.grown(4)
-        pauses.append(crowd.pause_s(began, loaded))
+        pauses.append(crowd.pause_s(loaded))
         await _end(rig, crowd)
     return median(pauses)
 
 
 async def _drained(rig: Rig, count: int) -> float:
-    versions, pauses = _Versions(rig.engine, rig.weights), []
+    pauses = []
     for turn in range(count):
-        crowd = _Crowd(rig.engine, WARM_TOKENS)
+        crowd = Crowd(rig.engine, WARM_TOKENS)
         crowd.start(f"d{turn}")
-        began = time.perf_counter()
         await crowd.done()
-        loaded = await versions.load()
+        last = max(times[-1] for times in crowd.times.values())
+        loaded = await _load_next(rig)
         crowd.start(f"e{turn}")
         await crowd.done()
-        pauses.append(crowd.pause_s(began, loaded))
+        pauses.append(crowd.pause_s(loaded, since=last))
     return median(pauses)
 
 
-async def _end(rig: Rig, crowd: _Crowd) -> None:
+async def _end(rig: Rig, crowd: Crowd) -> None:
     await rig.engine.pause(PauseMode.ABORT)
     await crowd.done()
     await rig.engine.resume()

@@ -102,6 +102,13 @@ class Dispatcher:
         ]
         return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)
 
+    def least_loaded(self, *, at_least: int | None = None) -> ReplicaView | None:
+        """The one that serves `at_least` or newer and has the fewest in flight, whatever it admits."""
+        serving = [
+            view for view in self.views.values() if view.version >= (at_least or 0) and view.loading is None
+        ]
+        return min(serving, key=lambda view: len(view.in_flight), default=None)
+
     def idle(self) -> list[ReplicaView]:
         """Replicas with nothing to do: an evaluation starts on them."""
         return [view for view in self.views.values() if view.idle]

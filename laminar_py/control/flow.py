@@ -24,6 +24,7 @@ from laminar_py.store.recovery import LiveTrajectory, Recovered
 from laminar_py.store.spans import clip_spans
 from laminar_py.types import (
     Assignment,
+    Break,
     DropReason,
     FinishReason,
     Kind,
@@ -68,6 +69,7 @@ class Flow:
         self._clock = clock
         self._next_prompt = 0
         self._waiting: deque[Lifecycle] = deque()  # interrupted, replacements, evaluations; at most all live
+        self._orphans: list[Lifecycle] = []  # whose replica has just died
         self._lost: list[Lifecycle] = []  # no replica will serve their version again
         self._aborts: dict[int, list[str]] = {}
         self._generating = 0  # groups that are not ready yet
@@ -75,8 +77,9 @@ class Flow:
     # ---- out: assignments
 
     def dispatch(self) -> dict[int, list[Assignment]]:
-        """What to hand to which replica now: waiting trajectories first, then new groups."""
+        """What to hand to which replica now: orphans first, then those that wait, then new groups."""
         out: dict[int, list[Assignment]] = {}
+        self._rehome(out)
         self._waiting.extend(self._evaluations.start(self.dispatcher.idle()))
         for _ in range(len(self._waiting)):
             self._dispatch_waiting(self._waiting.popleft(), out)
@@ -90,6 +93,8 @@ class Flow:
         Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5.
         """
         out: dict[int, list[Assignment]] = {}
+        self._waiting.extend(self._orphans)
+        self._orphans = []
         self._waiting.extend(self._evaluations.start(()))
         starting = max(1, self.dispatcher.num_starting())
         versions = [version for version in self._waiting_versions() if self.dispatcher.for_pinned(version) is None]
@@ -107,6 +112,19 @@ class Flow:
         """Dropped trajectories that replicas still run, by replica; each is told once."""
         aborts, self._aborts = self._aborts, {}
         return aborts
+
+    def _rehome(self, out: dict[int, list[Assignment]]) -> None:
+        """Orphans go on at once, also where nothing more is admitted: they are the oldest there are."""
+        orphans, self._orphans = self._orphans, []
+        for lifecycle in orphans:
+            view = None
+            if lifecycle.kind is Kind.TRAIN and self._pin(lifecycle) is None and self._may_go(lifecycle):
+                oldest = self._admission.oldest(self.newest_version)
+                view = self._place_for(1) or self.dispatcher.least_loaded(at_least=oldest)
+            if view is not None:
+                self._assign(lifecycle, view.index, None, out)
+            else:
+                self._waiting.append(lifecycle)
 
     def _dispatch_waiting(self, lifecycle: Lifecycle, out: dict[int, list[Assignment]]) -> None:
         if self._may_go(lifecycle):
@@ -186,17 +204,16 @@ class Flow:
             self.book.record(
                 VersionLoaded(report.replica, load.version, load.digest, load.elapsed_s, load.checksum)
             )
-        last = {progress.trajectory_id: progress for progress in report.progress}
         for progress in report.progress:
             lifecycle = self._on_progress(progress)
-            if lifecycle is not None and last[lifecycle.id] is progress:
-                self._on_interruption(lifecycle, report)
-            if lifecycle is not None and progress.finish_reason is not None:
+            if lifecycle is None:
+                continue
+            if progress.broken is not None:
+                self._on_break(report.replica, lifecycle, progress.broken)
+            elif progress.refusal:
+                await self._on_refusal(report.replica, lifecycle, progress.refusal)
+            elif progress.finish_reason is not None:
                 self._on_end(report.replica, lifecycle, progress)
-        for trajectory_id in report.cut:
-            lifecycle = self.book.live.get(trajectory_id)
-            if lifecycle is not None and lifecycle.replica == report.replica and trajectory_id not in last:
-                self.book.record(lifecycle.cut_off())
         for trajectory_id in report.lost:
             await self._on_version_lost(report.replica, trajectory_id)
         self.dispatcher.reported(
@@ -230,13 +247,19 @@ class Flow:
             self.book.record(restamped)
         return lifecycle
 
-    def _on_interruption(self, lifecycle: Lifecycle, report: ReplicaReport) -> None:
-        """Its stream may have broken off, or been interrupted for new weights; it goes on where it is."""
-        if lifecycle.id in report.cut:
+    def _on_break(self, replica: int, lifecycle: Lifecycle, broken: Break) -> None:
+        """Its stream was interrupted for new weights and goes on where it is, or broke off."""
+        if broken is Break.CUT:
             self.book.record(lifecycle.cut_off())
-        if lifecycle.id in report.interrupted:
-            self.book.record(lifecycle.interrupt("new_weights"))
-            self.book.record(lifecycle.resume(report.replica))
+            return
+        self.book.record(lifecycle.interrupt("new_weights"))
+        self.book.record(lifecycle.resume(replica))
+
+    async def _on_refusal(self, replica: int, lifecycle: Lifecycle, words: str) -> None:
+        """The engine never takes its request."""
+        self.dispatcher.returned(replica, lifecycle.id)
+        self.book.drop([lifecycle], DropReason.REFUSED, words)
+        await self._settled(lifecycle)
 
     def _on_end(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
         """Its stream here is over: finished, or handed back."""
@@ -280,7 +303,7 @@ class Flow:
             lifecycle = self.book.live.get(trajectory_id)
             if lifecycle is not None and lifecycle.status is Status.RUNNING:
                 self.book.record(lifecycle.interrupt("replica_died"))
-                self._waiting.append(lifecycle)
+                self._orphans.append(lifecycle)
 
     # ---- in: scores
 
@@ -318,6 +341,7 @@ class Flow:
                         self.dispatcher.returned(member.replica, member.id)
                         self._aborts.setdefault(member.replica, []).append(member.id)
                 self._waiting = deque(item for item in self._waiting if item.group_id != group.id)
+                self._orphans = [item for item in self._orphans if item.group_id != group.id]
                 self.book.drop(group.pending, DropReason.GROUP_DEADLINE)
                 await self._close(group)
 
@@ -389,8 +413,7 @@ class Flow:
             entry.reward,
             entry.token_rewards,
             entry.advantage or 0.0,
-            masks=[] if response.sampling_mask is None else [response.sampling_mask],
-            experts=[] if response.routed_experts is None else [response.routed_experts],
+            routed=0 if response.routed_experts is None else response.routed_experts.positions,
         )
 
     def _take_up(self, lifecycle: Lifecycle) -> None:

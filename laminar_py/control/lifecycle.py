@@ -23,7 +23,6 @@ from laminar_py.events import (
     Undone,
 )
 from laminar_py.store.digests import response_digest
-from laminar_py.store.recording import join_experts, join_masks
 from laminar_py.store.spans import clip_spans, covers, replace_spans
 from laminar_py.types import (
     Assignment,
@@ -32,8 +31,6 @@ from laminar_py.types import (
     Kind,
     Progress,
     Prompt,
-    RoutedExperts,
-    SamplingMask,
     SamplingParams,
     Span,
     Status,
@@ -68,8 +65,7 @@ class Lifecycle:
     advantage: float = 0.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
-    masks: list[SamplingMask] = field(default_factory=list)  # of all pieces, or of those that have one
-    experts: list[RoutedExperts] = field(default_factory=list)  # end to end from position 0 on
+    routed: int = 0  # leading positions whose experts are recorded; these and masks are in the ledger alone
 
     def issued(self) -> Issued:
         """The event of its birth."""
@@ -80,11 +76,6 @@ class Lifecycle:
     def version(self) -> int | None:
         """The newest version in it, None before its first token."""
         return self.spans[-1].version if self.spans else None
-
-    @property
-    def routed(self) -> int:
-        """Leading positions whose experts are recorded."""
-        return self.experts[-1].start + self.experts[-1].positions if self.experts else 0
 
     def assignment(self, pin: int | None) -> Assignment:
         """What its replica is told; `pin` is the only version it may go on under, if any."""
@@ -121,7 +112,7 @@ class Lifecycle:
             self.ids.append(progress.ids)
             self.logprobs.append(progress.logprobs)
             self.length += len(progress.ids)
-        self._record(progress)
+        self._check_recording(progress)
         said, self.spans = self.spans, replace_spans(self.spans, progress.spans)
         assert covers(self.spans, 0, self.length), f"{self.id}: {self.spans} for {self.length} tokens"
         reaches_back = bool(progress.spans) and progress.spans[0].start < progress.start
@@ -129,15 +120,14 @@ class Lifecycle:
             return Restamped(self.id, self.spans)
         return None
 
-    def _record(self, progress: Progress) -> None:
+    def _check_recording(self, progress: Progress) -> None:
         mask, experts = progress.sampling_mask, progress.routed_experts
         if mask is not None:
             rows, count = len(mask.counts), len(progress.ids)
             assert rows == count, f"{self.id}: {count} tokens with {rows} sampling masks"
-            self.masks.append(mask)
         if experts is not None:
             assert experts.start == self.routed, f"{self.id}: experts from {experts.start}, not {self.routed}"
-            self.experts.append(experts)
+            self.routed += experts.positions
 
     def cut_off(self) -> StreamCut:
         """RUNNING as before, but its stream broke off; the event says where."""
@@ -165,8 +155,6 @@ class Lifecycle:
         self.finish_reason = progress.finish_reason
         self.ids = [np.concatenate(self.ids)]
         self.logprobs = [np.concatenate(self.logprobs)]
-        self.masks = [join_masks(self.masks)] if self.masks else []
-        self.experts = [join_experts(self.experts)] if self.experts else []
         return Finished(
             self.id,
             self.epoch,
@@ -210,10 +198,6 @@ class Lifecycle:
     def trajectory(self, *, weight: float = 1.0) -> Trajectory:
         """The finished record."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
-        # all or nothing: a stream that broke off and never went on leaves experts unknown, a recording that was
-        # switched on with `--resume` the masks of what was there before
-        is_masked = bool(self.masks) and len(self.masks[0].counts) == self.length
-        is_routed = bool(self.experts) and self.routed == len(self.prompt.ids) + self.length - 1
         return Trajectory(
             self.id,
             self.prompt.id,
@@ -230,8 +214,6 @@ class Lifecycle:
             self.token_rewards,
             self.advantage,
             weight,
-            self.masks[0] if is_masked else None,
-            self.experts[0] if is_routed else None,
         )
 
     def _move(self, allowed: frozenset[Status] | set[Status], to: Status) -> None:

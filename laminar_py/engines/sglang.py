@@ -24,7 +24,8 @@ from laminar_py.interfaces import EngineLostError
 from laminar_py.types import Delta, EngineStatus, FinishReason, GenerateRequest, PauseMode
 
 POLL_S = 0.5  # between two looks at the server's load, while it has requests
-ABORTS_S = (0.05, 0.2, 1.0)  # an abort may overtake its request on the way to the server: say it again after these
+# an abort may overtake its request on the way to the server, so it is said again, each time after twice as long
+ABORT_AGAIN_S, ABORT_AGAIN_MAX_S = 0.05, 1.0
 FLUSH_AGAIN_S = 0.01
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
@@ -48,11 +49,11 @@ class SGLangEngine:
     ) -> None:
         self._server = Connection(url, api_key=api_key, timeout_s=stall_timeout_s)
         self._served = served
-        self._stall_timeout_s = stall_timeout_s
         self._watch_server = watch_server
         self._version = -1
         self._layout: WeightsLayout | None = None  # of the weights that it has
-        self._paused: PauseMode | None = None
+        self._paused: PauseMode | None = None  # as the caller sees it
+        self._server_paused = False  # it generates nothing until it is continued
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
         self._tickets = itertools.count()
@@ -63,6 +64,7 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Look at the server; `EngineLostError` if it does not answer."""
+        await self._server.post("continue_generation")  # whoever had it before may have left it paused
         await self._poll_load()
 
     async def close(self) -> None:
@@ -163,13 +165,15 @@ class SGLangEngine:
         self._in_background(self._repeat_abort(stream))
 
     async def _repeat_abort(self, stream: Stream) -> None:
-        for patience_s in ABORTS_S:
+        """Until it has ended. One that was dropped has: once is enough, as the server sees its connection end."""
+        patience_s = ABORT_AGAIN_S
+        while True:
             await self._server.post("abort_request", rid=stream.wire_rid)
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await stream.ended.wait()
-            if stream.aborting and stream.ended.is_set():
-                return
+                    return
+            patience_s = min(2 * patience_s, ABORT_AGAIN_MAX_S)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `InferenceEngine.pause`.
@@ -180,20 +184,29 @@ class SGLangEngine:
         self._gate.clear()
         self._paused = mode
         if mode is not PauseMode.ABORT:
+            self._server_paused = True
             await self._server.post("pause_generation", mode=mode.value)
             return
         streams = list(self._by_rid.values())
         self._by_rid.clear()
         for stream in streams:
             self._abort(stream)
+        await self._continue()  # what an earlier pause holds would not end
 
     async def resume(self) -> None:
         """See `InferenceEngine.resume`."""
-        if self._paused in (PauseMode.RETRACT, PauseMode.IN_PLACE):
-            await self._server.post("continue_generation")
-        self._server.touch()
+        await self._continue()
         self._paused = None
-        if self._version >= 0:
+        self._open_gate()
+
+    async def _continue(self) -> None:
+        if self._server_paused:
+            await self._server.post("continue_generation")
+            self._server_paused = False
+            self._server.touch()
+
+    def _open_gate(self) -> None:
+        if self._paused is None and self._version >= 0:
             self._gate.set()
 
     # ---- weights
@@ -205,12 +218,24 @@ class SGLangEngine:
             raise RuntimeError(f"version {version} cannot load while {len(running)} requests run; pause first")
         if version < self._version:
             raise ValueError(f"version {version} is older than {self._version}; versions never go back")
-        layout = weights_layout(path)
-        if self._layout not in (None, layout):
-            raise ValueError(
-                f"version {version} in {path} has other tensors than the version before; publish the same"
-            )
         recomputes = self._paused is PauseMode.RETRACT
+        self._gate.clear()  # what comes meanwhile enters under the new version
+        try:
+            layout = await asyncio.to_thread(weights_layout, path)
+            if self._layout not in (None, layout):
+                raise ValueError(
+                    f"version {version} in {path} has other tensors than the version before; publish the same"
+                )
+            await self._update(path, version)
+            if recomputes:
+                await self._flush_cache()
+            self._version, self._layout = version, layout
+            for stream in running:
+                stream.loaded(version, recomputed=recomputes)
+        finally:
+            self._open_gate()
+
+    async def _update(self, path: Path, version: int) -> None:
         verdict = await self._server.ask(
             "update_weights_from_disk",
             wire.Verdict,
@@ -221,24 +246,17 @@ class SGLangEngine:
         )
         if not verdict.success:
             raise ValueError(f"version {version} in {path}: {verdict.message}")
-        if recomputes:
-            await self._flush_cache()
-        self._version, self._layout = version, layout
-        for stream in running:
-            stream.loaded(version, recomputed=recomputes)
-        if self._paused is None:
-            self._gate.set()
 
     async def _flush_cache(self) -> None:
         """Forget the KV cache of retracted requests; refused while the server's last step is under way."""
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
+            async with asyncio.timeout(self._server.timeout_s):
                 while True:
                     with suppress(ValueError):
                         return await self._server.post("flush_cache")
                     await asyncio.sleep(FLUSH_AGAIN_S)
         except TimeoutError:
-            raise self._server.lose(f"did not flush its cache in {self._stall_timeout_s:g} s") from None
+            raise self._server.lose(f"did not flush its cache in {self._server.timeout_s:g} s") from None
 
     async def checksum(self) -> str:
         """See `InferenceEngine.checksum`: the server hashes its own tensors, one hash for each GPU."""
@@ -264,8 +282,8 @@ class SGLangEngine:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
-                if task.done():
-                    task.result()
+                if task.done() and (error := task.exception()) is not None:
+                    raise self._server.lose(str(error)) from None
         finally:
             for task in tasks:
                 task.cancel()
@@ -275,9 +293,9 @@ class SGLangEngine:
         """Look at the load while there are requests, and for a server that sends nothing any more."""
         while True:
             await asyncio.sleep(POLL_S)
-            if self._paused is not None or not any(stream.submitted for stream in self._streams):
+            if self._server_paused or not any(stream.submitted for stream in self._streams):
                 self._server.touch()
-            elif self._server.silent_s > self._stall_timeout_s:
+            elif self._server.silent_s > self._server.timeout_s:
                 self._server.lose(f"sent no token for {self._server.silent_s:.0f} s while requests run")
             else:
                 await self._poll_load()

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from laminar_py.config import ConfigError, RolloutConfig
+from laminar_py.config import ConfigError, OnNewWeights, RolloutConfig
+from laminar_py.engines.model_sizes import ModelSizes, read_sizes
+from laminar_py.engines.sglang_http import headers
 from laminar_py.engines.sglang_server import SPARE_TOKENS
 from laminar_py.types import Record
 
@@ -28,6 +30,8 @@ OUT_OF_VOCABULARY = {
     "return_logprob": True,
     "token_ids_logprob": [-1],
 }
+# what two models must share to be the same; the positions that a server was told to serve are its own
+SHAPE = tuple(name for name in ModelSizes.__struct_fields__ if name != "max_position_embeddings")
 _VOCABULARY = re.compile(r"valid range is \[0, (\d+)\)")
 
 
@@ -37,6 +41,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     version: str
     max_req_input_len: int = 0  # a prompt must be shorter
     incremental_streaming_output: bool = False
+    disable_overlap_schedule: bool = False
     enable_return_routed_experts: bool = False
     sampling_mask_max_tokens: int = 0
     admin_api_key: str | None = None
@@ -51,20 +56,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     architectures: list[str] | None = None
 
 
-class ModelSizes(msgspec.Struct, frozen=True):
-    """What of a `config.json` two models must share to be the same."""
-
-    model_type: str
-    vocab_size: int
-    architectures: list[str] | None = None
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    num_experts: int | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What a server says of itself."""
@@ -75,30 +66,21 @@ class Answers:
     sizes: ModelSizes | None  # of the model folder that it names, if that is visible from here
 
 
-@dataclass(frozen=True, slots=True)
-class AttachedServer:
-    """A server that can be used."""
+async def check_server(url: str, api_key: str | None, *, model_dir: Path, rollout: RolloutConfig) -> None:
+    """Look at the server at `url`, which goes on if it is paused. Raises `ConfigError` if it cannot be used.
 
-    incremental: bool  # its streams bring new tokens only, not all so far
-    warnings: tuple[str, ...]
-
-
-async def check_server(
-    url: str, api_key: str | None, *, model_dir: Path, rollout: RolloutConfig
-) -> AttachedServer:
-    """Look at the server at `url`; its warnings are logged too. Raises `ConfigError` if it cannot be used."""
+    What makes it worse than it could be is logged.
+    """
     key_name = rollout.engine.api_key_env
     if not is_loopback(url) and not api_key:
         raise _unusable(url, f"is beyond loopback and {key_name} has no key; set it to the server's --api-key")
+    sizes = read_sizes(model_dir)
     answers = await _ask(url, api_key, key_name)
-    sizes = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=ModelSizes)
     fault = find_fault(answers, sizes=sizes, rollout=rollout, api_key=api_key)
     if fault is not None:
         raise _unusable(url, fault)
-    warnings = tuple(f"rollout.engine.urls={url}: {warning}" for warning in find_warnings(answers))
-    for warning in warnings:
-        log.warning("%s", warning)
-    return AttachedServer(answers.server.incremental_streaming_output, warnings)
+    for warning in find_warnings(answers):
+        log.warning("rollout.engine.urls=%s: %s", url, warning)
 
 
 def is_loopback(url: str) -> bool:
@@ -120,14 +102,19 @@ def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, a
         return f"runs SGLang {server.version}; install {oldest} or newer"
     if server.admin_api_key not in (None, api_key):
         return "has an --admin-api-key that differs from the key we have, and weights need it; start it without"
-    return _model_fault(answers, sizes) or _room_fault(server, rollout.max_len) or _record_fault(server, rollout)
+    return (
+        _model_fault(answers, sizes)
+        or _room_fault(server, rollout.max_len)
+        or _swap_fault(server, rollout.on_new_weights)
+        or _record_fault(server, rollout)
+    )
 
 
 def _model_fault(answers: Answers, sizes: ModelSizes) -> str | None:
     remedy = "start it with the model of model.path"
     theirs, ours = (answers.model.architectures or [])[:1], (sizes.architectures or [])[:1]
     if not theirs or not ours:
-        theirs, ours = [answers.model.model_type or "nothing"], [sizes.model_type]
+        theirs, ours = [answers.model.model_type or "nothing"], [sizes.model_type or "nothing"]
     if not answers.model.is_generation or theirs != ours:
         return f"serves another model ({theirs[0]}, but model.path has {ours[0]}); {remedy}"
     if answers.vocab not in (None, sizes.vocab_size):
@@ -135,7 +122,7 @@ def _model_fault(answers: Answers, sizes: ModelSizes) -> str | None:
             f"serves another model (vocabulary of {answers.vocab}, but model.path has {sizes.vocab_size});"
             f" {remedy}"
         )
-    for name in ModelSizes.__struct_fields__ if answers.sizes else ():
+    for name in SHAPE if answers.sizes else ():
         served, wanted = getattr(answers.sizes, name), getattr(sizes, name)
         if served != wanted:
             return f"serves another model ({name}={served}, but model.path has {wanted}); {remedy}"
@@ -151,10 +138,20 @@ def _room_fault(server: ServerInfo, max_len: int) -> str | None:
     )
 
 
+def _swap_fault(server: ServerInfo, on_new_weights: OnNewWeights) -> str | None:
+    if on_new_weights is not OnNewWeights.IN_PLACE or server.disable_overlap_schedule:
+        return None
+    return (
+        "counts a token of the old weights to the new ones under rollout.on_new_weights=in_place; start it with"
+        " --disable-overlap-schedule"
+    )
+
+
 def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
     if Record.ROUTED_EXPERTS in rollout.record and not server.enable_return_routed_experts:
         return "does not record routed_experts of rollout.record; start it with --enable-return-routed-experts"
-    if Record.SAMPLING_MASK in rollout.record and server.sampling_mask_max_tokens < rollout.sampling.top_k:
+    # it ends a request whose mask is longer, and tokens as probable as the last one kept come on top of top_k
+    if Record.SAMPLING_MASK in rollout.record and server.sampling_mask_max_tokens <= rollout.sampling.top_k:
         return (
             f"records sampling masks of {server.sampling_mask_max_tokens} tokens at most; start it with"
             f" --sampling-mask-max-tokens above rollout.sampling.top_k={rollout.sampling.top_k}"
@@ -176,21 +173,23 @@ def find_warnings(answers: Answers) -> list[str]:
 
 
 async def _ask(url: str, api_key: str | None, key_name: str) -> Answers:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    base = url.rstrip("/")
     try:
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            status, data = await _call(session, "GET", f"{url.rstrip('/')}/server_info")
+        async with aiohttp.ClientSession(headers=headers(api_key), timeout=timeout) as session:
+            status, data = await _call(session, "GET", f"{base}/server_info")
             if status == 401:
                 what = "does not take the key" if api_key else "wants a key, and there is none"
                 raise _unusable(url, f"{what} in {key_name}; set it to the server's --api-key")
             if status != 200:
                 raise _unusable(url, f"answers {status} to /server_info; start an SGLang server there")
             server = msgspec.json.decode(data, type=ServerInfo)
-            _, data = await _call(session, "GET", f"{url.rstrip('/')}/model_info")
+            _, data = await _call(session, "GET", f"{base}/model_info")
             model = msgspec.json.decode(data, type=ModelInfo)
+            # whoever had it before may have left it paused, and then it would not answer what follows
+            await _call(session, "POST", f"{base}/continue_generation", {})
             # a request that the server refuses before it generates, and in its refusal names its vocabulary
-            _, data = await _call(session, "POST", f"{url.rstrip('/')}/generate", json=OUT_OF_VOCABULARY)
+            _, data = await _call(session, "POST", f"{base}/generate", OUT_OF_VOCABULARY)
     except TimeoutError:
         raise _unusable(url, f"does not answer within {ANSWER_S:g} s; restart it or correct the address") from None
     except (aiohttp.ClientError, OSError) as error:
@@ -202,10 +201,10 @@ async def _ask(url: str, api_key: str | None, key_name: str) -> Answers:
     return Answers(server, model, int(said[1]) if said else None, _visible_sizes(model.model_path))
 
 
-async def _call(session: aiohttp.ClientSession, method: str, url: str, json: object = None) -> tuple[int, bytes]:
-    async with session.request(
-        method, url, json=json, allow_redirects=False
-    ) as response:  # the key goes nowhere else
+async def _call(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> tuple[int, bytes]:
+    content = None if body is None else msgspec.json.encode(body)
+    # the key goes nowhere else
+    async with session.request(method, url, data=content, allow_redirects=False) as response:
         return response.status, await response.read()
 
 
@@ -215,7 +214,7 @@ def _visible_sizes(model_path: str) -> ModelSizes | None:
         return None
     try:
         return msgspec.json.decode(config.read_bytes(), type=ModelSizes)
-    except msgspec.DecodeError:  # a model of another kind, which its architecture tells
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a model of another kind, which its architecture tells
         return None
 
 

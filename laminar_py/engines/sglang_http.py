@@ -5,7 +5,8 @@ Invariant: once the server is lost every call and stream raises the same `Engine
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import aiohttp
@@ -18,22 +19,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def headers(api_key: str | None) -> dict[str, str]:
+    """Of every request: its body is JSON, if it has one."""
+    json = {"Content-Type": "application/json"}
+    return {**json, "Authorization": f"Bearer {api_key}"} if api_key else json
+
+
 class Connection:
     """To the server at `url`, e.g. `Connection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`."""
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
         self._url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.timeout_s = timeout_s  # longest wait for an answer
         self._session = aiohttp.ClientSession(
             # a connection of its own for each request: the server closes idle ones just when they are used again
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s),
-            headers=headers,
+            headers=headers(api_key),
             read_bufsize=2**20,
         )
         self._loop = asyncio.get_running_loop()
         self._lost: EngineLostError | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._responses: set[aiohttp.ClientResponse] = set()  # streams under way
         self.ended = asyncio.Event()  # set when it is lost
         self.heard_s = self._loop.time()  # when a stream last brought anything
@@ -54,14 +61,19 @@ class Connection:
 
     async def close(self) -> None:
         """End everything; the server stays."""
-        self.lose("closed")
+        self._end("closed")
+        assert self._closing is not None, "it has ended"
         await self._closing
 
     def lose(self, reason: str) -> EngineLostError:
         """The first reason counts; what is under way ends."""
         if self._lost is None:
+            log.warning("server %s: %s", self._url, reason)
+        return self._end(reason)
+
+    def _end(self, reason: str) -> EngineLostError:
+        if self._lost is None:
             self._lost = EngineLostError(f"server {self._url}: {reason}")
-            log.warning("%s", self._lost)
             self.ended.set()
             for response in self._responses:
                 response.content.set_exception(self._lost)
@@ -87,16 +99,16 @@ class Connection:
 
     async def _call(self, method: str, name: str, body: dict[str, object] | None) -> bytes:
         self.raise_if_lost()
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._session.request(method, f"{self._url}/{name}", json=body) as response,
-            ):
-                data, status = await response.read(), response.status
-        except TimeoutError:
-            raise self.lose(f"no answer to {name} in {self._timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: closed meanwhile
-            raise self.lose(f"{name} failed: {_words(error)}") from error
+        content = None if body is None else msgspec.json.encode(body)
+        with self._losing(f"{name} failed"):
+            try:
+                async with (
+                    asyncio.timeout(self.timeout_s),
+                    self._session.request(method, f"{self._url}/{name}", data=content) as response,
+                ):
+                    data, status = await response.read(), response.status
+            except TimeoutError:
+                raise self.lose(f"no answer to {name} in {self.timeout_s:g} s") from None
         if 400 <= status < 500:
             raise ValueError(f"{name} was refused with {status}: {_excerpt(data)}")
         if status != 200:
@@ -113,7 +125,7 @@ class Connection:
         """The chunks of one `/generate` to its end. `ValueError` if the server refuses it."""
         self.raise_if_lost()
         splitter = wire.EventSplitter()
-        try:
+        with self._losing(f"the stream of {rid} broke"):
             async with await self._open(body) as response:
                 if response.status != 200:
                     raise self.fault(rid, response.status, _excerpt(await response.read()))
@@ -123,16 +135,15 @@ class Connection:
                         self.touch()
                         for payload in splitter.feed(data):
                             yield wire.decode_chunk(payload)
+                except wire.WireError as error:
+                    raise self.lose(f"sent {error}") from None
                 finally:
                     self._responses.discard(response)
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            raise self.lose(f"the stream of {rid} broke: {_words(error)}") from error
-        except wire.WireError as error:
-            raise self.lose(f"sent {error}") from None
 
     async def _open(self, body: dict[str, object]) -> aiohttp.ClientResponse:
         """The beginning of an answer, or `EngineLostError` as soon as the server is lost."""
-        opening = asyncio.ensure_future(self._session.post(f"{self._url}/generate", json=body))
+        content = msgspec.json.encode(body)
+        opening = asyncio.ensure_future(self._session.post(f"{self._url}/generate", data=content))
         ending = asyncio.ensure_future(self.ended.wait())
         try:
             await asyncio.wait((opening, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -141,6 +152,17 @@ class Connection:
         finally:
             ending.cancel()
             opening.cancel()
+
+    @contextmanager
+    def _losing(self, what: str) -> Iterator[None]:
+        """A connection that breaks loses the server."""
+        try:
+            yield
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.lose(f"{what}: {_words(error)}") from error
+        except RuntimeError:  # aiohttp's word for a session that is closed
+            self.raise_if_lost()
+            raise
 
     def fault(self, rid: str, code: int | str | None, message: str) -> Exception:
         """What a refused request raises: it is the request's fault, or the server is lost."""

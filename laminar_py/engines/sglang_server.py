@@ -11,27 +11,42 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
 import aiohttp
+import psutil
 
 from laminar_py.config import ConfigError, Device
 from laminar_py.engines import sglang_guard
+from laminar_py.engines.sglang_http import headers
 from laminar_py.interfaces import EngineLostError
 from laminar_py.types import Record
 
-Flag = str | int | float | bool
+Flag = str | int | float | bool | Sequence[str | int | float]
 
 # SGLang keeps the last positions of its context: a prompt must be 6 shorter, and a response ends 2 before it
 SPARE_TOKENS = 8
 LOOK_S = 0.2
 ANSWER_S = 10.0
 TAIL_BYTES = 65536
-OURS = ("host", "port", "model-path", "api-key", "admin-api-key", "config")
+MASK_TOKENS = 4096  # that a server records if it is not told
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+NUM_PORTS = 8192  # to choose from
+_ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
+RESERVED = {  # every spelling -> remedy
+    **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), "the run chooses it; leave it out"),
+    **dict.fromkeys(("model-path", "model"), "set model.path"),
+    **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
+    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
+    **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
+    **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
+    "device": "set rollout.engine.device",
+    "dtype": "set rollout.engine.dtype",
+}
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -67,14 +82,16 @@ class ServerSpec:
     tensor_parallel: int = 1
     stream_interval: int = 1  # tokens in one message of a stream
     record: tuple[Record, ...] = ()
+    mask_tokens: int = 0  # that a recorded sampling mask keeps: top_k
     flags: Mapping[str, Flag] = field(default_factory=dict)  # the user's win over ours; False removes one
     start_timeout_s: float = 900.0
 
     def __post_init__(self) -> None:
         """Refuse what can never start."""
         for name, value in self.flags.items():
-            if _flag(name) in OURS:
-                raise ConfigError(f"rollout.engine.flags.{name}={value}: the run chooses it; leave it out")
+            for reserved, remedy in RESERVED.items():
+                if reserved.startswith(_flag(name)):  # the server takes beginnings of names too
+                    raise ConfigError(f"rollout.engine.flags.{name}={value}: {remedy}")
         if self.device is Device.CPU and self.kv_capacity is None:
             raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
 
@@ -99,13 +116,16 @@ class ServerSpec:
         }
         if self.kv_capacity is not None:
             flags["max-total-tokens"] = max(self.kv_capacity, self.max_len + SPARE_TOKENS)
+        # tokens as probable as the last of top_k come on top of it, and a longer mask ends its request
+        if Record.SAMPLING_MASK in self.record and 2 * self.mask_tokens > MASK_TOKENS:
+            flags["sampling-mask-max-tokens"] = 2 * self.mask_tokens
         if self.device is Device.CPU:
             flags |= _CPU_FLAGS
         flags |= {_flag(name): value for name, value in self.flags.items()}
         command = [str(self.python), "-m", "sglang.launch_server"]
         for name, value in flags.items():
             if value is not False:
-                command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+                command += [f"--{name}", *_words_of(value)]
         return command
 
     def environment(self) -> dict[str, str]:
@@ -209,15 +229,24 @@ class SGLangServer:
             up.cancel()
 
     async def _answers(self) -> None:
-        headers = {"Authorization": f"Bearer {self.api_key}"}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        async with aiohttp.ClientSession(headers=headers(self.api_key), timeout=timeout) as session:
             while True:
-                with suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(f"{self.url}/model_info") as response:
-                        if response.status == 200:
-                            return
+                if self._listens():
+                    with suppress(aiohttp.ClientError, TimeoutError):
+                        async with session.get(f"{self.url}/model_info") as response:
+                            if response.status == 200:
+                                return
                 await asyncio.sleep(LOOK_S)
+
+    def _listens(self) -> bool:
+        """Whether it is a process of ours that has the port, since a stranger must not get the key."""
+        with suppress(psutil.Error):  # it has ended
+            for process in psutil.Process(self.pid).children(recursive=True):
+                for end in process.net_connections("tcp"):
+                    if end.status == psutil.CONN_LISTEN and end.laddr.port == self._port:
+                        return True
+        return False
 
     def _words(self, what: str) -> str:
         log = self.spec.log
@@ -239,13 +268,25 @@ def _flag(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
 
 
+def _words_of(value: Flag) -> list[str]:
+    if value is True:
+        return []
+    return [str(value)] if isinstance(value, str | int | float) else [str(item) for item in value]
+
+
 def _open_private(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those that connections get, so that none takes it before the server listens."""
+    above = int(EPHEMERAL_PORTS.read_text().split()[0])
+    ports = range(max(1024, above - NUM_PORTS), above) or range(1024, 1024 + NUM_PORTS)
+    for port in secrets.SystemRandom().sample(ports, len(ports)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise EngineLostError(
+        f"no port from {ports.start} to {ports.stop} is free for an SGLang server; end what has them"
+    )

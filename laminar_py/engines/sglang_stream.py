@@ -12,6 +12,15 @@ import msgspec
 from laminar_py.engines import sglang_wire as wire
 from laminar_py.types import Delta, FinishReason, GenerateRequest, Record, Span
 
+# said in every request, since a server may have been started with preferences of its own
+_NEUTRAL = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "min_new_tokens": 0,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -49,6 +58,7 @@ class Stream:
             "rid": self.wire_rid,
             "input_ids": [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()],
             "sampling_params": {
+                **_NEUTRAL,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or -1,

@@ -15,6 +15,7 @@ from laminar_py.codec import FloatArray, IntArray
 from laminar_py.types import RoutedExperts, SamplingMask, Span
 
 MAX_EVENT_BYTES = 512 * 2**20  # routed experts of a long response come in one event
+MAX_EXPERTS = 2**16  # of a layer
 _END = b"[DONE]"
 
 
@@ -107,12 +108,20 @@ class EventSplitter:
     """Cuts a byte stream into server-sent events, e.g. `for data in splitter.feed(bytes): ...`."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts: list[bytes] = []  # of the event that is not complete, less `_newline`
+        self._num_bytes = 0  # in them
+        self._newline = b""  # the last byte, if it may be half a separator
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Payloads of the events that are complete now."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
+        *events, rest = (self._newline + data).split(b"\n\n")
+        if events:
+            events[0] = b"".join([*self._parts, events[0]])
+            self._parts, self._num_bytes = [], 0
+        self._newline = b"\n" if rest.endswith(b"\n") else b""
+        self._parts.append(rest.removesuffix(b"\n"))
+        self._num_bytes += len(self._parts[-1])
+        if self._num_bytes > MAX_EVENT_BYTES:
             raise WireError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         for event in events:
             if not event.startswith(b"data:"):
@@ -168,7 +177,10 @@ def routed_experts(text: str, *, start: int, positions: int, top_k: int) -> Rout
     layers, rest = divmod(len(experts), max(positions * top_k, 1))
     if rest or not layers:
         raise WireError(f"{len(experts)} routed experts for {positions} positions of top {top_k}")
-    width = 1 if int(experts.max(initial=0)) < 256 else 2
+    lowest, highest = int(experts.min()), int(experts.max())
+    if lowest < 0 or highest >= MAX_EXPERTS:
+        raise WireError(f"routed experts {lowest} to {highest}")
+    width = 1 if highest < 256 else 2
     return RoutedExperts(start, layers, top_k, width, experts.astype(f"<u{width}").tobytes())
 
 

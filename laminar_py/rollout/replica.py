@@ -7,28 +7,35 @@ engine stamped on it. When the engine is lost, one last report has all that it g
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_py.config import OnNewWeights
-from laminar_py.interfaces import Clock, EngineLostError, InferenceEngine, VersionLostError, WeightSource
+from laminar_py.interfaces import (
+    Clock,
+    EngineLostError,
+    InferenceEngine,
+    PulledVersion,
+    VersionLostError,
+    WeightSource,
+)
+from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, begin, handed_back
 from laminar_py.types import (
     Assignment,
+    Break,
     FinishReason,
     Kind,
     Load,
     PauseMode,
-    Progress,
     ReplicaReport,
 )
 
 log = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 0.1
+PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
 
 
 class Replica:
@@ -62,21 +69,16 @@ class Replica:
         self._initial = initial
         self._running: dict[str, Running] = {}
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
-        self._progress: list[Progress] = []
-        self._loads: list[Load] = []
-        self._lost: list[str] = []
-        self._interrupted: list[str] = []
-        self._cut: list[str] = []
+        self._out = Outbox(index, clock)
         self._engine_error: EngineLostError | None = None
         self._version = -1
+        self._next_verified = 0  # the first version from here on is
         self._newest = -1  # the newest version that the relay has announced
         self._admitted = 0  # training trajectories admitted under the version in use
         self._received = 0
         self._open = False  # may begin new trajectories under the version in use
         self._stopping = False
         self._serving = asyncio.Event()  # cleared while weights are loaded
-        self._last_report_s = clock.now()
-        self._report_now = asyncio.Event()
         self._weights_wanted = asyncio.Event()
 
     # ---- called by the controller
@@ -122,17 +124,12 @@ class Replica:
     async def collect(self, timeout_s: float) -> ReplicaReport:
         """The next report: soon after something finished or changed, else after `timeout_s`.
 
-        Reports are at least `REPORT_INTERVAL_S` apart, so that many short trajectories share one. Raises
-        `EngineLostError` after the last report of a lost engine.
+        Raises `EngineLostError` after the last report of a lost engine.
         """
-        if self._engine_error is not None and not self._report_now.is_set():
+        if self._engine_error is not None and not self._out.urgent.is_set():
             raise self._engine_error
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._report_now.wait()
-        await asyncio.sleep(self._last_report_s + REPORT_INTERVAL_S - self._clock.now())
-        self._report_now.clear()
-        return self._report()
+        await self._out.wait(timeout_s)
+        return self._out.take(self._engine.status(), admissible=self._admissible, received=self._received)
 
     # ---- loops of the process
 
@@ -190,7 +187,7 @@ class Replica:
         # what came while the weights were loaded begins under them
         self._admitted = sum(running.assignment.kind is Kind.TRAIN for running in self._running.values())
         self._open = not self._stopping
-        self._report_now.set()
+        self._out.urgent.set()
 
     async def _load_pinned(self) -> None:
         """Load the version that waiting trajectories must continue under; the round stays closed."""
@@ -201,10 +198,10 @@ class Replica:
                 await self._load(version)
         except VersionLostError:
             self._serving.set()
-            self._lost += [a.trajectory_id for a in self._pinned if a.version == version]
+            self._out.lost += [a.trajectory_id for a in self._pinned if a.version == version]
             self._pinned = deque(a for a in self._pinned if a.version != version)
             self._weights_wanted.set()
-            self._report_now.set()
+            self._out.urgent.set()
             return
         self._open = self._version >= self._newest and not self._stopping
         waiting, self._pinned = self._pinned, deque()
@@ -217,46 +214,53 @@ class Replica:
                 self._pinned.append(assignment)
         if not self._running:
             self._weights_wanted.set()
-        self._report_now.set()
+        self._out.urgent.set()
 
     async def _swap_in_flight(self) -> None:
-        """New weights under running trajectories, which go on under them."""
-        if self._policy is OnNewWeights.RESUME:
-            await self._interrupt_and_resume()
-        else:
-            await self._engine.pause(PauseMode(self._policy.value))
-            await self._load(None)
-            await self._engine.resume()
-        self._report_now.set()
-
-    async def _interrupt_and_resume(self) -> None:
-        """Abort everything, load, submit the partial responses again."""
-        interrupted = [running for running in self._running.values() if running.in_engine]
-        for running in interrupted:
-            running.resubmit = True
+        """New weights under running trajectories, which go on under them; they run until the weights are here."""
+        began = self._clock.now()
+        pulled = await self._weights.pull()
+        if not self._may_swap:
+            return  # what came meanwhile must end first
         self._serving.clear()
-        await self._engine.pause(PauseMode.ABORT)
-        streams = [running.task for running in interrupted if running.task is not None]
-        if streams:  # else all that runs still waits to enter the engine
-            await asyncio.wait(streams)
-        await self._load(None)
+        interrupted = await self._interrupt() if self._policy is OnNewWeights.RESUME else []
+        if self._policy is not OnNewWeights.RESUME:
+            await self._engine.pause(PAUSES[self._policy])
+        await self._install(pulled, began)
         await self._engine.resume()
         for running in interrupted:
             if running.resubmit:
                 running.resubmit = False
                 self._spawn(running)
+        self._out.urgent.set()
+
+    async def _interrupt(self) -> list[Running]:
+        """Abort everything in the engine; what is to be submitted again."""
+        interrupted = [running for running in self._running.values() if running.in_engine]
+        for running in interrupted:
+            running.resubmit = True
+        await self._engine.pause(PauseMode.ABORT)
+        streams = [running.task for running in interrupted if running.task is not None]
+        if streams:  # else all that runs still waits to enter the engine
+            await asyncio.wait(streams)
+        return interrupted
 
     async def _load(self, version: int | None) -> None:
+        """Pull and load while nothing runs."""
         began = self._clock.now()
         self._serving.clear()
-        pulled = await self._weights.pull(version)
+        await self._install(await self._weights.pull(version), began)
+
+    async def _install(self, pulled: PulledVersion, began: float) -> None:
         await self._engine.load_weights(Path(pulled.path), pulled.version)
-        due = self._verify_every and (self._version < 0 or pulled.version % self._verify_every == 0)
-        checksum = await self._engine.checksum() if due else None
+        checksum = None
+        if self._verify_every and pulled.version >= self._next_verified:
+            checksum = await self._engine.checksum()
+            self._next_verified = (pulled.version // self._verify_every + 1) * self._verify_every
         self._version = pulled.version
         self._serving.set()
         elapsed = self._clock.now() - began
-        self._loads.append(Load(pulled.version, pulled.digest, elapsed, checksum))
+        self._out.loads.append(Load(pulled.version, pulled.digest, elapsed, checksum))
         log.info("replica %d serves version %d after %.3f s", self.index, pulled.version, elapsed)
 
     @property
@@ -290,8 +294,14 @@ class Replica:
                     if delta.finish_reason is not None:
                         self._ended(running, delta.finish_reason)
         except EngineLostError as error:
-            self._cut.append(name)
+            if self._running.get(name) is running:
+                self._report_progress(running, None, broken=Break.CUT)
             self._lose_engine(error)
+        except ValueError as error:  # the request's fault, not the engine's
+            log.error("replica %d: %s", self.index, error)
+            if self._running.get(name) is running:
+                self._report_progress(running, None, refusal=str(error))
+                self._remove(running)
 
     def _lose_engine(self, error: EngineLostError) -> None:
         """Take up nothing more, and report all that it gave."""
@@ -302,37 +312,41 @@ class Replica:
         for running in self._running.values():
             if running.ids:
                 self._report_progress(running, None)
-        self._report_now.set()
+        self._out.urgent.set()
 
     def _ended(self, running: Running, reason: FinishReason) -> None:
         running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
         if running.wall_cut:
             running.resubmit, reason = False, FinishReason.LENGTH
         if reason is FinishReason.ABORT and running.resubmit:
-            self._report_progress(running, None)
-            self._interrupted.append(running.assignment.trajectory_id)
+            self._report_progress(running, None, broken=Break.NEW_WEIGHTS)
             return
         running.resubmit = False
         self._report_progress(running, reason)
-        del self._running[running.assignment.trajectory_id]
-        if not self._running:
-            self._weights_wanted.set()
-        self._report_now.set()
+        self._remove(running)
 
-    def _report_progress(self, running: Running, reason: FinishReason | None) -> None:
-        self._progress.append(running.progress(reason, self._clock.now()))
+    def _remove(self, running: Running) -> None:
+        del self._running[running.assignment.trajectory_id]
+        self._weights_wanted.set()  # they may have waited for it
+        self._out.urgent.set()
+
+    def _report_progress(
+        self, running: Running, reason: FinishReason | None, *, broken: Break | None = None, refusal: str = ""
+    ) -> None:
+        now = self._clock.now()
+        self._out.progress.append(running.progress(reason, now, broken=broken, refusal=refusal))
 
     def _return(self, assignment: Assignment) -> None:
         """Give back what never started here."""
-        self._progress.append(handed_back(assignment))
-        self._report_now.set()
+        self._out.progress.append(handed_back(assignment))
+        self._out.urgent.set()
 
     def _collect_partials(self) -> None:
         now = self._clock.now()
         for running in self._running.values():
             if running.ids and now - running.reported_s >= self._partial_interval_s:
                 self._report_progress(running, None)
-                self._report_now.set()
+                self._out.urgent.set()
 
     async def _cut_overdue(self, max_seconds: float) -> None:
         now = self._clock.now()
@@ -340,8 +354,6 @@ class Replica:
             if running.first_token_s is not None and running.used_s(now) > max_seconds:
                 running.wall_cut = True
                 await self._engine.abort(running.assignment.trajectory_id)
-
-    # ---- report
 
     @property
     def _admissible(self) -> int:
@@ -351,19 +363,3 @@ class Replica:
         if self._policy is OnNewWeights.DRAIN:
             return self._batch - self._admitted
         return self._max_batch + self._max_batch // 4 - len(self._running)
-
-    def _report(self) -> ReplicaReport:
-        self._last_report_s = self._clock.now()
-        report = ReplicaReport(
-            self.index,
-            self._engine.status(),
-            self._admissible,
-            self._received,
-            tuple(self._progress),
-            tuple(self._loads),
-            tuple(self._lost),
-            tuple(self._interrupted),
-            tuple(self._cut),
-        )
-        self._progress, self._loads, self._lost, self._interrupted, self._cut = [], [], [], [], []
-        return report

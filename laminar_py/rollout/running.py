@@ -14,6 +14,7 @@ from laminar_py.store.recording import join_experts, join_masks
 from laminar_py.store.spans import add_span, covers, replace_spans, shift_spans
 from laminar_py.types import (
     Assignment,
+    Break,
     Delta,
     FinishReason,
     GenerateRequest,
@@ -90,7 +91,9 @@ class Running:
             self.experts.append(experts)
             self.routed += experts.positions
 
-    def progress(self, reason: FinishReason | None, now: float) -> Progress:
+    def progress(
+        self, reason: FinishReason | None, now: float, *, broken: Break | None = None, refusal: str = ""
+    ) -> Progress:
         """All that was not reported yet; it counts as reported from here on."""
         ids = np.concatenate(self.ids) if self.ids else _NO_IDS
         logprobs = np.concatenate(self.logprobs) if self.logprobs else _NO_LOGPROBS
@@ -111,6 +114,8 @@ class Running:
             now - self.submitted_s,
             mask,
             join_experts(self.experts) if self.experts else None,
+            broken,
+            refusal,
         )
         self.prefix = np.concatenate([self.prefix, ids])
         self.ids, self.logprobs, self.spans, self.masks, self.experts = [], [], [], [], []

@@ -1,9 +1,10 @@
 """Processes: the only room that knows Ray.
 
 Ray reads these variables when it is imported, so they are set here, before any module of the room can import it:
-token authentication with a token of this run's own, no usage reports, parts that rank with the controller (the
-replicas lower themselves), no second OpenMP thread in any worker, and an allocator that keeps its pages (a learner
-step hands tensors of megabytes back and forth: 6 to 14 % of its time).
+token authentication with a token of this run's own, no usage reports, parts that rank with the controller
+(replicas lower themselves; on a cluster that the run joins, Ray's own niceness holds), no GPU in sight of a part
+that has none, no second OpenMP thread in any worker, and an allocator that keeps its pages (a learner step hands
+tensors of megabytes back and forth: 6 to 14 % of its time).
 """
 
 import os
@@ -15,12 +16,15 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", _RUN_TOKEN)
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(
     "GLIBC_TUNABLES",
     "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=2000000000:glibc.malloc.mmap_threshold=2000000000",
 )
-WORKERS_READ = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")}
+WORKERS_READ = {
+    name: os.environ[name] for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+}
 
 
 def use_token_of_cluster() -> None:

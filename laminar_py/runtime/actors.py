@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.codec import decode, encode
-from laminar_py.config import OnNewWeights, RunConfig
+from laminar_py.config import Device, EngineKind, OnNewWeights, RunConfig
 from laminar_py.runtime.placement import Place
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.runtime.specs import (
@@ -89,14 +89,18 @@ class ReplicaActor:
         from laminar_py.rollout.replica import Replica
         from laminar_py.runtime.engines import open_engine
 
-        _one_thread()
-        os.nice(REPLICA_NICENESS)
         spec = decode(ReplicaSpec, data)
         _log_to(spec.run_dir, f"replica-{spec.index}")
         config = RunConfig.model_validate_json(spec.config)
         rollout = config.rollout
+        if rollout.engine.kind is EngineKind.LOCAL:
+            _one_thread()
+        if rollout.engine.kind is EngineKind.LOCAL or rollout.engine.device is Device.CPU:
+            os.nice(REPLICA_NICENESS)
         logs = Path(spec.run_dir) / "logs"
-        engine = await open_engine(config, model_dir=Path(spec.model_dir), logs=logs, index=spec.index)
+        engine = await open_engine(
+            config, model_dir=Path(spec.model_dir), logs=logs, index=spec.index, api_key=spec.api_key
+        )
         keys = RelayKeys(spec.public_key, spec.secret_key)
         weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
         self._listening = asyncio.create_task(weights.run(), name="subscriber")

@@ -22,21 +22,13 @@ from laminar_py.config import ConfigError
 from laminar_py.relay.store import NoRoomError
 from laminar_py.runtime import WORKERS_READ, use_token_of_cluster
 from laminar_py.runtime.actors import remote
+from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.placement import Node, Place
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 ANYWHERE = Place()
-
-
-class PartDiedError(Exception):
-    """A supervised part is gone or of no use any more; the message says why."""
-
-    def __init__(self, part: str, reason: str) -> None:
-        super().__init__(f"{part}: {reason}")
-        self.part = part
-        self.reason = reason
 
 
 class Part:

@@ -63,6 +63,7 @@ class Controller:
         self._run = run
         self._inputs = inputs
         self._view = view
+        self._placement = placement
         self._recovered: Recovered | None = recover(run.path) if resume and run.ledger.is_file() else None
         recovered, clock = self._recovered, SystemClock()
         self._incarnation = recovered.incarnation if recovered else 1
@@ -120,7 +121,12 @@ class Controller:
         await self._ledger.start()
         try:
             await self._record_start()
-            scorers = Scorers(self._config, run_dir=self._run.path, supervisor=self._supervisor)
+            scorers = Scorers(
+                self._config,
+                run_dir=self._run.path,
+                supervisor=self._supervisor,
+                placement=self._placement,
+            )
             self._learner.spawn()
             self._replicas.spawn()
             await self._relays.start()

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.config import RunConfig
+from laminar_py.config import ConfigError, RunConfig
 from laminar_py.runtime.cluster import nodes, open_cluster
+from laminar_py.runtime.engines import check_engine
 from laminar_py.runtime.placement import Needs, Node, Placement, Plan
 from laminar_py.runtime.survey import faults
 
@@ -48,6 +49,11 @@ def fit(config: RunConfig) -> Fit:
         needs = Needs.of(config)
         placement = Placement(needs, nodes)
         found = asyncio.run(faults(config, placement))
+        try:
+            if config.rollout.engine.urls:
+                check_engine(config)
+        except ConfigError as error:
+            found.append(str(error))
         seen = nodes()
         rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(placement.plan)]
     return Fit(seen, rows, _warnings(needs, seen), found)
@@ -57,7 +63,7 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
     """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
     places = {
         "learner": [(place.node, place.gpus) for place in plan.learner],
-        "replica": [(place.node, place.gpus) for place in plan.replicas],
+        "replica": [(place.node, place.gpus) for place in plan.replicas if place is not None],
         "relay": [(node, 0) for node in plan.relays],
     }
     rows = []
@@ -78,7 +84,14 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
         lines.append(
             f"the learner has {learner} GPUs and rollout {rollout}; generation is mostly what takes longer"
         )
-    if learner + rollout and idle > 0:
+    if needs.hosts and needs.rank_gpus:
+        lines.append(
+            "Ray does not know which GPUs the servers in rollout.engine.urls hold; leave them out of `ray start"
+            " --num-gpus`, or the learner may be given one"
+        )
+    if needs.hosts and not needs.rank_gpus and idle > 0:
+        lines.append("the learner runs on CPUs; cluster.learner_device=cuda gives it GPUs")
+    elif learner + rollout and idle > 0:
         lines.append(f"{idle} GPUs stay idle; raise rollout.replicas to use them")
     return lines
 

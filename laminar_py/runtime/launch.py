@@ -9,11 +9,11 @@ from rich.console import Console
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.runtime.cluster import open_cluster
 from laminar_py.runtime.controller import Controller
+from laminar_py.runtime.errors import RunFailedError
 from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.preflight import Inputs, check
 from laminar_py.runtime.run_folder import RunFolder, new_run
 from laminar_py.runtime.summary import Summary
-from laminar_py.runtime.supervisor import RunFailedError
 from laminar_py.runtime.survey import clear, place
 from laminar_py.runtime.view import make_view
 

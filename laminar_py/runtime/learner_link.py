@@ -10,7 +10,8 @@ from ray.exceptions import RayError
 from laminar_py.codec import decode, encode
 from laminar_py.config import RunConfig
 from laminar_py.runtime.actors import LearnerActor
-from laminar_py.runtime.cluster import Part, PartDiedError, free_port, on_node
+from laminar_py.runtime.cluster import Part, free_port, on_node
+from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
@@ -42,7 +43,8 @@ class LearnerLink:
         self._starts = 0
 
     def spawn(self) -> None:
-        """Start the processes; `start` starts what runs in them."""
+        """Start the processes where there is room now; `start` starts what runs in them."""
+        self._placement.refresh()
         self._parts = [
             Part(f"learner-{rank}", LearnerActor, concurrency=2, timeout_s=START_S, place=place)
             for rank, place in enumerate(self._placement.plan.learner)

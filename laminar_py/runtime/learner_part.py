@@ -4,7 +4,6 @@ Called by `runtime.actors.LearnerActor`. Every rank makes every call, in the sam
 a collective.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.transport import RelayKeys
+from laminar_py.runtime.engines import served_dtype
 from laminar_py.runtime.placement import learner_device
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 from laminar_py.types import Published
@@ -49,7 +49,7 @@ class LearnerPart:
         )
         if spec.checkpoint is not None:
             self._learner.load(Path(spec.checkpoint))
-        self._dtype = served_dtype(config.model.path)
+        self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
         self._kernel = choose_kernel(torch.device(device)).value
         self._publisher: Publisher | None = None
         if spec.rank == 0:
@@ -84,16 +84,6 @@ class LearnerPart:
     def save(self, path: Path) -> None:
         """Checkpoint."""
         self._learner.save(path)
-
-
-def served_dtype(model_dir: Path) -> torch.dtype:
-    """The dtype that engines compute in: what the model's config says, fp32 where it says nothing."""
-    config = json.loads((model_dir / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"model.path={model_dir}: config.json has dtype {name!r}; name a torch dtype there")
-    return dtype
 
 
 def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:

@@ -1,9 +1,9 @@
 """Where a run's parts go: which Ray node, and how many of its GPUs. Pure; `runtime.cluster` shows it the nodes.
 
-Asked by the owners of the parts (relays, replicas, learner) when they start one, and by `laminar doctor`.
+Asked by the owners of the parts (relays, replicas, learner, scorers) when they start one, and by `laminar doctor`.
 Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is beside learner rank 0,
 and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own accounting: it sets
-CUDA_VISIBLE_DEVICES in the part's process.
+CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
 """
 
 import logging
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from laminar_py.config import ConfigError, Device, EngineKind, RunConfig
 from laminar_py.relay import topology
+from laminar_py.runtime.errors import RunFailedError
 
 log = logging.getLogger(__name__)
 
@@ -81,34 +82,41 @@ def _launches_on_gpus(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every part's place; relay 0 is the root. An index whose host is gone and not needed any more is None."""
+    """Every part's place; relay 0 is the root.
+
+    None: after a death, a replica that has no room, and a relay that nobody needs.
+    """
 
     learner: tuple[Place, ...]  # [ranks]
-    replicas: tuple[Place, ...]  # [replicas]
+    replicas: tuple[Place | None, ...]  # [replicas]
     relays: tuple[str | None, ...]  # [relay nodes] Ray node of each
 
     @property
     def nodes(self) -> frozenset[str]:
         """Ray nodes in use."""
-        places = (place.node for place in (*self.learner, *self.replicas))
+        places = (place.node for place in (*self.learner, *self.replicas) if place is not None)
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
     def relay_of(self, replica: int, tree: topology.Topology) -> int:
         """The relay that a replica pulls from: that of its host, or where all are on one host, leaves in turn."""
         if len(set(self.relays)) == 1:
             return tree.node_of_replica(replica)
-        return self.relays.index(self.replicas[replica].node)
+        place = self.replicas[replica]
+        assert place is not None, f"replica {replica} has no place"
+        return self.relays.index(place.node)
 
 
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
     """Places for all parts on `nodes`, the controller's among them.
 
-    `keep` is a plan of which some nodes have died: what lives stays where it is. The learner's ranks live and die
-    together. Raises `ConfigError` if there is not enough of something.
+    `keep` is a plan of which some nodes have died: what lives stays where it is, and replicas for which there is
+    no room any more have no place. The learner's ranks live and die together. Raises `ConfigError` if there is not
+    enough of something.
     """
     alive = {node.id for node in nodes}
     free = Counter({node.id: node.gpus for node in nodes})
-    replicas = {i: place for i, place in enumerate(keep.replicas if keep else ()) if place.node in alive}
+    lived = enumerate(keep.replicas if keep else ())
+    replicas = {i: place for i, place in lived if place is not None and place.node in alive}
     _take(free, replicas.values())
     learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
     if learner is None:
@@ -120,9 +128,14 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     for index in range(needs.replicas):
         if index not in replicas:
             residents = Counter(place.node for place in (*learner, *replicas.values()))
-            replicas[index] = _place_replica(needs, index, pool, free, residents)
+            try:
+                replicas[index] = _place_replica(needs, index, pool, free, residents)
+            except ConfigError:
+                if keep is None:
+                    raise
+                continue
             _take(free, [replicas[index]])
-    placed = tuple(replicas[index] for index in range(needs.replicas))
+    placed = tuple(replicas.get(index) for index in range(needs.replicas))
     return Plan(learner, placed, _place_relays(needs, learner, placed, alive, keep))
 
 
@@ -197,11 +210,11 @@ def _nodes_of_server(host: str, index: int, nodes: Sequence[Node]) -> list[Node]
 
 
 def _place_relays(
-    needs: Needs, learner: Sequence[Place], replicas: Sequence[Place], alive: set[str], keep: Plan | None
+    needs: Needs, learner: Sequence[Place], replicas: Sequence[Place | None], alive: set[str], keep: Plan | None
 ) -> tuple[str | None, ...]:
     """The root beside learner rank 0, and one for each other host that has replicas; those that live stay."""
     root = learner[0].node
-    hosts = list(dict.fromkeys(place.node for place in replicas))
+    hosts = list(dict.fromkeys(place.node for place in replicas if place is not None))
     old = keep.relays[1:] if keep and len(keep.nodes) > 1 else ()
     relays = [host if host in alive and host in hosts else None for host in old]
     if not old and {root, *(place.node for place in learner), *hosts} == {root}:
@@ -217,34 +230,48 @@ def _place_relays(
 
 
 class Placement:
-    """The plan in force. It is made anew, from the nodes alive, as soon as one in use is found dead.
+    """The plan in force, e.g. `Placement(needs, cluster.nodes).plan`; `refresh` after a death.
 
-    GPUs that were free when a node was first seen are this run's from then on. Raises `ConfigError` as
-    `make_plan` does, when it is made and whenever it is asked.
+    GPUs that were free when a node was first seen are this run's from then on. Raises `ConfigError` as `make_plan`
+    does when it is made.
     """
 
     def __init__(self, needs: Needs, see: Callable[[], list[Node]]) -> None:
         self._needs = needs
         self._see = see
         self._known = {node.id: node for node in see()}
-        self._plan = make_plan(needs, list(self._known.values()))
+        self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
+        self.plan = make_plan(needs, list(self._known.values()))
 
-    @property
-    def plan(self) -> Plan:
-        """For the nodes alive."""
+    def refresh(self) -> None:
+        """Plan anew if a node in use died or a replica has no place; `RunFailedError` if too little is left."""
         alive = {node.id: node for node in self._see()}
-        dead = self._plan.nodes - set(alive)
-        if dead:
-            self._known = alive | {id: node for id, node in self._known.items() if id in alive}
-            self._plan = make_plan(self._needs, list(self._known.values()), keep=self._plan)
-            log.warning("nodes %s died; the plan is now %s", sorted(dead), self._plan)
-        return self._plan
+        self._ips |= {node.id: node.ip for node in alive.values()}
+        dead = self.plan.nodes - set(alive)
+        if not dead and None not in self.plan.replicas:
+            return
+        self._known = alive | {id: node for id, node in self._known.items() if id in alive}
+        before = self.plan
+        try:
+            self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
+        except ConfigError as error:
+            raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+        if not any(self.plan.replicas):
+            raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
+        if self.plan != before:
+            log.warning("nodes %s died; the plan is now %s", sorted(dead), self.plan)
 
     @property
     def spread(self) -> bool:
         """Whether parts, the controller among them, are on more than one node."""
-        return len(self._plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
+        return len(self.plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
+
+    def of_scorer(self, index: int) -> Place:
+        """Scorers are on the nodes of the run in turn, on the learner's first."""
+        first = self.plan.learner[0].node
+        nodes = sorted(self.plan.nodes, key=lambda node: (node != first, node))
+        return Place(nodes[index % len(nodes)])
 
     def ip(self, node: str) -> str:
-        """Address of a node in the plan."""
-        return self._known[node].ip
+        """Address of a node that is or was alive."""
+        return self._ips[node]

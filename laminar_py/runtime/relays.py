@@ -19,7 +19,8 @@ from laminar_py.relay.messages import Manifest
 from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.runtime.actors import RelayActor
-from laminar_py.runtime.cluster import Part, PartDiedError, on_node
+from laminar_py.runtime.cluster import Part, on_node
+from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.placement import Place, Placement
 from laminar_py.runtime.specs import RelaySpec
 from laminar_py.runtime.supervisor import Supervisor
@@ -142,6 +143,7 @@ class Relays:
 
     def _lost(self, node: int, error: PartDiedError) -> None:
         self._supervisor.died(error)
+        self._placement.refresh()
         self._up.discard(node)
         del self._parts[node]
 

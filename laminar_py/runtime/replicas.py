@@ -8,7 +8,9 @@ from laminar_py.codec import decode, encode
 from laminar_py.config import EngineKind, RunConfig
 from laminar_py.control.flow import Flow
 from laminar_py.runtime.actors import ReplicaActor
-from laminar_py.runtime.cluster import Part, PartDiedError
+from laminar_py.runtime.cluster import Part
+from laminar_py.runtime.engines import api_key
+from laminar_py.runtime.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.specs import ReplicaSpec
@@ -19,6 +21,9 @@ from laminar_py.types import Load, ReplicaReport
 COLLECT_S = 1.0
 START_S = 120.0  # of a replica, its engine apart
 CHECKSUMS_KEPT = 64
+FIRST_STARTS = 2  # that may fail before the run does; later ones are for the supervisor to count
+RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
+MAX_PATIENCE = 15  # times that
 
 
 class Replicas:
@@ -42,34 +47,44 @@ class Replicas:
         self._placement = placement
         self._stats = stats
         self._supervisor = supervisor
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, Part] = {}  # a replica without a place has none
+        self._starting: set[int] = set()
+        self._served: set[int] = set()  # that have started at least once
         self._restarting: set[int] = set()  # killed on purpose
-        self._checksums: dict[int, str] = {}  # version -> of the engines that verified it, the newest few
+        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
         for index in range(self._config.rollout.replicas):
-            self._parts[index] = self._spawn(index)
+            self._spawn(index)
 
     async def keep(self) -> None:
         """Serve every replica until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for index in self._parts:
+            for index in range(self._config.rollout.replicas):
                 tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
 
     async def dispatch(self) -> None:
         """Hand out what the flow has for replicas now."""
         for index, trajectory_ids in self._flow.take_aborts().items():
-            self._parts[index].send("abort", encode(trajectory_ids))
+            if index in self._parts:
+                self._parts[index].send("abort", encode(trajectory_ids))
         for index, assignments in self._flow.dispatch().items():
             self._parts[index].send("submit", encode(assignments))
         self._stats.generating(any(view.in_flight for view in self._flow.dispatcher.views.values()))
 
     async def stop(self) -> None:
-        """Interrupt all trajectories and wait until their partial responses are in."""
+        """Interrupt all trajectories and wait until their partial responses are in.
+
+        One that is starting has nothing to tell: it starts once more, with nothing to do.
+        """
         views = self._flow.dispatcher.views
-        for part in self._parts.values():
-            part.send("stop")
+        for index, part in self._parts.items():
+            if index in self._starting:
+                self._restarting.add(index)
+                part.kill()
+            else:
+                part.send("stop")
         while any(view.in_flight for view in views.values()):
             self._stats.next_report.clear()
             await self._stats.next_report.wait()
@@ -82,19 +97,36 @@ class Replicas:
             part.kill()
 
     async def _keep(self, index: int) -> None:
+        failures = 0  # starts in a row that came to nothing
         while True:
+            while index not in self._parts:  # until its place is free again
+                await asyncio.sleep(RETRY_S)
+                self._spawn(index)
             try:
                 await self._start(index)
+                failures = 0
                 await self._serve(index)
             except PartDiedError as error:
-                await self._flow.on_replica_lost(index)
-                if index in self._restarting:
-                    self._restarting.discard(index)
-                else:
-                    self._supervisor.died(error)
-                self._parts[index] = self._spawn(index)
+                failures += index in self._starting
+                await self._bury(index, error, failures)
+                await asyncio.sleep(RETRY_S * min(failures, MAX_PATIENCE))
+                self._spawn(index)
+
+    async def _bury(self, index: int, error: PartDiedError, failures: int) -> None:
+        """What it had goes elsewhere. Raises RunFailedError if it has never started, nor could start again."""
+        self._starting.discard(index)
+        del self._parts[index]
+        await self._flow.on_replica_lost(index)
+        if index in self._restarting:
+            self._restarting.discard(index)
+            return
+        self._supervisor.died(error)
+        if failures == FIRST_STARTS and index not in self._served:
+            raise RunFailedError(f"{error.part} does not start: {error.reason}; see logs/{error.part}.log")
+        await self.dispatch()
 
     async def _start(self, index: int) -> None:
+        self._starting.add(index)
         spec = ReplicaSpec(
             self._config.model_dump_json(),
             str(self._run_dir),
@@ -104,11 +136,14 @@ class Replicas:
             self._relays.keys.public,
             self._relays.keys.secret,
             self._flow.adopt(index),
+            api_key(self._config),
         )
         engine = self._config.rollout.engine
         limit = START_S if engine.kind is EngineKind.LOCAL else START_S + engine.start_timeout_s
         pid = await self._parts[index].call("start", encode(spec), timeout_s=limit)
         assert isinstance(pid, int)
+        self._starting.discard(index)
+        self._served.add(index)
         self._supervisor.started(f"replica-{index}", pid)
 
     async def _serve(self, index: int) -> None:
@@ -124,19 +159,25 @@ class Replicas:
             await self.dispatch()
 
     def _compare(self, index: int, loads: Sequence[Load]) -> None:
-        """Engines that verified one version hold the same tensors. Raises PartDiedError for one that does not."""
+        """Engines that verified one version in one layout hold the same tensors. Raises PartDiedError if not."""
         for load in loads:
             if load.checksum is None:
                 continue
-            agreed = self._checksums.setdefault(load.version, load.checksum)
+            layout = load.checksum.count("-") + 1
+            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, index))
             if agreed != load.checksum:
-                reason = f"its weights of version {load.version} differ from another replica's"
+                reason = f"its weights of version {load.version} differ from those of replica-{first}"
                 self._parts[index].kill()
                 raise PartDiedError(f"replica-{index}", reason)
-        for version in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
-            del self._checksums[version]
+        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
+            del self._checksums[key]
 
-    def _spawn(self, index: int) -> Part:
-        timeout_s = self._config.supervisor.heartbeat_timeout_s
+    def _spawn(self, index: int) -> None:
+        """Start its process, if there is room for it."""
+        self._placement.refresh()
         place = self._placement.plan.replicas[index]
-        return Part(f"replica-{index}", ReplicaActor, concurrency=16, timeout_s=timeout_s, place=place)
+        if place is not None:
+            timeout_s = self._config.supervisor.heartbeat_timeout_s
+            self._parts[index] = Part(
+                f"replica-{index}", ReplicaActor, concurrency=16, timeout_s=timeout_s, place=place
+            )

@@ -15,7 +15,8 @@ from typing import TextIO
 
 import psutil
 
-from laminar_py.config import ConfigError, RunConfig, dump_config
+from laminar_py.config import ConfigError, RunConfig
+from laminar_py.config_file import dump_config
 
 
 class RunFolder:

@@ -8,7 +8,9 @@ from laminar_py.config import RunConfig
 from laminar_py.interfaces import Scorer
 from laminar_py.reward.stage import WorkerDiedError
 from laminar_py.runtime.actors import ScorerActor
-from laminar_py.runtime.cluster import Part, PartDiedError
+from laminar_py.runtime.cluster import Part
+from laminar_py.runtime.errors import PartDiedError
+from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.specs import ScorerSpec
 from laminar_py.runtime.supervisor import Supervisor
 from laminar_py.types import Score, ScoringRequest
@@ -35,10 +37,11 @@ class RemoteScorer:
 class Scorers:
     """All scoring processes."""
 
-    def __init__(self, config: RunConfig, *, run_dir: Path, supervisor: Supervisor) -> None:
+    def __init__(self, config: RunConfig, *, run_dir: Path, supervisor: Supervisor, placement: Placement) -> None:
         self._config = config
         self._run_dir = run_dir
         self._supervisor = supervisor
+        self._placement = placement
         self._parts = [self._spawn(index) for index in range(config.reward.workers)]
 
     async def start(self) -> list[Scorer]:
@@ -61,6 +64,7 @@ class Scorers:
     def _replace(self, index: int, error: PartDiedError) -> None:
         self._parts[index].kill()
         self._supervisor.died(error)
+        self._placement.refresh()
         self._parts[index] = self._spawn(index)
 
     async def _start(self, index: int) -> Scorer:
@@ -72,4 +76,5 @@ class Scorers:
         return RemoteScorer(part)
 
     def _spawn(self, index: int) -> Part:
-        return Part(f"scorer-{index}", ScorerActor, concurrency=1, timeout_s=START_S)
+        place = self._placement.of_scorer(index)
+        return Part(f"scorer-{index}", ScorerActor, concurrency=1, timeout_s=START_S, place=place)

@@ -29,6 +29,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     public_key: str
     secret_key: str
     assignments: list[Assignment] = []
+    api_key: str | None = None  # of the server that it attaches to
 
 
 class LearnerSpec(msgspec.Struct, frozen=True):

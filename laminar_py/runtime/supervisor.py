@@ -5,13 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from laminar_py.events import AnyEvent, PartDied, PartStarted
-from laminar_py.runtime.cluster import PartDiedError
+from laminar_py.runtime.errors import PartDiedError, RunFailedError
 
 log = logging.getLogger(__name__)
-
-
-class RunFailedError(Exception):
-    """The run cannot go on; the message names the part and where its log is."""
 
 
 class Supervisor:

@@ -13,8 +13,9 @@ import msgspec
 from ray.exceptions import RayError
 
 from laminar_py.codec import decode, encode
-from laminar_py.config import ConfigError, RunConfig
+from laminar_py.config import ConfigError, EngineKind, RunConfig
 from laminar_py.runtime.cluster import nodes, on_node
+from laminar_py.runtime.engines import check_environment, interpreter
 from laminar_py.runtime.placement import Needs, Placement, Plan
 from laminar_py.runtime.preflight import weights_bytes
 
@@ -27,12 +28,19 @@ class Sight(msgspec.Struct, frozen=True):
     shared: bool  # the file that the controller has just written
     model: bool
     shm_free: int | None  # bytes; None without that folder
+    no_server: str = ""  # why it can launch no SGLang server
 
 
-def look(witness: str, model: str, shm: str) -> bytes:
-    """The `Sight` of the node that this runs on; paths are as in the config."""
+def look(witness: str, model: str, shm: str, python: str) -> bytes:
+    """The `Sight` of the node that this runs on; paths are as in the config, an empty one is of no interest."""
     free = shutil.disk_usage(shm).free if Path(shm).is_dir() else None
-    return encode(Sight(Path(witness).is_file(), (Path(model) / "config.json").is_file(), free))
+    no_server = ""
+    try:
+        if python:
+            check_environment(Path(python))
+    except ConfigError as error:
+        no_server = str(error)
+    return encode(Sight(Path(witness).is_file(), (Path(model) / "config.json").is_file(), free, no_server))
 
 
 async def place(config: RunConfig) -> Placement:
@@ -63,7 +71,14 @@ async def faults(config: RunConfig, placement: Placement) -> list[str]:
     folder = next(path for path in (config.runs, *config.runs.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".laminar-") as witness:
         arguments = (str(folder / Path(witness.name).name), str(config.model.path), str(config.relay.shm))
-        calls = [_faults_of(config, plan, node, placement.ip(node), arguments) for node in sorted(plan.nodes)]
+        engine = config.rollout.engine
+        launches = engine.kind is EngineKind.SGLANG and not engine.urls
+        serving = {place.node for place in plan.replicas if place is not None} if launches else set()
+        python = str(interpreter(config))
+        calls = [
+            _faults_of(config, plan, node, placement.ip(node), (*arguments, python if node in serving else ""))
+            for node in sorted(plan.nodes)
+        ]
         return [line for lines in await asyncio.gather(*calls) for line in lines]
 
 
@@ -85,6 +100,8 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, argument
         )
     if not sight.model and config.data.prepare is None:
         lines.append(f"model.path={config.model.path}: no config.json in it on node {ip}; put the model there")
+    if sight.no_server:
+        lines.append(f"{sight.no_server} (on node {ip})")
     if sight.shm_free is None:
         lines.append(f"relay.shm={config.relay.shm}: no such folder on node {ip}; name one in shared memory")
     elif sight.model and (needed := needed_bytes(config, plan, node)) > sight.shm_free:

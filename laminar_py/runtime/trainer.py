@@ -19,7 +19,7 @@ from laminar_py.events import Checkpointed, RolledBack, Stepped, VersionPublishe
 from laminar_py.relay.messages import Manifest
 from laminar_py.repack.balance import attention_share
 from laminar_py.repack.packer import pack
-from laminar_py.runtime.cluster import PartDiedError
+from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
 from laminar_py.runtime.run_folder import RunFolder

@@ -245,6 +245,27 @@ async def test_what_the_rules_allow_is_no_finding(tmp_path):
     assert verify(tmp_path) == []
 
 
+def recorded_from_the_middle(ledger, *, hole):
+    """Masks are switched on after the first two tokens; with a `hole` one comes without."""
+    issue(ledger, "g0.0")
+    run_to(ledger, "g0.0", [(0, 0, 2)])
+    for start in (2, 3, 4):
+        ids, logprobs = tokens("g0.0", start, start + 1)
+        mask = None if hole and start == 3 else make_mask(ids)
+        ledger.store_segment("g0.0", start, (Span(0, start, start + 1),), ids, logprobs, sampling_mask=mask)
+    finish(ledger, "g0.0", [(0, 0, 5)])
+
+
+@pytest.mark.parametrize("hole", [False, True])
+async def test_masks_may_begin_in_the_middle_but_have_no_hole(tmp_path, hole):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        recorded_from_the_middle(ledger, hole=hole)
+    found = [str(finding) for finding in verify(tmp_path)]
+    assert len(found) == hole
+    assert all("tokens from 3 on have no sampling mask" in line for line in found)
+
+
 async def test_experts_that_nobody_can_know_are_no_finding(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)

@@ -25,6 +25,8 @@ class Log:
 
     def __init__(self):
         self.events = []
+        self.masks = []  # of all segments
+        self.experts = []
 
     def append(self, event):
         self.events.append(event)
@@ -32,8 +34,9 @@ class Log:
     def store_prompt(self, prompt):
         pass
 
-    def store_segment(self, trajectory_id, start, spans, ids, logprobs, **recorded):
-        pass
+    def store_segment(self, trajectory_id, start, spans, ids, logprobs, *, sampling_mask, routed_experts):
+        self.masks += [] if sampling_mask is None else [sampling_mask]
+        self.experts += [] if routed_experts is None else [routed_experts]
 
     def store_token_rewards(self, trajectory_id, rewards):
         pass
@@ -86,11 +89,11 @@ class Fleet:
         self.flow.admitting = True
         self.flow.newest_version = 0
 
-    async def report(self, index, *, progress=(), admissible=64, lost=(), cut=()):
+    async def report(self, index, *, progress=(), admissible=64, lost=()):
         """Replica `index` speaks, then is given what the flow has."""
         status = EngineStatus(0, 0, 0, 1, self.versions[index])
         received = self.received[index]
-        report = ReplicaReport(index, status, admissible, received, tuple(progress), lost=lost, cut=cut)
+        report = ReplicaReport(index, status, admissible, received, tuple(progress), lost=lost)
         await self.flow.on_report(report)
         self.hand_out()
 
@@ -114,6 +117,15 @@ class Fleet:
             reason,
         )
         await self.report(index, progress=[progress], **report)
+
+    async def refuse(self, index, trajectory_id):
+        """The engine does not take it."""
+        item = self.running[index].pop(trajectory_id)
+        nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+        start = len(item.prefix_ids)
+        await self.report(
+            index, progress=[Progress(trajectory_id, item.epoch, start, *nothing, (), refusal="too long")]
+        )
 
     async def finish_all(self, index, **report):
         for trajectory_id in list(self.running[index]):

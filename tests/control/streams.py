@@ -5,7 +5,7 @@ import numpy as np
 from laminar_py.codec import decode, encode
 from laminar_py.rollout.running import begin
 from laminar_py.store.spans import merge_spans
-from laminar_py.types import Assignment, Delta, EngineStatus, FinishReason, ReplicaReport, Span
+from laminar_py.types import Assignment, Break, Delta, EngineStatus, FinishReason, ReplicaReport, Span
 from tests.builders import make_experts, make_mask
 from tests.control.fleet import Fleet
 
@@ -81,11 +81,11 @@ class Streams:
 
     async def _report(self, end):
         reasons = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
-        progress = self._running.progress(reasons.get(end), 0.0)
-        interrupted, cut = ((ID,) if end == name else () for name in ("new_weights", "cut"))
+        breaks = {"new_weights": Break.NEW_WEIGHTS, "cut": Break.CUT}
+        progress = self._running.progress(reasons.get(end), 0.0, broken=breaks.get(end))
         received = self.fleet.received[0]
         status = EngineStatus(0, 0, 0, 1, 0)
-        report = ReplicaReport(0, status, 0, received, (progress,), interrupted=interrupted, cut=cut)
+        report = ReplicaReport(0, status, 0, received, (progress,))
         await self.fleet.flow.on_report(decode(ReplicaReport, encode(report)))
 
     async def _end(self, end):

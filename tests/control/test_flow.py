@@ -54,6 +54,17 @@ async def test_a_report_of_an_older_epoch_counts_for_nothing():
     assert not fleet.unscored
 
 
+async def test_what_a_dead_replica_had_goes_at_once_to_one_that_admits_nothing_more():
+    fleet = Fleet(replicas=2, capacity=2, one_version=False)
+    await fleet.report(0, admissible=4)
+    await fleet.report(1, admissible=4)
+    orphans, before = set(fleet.running[0]), set(fleet.running[1])
+    assert len(orphans) == len(before) == 4
+    await fleet.flow.on_replica_lost(0)
+    fleet.hand_out()
+    assert set(fleet.running[1]) == orphans | before
+
+
 async def test_an_interrupted_trajectory_goes_on_from_its_prefix_under_its_version():
     fleet = Fleet(replicas=2, capacity=1)
     await fleet.report(0)
@@ -192,6 +203,19 @@ async def test_a_cancelled_wait_for_a_batch_loses_no_group():
     assert len(fleet.flow.consumption.buffer) == 1
 
 
+async def test_what_an_engine_refuses_is_dropped_with_its_words_and_its_group_goes_on():
+    fleet = Fleet(replicas=1, capacity=1)
+    await fleet.report(0)
+    refused, *others = fleet.running[0]
+    await fleet.refuse(0, refused)
+    for name in others:
+        await fleet.finish(0, name)
+    await fleet.score_all()
+    (dropped,) = [event for event in fleet.log.events if isinstance(event, Dropped)]
+    assert dropped == Dropped(refused, DropReason.REFUSED, "too long")
+    assert names(fleet, Ready) == others
+
+
 async def test_an_evaluation_is_greedy_and_never_trains():
     fleet = Fleet(replicas=2, capacity=1)
     fleet.flow.admitting = False
@@ -218,7 +242,9 @@ async def test_an_evaluation_whose_version_is_lost_fails_loudly():
 
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["finish", "score", "fail", "kill", "step", "die", "lose"]), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["finish", "score", "fail", "kill", "step", "die", "lose", "refuse"]), st.integers(0, 9)
+    ),
     max_size=60,
 )
 
@@ -250,6 +276,8 @@ async def play(actions, without_signal, schedule):
         elif name == "lose" and running:
             fleet.running[index].pop(running[0])
             await fleet.report(index, lost=(running[0],))
+        elif name == "refuse" and running:
+            await fleet.refuse(index, running[0])
         elif name == "step" and len(fleet.flow.consumption.buffer) >= 2:
             step += 1
             fleet.flow.consumption.commit(await fleet.flow.consumption.next_batch(groups=2, version=0), step)

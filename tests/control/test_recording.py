@@ -4,24 +4,30 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.audit.verify import verify
 from laminar_py.events import Finished, Interrupted, Restamped, StreamCut
+from laminar_py.store.recording import join_experts, join_masks
 from laminar_py.store.recovery import recover
-from laminar_py.types import Span
+from laminar_py.types import Break, Progress, Span
 from tests.builders import make_experts, make_mask
 from tests.control.streams import ID, PROMPT, Streams, token_ids
 from tests.store.runs import begin, open_ledger
 
 
-def assert_whole(record, length):
-    """Masks and experts of a payload or a trajectory are those that the engines gave."""
+def assert_whole(masks, experts, length):
+    """They are those that the engines gave."""
     mask = make_mask(token_ids(0, length))
-    assert record.sampling_mask.counts.tolist() == mask.counts.tolist()
-    assert record.sampling_mask.ids.tolist() == mask.ids.tolist()
-    assert record.routed_experts == make_experts(0, PROMPT + length - 1)
+    assert masks.counts.tolist() == mask.counts.tolist()
+    assert masks.ids.tolist() == mask.ids.tolist()
+    assert experts == make_experts(0, PROMPT + length - 1)
+
+
+def assert_stored_whole(log, length):
+    assert_whole(join_masks(log.masks), join_experts(log.experts), length)
 
 
 def events_of(streams, *kinds):
@@ -35,7 +41,7 @@ async def test_masks_and_experts_join_across_abort_and_resume():
     await streams.play([5, 6])
     assert [request.routed for request in streams.requests] == [0, 5, 6]
     (trajectory,) = streams.fleet.unscored
-    assert_whole(trajectory, 6)
+    assert_stored_whole(streams.fleet.log, 6)
     assert trajectory.spans == (Span(4, 0, 3), Span(5, 3, 5), Span(6, 5, 6))
 
 
@@ -50,13 +56,15 @@ async def test_what_a_broken_stream_left_out_comes_with_the_next():
     assert streams.lifecycle.routed == PROMPT + 2 - 1
     await streams.play([5])
     assert [request.routed for request in streams.requests] == [0, 4, 4]
-    assert_whole(streams.fleet.unscored[0], 6)
+    assert_stored_whole(streams.fleet.log, 6)
 
 
 async def test_a_stream_that_broke_with_nothing_to_report_is_on_record_too():
     streams = Streams()
     await streams.play([4, 4], end="new_weights")
-    await streams.fleet.report(0, cut=(ID, "g9.9"))
+    nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+    cut = [Progress(name, 1, 2, *nothing, (), broken=Break.CUT) for name in (ID, "g9.9")]
+    await streams.fleet.report(0, progress=cut)
     assert events_of(streams, StreamCut) == [StreamCut(ID, 0, 2)]
 
 
@@ -64,9 +72,9 @@ async def test_experts_of_a_stream_that_broke_for_good_are_unknown():
     streams = Streams()
     await streams.play([4, 4], end="cut")
     await streams.play([], recorded=False)  # ended by a cap before it went on
-    (trajectory,) = streams.fleet.unscored
-    assert trajectory.routed_experts is None
-    assert len(trajectory.sampling_mask.counts) == 2
+    assert len(streams.fleet.unscored) == 1
+    assert not streams.fleet.log.experts
+    assert len(join_masks(streams.fleet.log.masks).counts) == 2
 
 
 async def test_a_change_of_version_stands_where_the_engines_last_word_puts_it():
@@ -124,6 +132,5 @@ async def play(history, run):
             assert live.response.spans == streams.spans
             assert verify(run) == []
         length = len(streams.known)
-        assert_whole(live.response, length)
-        assert_whole(streams.fleet.unscored[0], length)
+        assert_whole(live.response.sampling_mask, live.response.routed_experts, length)
         assert streams.fleet.unscored[0].spans == streams.spans

@@ -50,12 +50,9 @@ async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
     (assignment,) = fleet.flow.adopt(0)
     assert assignment.routed == 5
     lifecycle = fleet.flow.book.live["g1.0"]
-    mask, experts = make_mask(ids[:1]), make_experts(5, 6)
     last = Progress("g1.0", 3, 3, ids[:1], RESPONSE.logprobs[:1], (Span(4, 3, 4),), FinishReason.STOP)
-    lifecycle.grow(replace_fields(last, sampling_mask=mask, routed_experts=experts))
-    lifecycle.finish(last)
-    assert lifecycle.trajectory().routed_experts == make_experts(0, 6)
-    assert len(lifecycle.trajectory().sampling_mask.counts) == 4
+    lifecycle.grow(replace_fields(last, sampling_mask=make_mask(ids[:1]), routed_experts=make_experts(5, 6)))
+    assert lifecycle.routed == 6
 
 
 async def test_a_finished_one_is_scored_and_closes_its_group():

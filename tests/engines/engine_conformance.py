@@ -212,7 +212,6 @@ async def more_requests_than_fit_all_finish(make: Factory) -> None:
             await asyncio.sleep(0.005)
         assert [len(task.result().ids) for task in tasks] == [5 + i for i in range(len(requests))]
         await idle(rig.engine)
-        assert rig.engine.status().kv_used == 0
 
 
 async def an_abort_delivers_the_exact_partial(make: Factory) -> None:
@@ -271,7 +270,7 @@ async def an_aborted_rid_may_be_used_again(make: Factory) -> None:
 async def a_rid_in_flight_is_refused(make: Factory) -> None:
     async with make() as rig:
         request = await caught(rig.engine, make_request(length=1900))
-        with pytest.raises(ValueError, match="r"):
+        with pytest.raises(ValueError, match=r"rid=r: .*already"):
             await collect(rig.engine, make_request())
         await rig.engine.abort("r")
         assert (await request.response()).reason is FinishReason.ABORT
@@ -319,6 +318,17 @@ async def a_pause_by_abort_ends_running_and_waiting_requests(make: Factory) -> N
         assert responses[0].ids
         await rig.engine.resume()
         assert len((await collect(rig.engine, make_request())).ids) == 20
+
+
+async def a_pause_by_abort_ends_what_another_pause_holds(make: Factory) -> None:
+    async with make() as rig:
+        for held in (PauseMode.RETRACT, PauseMode.IN_PLACE):
+            request = await caught(rig.engine, make_request(length=1900))
+            await rig.engine.pause(held)
+            await rig.engine.pause(PauseMode.ABORT)
+            assert (await request.response()).reason is FinishReason.ABORT
+            await rig.engine.resume()
+            assert len((await collect(rig.engine, make_request())).ids) == 20
 
 
 async def a_retracted_response_goes_on_under_the_new_weights(make: Factory) -> None:
@@ -424,6 +434,17 @@ async def a_request_that_comes_during_a_pause_waits_for_its_end(make: Factory) -
         assert (await task).versions == [2] * 20
 
 
+async def a_request_that_comes_during_a_load_is_of_the_new_version(make: Factory) -> None:
+    async with make() as rig:
+        loading = asyncio.create_task(rig.engine.load_weights(rig.weights[1], 2))
+        await asyncio.sleep(0)  # it has begun
+        response = await collect(rig.engine, make_request())
+        await loading
+        assert response.versions == [2] * 20
+        expected = full_forward(rig.weights[1], [3, 4, 5, *response.ids], prompt=3)
+        np.testing.assert_allclose(response.logprobs, expected, atol=1e-4)
+
+
 async def versions_never_go_back(make: Factory) -> None:
     async with make() as rig:
         await rig.engine.load_weights(rig.weights[1], 5)
@@ -452,6 +473,7 @@ LAWS = (
     what_can_never_fit_is_refused,
     weights_do_not_change_under_a_running_request,
     a_pause_by_abort_ends_running_and_waiting_requests,
+    a_pause_by_abort_ends_what_another_pause_holds,
     a_retracted_response_goes_on_under_the_new_weights,
     a_response_paused_in_place_goes_on_under_the_new_weights,
     log_probabilities_are_those_of_a_full_forward,
@@ -460,5 +482,6 @@ LAWS = (
     an_update_under_many_streams_loses_no_token,
     twenty_updates_under_load_leave_the_same_weights,
     a_request_that_comes_during_a_pause_waits_for_its_end,
+    a_request_that_comes_during_a_load_is_of_the_new_version,
     versions_never_go_back,
 )

@@ -1,17 +1,19 @@
 """What makes a running server unusable for a run: each case is one line, before any prompt is sent."""
 
+import asyncio
 import json
 import socket
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+from msgspec import structs
 
-from laminar_py.config import ConfigError, RolloutConfig, SamplingConfig
+from laminar_py.config import ConfigError, OnNewWeights, RolloutConfig, SamplingConfig
+from laminar_py.engines.model_sizes import ModelSizes
 from laminar_py.engines.sglang_attach import (
     Answers,
     ModelInfo,
-    ModelSizes,
     ServerInfo,
     check_server,
     find_fault,
@@ -20,7 +22,7 @@ from laminar_py.engines.sglang_attach import (
 )
 from laminar_py.types import Record
 
-SIZES = ModelSizes("qwen3", 320, ["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=2)
+SIZES = ModelSizes(320, "qwen3", ["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=2)
 ROLLOUT = RolloutConfig(max_len=256)
 SERVER = {"version": "0.5.23", "max_req_input_len": 258, "incremental_streaming_output": True, "tp_size": 1}
 MODEL = {"model_path": "/elsewhere", "is_generation": True, "architectures": ["Qwen3ForCausalLM"]}
@@ -68,7 +70,9 @@ def test_another_vocabulary_is_another_model():
 
 
 def test_other_sizes_are_another_model_where_its_folder_is_visible():
-    deeper = ModelSizes("qwen3", 320, ["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=3)
+    deeper = structs.replace(SIZES, num_hidden_layers=3)
+    longer = structs.replace(SIZES, max_position_embeddings=4096)
+    assert fault(answers(sizes=longer)) is None
     assert "(num_hidden_layers=3, but model.path has 2)" in fault(answers(sizes=deeper))
 
 
@@ -87,8 +91,14 @@ def test_routed_experts_need_their_flag():
 
 def test_sampling_masks_need_room_for_top_k():
     rollout = RolloutConfig(max_len=256, record=(Record.SAMPLING_MASK,), sampling=SamplingConfig(top_k=50))
-    assert "rollout.sampling.top_k=50" in fault(answers(sampling_mask_max_tokens=49), rollout=rollout)
-    assert fault(answers(sampling_mask_max_tokens=50), rollout=rollout) is None
+    assert "rollout.sampling.top_k=50" in fault(answers(sampling_mask_max_tokens=50), rollout=rollout)
+    assert fault(answers(sampling_mask_max_tokens=51), rollout=rollout) is None
+
+
+def test_new_weights_in_place_need_steps_that_do_not_overlap():
+    rollout = RolloutConfig(max_len=256, on_new_weights=OnNewWeights.IN_PLACE)
+    assert "--disable-overlap-schedule" in fault(answers(), rollout=rollout)
+    assert fault(answers(disable_overlap_schedule=True), rollout=rollout) is None
 
 
 def test_a_key_that_only_admins_have_is_refused():
@@ -122,13 +132,20 @@ def test_loopback_is_known_by_address(url, loopback):
 class Server:
     """Answers as SGLang does, to those who have its key."""
 
-    def __init__(self, *, key=None, server=SERVER, vocab=320):
+    def __init__(self, *, key=None, server=SERVER, vocab=320, paused=False):
         self.key, self.server, self.vocab = key, server, vocab
+        self.goes_on = asyncio.Event()
+        if not paused:
+            self.goes_on.set()
 
     async def answer(self, request):
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path == "/continue_generation":
+            self.goes_on.set()
+            return web.json_response({"status": "ok"})
         if request.path == "/generate":
+            await self.goes_on.wait()
             assert (await request.json())["token_ids_logprob"] == [-1]
             words = f"token id -1; valid range is [0, {self.vocab})."
             return web.json_response({"error": {"message": words}}, status=400)
@@ -170,15 +187,19 @@ async def refusal(server: Server, model_dir, *, key=None) -> str:
     return line
 
 
-async def test_a_good_server_is_attached(model_dir):
-    attached = await check(Server(key="secret"), model_dir, key="secret")
-    assert (attached.incremental, attached.warnings) == (True, ())
+async def test_a_good_server_is_attached(model_dir, caplog):
+    await check(Server(key="secret"), model_dir, key="secret")
+    assert not caplog.records
+
+
+async def test_a_paused_server_is_attached_and_goes_on(model_dir):
+    server = Server(paused=True)
+    await check(server, model_dir)
+    assert server.goes_on.is_set()
 
 
 async def test_a_server_that_repeats_itself_is_attached_with_a_warning(model_dir, caplog):
-    server = {**SERVER, "incremental_streaming_output": False}
-    attached = await check(Server(server=server), model_dir)
-    assert not attached.incremental
+    await check(Server(server={**SERVER, "incremental_streaming_output": False}), model_dir)
     assert "--incremental-streaming-output" in caplog.text
 
 
@@ -194,6 +215,16 @@ async def test_a_fault_of_the_server_is_one_line(model_dir):
 async def test_what_is_no_sglang_server_is_refused(model_dir):
     assert "answers 404 to /server_info" in await refusal(Server(server=None), model_dir)
     assert "answers as no SGLang server does" in await refusal(Server(server={"version": 5}), model_dir)
+
+
+@pytest.mark.parametrize("config", ['{"text_config": {"vocab_size": 320}}', "{", None])
+async def test_a_model_without_sizes_is_refused_by_its_folder(config, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(
+        ConfigError, match=rf"^model\.path={tmp_path}: config\.json .*; name the Hugging Face folder"
+    ):
+        await check(Server(), tmp_path)
 
 
 async def test_silence_is_refused(model_dir):

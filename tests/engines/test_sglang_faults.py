@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from laminar_py.engines.sglang import SGLangEngine
 from laminar_py.engines.sglang_stream import Served
 from laminar_py.interfaces import EngineLostError
-from laminar_py.types import FinishReason, Record
-from tests.engines.engine_conformance import Caught, caught, collect, make_request
+from laminar_py.types import FinishReason, PauseMode, Record
+from tests.engines.engine_conformance import Caught, caught, collect, make_request, until
 
 PATIENCE_S = 20
 WEIGHTS = Path(tempfile.mkdtemp(prefix="laminar-test-"))
@@ -51,8 +51,8 @@ class Server:
         self.events, self.status, self.end = events, status, end
         self.answers = {"/v1/loads": {"loads": [LOAD]}, "/update_weights_from_disk": {"success": True}}
         self.answers |= answers or {}
-        self.bodies = []
-        self.aborted = asyncio.Event()
+        self.bodies, self.calls = [], []
+        self.aborted, self.dead = asyncio.Event(), asyncio.Event()
 
     async def generate(self, request):
         self.bodies.append(await request.json())
@@ -66,7 +66,12 @@ class Server:
             request.transport.abort()
         return response
 
+    async def watch(self):
+        await self.dead.wait()
+        raise EngineLostError("it ended with code 137")
+
     async def call(self, request):
+        self.calls.append(request.path)
         answer = self.answers.get(request.path, {})
         if request.path == "/abort_request":
             self.aborted.set()
@@ -77,7 +82,8 @@ class Server:
         return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
 
     @asynccontextmanager
-    async def client(self, *, stall_timeout_s=5.0, loaded=True, **served):
+    async def client(self, *, stall_timeout_s=PATIENCE_S, loaded=True, **served):
+        """`stall_timeout_s` holds once it has started and, if it is to be, is loaded."""
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_route("*", "/{rest:.*}", self.call)
@@ -90,13 +96,15 @@ class Server:
             f"http://{host}:{port}",
             api_key=None,
             served=Served(100, 64, **served),
-            stall_timeout_s=stall_timeout_s,
+            stall_timeout_s=PATIENCE_S,
+            watch_server=self.watch,
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await engine.start()
                 if loaded:
                     await engine.load_weights(WEIGHTS, 1)
+                engine._server.timeout_s = stall_timeout_s
                 yield engine
         finally:
             await engine.close()
@@ -179,13 +187,82 @@ async def test_a_stream_without_its_last_token_loses_the_server_and_keeps_what_c
     assert [int(token) for delta in deltas for token in delta.ids] in ([5, 6], [5], [])
 
 
+@pytest.mark.parametrize("status", [500, 503, 401])
+async def test_a_generation_that_fails_loses_the_server(status):
+    async with Server([b"out of memory"], status=status).client() as engine:
+        with pytest.raises(EngineLostError, match=f"answered {status} to r: out of memory"):
+            await collect(engine, make_request())
+        with pytest.raises(EngineLostError):
+            await engine.checksum()
+
+
+async def test_a_generation_that_is_refused_leaves_the_server_in_use():
+    server = Server([b"too long"], status=400)
+    async with server.client() as engine:
+        with pytest.raises(ValueError, match=r"rid=r: .*too long"):
+            await collect(engine, make_request())
+        server.events, server.status = [last(5)], 200
+        assert (await collect(engine, make_request())).ids == [5]
+
+
 async def test_a_server_that_falls_silent_is_lost():
-    async with Server([chunk(5)], end="hang").client(stall_timeout_s=0.7) as engine:
+    async with Server([chunk(5)], end="hang").client(stall_timeout_s=1.5) as engine:
         stream = Caught(engine, make_request())
         with pytest.raises(EngineLostError, match="no token"):
             await engine.watch()
         with pytest.raises(EngineLostError, match="no token"):
             await stream.response()
+
+
+async def test_a_server_that_ends_no_stream_for_a_pause_by_abort_is_lost():
+    async with Server([chunk(5)], end="hang").client(stall_timeout_s=1.5) as engine:
+        stream = await caught(engine, make_request())
+        await engine.pause(PauseMode.ABORT)
+        with pytest.raises(EngineLostError, match="no token"):
+            await engine.watch()
+        with pytest.raises(EngineLostError, match="no token"):
+            await stream.response()
+
+
+async def test_a_paused_server_may_be_silent():
+    async with Server([chunk(5)], end="hang").client(stall_timeout_s=0.3) as engine:
+        stream = await caught(engine, make_request())
+        await engine.pause(PauseMode.IN_PLACE)
+        watching = asyncio.create_task(engine.watch())
+        await asyncio.wait([watching, stream._task], timeout=1.5)
+        assert not watching.done()
+        watching.cancel()
+        stream._task.cancel()
+
+
+async def test_what_ends_the_watch_is_why_the_server_is_lost():
+    server = Server([chunk(5)], end="hang")
+    async with server.client() as engine:
+        stream = await caught(engine, make_request())
+        server.dead.set()
+        for end in (engine.watch(), stream.response(), engine.checksum()):
+            with pytest.raises(EngineLostError, match="ended with code 137"):
+                await end
+
+
+async def test_an_abort_is_said_until_its_stream_ends_and_of_a_dropped_one_once():
+    server = Server([chunk(5), AFTER_ABORT, chunk(6, so_far=2)], end="hang")
+    async with server.client() as engine:
+        stream = await caught(engine, make_request())
+        await engine.abort("r")
+        await until(lambda: server.calls.count("/abort_request") == 3)
+        stream._task.cancel()
+        await asyncio.wait([stream._task])
+        await until(lambda: not engine._aborts)
+        assert server.calls.count("/abort_request") <= 5, "the third, one more on its way, and that of the drop"
+
+
+async def test_closing_is_no_fault(caplog):
+    async with Server([last(5)]).client() as engine:
+        await collect(engine, make_request())
+    assert not caplog.records
+    with pytest.raises(EngineLostError, match="closed"):
+        await engine.checksum()
 
 
 async def test_a_server_that_has_nothing_to_do_may_be_silent():
@@ -199,7 +276,7 @@ async def test_a_server_that_has_nothing_to_do_may_be_silent():
 @pytest.mark.parametrize("answer", ["hang", 500, 503, "<html>", {"success": "perhaps"}])
 async def test_a_call_that_fails_loses_the_server(answer):
     server = Server(answers={"/update_weights_from_disk": answer})
-    async with server.client(stall_timeout_s=0.5, loaded=False) as engine:
+    async with server.client(stall_timeout_s=1.0, loaded=False) as engine:
         with pytest.raises(EngineLostError, match="update_weights_from_disk"):
             await engine.load_weights(WEIGHTS, 1)
 
@@ -250,6 +327,15 @@ async def test_a_request_names_its_version_and_aborts_by_no_prefix_of_another():
     assert not second.startswith(first)
     (cache,) = {body["extra_key"] for body in server.bodies}
     assert cache.endswith("-1")
+
+
+async def test_a_request_leaves_nothing_to_the_preferences_of_the_server():
+    server = Server([last(5)])
+    async with server.client() as engine:
+        await collect(engine, make_request())
+    (body,) = server.bodies
+    neutral = {"min_p": 0, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
+    assert body["sampling_params"].items() >= (neutral | {"min_new_tokens": 0, "top_p": 1, "top_k": -1}).items()
 
 
 async def test_masks_and_renormalised_log_probabilities_come_with_their_tokens():

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from laminar_py.config import ConfigError, Device
-from laminar_py.engines.sglang_server import ServerSpec, SGLangServer, last_words
+from laminar_py.engines.sglang_server import EPHEMERAL_PORTS, ServerSpec, SGLangServer, _free_port, last_words
 from laminar_py.interfaces import EngineLostError
 from laminar_py.types import Record
 from tests.engines.sglang_owner import owned_server, wait_until_gone
@@ -175,10 +175,58 @@ def test_a_gpu_gets_no_limit_on_its_kv_cache_and_a_cpu_must(tmp_path):
         spec(tmp_path, kv_capacity=None)
 
 
-@pytest.mark.parametrize("name", ["port", "api_key", "--model-path"])
-def test_what_the_run_chooses_is_no_flag(name, tmp_path):
-    with pytest.raises(ConfigError, match=f"rollout.engine.flags.{name}=1: the run chooses it"):
+def test_a_flag_may_have_many_values(tmp_path):
+    assert "--lora-paths a b --max-loras 2 " in flags(
+        spec(tmp_path, flags={"lora-paths": ["a", "b"], "max_loras": 2})
+    )
+
+
+@pytest.mark.parametrize(("top_k", "words"), [(2048, ""), (2049, "--sampling-mask-max-tokens 4098 ")])
+def test_long_masks_get_room_for_top_k_and_its_ties(top_k, words, tmp_path):
+    line = flags(spec(tmp_path, record=(Record.SAMPLING_MASK,), mask_tokens=top_k))
+    assert words in line
+    assert ("--sampling-mask-max-tokens" in line) is bool(words)
+    assert "--sampling-mask-max-tokens" not in flags(spec(tmp_path, mask_tokens=top_k))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("port", "the run chooses it"),
+        ("api_key", "the run chooses it"),
+        ("--model-path", "set model.path"),
+        ("model", "set model.path"),
+        ("tp", "set rollout.engine.tensor_parallel"),
+        ("tensor-parallel-size", "set rollout.engine.tensor_parallel"),
+        ("dp_size", "a server is one replica"),
+        ("pipeline", "a server is one replica"),
+        ("nnodes", "a server is one replica"),
+        ("base-gpu-id", "the cluster chooses the GPUs"),
+        ("device", "set rollout.engine.device"),
+        ("dtype", "set rollout.engine.dtype"),
+    ],
+)
+def test_what_the_run_chooses_is_no_flag_in_any_spelling(name, remedy, tmp_path):
+    with pytest.raises(ConfigError, match=f"rollout.engine.flags.{name}=1: {remedy}"):
         spec(tmp_path, flags={name: 1})
+
+
+def test_ports_are_below_those_of_outgoing_connections():
+    lowest = int(EPHEMERAL_PORTS.read_text().split()[0])
+    ports = {_free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert 1024 <= min(ports) <= max(ports) < lowest
+
+
+async def test_a_stranger_on_the_port_never_gets_the_key(tmp_path, monkeypatch):
+    heard = asyncio.Event()
+    stranger = await asyncio.start_server(lambda *_: heard.set(), "127.0.0.1", 0)
+    port = stranger.sockets[0].getsockname()[1]
+    monkeypatch.setattr("laminar_py.engines.sglang_server._free_port", lambda: port)
+    with pytest.raises(EngineLostError, match="no answer"):
+        await SGLangServer(spec(tmp_path, "import time; time.sleep(600)", start_timeout_s=1.5)).start()
+    stranger.close()
+    assert not heard.is_set()
 
 
 def test_last_words_are_the_last_error():

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from laminar_py.config import ConfigError, RolloutConfig
+from laminar_py.config import ConfigError, OnNewWeights, RolloutConfig
 from laminar_py.engines.sglang_attach import check_server
 from laminar_py.interfaces import EngineLostError
 from tests.engines.sglang_owner import owned_server, wait_until_gone
@@ -101,11 +101,23 @@ async def test_ignore_eos_ignores_stop_ids_too(client):
     assert stopped["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-async def test_a_server_of_ours_can_be_attached(server):
+async def test_a_server_of_ours_can_be_attached(server, caplog):
     rollout = RolloutConfig(max_len=MAX_LEN)
-    attached = await check_server(server.url, server.api_key, model_dir=server.spec.model_dir, rollout=rollout)
-    assert attached.incremental
-    assert not attached.warnings
+    await check_server(server.url, server.api_key, model_dir=server.spec.model_dir, rollout=rollout)
+    assert not caplog.records
+
+
+async def test_a_server_that_was_left_paused_can_be_attached(server, client):
+    await client.call("pause_generation", mode="retract")
+    rollout = RolloutConfig(max_len=MAX_LEN)
+    await check_server(server.url, server.api_key, model_dir=server.spec.model_dir, rollout=rollout)
+    assert len((await client.generate([5, 6], count=4, ignore_eos=True))["output_ids"]) == 4
+
+
+async def test_overlapped_steps_are_no_place_for_new_weights(server):
+    rollout = RolloutConfig(max_len=MAX_LEN, on_new_weights=OnNewWeights.IN_PLACE)
+    with pytest.raises(ConfigError, match="--disable-overlap-schedule"):
+        await check_server(server.url, server.api_key, model_dir=server.spec.model_dir, rollout=rollout)
 
 
 @pytest.mark.parametrize(

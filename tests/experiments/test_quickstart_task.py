@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from laminar_py.config import load_config
+from laminar_py.config_file import load_config
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import check_disjoint, read_prompts

@@ -12,7 +12,7 @@ from laminar_py.engines.local import LocalEngine
 from laminar_py.interfaces import EngineLostError, PulledVersion, VersionLostError
 from laminar_py.rollout.replica import Replica
 from laminar_py.runtime.run_folder import SystemClock
-from laminar_py.types import Assignment, FinishReason, Kind, SamplingParams
+from laminar_py.types import Assignment, Break, FinishReason, Kind, SamplingParams
 from tests.learner.builders import make_model_folder
 
 PATIENCE_S = 20.0
@@ -55,7 +55,9 @@ class Story:
         self.ids = defaultdict(list)
         self.spans = defaultdict(list)
         self.ended = {}
-        self.loads, self.lost, self.interrupted, self.cut = [], [], [], []
+        self.loads, self.lost = [], []
+        self.broken = defaultdict(list)
+        self.refused = {}
         self.checksums = {}
         self.admissible = 0
 
@@ -65,12 +67,14 @@ class Story:
             assert item.start == len(self.ids[item.trajectory_id]), "every token once, in order"
             self.ids[item.trajectory_id] += item.ids.tolist()
             self.spans[item.trajectory_id] += item.spans
+            if item.broken is not None:
+                self.broken[item.broken].append(item.trajectory_id)
+            if item.refusal:
+                self.refused[item.trajectory_id] = item.refusal
             if item.finish_reason is not None:
                 self.ended[item.trajectory_id] = item
         self.loads += [load.version for load in report.loads]
         self.lost += report.lost
-        self.interrupted += report.interrupted
-        self.cut += report.cut
         self.checksums |= {load.version: load.checksum for load in report.loads}
         self.admissible = report.admissible
         return report
@@ -141,7 +145,7 @@ async def test_resume_loads_at_once_and_continues_under_the_new_version(folders)
         await story.until(lambda s: len(s.ids["a"]) > 0)
         await weights.publish(1)
         await story.until(lambda s: "a" in s.ended)
-        assert story.interrupted == ["a"]
+        assert story.broken == {Break.NEW_WEIGHTS: ["a"]}
         assert story.versions("a") == {0, 1}
         assert len(story.ids["a"]) == 1500
 
@@ -154,20 +158,21 @@ async def test_weights_that_come_under_a_running_trajectory_do_not_interrupt_it(
         await story.until(lambda s: len(s.ids["a"]) > 0)
         await weights.publish(1)
         await story.until(lambda s: "a" in s.ended)
-        assert story.interrupted == []
+        assert not story.broken
         assert story.versions("a") == {0, 1}
         on_old_cache = {span.kv_version for span in story.spans["a"] if span.version == 1}
         assert on_old_cache == ({0} if policy is OnNewWeights.IN_PLACE else {None})
 
 
-async def test_the_first_load_and_every_nth_version_are_verified(folders):
+async def test_the_first_load_and_one_in_n_versions_are_verified_whichever_it_skips(folders):
     async with serving(folders, verify_every=2) as (story, weights):
-        for version in range(1, 5):
-            await story.until(lambda s, known=version: len(s.checksums) >= known)
+        for version in (1, 2, 3, 6, 7, 8):
+            known = len(story.checksums)
+            await story.until(lambda s, known=known: len(s.checksums) > known)
             await weights.publish(version)
-        await story.until(lambda s: s.loads == [0, 1, 2, 3, 4])
+        await story.until(lambda s: s.loads == [0, 1, 2, 3, 6, 7, 8])
         verified = {version: checksum for version, checksum in story.checksums.items() if checksum}
-        assert list(verified) == [0, 2, 4]
+        assert list(verified) == [0, 2, 6, 8]
         assert len(set(verified.values())) == 1, "the even versions have equal weights"
 
 
@@ -180,9 +185,19 @@ async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders):
         story.replica.submit([assignment("c", length=4000)])
         with pytest.raises(EngineLostError):
             await story.until(lambda s: False)
-        assert story.cut == ["c"]
+        assert story.broken == {Break.CUT: ["c"]}
         assert min(len(story.ids[name]) for name in ("a", "b", "c")) > 0
         assert story.admissible == 0
+
+
+async def test_what_the_engine_refuses_is_reported_with_its_words_and_costs_nobody_else(folders):
+    async with serving(folders, max_len=64) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.ids["long"] = list(range(2, 66))
+        story.replica.submit([assignment("long", prefix=story.ids["long"]), assignment("a")])
+        await story.until(lambda s: "a" in s.ended and s.refused)
+        assert "rollout.max_len=64" in story.refused["long"]
+        assert "long" not in story.ended
 
 
 def lose(generate):

@@ -27,13 +27,14 @@ SMALL = [
 
 
 class TrainProcess:
-    """`laminar train configs/quickstart.yaml` with small settings; ends with its test."""
+    """`laminar train` of a config, the quickstart's for one, with small settings; ends with its test."""
 
-    def __init__(self, folder: Path, *settings: str, resume: bool = False):
+    def __init__(
+        self, folder: Path, *settings: str, resume: bool = False, config: Path = REPO / "configs/quickstart.yaml"
+    ):
         self.folder = folder
-        config = str(REPO / "configs" / "quickstart.yaml")
         where = ["name=small", f"runs={folder}", f"warm_start.cache={folder / 'warm'}"]
-        command = [LAMINAR, "train", config, *SMALL, *where, *settings, *(["--resume"] if resume else [])]
+        command = [LAMINAR, "train", str(config), *SMALL, *where, *settings, *(["--resume"] if resume else [])]
         self.process = subprocess.Popen(
             command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

@@ -3,6 +3,7 @@
 import shutil
 import socket
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -36,6 +37,12 @@ def children():
         ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),
         ("relay.keep_versions=100000000", "relay.shm=/dev/shm:"),
         ("data.prepare=/nowhere.py", "data.prepare=/nowhere.py: no such file"),
+        ("rollout.engine={kind: sglang, python: /nowhere}", "rollout.engine.python=/nowhere: does not run"),
+        ("rollout.engine={kind: sglang}", f"rollout.engine.python={sys.executable}: has no SGLang"),
+        (
+            "rollout.engine={kind: sglang, urls: [http://127.0.0.1:1, http://127.0.0.1:2]}",
+            "rollout.engine.urls=http://127.0.0.1:1: does not answer",
+        ),
         ("nonsense", "override=nonsense: not of the form key=value"),
     ],
 )

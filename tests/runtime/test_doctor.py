@@ -1,10 +1,12 @@
 """`laminar doctor CONFIG` against the cluster that Ray sees: the plan, warnings, and what is missing."""
 
 import subprocess
+from collections import Counter
 
 import pytest
 
-from laminar_py.config import ConfigError, load_config
+from laminar_py.config import ConfigError
+from laminar_py.config_file import load_config
 from laminar_py.runtime.cluster import nodes
 from laminar_py.runtime.doctor import fit
 from laminar_py.runtime.placement import Needs, Placement
@@ -43,7 +45,8 @@ def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_a
         ]
         assert [node.gpus for node in shape.nodes] == [8, 8, 8]
         assert shape.warnings == []
-        assert [line.split(":")[0] for line in shape.faults] == ["relay.shm=/dev/shm"] * 3, "no node has that much"
+        faults = Counter(line.split(":")[0] for line in shape.faults)
+        assert faults == {"relay.shm=/dev/shm": 3, "rollout.engine.python=sglang-env/bin/python": 2}
         few = ("rollout.replicas=1", "learner.world_size=4", "relay.nodes=1")
         shape = fit(with_model(tmp_path, "math_7b_8gpu_tp2", address, *few))
         assert "the learner has 4 GPUs and rollout 2" in shape.warnings[0]
@@ -55,7 +58,11 @@ async def test_what_a_node_lacks_is_named_with_the_node():
         config = load_config(REPO / "configs" / "math_7b_8gpu_tp1.yaml", ["relay.shm=/nowhere"])
         placement = Placement(Needs.of(config), nodes)
         lines = await faults(config, placement)
-        assert [line.split(":")[0] for line in lines] == ["model.path=models/math-7b", "relay.shm=/nowhere"]
+        assert [line.split(":")[0] for line in lines] == [
+            "model.path=models/math-7b",
+            "rollout.engine.python=sglang-env/bin/python",
+            "relay.shm=/nowhere",
+        ]
         assert all(placement.ip(placement.plan.relays[0]) in line for line in lines)
 
 

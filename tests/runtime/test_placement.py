@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.codec import decode
-from laminar_py.config import ConfigError, load_config
+from laminar_py.config import ConfigError, TopologyKind
+from laminar_py.config_file import load_config
 from laminar_py.relay import topology
-from laminar_py.runtime.cluster import Part, PartDiedError, free_port, nodes, on_node
+from laminar_py.runtime.cluster import Part, free_port, nodes, on_node
+from laminar_py.runtime.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.placement import Needs, Node, Place, Placement, Plan, make_plan
 from tests.runtime.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.runtime.runs import REPO
@@ -25,8 +27,8 @@ def hosts(*gpus: int) -> list[Node]:
 
 
 def on(places) -> str:
-    """Nodes of parts, e.g. "aab"."""
-    return "".join(place.node for place in places)
+    """Nodes of parts that have one, e.g. "aab"."""
+    return "".join(place.node for place in places if place)
 
 
 @pytest.mark.parametrize(
@@ -104,19 +106,21 @@ def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Pla
 
 def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     promised = Counter()
-    for place in (*plan.learner, *plan.replicas):
+    for place in filter(None, (*plan.learner, *plan.replicas)):
         promised[place.node] += place.gpus
     for node in found:
         assert promised[node.id] <= node.gpus, f"{node} promises {promised[node.id]}"
     assert set(promised) <= {node.id for node in found}, "a part is on a node that does not live"
     assert [place.gpus for place in plan.learner] == [needs.rank_gpus] * needs.ranks
-    assert [place.gpus for place in plan.replicas] == [needs.replica_gpus] * needs.replicas
+    assert {place.gpus for place in plan.replicas if place} <= {needs.replica_gpus}
+    assert len(plan.replicas) == needs.replicas
     if not needs.shared_nodes:
         assert not set(on(plan.learner)) & set(on(plan.replicas))
     assert plan.relays[0] == plan.learner[0].node
-    tree = topology.kary(len(plan.relays), 2)
+    tree = topology.build(TopologyKind.KARY, num_nodes=len(plan.relays), fanout=2)
     for index, place in enumerate(plan.replicas):
-        assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"
+        if place is not None:
+            assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"
 
 
 @given(needs=NEEDS, found=CLUSTERS)
@@ -125,6 +129,7 @@ def test_a_plan_keeps_its_laws(needs, found):
     if plan is None:
         return
     assert_laws(plan, needs, found)
+    assert None not in plan.replicas
     residents = {place.node for place in plan.replicas}
     if len(plan.nodes) == 1:
         assert len(plan.relays) == needs.relays
@@ -171,7 +176,7 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
         assert len(plan.relays) >= len(before.relays)
         living = {node.id for node in alive}
         for old, new in zip(before.replicas, plan.replicas, strict=True):
-            assert new == old or old.node not in living
+            assert new == old or old is None or old.node not in living
         if {place.node for place in before.learner} <= living:
             assert plan.learner == before.learner
 
@@ -181,12 +186,34 @@ def test_a_placement_is_made_anew_from_the_nodes_alive():
     placement = Placement(Needs(2, 1, 8, 1, shared_nodes=False), lambda: seen)
     assert on(placement.plan.replicas) == "b" * 8
     del seen[1]
+    placement.refresh()
     assert on(placement.plan.replicas) == "c" * 8
     assert placement.plan.relays == ("a", "c")
-    assert placement.ip("c") == "10.0.0.2"
+    assert (placement.ip("b"), placement.ip("c")) == ("10.0.0.1", "10.0.0.2")
     del seen[1]
-    with pytest.raises(ConfigError, match="shared_nodes"):
-        _ = placement.plan
+    with pytest.raises(RunFailedError, match="no replica has a place"):
+        placement.refresh()
+
+
+def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_that_has_it():
+    seen = hosts(8, 8, 8)
+    placement = Placement(Needs(8, 1, 16, 1, shared_nodes=False), lambda: seen)
+    del seen[1]
+    placement.refresh()
+    assert [place.node if place else None for place in placement.plan.replicas] == [None] * 8 + ["c"] * 8
+    assert placement.plan.relays == ("a", None, "c")
+    seen.append(Node("d", "10.0.0.9", gpus=8, cpus=8))
+    placement.refresh()
+    assert on(placement.plan.replicas) == "d" * 8 + "c" * 8
+    assert placement.plan.relays == ("a", "d", "c")
+
+
+def test_a_learner_without_a_place_ends_the_run():
+    seen = hosts(8, 8)
+    placement = Placement(Needs(8, 1, 8, 1), lambda: seen)
+    del seen[0]
+    with pytest.raises(RunFailedError, match=r"what is left is too little: learner\.world_size=8"):
+        placement.refresh()
 
 
 def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_made_anew():
@@ -194,6 +221,7 @@ def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_made_ane
     placement = Placement(Needs(2, 1, 6, 1), lambda: seen)
     seen[0] = Node("a", "10.0.0.0", gpus=0, cpus=8, here=True)  # as Ray tells once the parts run
     seen[1] = Node("c", "10.0.0.9", gpus=8, cpus=8)
+    placement.refresh()
     assert on((*placement.plan.learner, *placement.plan.replicas)) == "a" * 8
 
 
@@ -220,7 +248,7 @@ class Witness:
     def where(self) -> tuple[str, list[str], str]:
         import ray  # after our own package, which sets what Ray reads at its import
 
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all of them")
         return ray.get_runtime_context().get_node_id(), visible.split(",") if visible else [], os.getcwd()
 
 
@@ -243,5 +271,5 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
         wait_for_a_death(1)
         with pytest.raises(PartDiedError):
             await parts[[place.node for place in places].index(other.id)].call("where")
-        with pytest.raises(ConfigError, match="GPUs"):
-            _ = placement.plan
+        placement.refresh()
+        assert [place is None for place in placement.plan.replicas].count(True) == 2

@@ -1,0 +1,53 @@
+"""What a replica has to report: it gathers here until the controller collects it. Owned by `replica`.
+
+Invariant: what was put in is in exactly one report, in the order in which it came.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from laminar_py.interfaces import Clock
+from laminar_py.types import EngineStatus, Load, Progress, ReplicaReport
+
+REPORT_INTERVAL_S = 0.1
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Of replica `index`, e.g. `Outbox(0, clock)`; bounded by what the replica runs between two reports."""
+
+    index: int
+    clock: Clock
+    progress: list[Progress] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # trajectories whose version is nowhere any more
+    urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to tell
+    _last_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """The first report is an interval away, as any other."""
+        self._last_s = self.clock.now()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something is urgent, else `timeout_s`; never so soon that short trajectories do not share one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.urgent.wait()
+        await asyncio.sleep(self._last_s + REPORT_INTERVAL_S - self.clock.now())
+        self.urgent.clear()
+
+    def take(self, status: EngineStatus, *, admissible: int, received: int) -> ReplicaReport:
+        """The report of everything so far."""
+        self._last_s = self.clock.now()
+        report = ReplicaReport(
+            self.index,
+            status,
+            admissible,
+            received,
+            tuple(self.progress),
+            tuple(self.loads),
+            tuple(self.lost),
+        )
+        self.progress, self.loads, self.lost = [], [], []
+        return report
