@@ -4,6 +4,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -38,7 +39,7 @@ def children():
         ("relay.keep_versions=100000000", "relay.shm=/dev/shm:"),
         ("data.prepare=/nowhere.py", "data.prepare=/nowhere.py: no such file"),
         ("rollout.engine={kind: sglang, python: /nowhere}", "rollout.engine.python=/nowhere: does not run"),
-        ("rollout.engine={kind: sglang}", f"rollout.engine.python={sys.executable}: has no SGLang"),
+        ("rollout.engine={kind: sglang}", f"rollout.engine.python={Path(sys.executable).parent}"),
         (
             "rollout.engine={kind: sglang, urls: [http://127.0.0.1:1, http://127.0.0.1:2]}",
             "rollout.engine.urls=http://127.0.0.1:1: does not answer",
