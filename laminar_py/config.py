@@ -87,6 +87,7 @@ class TopologyKind(StrEnum):
     STAR = "star"
     CHAIN = "chain"
     KARY = "kary"
+    AUTO = "auto"
 
 
 class ModelConfig(Section):
@@ -314,10 +315,20 @@ class LearnerConfig(Section):
 class RelayConfig(Section):
     """The relay tree that carries weights from the learner to the replicas."""
 
-    topology: TopologyKind = TopologyKind.KARY
-    """Shape of the tree below the root."""
+    topology: TopologyKind = TopologyKind.AUTO
+    """Shape of the tree below the root; `auto`: the one that takes least time by the cost model, from the model's
+    size, `link_gbit_per_s`, `zone_gbit_per_s` and `overhead_us`."""
     fanout: Count = 2
     """Children of a node in a `kary` tree."""
+    zones: dict[str, str] = {}
+    """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`; a zone is entered by one relay
+    alone, which passes versions on inside. Hosts that are not named are one zone together."""
+    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """What a relay passes on to one other, for `auto`: as measured, not the wire's name."""
+    zone_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """What all hosts of a zone together send to other zones, for `auto`; default: as much as one host."""
+    overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 200.0
+    """Fixed time of one chunk on one hop, for `auto`, microseconds."""
     nodes: Count = 3
     """Relay processes, the root included; replicas attach to them in turn, leaves first."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = 2**20

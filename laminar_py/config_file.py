@@ -1,20 +1,28 @@
 """Configs as files: YAML with overrides in, YAML out, and every mistake as one line. Called by the command line.
 
-A config holds no more than `RunConfig` describes; what is wrong raises `ConfigError` before anything starts.
+A file holds no more than its model describes; what is wrong raises `ConfigError` before anything starts.
 """
 
 import json
 import re
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from laminar_py.config import ConfigError, RunConfig
 
+Settings = TypeVar("Settings", bound=BaseModel)
+
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The config in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`."""
+    """The config of a run, see `load_settings`."""
+    return load_settings(RunConfig, path, overrides, help_at="docs/config.md")
+
+
+def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, help_at: str) -> Settings:
+    """The settings in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`."""
     if not path.is_file():
         raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
     try:
@@ -26,15 +34,19 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
         raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
     for override in overrides:
         _apply(tree, override)
-    return parse_config(tree)
+    return _check(kind, tree, help_at=help_at)
 
 
 def parse_config(tree: object) -> RunConfig:
     """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
+    return _check(RunConfig, tree, help_at="docs/config.md")
+
+
+def _check(kind: type[Settings], tree: object, *, help_at: str) -> Settings:
     try:
-        return RunConfig.model_validate_json(json.dumps(tree, default=str))
+        return kind.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(_one_line(error, help_at)) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -66,17 +78,20 @@ def _apply(tree: dict[str, object], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override={override}: {parent} is a value, not a section; check the key")
         node = child
-    node[leaf] = _read_yaml(value)
+    try:
+        node[leaf] = _read_yaml(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"override={override}: its value is not YAML; quote it") from None
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, help_at: str) -> str:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"]) or "config"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return f"{field}={first['input']!r}: unknown key; docs/config.md lists all of them"
+        return f"{field}={first['input']!r}: unknown key; {help_at} lists all of them"
     if first["type"] == "missing":
-        return f"{field}: missing; add it, docs/config.md says what it means"
-    if first["type"] == "value_error":  # our own, which names its fields
+        return f"{field}: missing; add it, {help_at} says what it means"
+    if first["type"] == "value_error" and isinstance(first["input"], dict):  # our own, which names its fields
         return message
-    return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; docs/config.md has its bounds"
+    return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; {help_at} has its bounds"

@@ -166,6 +166,37 @@ class VersionLoaded(Event, frozen=True):
     checksum: str | None = None
 
 
+class Relayed(Event, frozen=True):
+    """A relay holds a verified version, for which `wire_bytes` came; seconds count from its announcement there.
+
+    The root holds what the learner wrote: nothing came, and all is 0.
+    """
+
+    node: str
+    version: int
+    digest: str
+    num_bytes: int
+    wire_bytes: int
+    first_byte_s: float
+    elapsed_s: float
+
+
+class RelayGaveUp(Event, frozen=True):
+    """A relay could not hold a version."""
+
+    node: str
+    version: int
+    reason: str
+
+
+class Reattached(Event, frozen=True):
+    """A relay left the parent at endpoint `old` for the one at `new`; the same, if it has no other."""
+
+    node: str
+    old: str
+    new: str
+
+
 class Stepped(Event, frozen=True):
     """A learner step, committed together with the consumption of its trajectories."""
 
@@ -235,6 +266,9 @@ AnyEvent = (
     | Dropped
     | VersionPublished
     | VersionLoaded
+    | Relayed
+    | RelayGaveUp
+    | Reattached
     | Stepped
     | Checkpointed
     | RolledBack

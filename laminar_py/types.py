@@ -354,7 +354,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A weight version as the learner published it; `stall_s` is how long the learner stood still for it."""
+    """A weight version, complete in the root's store; `stall_s` is how long the learner stood still for it."""
 
     version: int
     digest: str

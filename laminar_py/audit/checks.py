@@ -12,6 +12,7 @@ from laminar_py.events import (
     Consumed,
     Finished,
     PartStarted,
+    Relayed,
     RolledBack,
     RunEnded,
     RunStarted,
@@ -109,6 +110,8 @@ class WeightsCheck:
                 return self._published(event)
             case VersionLoaded():
                 return self._load(event)
+            case Relayed():
+                return self._compare(event.node, "holds", event.version, event.digest)
             case Finished():
                 for version in versions_of(event.spans) - self._digests.keys():
                     message = f"has tokens of version {version}, which was never published"
@@ -136,33 +139,38 @@ class WeightsCheck:
         return [Finding(Law.WEIGHTS, f"version {event.version}", message)] if others else []
 
     def _load(self, event: VersionLoaded) -> list[Finding]:
-        part, found = f"replica-{event.replica}", []
-        published = self._digests.get(event.version)
-        if published is None:
-            message = f"loaded version {event.version}, which was never published"
-            self._wait(event.version, Finding(Law.WEIGHTS, part, message))
-            self._early.setdefault(event.version, set()).add(event.digest)
-        elif published != event.digest:
-            message = f"loaded version {event.version} as {event.digest}, published was {published}"
-            found.append(Finding(Law.WEIGHTS, part, message))
+        part = f"replica-{event.replica}"
+        found = self._compare(part, "loaded", event.version, event.digest)
         before = self._loaded.get(part)
         if before is not None and event.version < before:
             found.append(Finding(Law.VERSIONS, part, f"went back from version {before} to {event.version}"))
         self._loaded[part] = event.version
         return found
 
+    def _compare(self, part: str, did: str, version: int, digest: str) -> list[Finding]:
+        """What a part has of a version is what the learner published."""
+        published = self._digests.get(version)
+        if published is None:
+            message = f"{did} version {version}, which was never published"
+            self._wait(version, Finding(Law.WEIGHTS, part, message))
+            self._early.setdefault(version, set()).add(digest)
+        elif published != digest:
+            message = f"{did} version {version} as {digest}, published was {published}"
+            return [Finding(Law.WEIGHTS, part, message)]
+        return []
+
 
 class ChecksumCheck:
-    """Replicas that verified a version hold the same tensors; they are all of one layout."""
+    """Replicas that verified a version in one layout hold the same tensors."""
 
     def __init__(self) -> None:
-        self._verified: dict[int, VersionLoaded] = {}  # by version: who verified it first
+        self._verified: dict[tuple[int, int], VersionLoaded] = {}  # by version and GPUs: who verified it first
 
     def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
         """Look at loads that were verified."""
         if not isinstance(event, VersionLoaded) or event.checksum is None:
             return []
-        first = self._verified.setdefault(event.version, event)
+        first = self._verified.setdefault((event.version, event.checksum.count("-")), event)
         if first.checksum == event.checksum:
             return []
         held = f"is {first.checksum} in replica-{first.replica} and {event.checksum} in replica-{event.replica}"

@@ -6,7 +6,7 @@ its chunk's arrival or with its version.
 
 from collections import defaultdict
 
-from laminar_py.relay.messages import Announce, Chunk, Downward, Manifest
+from laminar_py.relay.messages import Announce, Downward
 from laminar_py.relay.store import StoredVersion
 from laminar_py.relay.transport import Listener
 
@@ -18,13 +18,19 @@ class Downlink:
         self.listener: Listener | None = None
         self._children: set[bytes] = set()
         self._holds: defaultdict[int, set[bytes]] = defaultdict(set)  # version -> children that want it
-        # (version, file, chunk) -> children it goes to on arrival; bounded by the windows of the children
-        self._promised: defaultdict[tuple[int, int, int], set[bytes]] = defaultdict(set)
+        # (version, file, chunk) -> children it goes to on arrival, with the base that they have; bounded by their
+        # windows
+        self._promised: defaultdict[tuple[int, int, int], dict[bytes, int | None]] = defaultdict(dict)
 
     @property
     def held(self) -> set[int]:
         """Versions that children want, newest or not."""
         return set(self._holds)
+
+    @property
+    def has_children(self) -> bool:
+        """Whether a node takes this one for its parent."""
+        return bool(self._children)
 
     def attach(self, child: bytes) -> None:
         """A child is there; from now on it hears of the newest version."""
@@ -41,25 +47,27 @@ class Downlink:
         if not holders:
             self._holds.pop(version, None)
 
-    def announce(self, manifest: Manifest, *, newest: bool) -> None:
+    def announce(self, stored: StoredVersion, *, newest: bool) -> None:
         """Offer a version to all children if it is the newest, else to those who want it."""
-        self._tell(Announce(manifest), self._children if newest else self._holds.get(manifest.version, set()))
+        holders = self._holds.get(stored.manifest.version, set())
+        self._tell(Announce(stored.manifest, stored.base), self._children if newest else holders)
 
     def refuse(self, version: int, message: Downward, *, newest: bool) -> None:
         """A version will not come: tell the same ones, and hold it no longer."""
         holders = self._holds.pop(version, set())
         self._tell(message, holders | self._children if newest else holders)
 
-    def serve(self, child: bytes, stored: StoredVersion, file: int, index: int) -> None:
-        """Send a chunk now if it is here, else as soon as it is."""
-        if stored.has(file, index):
-            self.send(child, stored.read(file, index))
+    def serve(self, child: bytes, stored: StoredVersion, file: int, index: int, *, base: int | None) -> None:
+        """Send a chunk now if it is ready, else as soon as it is."""
+        if stored.is_ready(file, index, base=base):
+            self.send(child, stored.read(file, index, base=base))
         else:
-            self._promised[stored.manifest.version, file, index].add(child)
+            self._promised[stored.manifest.version, file, index][child] = base
 
-    def forward(self, chunk: Chunk) -> None:
-        """A chunk has arrived: keep the promises."""
-        self._tell(chunk, self._promised.pop((chunk.version, chunk.file, chunk.index), set()))
+    def forward(self, stored: StoredVersion, file: int, index: int) -> None:
+        """A chunk has arrived, or its delta is there: keep the promises."""
+        for child, base in self._promised.pop((stored.manifest.version, file, index), {}).items():
+            self.send(child, stored.read(file, index, base=base))
 
     def forget(self, version: int) -> None:
         """The version is given up here: drop its promises."""

@@ -7,6 +7,9 @@ so a slow node holds back only itself.
 from collections.abc import Callable, Iterator
 from enum import Enum
 
+import msgspec
+
+from laminar_py.relay.delta import DeltaError, apply
 from laminar_py.relay.messages import Chunk, Fetch
 from laminar_py.relay.store import StoredVersion, chunk_checksum
 
@@ -34,11 +37,24 @@ class BrokenVersionError(Exception):
 
 
 class Intake:
-    """One arriving version, e.g. `Intake(store.begin(manifest), window=8, now=time.monotonic)`."""
+    """One arriving version, e.g. `Intake(store.begin(manifest), window=8, now=time.monotonic)`.
 
-    def __init__(self, stored: StoredVersion, *, window: int, now: Callable[[], float]) -> None:
+    With `base`, a complete version of the same layout, chunks may come as deltas against it.
+    """
+
+    def __init__(
+        self,
+        stored: StoredVersion,
+        *,
+        window: int,
+        now: Callable[[], float],
+        base: StoredVersion | None = None,
+    ) -> None:
         self.stored = stored
         self.version = stored.manifest.version
+        self.base = base
+        self.wire_bytes = 0  # of chunks that were right
+        stored.base = None if base is None else base.manifest.version
         self._now = now
         self._began = now()
         self.first_byte_s = 0.0
@@ -76,20 +92,37 @@ class Intake:
                 runs.append([file, index, 1])
             if len(self._asked) == self._window:
                 break
-        return [Fetch(self.version, file, first, count) for file, first, count in runs]
+        return [Fetch(self.version, file, first, count, self.stored.base) for file, first, count in runs]
 
     def accept(self, chunk: Chunk) -> Verdict:
         """Check and store a chunk. Raises `NoRoomError`, or `BrokenVersionError` at the last damaged copy."""
         file, index, stored = chunk.file, chunk.index, self.stored
         if not stored.knows(file, index) or stored.has(file, index):
             return Verdict.USELESS
-        if len(chunk.data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(chunk.data):
+        data = self._content(chunk)
+        if data is None or len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
             self._refuse(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
             return Verdict.DAMAGED
-        stored.write(chunk)
+        stored.write(msgspec.structs.replace(chunk, data=data, base=None))
+        if chunk.base is not None:
+            stored.deltas[file, index] = bytes(chunk.data)  # passed on as it came
+        self.wire_bytes += len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self._asked.discard((file, index))
         return Verdict.WRITTEN
+
+    def _content(self, chunk: Chunk) -> memoryview | None:
+        """The piece itself; None for a delta that makes none."""
+        if chunk.base is None:
+            return chunk.data
+        if self.base is None or chunk.base != self.stored.base:
+            return None
+        data = memoryview(bytearray(self.base.content(chunk.file, chunk.index)))
+        try:
+            apply(chunk.data, data, data)
+        except DeltaError:
+            return None
+        return data
 
     def judge_file(self, file: int, digest: str) -> bool:
         """Whether a file whose chunks are all here is right; if not, it is asked for once more.

@@ -6,9 +6,11 @@ frames with a `type` field, which any MessagePack reader can open.
 A node and its parent:
     attached:   Attach                  -> Announce(newest)          at every connect, also to a revived parent
     fetching:   Announce(v), Fetch(v)*  -> Chunk*                    Fetch grants credits; the parent sends chunks
-                                                                     as it gets them itself (cut-through)
+                                                                     as it gets them itself (cut-through), as
+                                                                     deltas to a base that the child says it has
     complete:   Done(v)                                              verified here, or not needed here any more
-    overtaken:  Announce(v') with v' > v                             v is abandoned unless somebody wants it
+    overtaken:  Announce(v') with v' > v                             v is abandoned unless somebody wants it, or
+                                                                     v itself overtook another
     wanting:    Want(v)                 -> Announce(v) | Lost(v)     a pull of an older version, asked on upwards
     failed:     Failed(v)                                            the parent cannot have v: try the next parent
 A subscriber and its node:
@@ -18,7 +20,7 @@ The publisher and the root:
     Written(v)                                                       v is complete in the folder they share
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -40,6 +42,7 @@ class FileEntry(msgspec.Struct, frozen=True):
     name: FileName
     size: Positive  # bytes
     digest: str  # BLAKE3 of its content, 64 hex digits
+    width: Literal[2, 4] = 4  # bytes of an element, for deltas
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -58,6 +61,11 @@ class Manifest(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         """All files together."""
         return sum(entry.size for entry in self.files)
+
+    def fits(self, base: "Manifest") -> bool:
+        """Whether its chunks can be deltas against those of `base`: the same files of the same sizes."""
+        layout, other = ([(entry.name, entry.size) for entry in m.files] for m in (self, base))
+        return layout == other and self.chunk_bytes == base.chunk_bytes
 
     def num_chunks(self, file: int) -> int:
         """Chunks of one file; the last may be shorter."""
@@ -91,6 +99,7 @@ class Fetch(Upward, frozen=True):
     file: Index  # place in `Manifest.files`
     first_chunk: Index
     credits: Positive
+    base: Version | None = None  # which the node below has: deltas against it will do
 
 
 class Done(Upward, frozen=True):
@@ -123,6 +132,7 @@ class Announce(Downward, frozen=True):
     """A version that may be fetched from here, though perhaps not all of it is here yet."""
 
     manifest: Manifest
+    base: Version | None = None  # there are deltas against this version
 
 
 class Chunk(Downward, frozen=True):
@@ -131,8 +141,9 @@ class Chunk(Downward, frozen=True):
     version: Version
     file: Index
     index: Index
-    checksum: bytes  # [CHECKSUM_BYTES] head of the BLAKE3 of `data`
-    data: memoryview  # [Manifest.chunk_bytes], the last of a file may be shorter
+    checksum: bytes  # [CHECKSUM_BYTES] head of the BLAKE3 of the piece itself, also where `data` is a delta
+    data: memoryview  # [Manifest.chunk_bytes], the last of a file may be shorter; or a delta
+    base: Version | None = None  # that `data` is a delta against
 
 
 class Lost(Downward, frozen=True):
@@ -175,18 +186,19 @@ ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Written
 ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Pulled | Refused
 
 
-class VersionComplete(msgspec.Struct, frozen=True):
-    """Report: a node holds a verified version. Seconds count from its announcement; both 0 at the root."""
+class VersionComplete(msgspec.Struct, frozen=True, tag=True):
+    """Report: a node holds a verified version. Seconds count from its announcement; all 0 at the root."""
 
     node: str
     version: int
     digest: str
     num_bytes: int
+    wire_bytes: int  # that came for it
     first_byte_s: float
     elapsed_s: float
 
 
-class VersionFailed(msgspec.Struct, frozen=True):
+class VersionFailed(msgspec.Struct, frozen=True, tag=True):
     """Report: a node gave a version up; the reason names the setting to change where there is one."""
 
     node: str
@@ -194,7 +206,7 @@ class VersionFailed(msgspec.Struct, frozen=True):
     reason: str
 
 
-class ParentLost(msgspec.Struct, frozen=True):
+class ParentLost(msgspec.Struct, frozen=True, tag=True):
     """Report: a node left the parent at endpoint `old` and turns to `new` (the same if it has no other)."""
 
     node: str

@@ -14,6 +14,7 @@ from pathlib import Path
 from laminar_py.relay import messages as m
 from laminar_py.relay.desk import Desk
 from laminar_py.relay.downlink import Downlink
+from laminar_py.relay.encoder import Encoder
 from laminar_py.relay.intake import BrokenVersionError, Intake, Verdict, window_of
 from laminar_py.relay.store import NoRoomError, Store, StoredVersion, file_digest, version_digest
 from laminar_py.relay.transport import Listener, RelayKeys, Wire
@@ -34,7 +35,7 @@ class RelayNode:
         name: str,
         *,
         store: Path,
-        keys: RelayKeys,
+        keys: RelayKeys | None,
         parents: Sequence[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
@@ -60,10 +61,13 @@ class RelayNode:
             greet=self._greet,
             handle=self._on_parent,
         )
-        self._store = Store(store, keep_versions=keep_versions)
+        self._store = Store(store, keep_versions=keep_versions, spares=not parents)
         self._downlink = Downlink()
+        self._encoder = Encoder(self._downlink.forward)
         self._desk = Desk(self._store, self._downlink.send)
         self._intakes: dict[int, Intake] = {}  # by version
+        self._overtook: int | None = None  # version that arrives in place of one that was abandoned for it
+        self._next: m.Announce | None = None  # the newest that came while such a one arrives
         self._failure: m.Failed | None = None  # of the newest version, for children that come later
         self._running = False
         self._closing = asyncio.Event()
@@ -147,7 +151,7 @@ class RelayNode:
         self._downlink.attach(child)
         newest = self._find(self._newest)
         if newest is not None:
-            self._downlink.send(child, m.Announce(newest.manifest))
+            self._downlink.send(child, m.Announce(newest.manifest, newest.base))
         if self._failure and self._failure.version > self._newest:
             self._downlink.send(child, self._failure)
 
@@ -158,13 +162,13 @@ class RelayNode:
         for index in range(fetch.first_chunk, fetch.first_chunk + fetch.credits):
             if not stored.knows(fetch.file, index):
                 break
-            self._downlink.serve(child, stored, fetch.file, index)
+            self._downlink.serve(child, stored, fetch.file, index, base=fetch.base)
 
     def _on_want(self, child: bytes, version: int) -> None:
         self._downlink.hold(child, version)
         stored = self._find(version)
         if stored is not None:
-            self._downlink.send(child, m.Announce(stored.manifest))
+            self._downlink.send(child, m.Announce(stored.manifest, stored.base))
         self._locate(version)
 
     def _locate(self, version: int) -> None:
@@ -179,8 +183,11 @@ class RelayNode:
     def _discover(self) -> None:
         for stored in self._store.discover():
             newest = stored.manifest.version == self._newest
-            self._downlink.announce(stored.manifest, newest=newest)
-            self._now_complete(stored.manifest, first_byte_s=0, elapsed_s=0)
+            if newest and self._downlink.has_children:
+                others = [one for one in self._store.complete.values() if one is not stored]
+                self._encoder.start(stored, others, self._group)
+            self._downlink.announce(stored, newest=newest)
+            self._now_complete(stored.manifest)
 
     # Above: the parent.
 
@@ -194,8 +201,8 @@ class RelayNode:
         match message:
             case m.Chunk():
                 self._on_chunk(message)
-            case m.Announce(manifest):
-                self._on_announce(manifest)
+            case m.Announce():
+                self._on_announce(message)
             case m.Lost(version):
                 self._on_lost(version)
             case m.Failed(version) if self._needs(version):
@@ -204,29 +211,42 @@ class RelayNode:
                 self._fail(version, message.reason)
         return True
 
-    def _on_announce(self, manifest: m.Manifest) -> None:
-        version = manifest.version
+    def _on_announce(self, announce: m.Announce) -> None:
+        version = announce.manifest.version
         if version in self._intakes:
             self._intakes[version].restart()
             self._ask(self._intakes[version])
+        elif self._overtook in self._intakes and version > self._newest and not self._wanted(version):
+            self._next = announce  # one of two versions comes to its end, however fast they are published
         elif self._needs(version):
             try:
-                self._begin(manifest)
+                self._begin(announce)
             except (NoRoomError, BrokenVersionError) as error:
                 self._fail(version, str(error))
         else:
             self._uplink.tell(m.Done(version))  # whoever wanted it here has gone
 
-    def _begin(self, manifest: m.Manifest) -> None:
+    def _begin(self, announce: m.Announce) -> None:
+        manifest = announce.manifest
         self._check(manifest)
         if manifest.version > self._newest:  # latest wins
             for overtaken in [old for old in self._intakes if not self._wanted(old)]:
                 self._drop(overtaken)
+                self._overtook = manifest.version
+        base = None if announce.base is None else self._store.complete.get(announce.base)
+        if base is not None and not manifest.fits(base.manifest):
+            base = None
         stored = self._store.begin(manifest)
-        intake = Intake(stored, window=window_of(manifest.chunk_bytes), now=self._now)
+        intake = Intake(stored, window=window_of(manifest.chunk_bytes), now=self._now, base=base)
         self._intakes[manifest.version] = intake
-        self._downlink.announce(manifest, newest=manifest.version == self._newest)
+        self._downlink.announce(stored, newest=manifest.version == self._newest)
         self._ask(intake)
+
+    def _begin_next(self) -> None:
+        """What was announced while a version arrived that must not be abandoned."""
+        announce, self._next = self._next, None
+        if announce is not None:
+            self._on_announce(announce)
 
     def _check(self, manifest: m.Manifest) -> None:
         if manifest.digest != version_digest(manifest.files):
@@ -253,7 +273,7 @@ class RelayNode:
         if verdict is Verdict.DAMAGED:
             self._uplink.tell(m.Fetch(chunk.version, chunk.file, chunk.index, 1))
         elif verdict is Verdict.WRITTEN:
-            self._downlink.forward(chunk)
+            self._downlink.forward(intake.stored, chunk.file, chunk.index)
             if intake.stored.has_file(chunk.file):
                 self._group.create_task(self._verify(intake, chunk.file), name=f"{self.name}-verify")
             self._ask(intake)
@@ -279,7 +299,8 @@ class RelayNode:
         self._uplink.tell(m.Done(intake.version))
         self._store.commit(intake.stored)
         del self._intakes[intake.version]
-        self._now_complete(intake.stored.manifest, first_byte_s=intake.first_byte_s, elapsed_s=intake.elapsed_s)
+        self._now_complete(intake.stored.manifest, intake)
+        self._begin_next()
 
     # What becomes of versions.
 
@@ -301,12 +322,21 @@ class RelayNode:
             return False
         return version in self._intakes or version > self._newest or self._wanted(version)
 
-    def _now_complete(self, manifest: m.Manifest, *, first_byte_s: float, elapsed_s: float) -> None:
+    def _now_complete(self, manifest: m.Manifest, intake: Intake | None = None) -> None:
         self._emit(
             m.VersionComplete(
-                self.name, manifest.version, manifest.digest, manifest.num_bytes, first_byte_s, elapsed_s
+                self.name,
+                manifest.version,
+                manifest.digest,
+                manifest.num_bytes,
+                wire_bytes=intake.wire_bytes if intake else 0,
+                first_byte_s=intake.first_byte_s if intake else 0.0,
+                elapsed_s=intake.elapsed_s if intake else 0.0,
             )
         )
+        for version, stored in self._store.complete.items():
+            if version < self._newest and stored.base is not None:
+                self._encoder.forget(stored)
         self._desk.completed(manifest.version)
         self._retire_surplus()
 
@@ -328,6 +358,7 @@ class RelayNode:
             self._failure = failed
         self._desk.failed(failed)
         self._emit(m.VersionFailed(self.name, version, reason))
+        self._begin_next()
 
     def _drop(self, version: int) -> None:
         stored = self._intakes.pop(version).stored
@@ -335,7 +366,10 @@ class RelayNode:
         self._delete(stored)
 
     def _retire_surplus(self) -> None:
-        for stored in self._store.surplus(self._downlink.held):
+        under_way = [intake.stored for intake in self._intakes.values()]
+        encoding = [stored for stored in self._store.complete.values() if stored.unencoded]
+        bases = {stored.base for stored in (*under_way, *encoding)}
+        for stored in self._store.surplus(self._downlink.held | {base for base in bases if base is not None}):
             self._delete(stored)
 
     def _delete(self, stored: StoredVersion) -> None:

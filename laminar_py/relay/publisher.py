@@ -1,17 +1,19 @@
 """The learner's end of the relay: writes a version into the root's store and tells the root. Synchronous.
 
-Called from the learner's process, which has no event loop. Invariant: a version's folder appears by rename,
-complete and with its digests; whether the root lives makes no difference to the learner.
+Called from the learner's process, which has no event loop. The learner stands still for the copy alone, into pages
+that an older version no longer needs. Invariant: a version's folder appears by rename, complete and with its
+digests; whether the root lives makes no difference to the learner.
 """
 
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from io import FileIO
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -21,6 +23,7 @@ from laminar_py.relay.store import (
     complete_versions,
     file_digest,
     folder_name,
+    take_spare,
     version_digest,
     write_manifest,
     writing,
@@ -32,6 +35,8 @@ from laminar_py.types import Published
 # It holds about a thousand tensors; a shard that has more is closed. Data starts on a page boundary.
 HEADER_BYTES = 128 * 2**10
 SHARD_BYTES = 2 * 2**30
+WRITE_BYTES = 2**20
+SEALS_KEPT = 8  # versions that `sealed` knows
 
 _DTYPES = {
     torch.float64: "F64",
@@ -64,9 +69,9 @@ def _entry(tensor: torch.Tensor, begin: int, name: str) -> _Entry:
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
-    """One write call takes 2 GiB at most. Unbuffered, so that a full file system shows here and not at close."""
+    """In pieces that the processor's cache holds; unbuffered, so that a full file system shows here."""
     while data:
-        data = data[file.write(data) :]
+        data = data[file.write(data[:WRITE_BYTES]) :]
 
 
 class _Shard:
@@ -94,11 +99,18 @@ class _Shard:
         self._header[name] = _entry(tensor, self.num_bytes, name)
         self.num_bytes += tensor.nbytes
 
+    @property
+    def width(self) -> Literal[2, 4]:
+        """Bytes of an element, for deltas: of most of its bytes."""
+        halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
+        return 2 if 2 * sum(end - begin for begin, end in halves) >= self.num_bytes else 4
+
     def finish(self) -> None:
         """Write the header into its room, padded with spaces as the format allows."""
         room = HEADER_BYTES - 8
         header = msgspec.json.encode(self._header)
         assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
+        self._file.truncate(HEADER_BYTES + self.num_bytes)  # of a longer one that was here before
         self._file.seek(0)
         _write_all(self._file, memoryview(room.to_bytes(8, "little") + header.ljust(room)))
 
@@ -116,7 +128,7 @@ class Publisher:
         self,
         store: Path,
         root_endpoint: str,
-        keys: RelayKeys,
+        keys: RelayKeys | None,
         *,
         chunk_bytes: int = 4 * 2**20,
         shard_bytes: int = SHARD_BYTES,
@@ -132,51 +144,66 @@ class Publisher:
             shutil.rmtree(unfinished)
         self._highest = max(complete_versions(store), default=-1)
         self._notifier = Notifier(root_endpoint, keys, heartbeat_s=heartbeat_s)
+        self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
+        self._sealing: dict[int, Future[Published]] = {}  # by version, the last few
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        """Write a version and tell the root; returns when the tensors may change again.
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
+        """Copy a version out of the learner's memory. Returns how many seconds that took; the tensors may change.
 
-        `tensors` is read once, one tensor at a time. Raises `ValueError` if the number was used before, and
+        `tensors` is read once, one tensor at a time. Digests, and the word to the root, follow in a thread, which
+        `sealed` waits for, and the next `publish`. Raises `ValueError` if the number was used before, and
         `NoRoomError` if the store's file system is too small; nothing of the version is left then.
         """
         if version <= self._highest:
             raise ValueError(f"version {version} is not above {self._highest}, the highest published; number on")
         began = time.monotonic()
+        for unfinished in self._sealing.values():
+            unfinished.result()
         folder = self._store / f"{folder_name(version)}.new"
         with ExitStack() as undo:
-            folder.mkdir(mode=0o700)
+            take_spare(self._store, folder)
             undo.callback(shutil.rmtree, folder)
-            files = self._write_files(folder, version, tensors)
+            shards = list(self._write_shards(folder, version, tensors))
+            if not shards:
+                raise ValueError(f"version {version} has no tensors; publish at least one")
+            for stale in {path.name for path in folder.iterdir()} - {shard.path.name for shard in shards}:
+                (folder / stale).unlink()
+            undo.pop_all()
+        self._highest = version
+        stall_s = time.monotonic() - began
+        self._sealing[version] = self._sealer.submit(self._seal, folder, version, shards, stall_s)
+        for old in sorted(self._sealing)[:-SEALS_KEPT]:
+            del self._sealing[old]
+        return stall_s
+
+    def sealed(self, version: int) -> Published:
+        """One of the last versions, once it is complete and the root was told. Raises `NoRoomError`."""
+        return self._sealing[version].result()
+
+    def close(self, *, linger_s: float = 1.0) -> None:
+        """End the connection to the root, after at most `linger_s` for it to hear of the last version."""
+        self._sealer.shutdown()
+        self._notifier.close(linger_s=linger_s)
+
+    def _seal(self, folder: Path, version: int, shards: list[_Shard], stall_s: float) -> Published:
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, folder)
+            files = tuple(
+                FileEntry(shard.path.name, shard.path.stat().st_size, file_digest(shard.path), shard.width)
+                for shard in shards
+            )
             manifest = Manifest(version, version_digest(files), self._chunk_bytes, files)
             with writing(self._store, version, manifest.num_bytes):
                 write_manifest(folder, manifest)
             undo.pop_all()
         folder.rename(self._store / folder_name(version))
-        self._highest = version
         self._notifier.send(Written(version))
-        return Published(version, manifest.digest, manifest.num_bytes, time.monotonic() - began)
-
-    def close(self, *, linger_s: float = 1.0) -> None:
-        """End the connection to the root, after at most `linger_s` for it to hear of the last version."""
-        self._notifier.close(linger_s=linger_s)
-
-    def _write_files(
-        self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> tuple[FileEntry, ...]:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest") as pool:
-            # A shard is digested while the next one is written.
-            digests = [
-                (path, pool.submit(file_digest, path)) for path in self._write_shards(folder, version, tensors)
-            ]
-            files = tuple(FileEntry(path.name, path.stat().st_size, digest.result()) for path, digest in digests)
-        if not files:
-            raise ValueError(f"version {version} has no tensors; publish at least one")
-        return files
+        return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
     def _write_shards(
         self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[Path]:
-        """Paths of finished safetensors files."""
+    ) -> Iterator[_Shard]:
+        """Finished safetensors files."""
         names: set[str] = set()
         left = iter(tensors)
         item = next(left, None)
@@ -185,7 +212,7 @@ class Publisher:
             if item is None:
                 return
             path = folder / f"model-{number:05}.safetensors"
-            with path.open("wb", buffering=0) as file:
+            with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
                 shard = _Shard(path, file)
                 while item is not None and shard.takes(*item, shard_bytes=self._shard_bytes):
                     name, tensor = item
@@ -198,4 +225,4 @@ class Publisher:
                     item = next(left, None)
                 with writing(self._store, version, total):
                     shard.finish()
-            yield path
+            yield shard

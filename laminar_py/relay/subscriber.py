@@ -23,7 +23,7 @@ class Subscriber:
     `name` holds the pin: a revived replica of the same name finds the version it pulled last still held.
     """
 
-    def __init__(self, endpoint: str, name: str, keys: RelayKeys, *, heartbeat_s: float = 5.0) -> None:
+    def __init__(self, endpoint: str, name: str, keys: RelayKeys | None, *, heartbeat_s: float = 5.0) -> None:
         self.name = name
         self._wire = Wire(keys, heartbeat_s=heartbeat_s)
         self._uplink = Uplink(

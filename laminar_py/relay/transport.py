@@ -2,7 +2,8 @@
 
 Used by node, subscriber and publisher. Invariant: every socket speaks CURVE with the run's one keypair, refuses
 all other keys, bounds a frame before memory for it is allocated, and never lingers when closed (but for the
-publisher's last word). Sends never wait: what has nowhere to go is dropped, and states are sent anew on connect.
+publisher's last word). Without keys, which benchmarks compare with, a node listens on loopback or `ipc://` alone.
+Sends never wait: what has nowhere to go is dropped, and states are sent anew on connect.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from laminar_py.relay.messages import Downward, ToChild, ToParent, Upward
 
 log = logging.getLogger(__name__)
 
+IPC = "ipc://"
 CONTROL_BYTES = 2**20  # bound of records without weights; the largest is a manifest, 150 bytes a file
 
 Received = TypeVar("Received")
@@ -64,17 +66,18 @@ class _OneKey:
 
 def _configure(
     socket: "zmq.Socket[bytes] | zmq.asyncio.Socket",
-    keys: RelayKeys,
+    keys: RelayKeys | None,
     *,
     server: bool,
     max_frame_bytes: int,
     heartbeat_s: float,
 ) -> None:
-    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
-    if server:
-        socket.curve_server = True
-    else:
-        socket.curve_serverkey = keys.public.encode()
+    if keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        if server:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = keys.public.encode()
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.MAXMSGSIZE, max_frame_bytes)
     # No high-water mark: credits bound what is on its way to a child, and all else is a few small records.
@@ -183,15 +186,20 @@ class Link:
 class Wire:
     """All sockets of one asyncio party. A peer that is silent for `heartbeat_s` is taken for gone."""
 
-    def __init__(self, keys: RelayKeys, *, heartbeat_s: float) -> None:
+    def __init__(self, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
         self._keys = keys
         self._heartbeat_s = heartbeat_s
         self._context = zmq.asyncio.Context()
         self._authenticator: AsyncioAuthenticator | None = None
 
     def listen(self, host: str, port: int) -> Listener:
-        """A listener on `host:port`, port 0 for a free one. Raises `ValueError` if that cannot be had."""
-        if self._authenticator is None:
+        """A listener on `host:port`, port 0 for a free one, or on a host that is an `ipc://` address.
+
+        Raises `ValueError` if that cannot be had.
+        """
+        if self._keys is None and not is_local(host):
+            raise ValueError(f"relay.host={host}: without keys a node listens on 127.0.0.1 only; give it keys")
+        if self._authenticator is None and self._keys is not None:
             # Without it libzmq would encrypt, but let in every key.
             self._authenticator = AsyncioAuthenticator(self._context)
             self._authenticator.start()
@@ -199,7 +207,7 @@ class Wire:
         socket = self._socket(zmq.ROUTER, server=True, max_frame_bytes=CONTROL_BYTES)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a lost connection is an error, not a silent drop
         try:
-            socket.bind(f"tcp://{host}:{port or '*'}")
+            socket.bind(host if host.startswith(IPC) else f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             socket.close()
             raise _bind_error(host, port, error) from error
@@ -228,7 +236,7 @@ class Wire:
 class Notifier:
     """The publisher's socket, for a process without an event loop. `send` queues while the root is away."""
 
-    def __init__(self, endpoint: str, keys: RelayKeys, *, heartbeat_s: float) -> None:
+    def __init__(self, endpoint: str, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket, keys, server=False, max_frame_bytes=CONTROL_BYTES, heartbeat_s=heartbeat_s)
@@ -242,6 +250,11 @@ class Notifier:
         """End the connection; waits up to `linger_s` for the last record to leave."""
         self._socket.close(linger=int(linger_s * 1000))
         self._context.term()
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return host == "localhost" or host.startswith((IPC, "127."))
 
 
 def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ValueError:

@@ -14,11 +14,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.codec import decode, encode
 from laminar_py.config import Device, EngineKind, OnNewWeights, RunConfig
+from laminar_py.relay.messages import RelayEvent
 from laminar_py.runtime.placement import Place
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.runtime.specs import (
     LearnerProgress,
     LearnerSpec,
+    RelayNews,
     RelaySpec,
     ReplicaSpec,
     ScorerSpec,
@@ -58,6 +60,7 @@ class RelayActor:
         spec = decode(RelaySpec, data)
         _log_to(spec.run_dir, f"relay-{spec.node}")
         relay = RunConfig.model_validate_json(spec.config).relay
+        self._news: list[RelayEvent] = []
         self._node = RelayNode(
             f"relay-{spec.node}",
             store=Path(spec.store),
@@ -67,16 +70,19 @@ class RelayActor:
             parents=list(spec.parents),
             chunk_bytes=relay.chunk_bytes,
             keep_versions=relay.keep_versions,
+            emit=self._news.append,
         )
         await self._node.start()
         self._task = asyncio.create_task(self._node.run(), name="relay")
         return self._node.endpoint
 
-    async def ping(self) -> int:
-        """Its process id; raises what ended the node, if anything did."""
+    async def ping(self) -> bytes:
+        """Its `RelayNews`; raises what ended the node, if anything did."""
         if self._task.done():
             self._task.result()
-        return os.getpid()
+        news = RelayNews(os.getpid(), list(self._news))
+        self._news.clear()
+        return encode(news)
 
 
 class ReplicaActor:
@@ -145,7 +151,7 @@ class ReplicaActor:
 
 
 class LearnerActor:
-    """One rank of the learner. Its calls run on two threads, so that progress can be asked for during a start."""
+    """One rank of the learner. Calls run on threads: progress and seals can be asked for beside a step."""
 
     def __init__(self) -> None:
         self._progress = LearnerProgress("loading", 0, 1, 0.0)
@@ -175,9 +181,13 @@ class LearnerActor:
         """One optimizer step and its publication; `StepOutcome`."""
         return encode(self._part.step(decode(StepRequest, data)))
 
-    def publish(self, version: int) -> bytes:
-        """Publish the weights as they are; `Published`."""
-        return encode(self._part.publish(version))
+    def publish(self, version: int) -> float:
+        """Publish the weights as they are; seconds that the learner stood still."""
+        return self._part.publish(version)
+
+    def sealed(self, version: int) -> bytes:
+        """`Published`, once that version is complete."""
+        return encode(self._part.sealed(version))
 
     def save(self, path: str) -> None:
         """Checkpoint into a folder."""

@@ -74,7 +74,12 @@ class Controller:
         self._supervisor = Supervisor(record=self._ledger.append, max_restarts=config.supervisor.max_restarts)
         self._flow = self._make_flow(clock)
         self._relays = Relays(
-            config, run_dir=run.path, shm=self._shm, supervisor=self._supervisor, placement=placement
+            config,
+            run_dir=run.path,
+            shm=self._shm,
+            supervisor=self._supervisor,
+            placement=placement,
+            record=self._ledger.append,
         )
         self._learner = LearnerLink(
             config, run_dir=run.path, relays=self._relays, show=view.progress, placement=placement
@@ -255,6 +260,7 @@ class Controller:
 
     async def _hold(self, version: int) -> None:
         """Pull a version from the root under a name of its own, so that the root keeps it."""
+        await self._trainer.recorded()  # it may still be on its way there
         subscriber = Subscriber(self._relays.root, f"evaluation-{version}", self._relays.keys)
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:

@@ -46,7 +46,7 @@ class LearnerLink:
         """Start the processes where there is room now; `start` starts what runs in them."""
         self._placement.refresh()
         self._parts = [
-            Part(f"learner-{rank}", LearnerActor, concurrency=2, timeout_s=START_S, place=place)
+            Part(f"learner-{rank}", LearnerActor, concurrency=3, timeout_s=START_S, place=place)
             for rank, place in enumerate(self._placement.plan.learner)
         ]
 
@@ -94,10 +94,15 @@ class LearnerLink:
         requests = [encode(StepRequest(batches, version)) for batches in microbatches]
         return decode(StepOutcome, (await self._all("step", requests))[0])
 
-    async def publish(self, version: int) -> Published:
+    async def publish(self, version: int) -> None:
         """Publish the weights as they are. Raises PartDiedError."""
-        answers = await self._all("publish", [version] * len(self._parts))
-        return decode(Published, answers[0])
+        await self._together("publish", [version] * len(self._parts))
+
+    async def sealed(self, version: int) -> Published:
+        """A version that is being published, once it is complete. Raises PartDiedError."""
+        answer = await self._parts[0].call("sealed", version, timeout_s=math.inf)
+        assert isinstance(answer, bytes)
+        return decode(Published, answer)
 
     async def save(self, path: Path) -> None:
         """Checkpoint into `path`. Raises PartDiedError."""

@@ -70,16 +70,22 @@ class LearnerPart:
     def step(self, request: StepRequest) -> StepOutcome:
         """One optimizer step, then the new weights as the version asked for, if any."""
         metrics = self._learner.step(request.microbatches)
-        return StepOutcome(metrics, None if request.version is None else self.publish(request.version))
+        stall_s = 0.0 if request.version is None else self.publish(request.version)
+        return StepOutcome(metrics, request.version, stall_s)
 
-    def publish(self, version: int) -> Published:
-        """Rank 0 writes the version; the others take part in gathering each tensor."""
+    def publish(self, version: int) -> float:
+        """Rank 0 writes the version, the others take part in gathering each tensor; seconds that it took."""
         tensors: Iterable[tuple[str, torch.Tensor]] = self._learner.named_tensors(dtype=self._dtype)
         if self._publisher is not None:
             return self._publisher.publish(version, tensors)
         for _ in tensors:
             continue
-        return Published(version, "", 0, 0.0)
+        return 0.0
+
+    def sealed(self, version: int) -> Published:
+        """That version, once it is complete; asked of rank 0 alone."""
+        assert self._publisher is not None, "rank 0 publishes"
+        return self._publisher.sealed(version)
 
     def save(self, path: Path) -> None:
         """Checkpoint."""

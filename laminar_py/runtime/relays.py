@@ -7,22 +7,27 @@ and if that was the root's, all others start anew below the new one.
 
 import asyncio
 import contextlib
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from ray.exceptions import RayError
 
 from laminar_py.codec import decode, encode
-from laminar_py.config import RunConfig
+from laminar_py.config import RelayConfig, RunConfig
+from laminar_py.events import AnyEvent, Reattached, Relayed, RelayGaveUp
 from laminar_py.relay import topology
-from laminar_py.relay.messages import Manifest
+from laminar_py.relay.cost import Links, Payload, settle
+from laminar_py.relay.messages import Manifest, ParentLost, RelayEvent, VersionComplete, VersionFailed
 from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.runtime.actors import RelayActor
 from laminar_py.runtime.cluster import Part, on_node
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.placement import Place, Placement
-from laminar_py.runtime.specs import RelaySpec
+from laminar_py.runtime.preflight import weights_bytes
+from laminar_py.runtime.specs import RelayNews, RelaySpec
 from laminar_py.runtime.supervisor import Supervisor
 
 PING_S = 1.0
@@ -39,6 +44,7 @@ class Relays:
         shm: Path,
         supervisor: Supervisor,
         placement: Placement,
+        record: Callable[[AnyEvent], None],
     ) -> None:
         self.keys = RelayKeys.generate()
         self._placement = placement
@@ -46,6 +52,7 @@ class Relays:
         self._run_dir = run_dir
         self._shm = shm
         self._supervisor = supervisor
+        self._record = record
         self._parts: dict[int, Part] = {}
         self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
         self._endpoints: dict[int, str] = {}
@@ -53,12 +60,25 @@ class Relays:
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up or is given up
         self._kept: set[int] = set()
         self._keepers: asyncio.TaskGroup | None = None
+        self._shape = settle(
+            config.relay.topology,
+            fanout=config.relay.fanout,
+            zones=self._zones,
+            payload=Payload(weights_bytes(config.model.path)),
+            links=links_of(config.relay),
+        ).shape
 
     @property
     def tree(self) -> topology.Topology:
-        """Shape of the tree now. A longer one has the same parents in front."""
-        relay = self._config.relay
-        return topology.build(relay.topology, num_nodes=len(self._placement.plan.relays), fanout=relay.fanout)
+        """The tree now. Its shape is settled once, so that nodes which come later keep to the others' order."""
+        return topology.grow(self._shape, self._zones)
+
+    @property
+    def _zones(self) -> list[str]:
+        """[N] label of each node's host."""
+        labels, placement = self._config.relay.zones, self._placement
+        hosts = [host or self._hosts.get(node) for node, host in enumerate(placement.plan.relays)]
+        return [labels.get(placement.ip(host), "") if host else "" for host in hosts]
 
     def store(self, node: int) -> Path:
         """Where a node keeps version folders, on its host."""
@@ -90,7 +110,7 @@ class Relays:
         for node, host in enumerate(self._placement.plan.relays):
             assert host is not None, "a first plan has no gaps"
             self._parts[node] = self._spawn(node, host)
-        for node in list(self._parts):
+        for node in self.tree.downward:
             await self._bring_up(node)
 
     async def keep(self) -> None:
@@ -120,12 +140,21 @@ class Relays:
         """Until its host has died and no replica needs it any more."""
         while await self._bring_up(node):
             try:
-                await self._parts[node].call("ping")
+                await self._ask(node)
                 await asyncio.sleep(PING_S)
             except PartDiedError as error:
                 self._lost(node, error)
         self._kept.discard(node)
         self._notify()
+
+    async def _ask(self, node: int) -> int:
+        """Record a node's news; its process id. Raises PartDiedError."""
+        answer = await self._parts[node].call("ping")
+        assert isinstance(answer, bytes)
+        news = decode(RelayNews, answer)
+        for event in news.events:
+            self._record(on_record(event))
+        return news.pid
 
     async def _bring_up(self, node: int) -> bool:
         """Have it up where the plan says, however often it dies over that; False if it has no place there."""
@@ -176,8 +205,7 @@ class Relays:
         assert isinstance(endpoint, str)
         moved = self._hosts.get(node, host) != host
         self._endpoints[node], self._hosts[node] = endpoint, host
-        pid = await part.call("ping")
-        assert isinstance(pid, int)
+        pid = await self._ask(node)
         self._up.add(node)
         self._supervisor.started(part.name, pid)
         self._notify()
@@ -201,6 +229,23 @@ class Relays:
             return int(self._endpoints[node].rpartition(":")[2])
         base = self._config.relay.base_port
         return 0 if base is None else base + node
+
+
+def links_of(relay: RelayConfig) -> Links:
+    """The network as the config describes it, in bytes and seconds."""
+    between = math.inf if relay.zone_gbit_per_s is None else relay.zone_gbit_per_s * 1e9 / 8
+    return Links(relay.link_gbit_per_s * 1e9 / 8, relay.overhead_us * 1e-6, between)
+
+
+def on_record(event: RelayEvent) -> AnyEvent:
+    """A node's report as the ledger has it."""
+    match event:
+        case VersionComplete():
+            return Relayed(**msgspec.structs.asdict(event))
+        case VersionFailed():
+            return RelayGaveUp(**msgspec.structs.asdict(event))
+        case ParentLost():
+            return Reattached(**msgspec.structs.asdict(event))
 
 
 def stored_manifests(store: str) -> bytes:

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from laminar_py.types import Assignment, MicroBatch, Published, StepMetrics
+from laminar_py.relay.messages import RelayEvent
+from laminar_py.types import Assignment, MicroBatch, StepMetrics
 
 
 class RelaySpec(msgspec.Struct, frozen=True):
@@ -16,6 +17,13 @@ class RelaySpec(msgspec.Struct, frozen=True):
     parents: tuple[str, ...]  # endpoints; empty for the root
     public_key: str
     secret_key: str
+
+
+class RelayNews(msgspec.Struct, frozen=True):
+    """What a relay node tells when it is asked: its process, and all that happened since it was asked last."""
+
+    pid: int
+    events: list[RelayEvent]
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
@@ -75,7 +83,8 @@ class StepOutcome(msgspec.Struct, frozen=True):
     """What the step did."""
 
     metrics: StepMetrics
-    published: Published | None
+    version: int | None  # as which the new weights are being published
+    stall_s: float  # that the learner stood still for it
 
 
 class ScorerSpec(msgspec.Struct, frozen=True):

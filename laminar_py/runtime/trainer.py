@@ -72,6 +72,7 @@ class Trainer:
         self._next_version = recovered.highest_version + 1 if recovered else 0
         self._attention_share = 0.0
         self._checkpoints = 0
+        self._recording: asyncio.Task[None] | None = None  # of the newest version, after those before it
 
     @property
     def moment(self) -> Moment:
@@ -145,7 +146,6 @@ class Trainer:
 
     async def _commit(self, batch: Batch, outcome: StepOutcome | None) -> None:
         self.step += 1
-        published = outcome.published if outcome else None
         row = self._stats.row(
             step=self.step,
             version=batch.version,
@@ -153,7 +153,7 @@ class Trainer:
             metrics=outcome.metrics if outcome else None,
             generated_tokens=self._flow.generated_tokens,
             versions_alive=self._flow.book.versions_alive(),
-            stall_s=published.stall_s if published else 0.0,
+            stall_s=outcome.stall_s if outcome else 0.0,
         )
         self._flow.consumption.commit(batch, self.step)
         tokens = sum(len(trajectory.response_ids) for trajectory in batch.trajectories)
@@ -169,21 +169,42 @@ class Trainer:
                 row.learner_s,
             )
         )
-        if published is not None:
-            self._published(published, parent=batch.version)
+        if outcome is not None and outcome.version is not None:
+            self._publishing(outcome.version, parent=batch.version)
         # One transaction, since nothing was awaited in between; the next step need not wait for the disk.
         with self._run.metrics.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         self._show(row)
         await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
 
-    def _published(self, published: Published, *, parent: int | None) -> None:
-        self.version = self._flow.newest_version = published.version
-        self._next_version = published.version + 1
+    def _publishing(self, version: int, *, parent: int | None) -> None:
+        """The learner has copied its weights; they go on record as soon as they are complete."""
+        self.version = self._flow.newest_version = version
+        self._next_version = version + 1
+        self._recording = asyncio.create_task(
+            self._record(version, self.step, parent, self._recording), name=f"record-version-{version}"
+        )
+
+    async def recorded(self) -> None:
+        """Until all versions are complete and on record, but for those that a dead learner left unfinished."""
+        if self._recording is not None:
+            await self._recording
+
+    async def _record(
+        self, version: int, step: int, parent: int | None, before: "asyncio.Task[None] | None"
+    ) -> None:
+        if before is not None:
+            await before  # in the order of their numbers
+        try:
+            self._published(await self._learner.sealed(version), step=step, parent=parent)
+        except PartDiedError as error:
+            log.warning("version %d was left unfinished: %s", version, error)
+
+    def _published(self, published: Published, *, step: int, parent: int | None) -> None:
         self._ledger.append(
             VersionPublished(
                 published.version,
-                self.step,
+                step,
                 self._incarnation,
                 parent,
                 published.digest,
@@ -196,6 +217,7 @@ class Trainer:
 
     async def _save(self) -> None:
         """Checkpoint on disk, then in the ledger; older ones go. Raises PartDiedError."""
+        await self.recorded()
         path = Path("checkpoints") / f"step-{self.step}-{self._incarnation}.{self._supervisor.total_restarts}"
         await self._learner.save(self._run.path / path)
         self._checkpoint = Checkpointed(self.step, self.version, str(path))
@@ -239,8 +261,10 @@ class Trainer:
             num_parameters=started.num_parameters,
         )
         await self._adopt_orphans()
-        published = await self._learner.publish(self._next_version)
-        self._published(published, parent=checkpoint.version if checkpoint else None)
+        version = self._next_version
+        await self._learner.publish(version)
+        self._publishing(version, parent=checkpoint.version if checkpoint else None)
+        await self.recorded()
         await self._ledger.commit()
         if checkpoint is None:
             await self._save()
@@ -248,6 +272,7 @@ class Trainer:
     async def _go_back(self, error: PartDiedError) -> None:
         """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
         assert self._checkpoint is not None, "a learner trains only once there is a checkpoint"
+        await self.recorded()
         await self._adopt_orphans()
         self._ledger.append(RolledBack(self._checkpoint.step, "learner_died"))
         undone = await self._flow.consumption.roll_back()
@@ -260,11 +285,10 @@ class Trainer:
     async def _adopt_orphans(self) -> None:
         """Versions that a learner published and died before it could say so: replicas may serve them."""
         for manifest in await self._stored():
-            if manifest.version >= self._next_version:
-                self._published(
-                    Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0),
-                    parent=self._next_version - 1,
-                )
+            if manifest.version > self._ledger.newest_version:
+                published = Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0)
+                self._published(published, step=self.step, parent=self._ledger.newest_version)
+                self._next_version = max(self._next_version, manifest.version + 1)
 
     def _respawn(self, error: PartDiedError) -> None:
         self._learner.kill()

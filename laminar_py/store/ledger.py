@@ -80,6 +80,11 @@ class Ledger:
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def newest_version(self) -> int:
+        """The highest weight version on record, -1 before the first."""
+        return self._machine.marks.version
+
     # ---- in
 
     def append(self, event: AnyEvent) -> None:

@@ -16,6 +16,9 @@ from laminar_py.events import (
     Evaluated,
     PartDied,
     PartStarted,
+    Reattached,
+    Relayed,
+    RelayGaveUp,
     RolledBack,
     RunEnded,
     RunStarted,
@@ -174,6 +177,8 @@ def _subject(event: AnyEvent) -> str:
     match event:
         case VersionLoaded():
             return f"replica-{event.replica}"
+        case Relayed() | RelayGaveUp() | Reattached():
+            return event.node
         case PartStarted() | PartDied():
             return event.part
         case VersionPublished() | Evaluated():

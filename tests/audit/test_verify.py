@@ -11,6 +11,7 @@ from laminar_py.events import (
     Consumed,
     Dropped,
     PartStarted,
+    Relayed,
     Restamped,
     StreamCut,
     VersionLoaded,
@@ -198,6 +199,10 @@ def other_bytes(ledger):
     ledger.append(VersionLoaded(3, 1, "digest0", 0.1))
 
 
+def other_bytes_in_a_relay(ledger):
+    ledger.append(Relayed("relay-2", 1, "digest0", 10, 10, 0.1, 0.2))
+
+
 def unpublished_load(ledger):
     ledger.append(VersionLoaded(3, 5, "digest5", 0.1))
 
@@ -214,6 +219,7 @@ def unpublished_load(ledger):
         (unpublished_tokens, Law.VERSIONS, "g0.0"),
         (backwards, Law.VERSIONS, "replica-3"),
         (other_bytes, Law.WEIGHTS, "replica-3"),
+        (other_bytes_in_a_relay, Law.WEIGHTS, "relay-2"),
         (unpublished_load, Law.WEIGHTS, "replica-3"),
         (other_tensors, Law.WEIGHTS, "version 1"),
         (restamped_elsewhere, Law.SPANS, "g0.0"),

@@ -20,7 +20,6 @@ from laminar_py.relay.messages import (
 )
 from laminar_py.relay.store import StoredVersion, version_digest
 from laminar_py.relay.subscriber import RelayError, Subscriber
-from laminar_py.relay.topology import chain
 from tests.relay.node_process import NodeProcess
 from tests.relay.tree import (
     CHUNK,
@@ -28,6 +27,7 @@ from tests.relay.tree import (
     ByHand,
     Events,
     Learner,
+    chain,
     folder_bytes,
     growing,
     make_node,
@@ -76,7 +76,7 @@ async def test_children_find_a_parent_revived_on_its_port(tmp_path: Path) -> Non
 async def test_a_node_whose_parent_is_gone_for_good_turns_to_the_next_ancestor(tmp_path: Path) -> None:
     events = Events()
     async with (
-        growing(tmp_path, chain(4, 1), parent_timeout_s=0.3, emit=events) as nodes,
+        growing(tmp_path, chain(4), parent_timeout_s=0.3, emit=events) as nodes,
         Learner(tmp_path, nodes[0].endpoint) as learner,
     ):
         await learner.publish(1)

@@ -156,7 +156,7 @@ async def test_a_stranger_reads_all_that_a_node_sends_up(tmp_path: Path) -> None
             sender, frame = await parent.recv_multipart()
             assert msgpack.unpackb(frame) == {"type": "attach", "node": "relay-1"}
             await parent.send_multipart([sender, codec.encode(Announce(version.manifest))])
-            fetch = {"type": "fetch", "version": 1, "file": 0, "first_chunk": 0, "credits": 3}
+            fetch = {"type": "fetch", "version": 1, "file": 0, "first_chunk": 0, "credits": 3, "base": None}
             assert msgpack.unpackb((await parent.recv_multipart())[1]) == fetch
             async with ByHand() as hand:
                 (await hand.child(node.endpoint)).send(Want(1))

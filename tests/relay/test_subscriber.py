@@ -8,12 +8,12 @@ import pytest
 from laminar_py.interfaces import VersionLostError
 from laminar_py.relay.messages import Announce, Attach, Done, Fetch, VersionComplete, Want
 from laminar_py.relay.subscriber import RelayError
-from laminar_py.relay.topology import chain
 from tests.relay.tree import (
     CHUNK,
     ByHand,
     Events,
     Learner,
+    chain,
     folder_bytes,
     growing,
     make_node,
@@ -78,7 +78,7 @@ async def test_a_version_that_no_ancestor_has_is_lost(tmp_path: Path) -> None:
     for version in (1, 2):
         write_version(tmp_path / "relay-0", version, CHUNK)
     async with (
-        growing(tmp_path, chain(3, 1), keep_versions=1) as nodes,
+        growing(tmp_path, chain(3), keep_versions=1) as nodes,
         running(replica := subscriber(nodes[2], "replica")),
     ):
         with pytest.raises(VersionLostError, match="version 1 "):
@@ -91,7 +91,7 @@ async def test_an_old_version_is_fetched_from_an_ancestor_and_kept_on_the_way_no
         write_version(tmp_path / "relay-0", version, 5 * CHUNK)
     (tmp_path / "relay-0" / "pin-other").write_text("2")
     async with (
-        growing(tmp_path, chain(3, 1), keep_versions=1) as nodes,
+        growing(tmp_path, chain(3), keep_versions=1) as nodes,
         running(replica := subscriber(nodes[2], "replica")),
     ):
         pulled = await replica.pull(2)

@@ -5,11 +5,13 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from laminar_py.relay.messages import Announce, Chunk, Fetch, VersionComplete
-from laminar_py.relay.topology import chain, kary
+from laminar_py.relay.store import SPARE
 from tests.relay.tree import (
     ByHand,
     Events,
     Learner,
+    binary,
+    chain,
     fetch,
     folder_bytes,
     growing,
@@ -23,7 +25,7 @@ from tests.relay.tree import (
 
 
 async def test_every_subscriber_of_a_tree_gets_the_published_bytes(tmp_path: Path) -> None:
-    async with growing(tmp_path, kary(7, 2)) as nodes:
+    async with growing(tmp_path, binary(7)) as nodes:
         subscribers = [subscriber(node, f"replica-{number}") for number, node in enumerate(nodes)]
         async with running(*subscribers):
             async with Learner(tmp_path, nodes[0].endpoint, shard_bytes=400_000) as learner:
@@ -38,7 +40,7 @@ async def test_every_subscriber_of_a_tree_gets_the_published_bytes(tmp_path: Pat
 
 
 async def test_a_delivered_version_loads_as_the_tensors_that_were_published(tmp_path: Path) -> None:
-    async with growing(tmp_path, chain(3, 1)) as nodes, running(replica := subscriber(nodes[2], "replica")):
+    async with growing(tmp_path, chain(3)) as nodes, running(replica := subscriber(nodes[2], "replica")):
         async with Learner(tmp_path, nodes[0].endpoint) as learner:
             await learner.publish(4)
         pulled = await replica.pull()
@@ -98,14 +100,14 @@ async def test_a_late_joiner_gets_the_newest_version(tmp_path: Path) -> None:
 async def test_a_node_keeps_the_newest_versions(tmp_path: Path) -> None:
     events = Events()
     async with (
-        growing(tmp_path, chain(2, 1), emit=events, keep_versions=2) as nodes,
+        growing(tmp_path, chain(2), emit=events, keep_versions=2) as nodes,
         Learner(tmp_path, nodes[0].endpoint) as learner,
     ):
         for number in (1, 2, 3):
             await learner.publish(number)
             await events.first(VersionComplete, node="relay-1", version=number)
-    for name in ("relay-0", "relay-1"):
-        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["v2", "v3"]
+    assert sorted(path.name for path in (tmp_path / "relay-0").iterdir()) == [SPARE, "v2", "v3"]
+    assert sorted(path.name for path in (tmp_path / "relay-1").iterdir()) == ["v2", "v3"]
 
 
 async def test_credits_bound_what_a_parent_sends(tmp_path: Path) -> None:
@@ -118,3 +120,21 @@ async def test_credits_bound_what_a_parent_sends(tmp_path: Path) -> None:
         assert [(await receive(slow, Chunk)).index for _ in range(3)] == [0, 1, 2]
         # Were there more for the slow one, it would come before the answer to this.
         assert (await fetch(slow, version.manifest, 19)).index == 19
+
+
+async def test_however_fast_versions_come_one_of_two_is_completed(tmp_path: Path) -> None:
+    """The second overtakes the first; then the third waits, and the fourth takes its place."""
+    versions = {number: write_version(tmp_path / "origin", number, 50_000) for number in range(1, 5)}
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
+            await parent.receive(object)
+            for number in versions:
+                parent.send(Announce(versions[number].manifest))
+            asked = [await parent.receive(Fetch) for _ in range(2)]
+            assert {fetch.version for fetch in asked} == {1, 2}
+            parent.send_all(versions[2])
+            await events.first(VersionComplete, version=2)
+            parent.send_all(versions[4])
+            await events.first(VersionComplete, version=4)
+    assert [event.version for event in events.seen if isinstance(event, VersionComplete)] == [2, 4]

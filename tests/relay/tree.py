@@ -10,12 +10,13 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from laminar_py.config import TopologyKind
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.store import StoredVersion, file_digest, version_digest, write_manifest
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.topology import Topology
+from laminar_py.relay.topology import Topology, build
 from laminar_py.relay.transport import Link, LinkState, Listener, RelayKeys, Wire
 from laminar_py.types import Published
 
@@ -33,6 +34,14 @@ class Party(Protocol):
 
     async def run(self) -> None: ...
     async def close(self) -> None: ...
+
+
+def chain(num_nodes: int) -> Topology:
+    return build(TopologyKind.CHAIN, num_nodes=num_nodes, fanout=1)
+
+
+def binary(num_nodes: int) -> Topology:
+    return build(TopologyKind.KARY, num_nodes=num_nodes, fanout=2)
 
 
 @dataclass
@@ -107,7 +116,11 @@ class Learner:
         await asyncio.to_thread(self.publisher.close)
 
     async def publish(self, version: int, num_bytes: int = 300_000) -> Published:
-        return await asyncio.to_thread(self.publisher.publish, version, tensors(version, num_bytes))
+        def publish() -> Published:
+            self.publisher.publish(version, tensors(version, num_bytes))
+            return self.publisher.sealed(version)
+
+        return await asyncio.to_thread(publish)
 
 
 def subscriber(node: RelayNode, name: str) -> Subscriber:

@@ -19,14 +19,21 @@ CHUNK = 4096
 
 
 @asynccontextmanager
-async def kept(folder, placement):
+async def kept(folder, placement, record=lambda event: None):
     """Relays of this placement, up and watched."""
     (folder / "logs").mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2}')
     config = parse_config(
-        {"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}, "relay": {"chunk_bytes": CHUNK}}
+        {
+            "name": "t",
+            "steps": 1,
+            "model": {"path": str(folder)},
+            "data": {"train": "t"},
+            "relay": {"chunk_bytes": CHUNK},
+        }
     )
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    relays = Relays(config, run_dir=folder, shm=folder, supervisor=supervisor, placement=placement)
+    relays = Relays(config, run_dir=folder, shm=folder, supervisor=supervisor, placement=placement, record=record)
     async with asyncio.timeout(PATIENCE_S):
         await relays.start()
         keeper = asyncio.create_task(relays.keep())
@@ -41,9 +48,9 @@ async def publish(relays, version):
     """What the learner does, on whichever host it is."""
     publisher = Publisher(relays.store(0), await relays.root_up(), relays.keys, chunk_bytes=CHUNK)
     tensors = [("weight", torch.full((64, 64), version))]
-    published = await asyncio.to_thread(publisher.publish, version, tensors)
+    await asyncio.to_thread(publisher.publish, version, tensors)
     await asyncio.to_thread(publisher.close, linger_s=PATIENCE_S)
-    return published.digest
+    return publisher.sealed(version).digest
 
 
 async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the_root(tmp_path):

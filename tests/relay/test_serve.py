@@ -1,0 +1,59 @@
+"""A tree by hand: keys, a root and a leaf from the command line, and a publisher of one's own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.serve import read_keys, write_keys
+from tests.relay.tree import folder_bytes, tensors
+
+LAMINAR = str(Path(sys.executable).with_name("laminar"))
+
+
+class Served:
+    """`laminar relay serve`, ended with its test."""
+
+    def __init__(self, name: str, folder: Path, *options: str) -> None:
+        command = [LAMINAR, "relay", "serve", name, "--keys", str(folder / "keys"), "--store", str(folder / name)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment)
+        self.endpoint = self.line().split()[2].rstrip(",")
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def end(self) -> int:
+        self._process.terminate()
+        self._process.communicate(timeout=30)
+        return self._process.returncode
+
+
+def test_a_tree_by_hand_carries_a_version(tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys")
+    root = Served("root", tmp_path)
+    leaf = Served("leaf", tmp_path, "--parent", root.endpoint)
+    publisher = Publisher(tmp_path / "root", root.endpoint, read_keys(tmp_path / "keys"))
+    publisher.publish(7, tensors(7))
+    publisher.close(linger_s=30)
+    assert root.line().startswith("version 7 complete")
+    assert leaf.line().startswith("version 7 complete")
+    assert folder_bytes(tmp_path / "leaf/v7") == folder_bytes(tmp_path / "root/v7")
+    assert (leaf.end(), root.end()) == (0, 0)
+
+
+def test_keys_are_for_their_owner_and_never_written_over(tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys")
+    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ValueError, match="name a new file"):
+        write_keys(tmp_path / "keys")
+
+
+def test_a_file_without_keys_is_named(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("{}")
+    with pytest.raises(ValueError, match=f"keys={tmp_path / 'keys'}: no keys in it"):
+        read_keys(tmp_path / "keys")

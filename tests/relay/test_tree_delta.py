@@ -1,0 +1,151 @@
+"""Between two versions only what changed travels, and every node ends with the same bytes."""
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from laminar_py.relay.messages import Announce, Chunk, Fetch, VersionComplete
+from tests.relay.tree import (
+    CHUNK,
+    ByHand,
+    Events,
+    Learner,
+    chain,
+    fetch,
+    folder_bytes,
+    growing,
+    make_node,
+    receive,
+    running,
+    tensors,
+    write_version,
+)
+
+BIG = 1_000_000  # bytes, beside which headers are small
+
+
+def changed(given: list[tuple[str, torch.Tensor]], every: int) -> list[tuple[str, torch.Tensor]]:
+    """One in so many elements moves by one unit in the last place."""
+    moved = []
+    for name, tensor in given:
+        bits = tensor.clone().view(torch.int16).reshape(-1)
+        bits[::every] += 1
+        moved.append((name, bits.view(torch.bfloat16).reshape(tensor.shape)))
+    return moved
+
+
+async def publish(learner: Learner, version: int, given: list[tuple[str, torch.Tensor]]) -> None:
+    learner.publisher.publish(version, given)
+    learner.publisher.sealed(version)
+
+
+async def complete(events: Events, nodes: int, version: int) -> list[VersionComplete]:
+    return [await events.first(VersionComplete, node=f"relay-{n}", version=version) for n in range(1, nodes)]
+
+
+def assert_equal(folder: Path, nodes: int, version: int) -> None:
+    origin = folder_bytes(folder / "relay-0" / f"v{version}")
+    assert origin
+    for node in range(1, nodes):
+        assert folder_bytes(folder / f"relay-{node}" / f"v{version}") == origin
+
+
+async def test_what_did_not_change_does_not_travel(tmp_path: Path) -> None:
+    events, first = Events(), tensors(1, BIG)
+    async with (
+        growing(tmp_path, chain(3), emit=events) as nodes,
+        Learner(tmp_path, nodes[0].endpoint) as learner,
+    ):
+        await publish(learner, 1, first)
+        full = await complete(events, 3, 1)
+        await publish(learner, 2, changed(first, every=100))
+        delta = await complete(events, 3, 2)
+        assert all(event.wire_bytes >= event.num_bytes for event in full)
+        assert all(event.wire_bytes < 0.1 * event.num_bytes for event in delta)
+        assert len({event.wire_bytes for event in delta}) == 1, "passed on as it came"
+        assert_equal(tmp_path, 3, 2)
+
+
+async def test_weights_that_changed_everywhere_travel_as_they_are(tmp_path: Path) -> None:
+    events = Events()
+    async with (
+        growing(tmp_path, chain(2), emit=events) as nodes,
+        Learner(tmp_path, nodes[0].endpoint) as learner,
+    ):
+        for version in (1, 2):
+            await publish(learner, version, tensors(version, BIG))
+            (event,) = await complete(events, 2, version)
+        assert BIG <= event.wire_bytes <= event.num_bytes
+        assert_equal(tmp_path, 2, 2)
+
+
+async def test_a_node_without_the_base_gets_all_of_it_from_a_parent_that_got_a_delta(tmp_path: Path) -> None:
+    events, first = Events(), tensors(1, BIG)
+    async with (
+        growing(tmp_path, chain(2), emit=events) as nodes,
+        Learner(tmp_path, nodes[0].endpoint) as learner,
+    ):
+        await publish(learner, 1, first)
+        await complete(events, 2, 1)
+        await publish(learner, 2, changed(first, every=100))
+        await complete(events, 2, 2)
+        late = make_node(tmp_path, "relay-2", nodes[1].endpoint, emit=events)
+        async with running(late):
+            (*_, event) = await complete(events, 3, 2)
+        assert event.wire_bytes == event.num_bytes
+        assert_equal(tmp_path, 3, 2)
+
+
+async def test_layouts_that_differ_make_no_delta(tmp_path: Path) -> None:
+    events = Events()
+    async with (
+        growing(tmp_path, chain(2), emit=events) as nodes,
+        Learner(tmp_path, nodes[0].endpoint) as learner,
+    ):
+        await publish(learner, 1, tensors(1, BIG))
+        await complete(events, 2, 1)
+        await publish(learner, 2, tensors(1, BIG + CHUNK))
+        (event,) = await complete(events, 2, 2)
+        assert event.wire_bytes == event.num_bytes
+        assert_equal(tmp_path, 2, 2)
+
+
+async def test_a_delta_that_makes_something_else_is_asked_for_again(tmp_path: Path) -> None:
+    base = write_version(tmp_path / "origin", 1, 2 * CHUNK)
+    new = write_version(tmp_path / "origin", 2, 2 * CHUNK)
+    new.file_path(0).write_bytes(base.file_path(0).read_bytes())
+    manifest = msgspec.structs.replace(base.manifest, version=2)
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
+            await parent.receive(object)
+            parent.send(Announce(base.manifest))
+            parent.send_all(base)
+            await events.first(VersionComplete, version=1)
+            parent.send(Announce(manifest, base=1))
+            while (await parent.receive(Fetch)).base is None:
+                pass
+            right = new.read(0, 0)
+            for data, base_of_it in ((b"nonsense", 1), (b"", 7), (b"", 1)):
+                parent.send(Chunk(2, 0, 0, right.checksum, memoryview(data), base_of_it))
+            parent.send_chunk(new, 1)
+            again = [await parent.receive(Fetch) for _ in range(2)]
+            assert {(fetch.first_chunk, fetch.base) for fetch in again} == {(0, None)}
+            assert (await events.first(VersionComplete, version=2)).wire_bytes == CHUNK
+
+
+async def test_a_child_that_asks_for_no_delta_gets_none(tmp_path: Path) -> None:
+    first = tensors(1, BIG)
+    async with running(root := make_node(tmp_path, "relay-0")), ByHand() as hand:
+        child = await hand.child(root.endpoint)
+        async with Learner(tmp_path, root.endpoint) as learner:
+            await publish(learner, 1, first)
+            await publish(learner, 2, changed(first, every=100))
+            announce = await receive(child, Announce)
+            while announce.manifest.version < 2:
+                announce = await receive(child, Announce)
+            assert announce.base == 1
+            assert (await fetch(child, announce.manifest, 1)).base is None
+            child.send(Fetch(2, 0, 1, 1, base=1))
+            assert (await receive(child, Chunk)).base == 1
