@@ -18,7 +18,7 @@ from laminar_py.relay.encoder import Encoder
 from laminar_py.relay.intake import BrokenVersionError, Intake, Verdict, window_of
 from laminar_py.relay.store import NoRoomError, Store, StoredVersion, file_digest, version_digest
 from laminar_py.relay.transport import Listener, RelayKeys, Wire
-from laminar_py.relay.uplink import Uplink
+from laminar_py.relay.uplink import VISIT_S, Uplink
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ class RelayNode:
     """A node of the tree: `await node.start()`, then `await node.run()` until `await node.close()`.
 
     `parents` are endpoints, nearest first, root last (`Topology.ancestors`); none for the root. A parent that
-    is away for `parent_timeout_s` is left for the next one, after the last comes the first again.
+    is silent for `parent_timeout_s`, or breaks the connection, is left for the next one, after the last comes the
+    first again. After `visit_s` with another than the nearest, an idle node looks for the nearest.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RelayNode:
         keep_versions: int = 2,
         chunk_bytes: int = 4 * 2**20,
         parent_timeout_s: float = 5.0,
+        visit_s: float = VISIT_S,
         emit: Callable[[m.RelayEvent], None] = lambda event: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +62,8 @@ class RelayNode:
             emit=emit,
             greet=self._greet,
             handle=self._on_parent,
+            is_idle=lambda: not self._intakes,
+            visit_s=visit_s,
         )
         self._store = Store(store, keep_versions=keep_versions, spares=not parents)
         self._downlink = Downlink()

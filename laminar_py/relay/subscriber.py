@@ -35,6 +35,7 @@ class Subscriber:
             emit=lambda event: None,  # a lost node is its own supervisor's business
             greet=self._greet,
             handle=self._take,
+            is_idle=lambda: True,
         )
         self._changed = asyncio.Event()  # set, and replaced, when one of the next four changes
         self._newest = -1

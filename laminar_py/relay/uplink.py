@@ -1,25 +1,37 @@
 """Which parent a node follows: the nearest that is there, else the next, after the last the first again.
 
-Used by the node alone. Invariant: at most one link is open, and whoever is at its other end has been greeted
-since it came up, so a parent that died and came back is treated as a new one.
+Used by the node and the subscriber. Invariant: at most one link is open, and whoever is at its other end has been
+greeted since it came up, so a parent that died and came back is treated as a new one.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from itertools import cycle, pairwise
+from enum import Enum
 
 from laminar_py.relay.messages import ParentLost, RelayEvent, ToChild, Upward
 from laminar_py.relay.transport import CONTROL_BYTES, Link, LinkState, Wire
 
 log = logging.getLogger(__name__)
 
+GRACE_S = 0.5  # for a broken connection to come back, and for the next parent to answer then
+VISIT_S = 30.0  # with a parent that is not the nearest, before the nearest is looked for again
+
+
+class _Farewell(Enum):
+    """Why a parent is left."""
+
+    LOST = "lost"  # it is away, or of no use
+    HOME = "home"  # the nearest may be back
+
 
 class Uplink:
     """The way up from one node.
 
     `greet` is called whenever a parent is there, `handle` with all that it sends; `handle` returns False if
-    this parent is of no use and the next one should be tried.
+    this parent is of no use and the next one should be tried. A parent that is silent for `timeout_s` is left; a
+    connection that breaks, after less. After `visit_s` with another than the nearest it looks for that, while
+    `is_idle`.
     """
 
     def __init__(
@@ -33,6 +45,8 @@ class Uplink:
         emit: Callable[[RelayEvent], None],
         greet: Callable[[], None],
         handle: Callable[[ToChild], bool],
+        is_idle: Callable[[], bool],
+        visit_s: float = VISIT_S,
     ) -> None:
         self.parents = tuple(parents)
         self._name = name
@@ -42,7 +56,10 @@ class Uplink:
         self._emit = emit
         self._greet = greet
         self._handle = handle
+        self._is_idle = is_idle
+        self._visit_s = visit_s
         self._link: Link | None = None
+        self._hurries = 0  # parents to try in haste, since one that was there has gone
 
     def tell(self, message: Upward) -> None:
         """Send to the parent; dropped while there is none, for the greeting says it all again."""
@@ -51,29 +68,49 @@ class Uplink:
 
     async def run(self) -> None:
         """Follow one parent after the other, until cancelled."""
-        for endpoint, successor in pairwise(cycle(self.parents)):
+        place = 0
+        while True:
+            endpoint = self.parents[place]
             self._link = self._wire.connect(endpoint, max_frame_bytes=self._max_frame_bytes)
             try:
-                await self._follow(self._link)
+                farewell = await self._follow(self._link, visiting=place > 0)
             finally:
                 self._link.close()
                 self._link = None
-            log.warning("%s leaves its parent at %s and turns to %s", self._name, endpoint, successor)
-            self._emit(ParentLost(self._name, endpoint, successor))
+            place = 0 if farewell is _Farewell.HOME else (place + 1) % len(self.parents)
+            log.warning("%s leaves its parent at %s and turns to %s", self._name, endpoint, self.parents[place])
+            self._emit(ParentLost(self._name, endpoint, self.parents[place]))
 
-    async def _follow(self, link: Link) -> None:
+    async def _follow(self, link: Link, *, visiting: bool) -> _Farewell:
         now = asyncio.get_running_loop().time
-        deadline: float | None = now() + self._timeout_s  # None while the link is up
+        deadline: float | None = now() + self._patience_s()  # None while the link is up
+        home = now() + self._visit_s if visiting else float("inf")
         while True:
-            match await link.receive(None if deadline is None else max(0.0, deadline - now())):
+            until = min(home, float("inf") if deadline is None else deadline)
+            match await link.receive(None if until == float("inf") else max(0.0, until - now())):
+                case None if deadline is not None and now() >= deadline:
+                    return _Farewell.LOST
+                case None if self._is_idle():
+                    self._hurries = len(self.parents)
+                    return _Farewell.HOME
                 case None:
-                    return
+                    home = now() + self._visit_s
                 case LinkState.DOWN:
                     # A peer that is there but fails every handshake goes down again and again: the first counts.
-                    deadline = deadline or now() + self._timeout_s
+                    if deadline is None:
+                        self._hurries = len(self.parents)
+                        deadline = now() + self._patience_s()
                 case LinkState.UP:
                     deadline = None
+                    self._hurries = 0
                     self._greet()
                 case message:
                     if not self._handle(message):
-                        return
+                        return _Farewell.LOST
+
+    def _patience_s(self) -> float:
+        """How long this parent may be away; a lone one, or one of many that are all away, for the whole time."""
+        if self._hurries > 0 and len(self.parents) > 1:
+            self._hurries -= 1
+            return min(GRACE_S, self._timeout_s)
+        return self._timeout_s

@@ -88,6 +88,29 @@ async def test_a_node_whose_parent_is_gone_for_good_turns_to_the_next_ancestor(t
     assert folder_bytes(tmp_path / "relay-3" / "v2") == folder_bytes(tmp_path / "relay-0" / "v2")
 
 
+async def test_a_node_returns_to_its_parent_when_that_is_back(tmp_path: Path) -> None:
+    events = Events()
+    async with running(root := make_node(tmp_path, "relay-0")), Learner(tmp_path, root.endpoint) as learner:
+        parent = make_node(tmp_path, "relay-1", root.endpoint)
+        await parent.start()
+        endpoint = parent.endpoint
+        await parent.close()
+        leaf = make_node(
+            tmp_path, "relay-2", endpoint, root.endpoint, emit=events, visit_s=0.2, parent_timeout_s=0.3
+        )
+        async with running(leaf):
+            await events.first(ParentLost, node="relay-2", new=root.endpoint)
+            await learner.publish(1)
+            await events.first(VersionComplete, version=1)
+            port = int(endpoint.rpartition(":")[2])
+            async with running(make_node(tmp_path, "relay-1", root.endpoint, port=port)):
+                events.seen.clear()
+                await events.first(ParentLost, node="relay-2", old=root.endpoint, new=endpoint)
+                await learner.publish(2)
+                await events.first(VersionComplete, version=2)
+                assert (tmp_path / "relay-1/v2").exists()
+
+
 async def test_a_new_parent_is_asked_from_the_first_missing_chunk(tmp_path: Path) -> None:
     version, events = write_version(tmp_path / "origin", 1, 6 * CHUNK), Events()
     async with ByHand() as hand:
