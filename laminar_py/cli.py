@@ -5,6 +5,7 @@ Ctrl-C with a checkpoint to go on from.
 """
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,13 @@ app.add_typer(bench, name="bench")
 relay = typer.Typer(help="The tree that carries weights, by itself.", no_args_is_help=True)
 app.add_typer(relay, name="relay")
 console = Console()
+
+
+class RelayBench(StrEnum):
+    """What `laminar bench relay` measures."""
+
+    HOST = "host"
+    NETWORK = "network"
 
 
 @app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")
@@ -179,6 +187,28 @@ def bench_engine(
         for row in measure(repeats=repeats, tell=_tell)
     ]
     show_report("engine", rows, as_json=as_json)
+
+
+@bench.command("relay", epilog="Example: laminar bench relay --only host --json")
+def bench_relay(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each comparison; figures are medians")] = 7,
+    only: Annotated[RelayBench | None, typer.Option(help="On one host, or over hosts with narrow links")] = None,
+) -> None:
+    """Compare the relay with bare sockets and copies, and with what one would use instead. Takes minutes."""
+    from laminar_py.bench import relay as one_host
+    from laminar_py.bench import relay_hosts
+    from laminar_py.bench.report import show as show_report
+    from laminar_py.config import ConfigError
+
+    rows = one_host.rows(repeats=repeats, tell=_tell) if only in (None, RelayBench.HOST) else []
+    try:
+        rows += relay_hosts.rows(repeats=min(repeats, 3), tell=_tell) if only is not RelayBench.HOST else []
+    except ConfigError as error:
+        if only is RelayBench.NETWORK:
+            raise
+        _tell(f"left out: {error}")
+    show_report("relay", rows, as_json=as_json)
 
 
 @relay.command("keys", epilog="Example: laminar relay keys relay.keys")

@@ -30,7 +30,7 @@ LAYERS = {
 }
 APART = ({"rollout", "relay"}, {"rollout", "learner"}, {"relay", "learner"}, {"audit", "runtime"})
 ROOMS = {
-    "ray": ("runtime/",),
+    "ray": ("runtime/", "bench/relay_ray.py"),
     "zmq": ("relay/transport.py",),
     "torch": (
         "engines/local",

@@ -1,34 +1,38 @@
 """Processes of a benchmark's own: each does one piece of work and is told over a pipe when.
 
 Used by the benchmarks of the relay. Invariant: times that cross processes are of `time.monotonic`, one clock for a
-whole host, and no process outlives its `Worker`.
+whole host, and no process outlives its `Worker`, nor the process that made it.
 """
 
-import asyncio
 import multiprocessing as mp
-import time
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
+from threading import Thread
 from typing import Self, TypeVar
 
-from laminar_py.relay.messages import RelayEvent, VersionComplete
-from laminar_py.relay.node import RelayNode
-from laminar_py.relay.transport import RelayKeys
+import laminar_py.runtime  # noqa: F401 (sets the allocator that the processes of a run have, and these get)
 
 PATIENCE_S = 120.0  # for any one answer
 END_S = 10.0
+READY = "ready"
 
 Answer = TypeVar("Answer")
+Measure = Callable[[], float]  # one round of one side, in seconds
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "safetensors.torch"]
+)  # else seconds for each process
 
 
 class Worker:
     """A process that runs `work(pipe, *arguments)`, e.g. `Worker(receive, path)`; a context that ends it."""
 
     def __init__(self, work: Callable[..., None], *arguments: object) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=work, args=(there, *arguments), daemon=True)
+        self._pipe, there = _context.Pipe()
+        self._process = _context.Process(target=_run, args=(work, there, *arguments), daemon=True)
         self._process.start()
         there.close()  # or the end of the process would not show
 
@@ -44,6 +48,11 @@ class Worker:
         assert isinstance(answer, kind), f"{self._process.name} said {answer!r}, no {kind.__name__}"
         return answer
 
+    def await_ready(self) -> None:
+        """Until it says `READY`."""
+        word = self.hear(str)
+        assert word == READY, f"{self._process.name} said {word}"
+
     def __enter__(self) -> Self:
         return self
 
@@ -53,49 +62,24 @@ class Worker:
         self._pipe.close()
 
 
-class NodeWorker(Worker):
-    """A relay node in a process of its own, which listens from here on."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        store: Path,
-        keys: RelayKeys | None,
-        parents: Sequence[str] = (),
-        host: str = "127.0.0.1",
-        chunk_bytes: int,
-    ) -> None:
-        super().__init__(_relay, name, store, keys, parents, host, chunk_bytes)
-        self.endpoint = self.hear(str)
-
-    def completed(self, version: int) -> tuple[float, VersionComplete]:
-        """When the version was complete and verified there; versions must be asked for in order."""
-        while True:
-            moment, event = self.hear(tuple)
-            assert isinstance(event, VersionComplete), f"waited for version {version}: {event}"
-            if event.version == version:
-                return moment, event
+def _run(work: Callable[..., None], pipe: Connection, *arguments: object) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
+    work(pipe, *arguments)
 
 
-def _relay(
-    pipe: Connection,
-    name: str,
-    store: Path,
-    keys: RelayKeys | None,
-    parents: Sequence[str],
-    host: str,
-    chunk_bytes: int,
-) -> None:
-    def report(event: RelayEvent) -> None:
-        pipe.send((time.monotonic(), event))
+def _end_with_parent() -> None:
+    """Even if that is killed, and could end nobody."""
+    parent = mp.parent_process()
+    assert parent is not None, "a worker is never the first process"
+    parent.join()
+    os._exit(1)
 
-    async def relay() -> None:
-        node = RelayNode(
-            name, store=store, keys=keys, parents=parents, host=host, chunk_bytes=chunk_bytes, emit=report
-        )
-        await node.start()
-        pipe.send(node.endpoint)
-        await node.run()
 
-    asyncio.run(relay())
+@contextmanager
+def crew(count: int, work: Callable[..., None], *arguments: object) -> Iterator[list[Worker]]:
+    """That many processes, each with its number for the first argument; here once all have said `READY`."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(work, number, *arguments)) for number in range(count)]
+        for worker in workers:
+            worker.await_ready()
+        yield workers

@@ -117,7 +117,7 @@ class Intake:
             return chunk.data
         if self.base is None or chunk.base != self.stored.base:
             return None
-        data = memoryview(bytearray(self.base.content(chunk.file, chunk.index)))
+        data = self.base.copy_of(chunk.file, chunk.index)
         try:
             apply(chunk.data, data, data)
         except DeltaError:

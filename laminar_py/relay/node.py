@@ -65,7 +65,7 @@ class RelayNode:
             is_idle=lambda: not self._intakes,
             visit_s=visit_s,
         )
-        self._store = Store(store, keep_versions=keep_versions, spares=not parents)
+        self._store = Store(store, keep_versions=keep_versions)
         self._downlink = Downlink()
         self._encoder = Encoder(self._downlink.forward)
         self._desk = Desk(self._store, self._downlink.send)

@@ -10,15 +10,16 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest, Written
+from laminar_py.relay.pages import Pages
 from laminar_py.relay.store import (
     complete_versions,
     file_digest,
@@ -35,7 +36,6 @@ from laminar_py.types import Published
 # It holds about a thousand tensors; a shard that has more is closed. Data starts on a page boundary.
 HEADER_BYTES = 128 * 2**10
 SHARD_BYTES = 2 * 2**30
-WRITE_BYTES = 2**20
 SEALS_KEPT = 8  # versions that `sealed` knows
 
 _DTYPES = {
@@ -68,22 +68,15 @@ def _entry(tensor: torch.Tensor, begin: int, name: str) -> _Entry:
     return _Entry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
 
 
-def _write_all(file: FileIO, data: memoryview) -> None:
-    """In pieces that the processor's cache holds; unbuffered, so that a full file system shows here."""
-    while data:
-        data = data[file.write(data[:WRITE_BYTES]) :]
-
-
 class _Shard:
     """One safetensors file being written, tensor by tensor."""
 
-    def __init__(self, path: Path, file: FileIO) -> None:
+    def __init__(self, path: Path, pages: Pages) -> None:
         self.path = path
-        self._file = file
+        self.pages = pages
         self._header: dict[str, _Entry] = {}
         self._header_bytes = 8  # the length in front, then the entries
         self.num_bytes = 0  # of tensors
-        file.seek(HEADER_BYTES)
 
     def takes(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
         """Whether it fits beside what is here. The first always does, for a tensor cannot be split."""
@@ -94,7 +87,7 @@ class _Shard:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a tensor. Only this one is copied, and only if it is not contiguous in main memory."""
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        _write_all(self._file, raw.numpy().data)
+        self.pages.write(HEADER_BYTES + self.num_bytes, raw.numpy())
         self._header_bytes += self._header_cost(name, tensor)
         self._header[name] = _entry(tensor, self.num_bytes, name)
         self.num_bytes += tensor.nbytes
@@ -110,9 +103,9 @@ class _Shard:
         room = HEADER_BYTES - 8
         header = msgspec.json.encode(self._header)
         assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
-        self._file.truncate(HEADER_BYTES + self.num_bytes)  # of a longer one that was here before
-        self._file.seek(0)
-        _write_all(self._file, memoryview(room.to_bytes(8, "little") + header.ljust(room)))
+        whole = room.to_bytes(8, "little") + header.ljust(room)
+        self.pages.write(0, np.frombuffer(whole, np.uint8))
+        self.pages.cut(HEADER_BYTES + self.num_bytes)
 
     def _header_cost(self, name: str, tensor: torch.Tensor) -> int:
         return len(msgspec.json.encode({name: _entry(tensor, self.num_bytes, name)}))
@@ -145,6 +138,7 @@ class Publisher:
         self._highest = max(complete_versions(store), default=-1)
         self._notifier = Notifier(root_endpoint, keys, heartbeat_s=heartbeat_s)
         self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
+        self._pages: dict[int, Pages] = {}  # by inode: files of versions that are in the store
         self._sealing: dict[int, Future[Published]] = {}  # by version, the last few
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
@@ -161,7 +155,7 @@ class Publisher:
             unfinished.result()
         folder = self._store / f"{folder_name(version)}.new"
         with ExitStack() as undo:
-            take_spare(self._store, folder)
+            self._take_spare(folder)
             undo.callback(shutil.rmtree, folder)
             shards = list(self._write_shards(folder, version, tensors))
             if not shards:
@@ -183,6 +177,8 @@ class Publisher:
     def close(self, *, linger_s: float = 1.0) -> None:
         """End the connection to the root, after at most `linger_s` for it to hear of the last version."""
         self._sealer.shutdown()
+        for pages in self._pages.values():
+            pages.close()
         self._notifier.close(linger_s=linger_s)
 
     def _seal(self, folder: Path, version: int, shards: list[_Shard], stall_s: float) -> Published:
@@ -198,6 +194,8 @@ class Publisher:
             undo.pop_all()
         folder.rename(self._store / folder_name(version))
         self._notifier.send(Written(version))
+        for shard in shards:
+            shard.pages.keep()
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
     def _write_shards(
@@ -212,17 +210,35 @@ class Publisher:
             if item is None:
                 return
             path = folder / f"model-{number:05}.safetensors"
-            with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
-                shard = _Shard(path, file)
-                while item is not None and shard.takes(*item, shard_bytes=self._shard_bytes):
-                    name, tensor = item
-                    if name in names:
-                        raise ValueError(f"tensor {name} comes twice in version {version}; name each once")
-                    names.add(name)
-                    total += tensor.nbytes
-                    with writing(self._store, version, total):
-                        shard.add(name, tensor)
-                    item = next(left, None)
+            shard = _Shard(path, self._open(path))
+            while item is not None and shard.takes(*item, shard_bytes=self._shard_bytes):
+                name, tensor = item
+                if name in names:
+                    raise ValueError(f"tensor {name} comes twice in version {version}; name each once")
+                names.add(name)
+                total += tensor.nbytes
                 with writing(self._store, version, total):
-                    shard.finish()
+                    shard.add(name, tensor)
+                item = next(left, None)
+            with writing(self._store, version, total):
+                shard.finish()
             yield shard
+
+    def _take_spare(self, folder: Path) -> None:
+        """Make a folder for a new version: of the pages of a retired one, as far as nobody else uses them."""
+        for inode, pages in list(self._pages.items()):
+            if pages.is_deleted:
+                self._pages.pop(inode).close()
+        take_spare(self._store, folder)
+        for path in list(folder.iterdir()):
+            if not self._open(path).is_unused:
+                self._pages.pop(path.stat().st_ino).close()
+                path.unlink()
+
+    def _open(self, path: Path) -> Pages:
+        """The pages of a file, which are kept open from version to version."""
+        pages = self._pages.get(path.stat().st_ino) if path.exists() else None
+        if pages is None:
+            pages = Pages(path)
+            self._pages[pages.inode] = pages
+        return pages

@@ -2,19 +2,18 @@
 
 Used by the node (all of it) and the publisher (digests, manifest, names). Invariant: a folder `v<N>` exists
 only if each of its files has the digest that its manifest says; everything else has a suffix:
-`v<N>.part` arrives, `v<N>.*.old` is being deleted, `v<N>.new` is the publisher's and never touched here. In the
-root's store the last retired version is kept as `spare`, for the publisher to write over.
+`v<N>.part` arrives, `v<N>.*.old` is being deleted, `v<N>.new` is the publisher's and never touched here. One
+retired version is kept as `spare`, for the next to be written over it: by the publisher in the root's store.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,11 +21,12 @@ from blake3 import blake3
 
 from laminar_py.relay.delta import encode
 from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, FileEntry, Manifest
+from laminar_py.relay.pages import Pages
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-SPARE = "spare"  # folder of a retired version that the publisher may write over
+SPARE = "spare"  # folder of a retired version that may be written over
 _PIN = "pin-"
 _COMPLETE = re.compile(r"v(\d+)")
 
@@ -83,32 +83,27 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def take_spare(store: Path, folder: Path) -> None:
-    """Make `folder` for a new version, with the warm pages of a retired one if there is one that nobody uses.
-
-    Pages that are in memory take a copy at several times the speed of fresh ones.
-    """
+    """Make `folder` for a new version, with the files of a retired one in it if there is one."""
     try:
         (store / SPARE).rename(folder)
     except FileNotFoundError:
         folder.mkdir(mode=0o700)
         return
     (folder / MANIFEST).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if not _is_unused(path):
+
+
+def reuse(folder: Path, sizes: Mapping[str, int]) -> int:
+    """Keep of a spare the files with these names that nobody uses, cut to size; how many bytes that is at most."""
+    kept = 0
+    for path in list(folder.iterdir()):
+        pages = Pages(path)
+        if path.name in sizes and pages.is_unused:
+            kept += min(path.stat().st_size, sizes[path.name])
+            pages.cut(sizes[path.name])
+        else:
             path.unlink()
-
-
-def _is_unused(path: Path) -> bool:
-    """Whether no process has the file open or mapped: only then does the kernel grant a lease for writing."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        pages.close()
+    return kept
 
 
 def complete_versions(store: Path) -> list[int]:
@@ -196,6 +191,13 @@ class StoredVersion:
         with self.file_path(file).open("rb") as source:
             return os.pread(source.fileno(), self.chunk_size(file, index), index * self.manifest.chunk_bytes)
 
+    def copy_of(self, file: int, index: int) -> memoryview:
+        """The bytes of a chunk that is here, to be changed."""
+        data = memoryview(bytearray(self.chunk_size(file, index)))
+        with self.file_path(file).open("rb") as source:
+            os.preadv(source.fileno(), [data], index * self.manifest.chunk_bytes)
+        return data
+
     def encode(self, base: "StoredVersion", file: int, index: int) -> tuple[bytes | None, bytes]:
         """(delta of a chunk against the same one of `base`, checksum); None where the chunk itself is smaller.
 
@@ -245,9 +247,8 @@ class StoredVersion:
 class Store:
     """The versions of one node, e.g. `Store(Path("/dev/shm/run/relay-1"), keep_versions=2)`."""
 
-    def __init__(self, path: Path, *, keep_versions: int, spares: bool = False) -> None:
+    def __init__(self, path: Path, *, keep_versions: int) -> None:
         self.path = path
-        self._spares = spares
         self.complete: dict[int, StoredVersion] = {}
         self._keep_versions = keep_versions
         self._pins: dict[str, int] = {}
@@ -284,11 +285,14 @@ class Store:
 
     def begin(self, manifest: Manifest) -> StoredVersion:
         """An empty `.part` folder for a version that is to arrive. Raises `NoRoomError`."""
-        if manifest.num_bytes > shutil.disk_usage(self.path).free + sum(self._doomed.values()):
-            raise _no_room(self.path, manifest.version, manifest.num_bytes)
         folder = self.path / f"{folder_name(manifest.version)}.part"
+        if not folder.exists():  # else it was left behind when there was no room for the manifest
+            take_spare(self.path, folder)
+        warm = reuse(folder, {entry.name: entry.size for entry in manifest.files})
+        if manifest.num_bytes > shutil.disk_usage(self.path).free + sum(self._doomed.values()) + warm:
+            shutil.rmtree(folder)
+            raise _no_room(self.path, manifest.version, manifest.num_bytes)
         with writing(self.path, manifest.version, manifest.num_bytes):
-            folder.mkdir(mode=0o700, exist_ok=True)  # it is left behind when there is no room for the manifest
             write_manifest(folder, manifest)
         return StoredVersion(manifest, folder, complete=False)
 
@@ -325,7 +329,7 @@ class Store:
 
     def delete(self, doomed: Path) -> None:
         """Delete what was retired, or keep it as the spare; slow enough (10 GB/s) for a thread."""
-        if self._spares and not (self.path / SPARE).exists():
+        with suppress(OSError):  # there is a spare
             for folder in doomed.iterdir():
                 folder.rename(self.path / SPARE)
         shutil.rmtree(doomed, ignore_errors=True)  # what is left of it goes at the next start

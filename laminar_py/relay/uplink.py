@@ -90,11 +90,13 @@ class Uplink:
             match await link.receive(None if until == float("inf") else max(0.0, until - now())):
                 case None if deadline is not None and now() >= deadline:
                     return _Farewell.LOST
-                case None if self._is_idle():
+                case None if now() >= home and self._is_idle():
                     self._hurries = len(self.parents)
                     return _Farewell.HOME
-                case None:
+                case None if now() >= home:
                     home = now() + self._visit_s
+                case None:
+                    continue  # a moment early
                 case LinkState.DOWN:
                     # A peer that is there but fails every handshake goes down again and again: the first counts.
                     if deadline is None:

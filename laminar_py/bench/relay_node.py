@@ -1,0 +1,53 @@
+"""One relay node of a measurement, in a process of its own, and what that says of the versions it gets.
+
+Used by `relay_tree`. Invariant: times are taken in that process, when the node reports.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from laminar_py.bench.processes import Worker
+from laminar_py.relay.messages import RelayEvent, VersionComplete
+from laminar_py.relay.node import RelayNode
+from laminar_py.relay.transport import IPC, RelayKeys
+
+CHUNK_BYTES = 4 * 2**20
+
+
+class NodeWorker(Worker):
+    """A node that listens from here on, e.g. `NodeWorker(folder, "root", keys=None, parents=[], ipc=True)`."""
+
+    def __init__(
+        self, folder: Path, name: str, *, keys: RelayKeys | None, parents: Sequence[str], ipc: bool
+    ) -> None:
+        host = f"{IPC}{folder / name}.ipc" if ipc else "127.0.0.1"
+        super().__init__(_relay, name, folder / name, keys, parents, host)
+        self.endpoint = self.hear(str)
+
+    def completed(self, version: int) -> tuple[float, VersionComplete]:
+        """When the version was complete and verified there, and the report; ask for each in order."""
+        while True:
+            moment, event = self.hear(tuple)
+            assert isinstance(event, VersionComplete), f"waited for version {version}: {event}"
+            if event.version == version:
+                return moment, event
+
+
+def _relay(
+    pipe: Connection, name: str, store: Path, keys: RelayKeys | None, parents: Sequence[str], host: str
+) -> None:
+    def report(event: RelayEvent) -> None:
+        pipe.send((time.monotonic(), event))
+
+    async def relay() -> None:
+        node = RelayNode(
+            name, store=store, keys=keys, parents=parents, host=host, chunk_bytes=CHUNK_BYTES, emit=report
+        )
+        await node.start()
+        pipe.send(node.endpoint)
+        await node.run()
+
+    asyncio.run(relay())
