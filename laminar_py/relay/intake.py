@@ -15,13 +15,13 @@ from laminar_py.relay.store import StoredVersion, chunk_checksum
 
 # Enough bytes on their way to cover 25 Gb/s over 10 ms; a narrower window would idle between grants.
 _WINDOW_BYTES = 32 * 2**20
-_MIN_WINDOW, _MAX_WINDOW = 4, 256  # chunks
+MIN_WINDOW, MAX_WINDOW = 4, 256  # chunks
 _MAX_REFUSALS = 3  # damaged copies of one chunk, or of one file, after which the version is given up
 
 
 def window_of(chunk_bytes: int) -> int:
     """Chunks of this size that may be on their way to a node, e.g. 8 of 4 MiB."""
-    return min(_MAX_WINDOW, max(_MIN_WINDOW, _WINDOW_BYTES // chunk_bytes))
+    return min(MAX_WINDOW, max(MIN_WINDOW, _WINDOW_BYTES // chunk_bytes))
 
 
 class Verdict(Enum):
@@ -117,6 +117,8 @@ class Intake:
             return chunk.data
         if self.base is None or chunk.base != self.stored.base:
             return None
+        if len(chunk.data) >= self.stored.chunk_size(chunk.file, chunk.index):
+            return None  # none of ours is; it would be kept in memory
         data = self.base.copy_of(chunk.file, chunk.index)
         try:
             apply(chunk.data, data, data)

@@ -33,6 +33,8 @@ ChunkBytes = Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=100)]
 FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors\Z", max_length=100)]
 
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
 CHECKSUM_BYTES = 16
 
 
@@ -41,7 +43,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
     name: FileName
     size: Positive  # bytes
-    digest: str  # BLAKE3 of its content, 64 hex digits
+    digest: Digest  # BLAKE3 of its content
     width: Literal[2, 4] = 4  # bytes of an element, for deltas
 
 
@@ -55,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: Version
     digest: str  # `store.version_digest` of the files
     chunk_bytes: ChunkBytes
-    files: tuple[FileEntry, ...]
+    files: Annotated[tuple[FileEntry, ...], msgspec.Meta(min_length=1)]
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ from laminar_py.relay import messages as m
 from laminar_py.relay.desk import Desk
 from laminar_py.relay.downlink import Downlink
 from laminar_py.relay.encoder import Encoder
-from laminar_py.relay.intake import BrokenVersionError, Intake, Verdict, window_of
+from laminar_py.relay.intake import MAX_WINDOW, BrokenVersionError, Intake, Verdict, window_of
 from laminar_py.relay.store import NoRoomError, Store, StoredVersion, file_digest, version_digest
 from laminar_py.relay.transport import Listener, RelayKeys, Wire
 from laminar_py.relay.uplink import VISIT_S, Uplink
@@ -72,6 +72,7 @@ class RelayNode:
         self._intakes: dict[int, Intake] = {}  # by version
         self._overtook: int | None = None  # version that arrives in place of one that was abandoned for it
         self._next: m.Announce | None = None  # the newest that came while such a one arrives
+        self._unsure: set[int] = set()  # arriving versions that a new parent may not have
         self._failure: m.Failed | None = None  # of the newest version, for children that come later
         self._running = False
         self._closing = asyncio.Event()
@@ -163,7 +164,7 @@ class RelayNode:
         stored = self._find(fetch.version)
         if stored is None:
             return  # given up here since; the child has been told what came instead
-        for index in range(fetch.first_chunk, fetch.first_chunk + fetch.credits):
+        for index in range(fetch.first_chunk, fetch.first_chunk + min(fetch.credits, MAX_WINDOW)):
             if not stored.knows(fetch.file, index):
                 break
             self._downlink.serve(child, stored, fetch.file, index, base=fetch.base)
@@ -197,6 +198,9 @@ class RelayNode:
 
     def _greet(self) -> None:
         """The parent is new, or as good as new: it knows nothing of this node."""
+        self._unsure = set(self._intakes)
+        if self._overtook in self._intakes:
+            self._uplink.tell(m.Want(self._overtook))
         self._uplink.tell(m.Attach(self.name))
         for version in self._desk.awaited() | (self._downlink.held - self._store.complete.keys()):
             self._uplink.tell(m.Want(version))
@@ -217,6 +221,9 @@ class RelayNode:
 
     def _on_announce(self, announce: m.Announce) -> None:
         version = announce.manifest.version
+        for arriving in (self._unsure & self._intakes.keys()) - {version}:
+            self._uplink.tell(m.Want(arriving))  # or hear that it is lost
+        self._unsure.clear()
         if version in self._intakes:
             self._intakes[version].restart()
             self._ask(self._intakes[version])
@@ -236,7 +243,10 @@ class RelayNode:
         if manifest.version > self._newest:  # latest wins
             for overtaken in [old for old in self._intakes if not self._wanted(old)]:
                 self._drop(overtaken)
+                self._uplink.tell(m.Done(overtaken))
                 self._overtook = manifest.version
+        if self._overtook == manifest.version:
+            self._uplink.tell(m.Want(manifest.version))  # the parent may not abandon it either
         base = None if announce.base is None else self._store.complete.get(announce.base)
         if base is not None and not manifest.fits(base.manifest):
             base = None
@@ -255,6 +265,8 @@ class RelayNode:
     def _check(self, manifest: m.Manifest) -> None:
         if manifest.digest != version_digest(manifest.files):
             raise BrokenVersionError(f"version {manifest.version}: its digest is not that of its files")
+        if len({entry.name for entry in manifest.files}) < len(manifest.files):
+            raise BrokenVersionError(f"version {manifest.version}: two of its files have one name")
         if manifest.chunk_bytes > self._chunk_bytes:
             raise BrokenVersionError(
                 f"relay.chunk_bytes={self._chunk_bytes} is below the {manifest.chunk_bytes} that version"
@@ -347,8 +359,10 @@ class RelayNode:
     def _on_lost(self, version: int) -> None:
         if version in self._intakes:
             self._drop(version)
+            self._uplink.tell(m.Attach(self.name))  # to hear of the newest, which may have been declined
         self._downlink.refuse(version, m.Lost(version), newest=False)
         self._desk.lost(version)
+        self._begin_next()
 
     def _fail(self, version: int, reason: str) -> None:
         """This version cannot be had here. Those below are told; the node itself goes on."""

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -292,8 +292,10 @@ class Store:
         if manifest.num_bytes > shutil.disk_usage(self.path).free + sum(self._doomed.values()) + warm:
             shutil.rmtree(folder)
             raise _no_room(self.path, manifest.version, manifest.num_bytes)
-        with writing(self.path, manifest.version, manifest.num_bytes):
+        with writing(self.path, manifest.version, manifest.num_bytes), ExitStack() as undo:
+            undo.callback(shutil.rmtree, folder)
             write_manifest(folder, manifest)
+            undo.pop_all()
         return StoredVersion(manifest, folder, complete=False)
 
     def commit(self, arrived: StoredVersion) -> None:

@@ -80,9 +80,8 @@ def _configure(
             socket.curve_serverkey = keys.public.encode()
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.MAXMSGSIZE, max_frame_bytes)
-    # No high-water mark: credits bound what is on its way to a child, and all else is a few small records.
-    socket.set(zmq.SNDHWM, 0)
-    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.SNDHWM, 0)  # upwards go a few small records
+    socket.set(zmq.RCVHWM, 1024)  # credits keep what comes from an honest parent far below
     socket.set(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_s * 1000 / 3)))
     socket.set(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_s * 1000))
     socket.set(zmq.RECONNECT_IVL, 50)
@@ -93,7 +92,7 @@ def _decode(kind: type[Received], frame: zmq.Frame) -> Received | None:
     """The record in a frame, None with a warning if a peer sent something else."""
     try:
         return codec.decode(kind, frame.buffer)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         log.warning("dropped a frame of %d bytes: %s", len(frame.buffer), error)
         return None
 
@@ -130,7 +129,7 @@ class Listener:
         error = _error_of(self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False))
         if error is None:
             return True
-        if isinstance(error, zmq.ZMQError) and error.errno == errno.EHOSTUNREACH:
+        if isinstance(error, zmq.ZMQError) and error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
             return False
         raise error
 
@@ -159,8 +158,13 @@ class Link:
                 return None
             if self._monitor in ready:
                 return await self._state()
-            [frame] = await self._socket.recv_multipart(copy=False)
-            message: ToChild | None = _decode(ToChild, frame)  # type: ignore[arg-type]
+            try:
+                frames = await self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:  # the connection broke since, and took with it what it had brought
+                continue
+            message: ToChild | None = None
+            if len(frames) == 1:
+                message = _decode(ToChild, frames[0])  # type: ignore[arg-type]
             if message is not None:
                 return message
 
@@ -205,6 +209,7 @@ class Wire:
             self._authenticator.start()
             self._authenticator.configure_curve_callback(credentials_provider=_OneKey(self._keys.public))
         socket = self._socket(zmq.ROUTER, server=True, max_frame_bytes=CONTROL_BYTES)
+        socket.set(zmq.SNDHWM, 1024)  # credits keep honest children far below
         socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a lost connection is an error, not a silent drop
         try:
             socket.bind(host if host.startswith(IPC) else f"tcp://{host}:{port or '*'}")
