@@ -49,7 +49,8 @@ async def through_relays(learner: Learner, root: Path) -> str:
     subscriber = Subscriber(nodes[-1].endpoint, "replica-0", keys)
     tasks = [asyncio.create_task(part.run()) for part in (*nodes, subscriber)]
     publisher = Publisher(root / "0", nodes[0].endpoint, keys, chunk_bytes=4096)
-    published = publisher.publish(1, learner.named_tensors(dtype=torch.float32))
+    publisher.publish(1, learner.named_tensors(dtype=torch.float32))
+    published = await asyncio.to_thread(publisher.sealed, 1)
     async with asyncio.timeout(PATIENCE_S):
         pulled = await subscriber.pull(await subscriber.latest())
         assert pulled.digest == published.digest, "law 3: what arrives is what was published"
