@@ -132,7 +132,8 @@ def test_ctrl_c_finishes_the_step_checkpoints_and_says_how_to_go_on(tmp_path):
 
 def test_two_learner_ranks_and_partial_rollout(tmp_path):
     settings = ("learner.world_size=2", "rollout.on_new_weights=resume", "rollout.partial_interval_s=0.1")
-    with TrainProcess(tmp_path, "steps=8", *settings) as train:
+    long = "rollout.sampling.max_new_tokens=200"  # longer than a learner step
+    with TrainProcess(tmp_path, "steps=8", long, *settings) as train:
         code, output = train.finish()
     assert code == 0, output
     assert any(row.oldest_version != row.newest_version for row in consumed(train.run)), (
