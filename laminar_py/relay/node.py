@@ -182,7 +182,9 @@ class RelayNode:
             return
         if self._uplink.parents:
             self._uplink.tell(m.Want(version))
-        else:
+            return
+        self._discover()  # the publisher's word may be on its way
+        if version not in self._store.complete:
             self._on_lost(version)
 
     def _discover(self) -> None:

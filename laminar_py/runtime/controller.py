@@ -17,6 +17,7 @@ from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.flow import Flow
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.events import Evaluated, RunEnded, RunStarted
+from laminar_py.interfaces import VersionLostError
 from laminar_py.learner.advantage import group_advantages
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.reward.stage import ScoringStage
@@ -265,6 +266,8 @@ class Controller:
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:
             await subscriber.pull(version)
+        except VersionLostError as error:  # its learner died over it; the evaluation will be left out
+            log.warning("version %d is not kept for its evaluation: %s", version, error)
         finally:
             await subscriber.close()
             await listening

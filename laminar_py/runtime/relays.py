@@ -252,5 +252,9 @@ def stored_manifests(store: str) -> bytes:
     """The manifests of all complete versions in a store of this host, as a list."""
     folder = Path(store)
     versions = complete_versions(folder) if folder.is_dir() else []
-    paths = (folder / folder_name(version) / MANIFEST for version in versions)
-    return encode([msgspec.json.decode(path.read_bytes(), type=Manifest) for path in paths])
+    found = []
+    for version in versions:
+        with contextlib.suppress(FileNotFoundError):  # retired since
+            data = (folder / folder_name(version) / MANIFEST).read_bytes()
+            found.append(msgspec.json.decode(data, type=Manifest))
+    return encode(found)

@@ -1,7 +1,7 @@
 """The learner's loop: batch, step, commit, publish, checkpoint; and its way back after a death.
 
-Owned by the controller. Invariant: a step, the consumption of its trajectories and its new version are one
-transaction of the ledger, and what lies after the last checkpoint can be undone.
+Owned by the controller. Invariant: a step and the consumption of its trajectories are one transaction of the
+ledger, and what lies after the last checkpoint can be undone. A version is on record when it is complete.
 """
 
 import asyncio
