@@ -4,7 +4,6 @@ Used by relay_hosts.py. A function of `work` gets its pipe first, says once what
 does a round whenever told to. Invariant: no process outlives the benchmark, even if that is killed.
 """
 
-import asyncio
 import ctypes
 import functools
 import http.server
@@ -23,8 +22,8 @@ from typing import TypeVar
 
 from laminar_py.bench.processes import READY, Worker
 from laminar_py.bench.relay_network import INTERFACE
-from laminar_py.relay.messages import ParentLost, RelayEvent, VersionComplete
-from laminar_py.relay.node import RelayNode
+from laminar_py.bench.relay_node import relay
+from laminar_py.relay.messages import ParentLost, VersionComplete
 from laminar_py.relay.transport import RelayKeys
 
 PIECE_BYTES = 2**20  # that bare sockets and downloads move at a time
@@ -106,31 +105,6 @@ def _end_with_parent() -> None:
     assert parent is not None, "a worker is never the first process"
     parent.join()
     os._exit(1)
-
-
-def relay(
-    pipe: Connection,
-    name: str,
-    store: Path,
-    keys: RelayKeys,
-    parents: Sequence[str],
-    host: str,
-    chunk_bytes: int,
-) -> None:
-    """A node; says its endpoint, then all that it reports, with the time."""
-
-    def report(event: RelayEvent) -> None:
-        pipe.send((time.monotonic(), event))
-
-    async def run() -> None:
-        node = RelayNode(
-            name, store=store, keys=keys, parents=parents, host=host, chunk_bytes=chunk_bytes, emit=report
-        )
-        await node.start()
-        pipe.send(node.endpoint)
-        await node.run()
-
-    asyncio.run(run())
 
 
 def learn(pipe: Connection, store: Path, root: str, keys: RelayKeys, chunk_bytes: int) -> None:

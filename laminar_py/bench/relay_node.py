@@ -1,6 +1,7 @@
 """One relay node of a measurement, in a process of its own, and what that says of the versions it gets.
 
-Used by `relay_tree`. Invariant: times are taken in that process, when the node reports.
+Used by `relay_tree`, and by `relay_host` within a namespace. Invariant: times are taken in that process, when the
+node reports.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ class NodeWorker(Worker):
         self, folder: Path, name: str, *, keys: RelayKeys | None, parents: Sequence[str], ipc: bool
     ) -> None:
         host = f"{IPC}{folder / name}.ipc" if ipc else "127.0.0.1"
-        super().__init__(_relay, name, folder / name, keys, parents, host)
+        super().__init__(relay, name, folder / name, keys, parents, host, CHUNK_BYTES)
         self.endpoint = self.hear(str)
 
     def completed(self, version: int) -> tuple[float, VersionComplete]:
@@ -36,18 +37,26 @@ class NodeWorker(Worker):
                 return moment, event
 
 
-def _relay(
-    pipe: Connection, name: str, store: Path, keys: RelayKeys | None, parents: Sequence[str], host: str
+def relay(
+    pipe: Connection,
+    name: str,
+    store: Path,
+    keys: RelayKeys | None,
+    parents: Sequence[str],
+    host: str,
+    chunk_bytes: int,
 ) -> None:
+    """A node; says its endpoint, then all that it reports, with the time."""
+
     def report(event: RelayEvent) -> None:
         pipe.send((time.monotonic(), event))
 
-    async def relay() -> None:
+    async def run() -> None:
         node = RelayNode(
-            name, store=store, keys=keys, parents=parents, host=host, chunk_bytes=CHUNK_BYTES, emit=report
+            name, store=store, keys=keys, parents=parents, host=host, chunk_bytes=chunk_bytes, emit=report
         )
         await node.start()
         pipe.send(node.endpoint)
         await node.run()
 
-    asyncio.run(relay())
+    asyncio.run(run())

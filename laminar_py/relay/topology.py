@@ -58,10 +58,6 @@ class Topology:
             parent = self.parents[parent]
         return tuple(path)
 
-    def fallbacks(self, node: int) -> tuple[int, ...]:
-        """Whom it turns to, in order, when its parent is lost; empty for the root and its children."""
-        return self.ancestors(node)[1:]
-
     def depth_of(self, node: int) -> int:
         """Hops from the root."""
         return len(self.ancestors(node))

@@ -45,15 +45,6 @@ def test_parents_and_children_agree(tree: Topology) -> None:
     assert edges == {(tree.parents[child], child) for child in range(1, tree.num_nodes)}
 
 
-@given(TREES)
-def test_fallbacks_are_the_ancestors_above_the_parent_nearest_first(tree: Topology) -> None:
-    for node in range(1, tree.num_nodes):
-        parent = tree.parents[node]
-        assert parent is not None
-        assert tree.fallbacks(node) == tree.ancestors(parent)
-    assert tree.fallbacks(0) == ()
-
-
 @given(st.integers(1, 400), st.integers(2, 6))
 def test_a_kary_tree_is_as_flat_as_its_fanout_allows(num_nodes: int, fanout: int) -> None:
     tree = build(TopologyKind.KARY, num_nodes=num_nodes, fanout=fanout)
