@@ -20,7 +20,7 @@ from laminar_py.types import DropReason, Kind, Status
 
 if TYPE_CHECKING:
     from laminar_py.runtime.doctor import Fit
-    from laminar_py.runtime.summary import Summary
+    from laminar_py.runtime.summary import RelayFigures, Summary
 
 app = typer.Typer(
     name="laminar",
@@ -194,6 +194,9 @@ def bench_relay(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of each comparison; figures are medians")] = 7,
     only: Annotated[RelayBench | None, typer.Option(help="On one host, or over hosts with narrow links")] = None,
+    shm: Annotated[
+        Path, typer.Option(help="Shared memory for one host's part", exists=True, file_okay=False, writable=True)
+    ] = Path("/dev/shm"),
 ) -> None:
     """Compare the relay with bare sockets and copies, and with what one would use instead. Takes minutes."""
     from laminar_py.bench import relay as one_host
@@ -201,7 +204,7 @@ def bench_relay(
     from laminar_py.bench.report import show as show_report
     from laminar_py.config import ConfigError
 
-    rows = one_host.rows(repeats=repeats, tell=_tell) if only in (None, RelayBench.HOST) else []
+    rows = one_host.rows(repeats=repeats, tell=_tell, shm=shm) if only in (None, RelayBench.HOST) else []
     try:
         rows += relay_hosts.rows(repeats=min(repeats, 3), tell=_tell) if only is not RelayBench.HOST else []
     except ConfigError as error:
@@ -298,6 +301,7 @@ def _print_summary(summary: "Summary") -> None:
         ("dropped", drops or "none"),
         ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
         ("versions alive", f"{summary.versions_alive_max} at most"),
+        ("relay", tell_relay(summary.relay)),
         (
             "learner",
             f"waited {summary.learner_waiting_share:.0%}; {summary.overlap_share:.0%} of its work overlapped"
@@ -313,6 +317,18 @@ def _print_summary(summary: "Summary") -> None:
     console.print(
         f"{summary.run}/summary.json has all of it; laminar audit {summary.run} verify proves it", soft_wrap=True
     )
+
+
+def tell_relay(relay: "RelayFigures") -> str:
+    """Versions, stall, spread and bytes in one line."""
+    words = [f"{relay.versions} versions"]
+    if relay.stall_s is not None:
+        words.append(f"the learner stood still {relay.stall_s * 1000:.1f} ms for one")
+    if relay.spread_s is not None:
+        words.append(f"{relay.spread_s:.2f} s until the last relay had it")
+    if relay.wire_share is not None:
+        words.append(f"{relay.wire_share:.1%} of the bytes over the wire")
+    return ", ".join(words)
 
 
 def _share(value: float | None) -> str:

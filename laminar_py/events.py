@@ -176,9 +176,19 @@ class Relayed(Event, frozen=True):
     version: int
     digest: str
     num_bytes: int
+    base: int | None  # version that it came as a delta against; None where it came in full
     wire_bytes: int
     first_byte_s: float
     elapsed_s: float
+
+
+class Pulled(Event, frozen=True):
+    """A subscriber, e.g. `replica-1`, has got a version from the relay of its host, `waited_s` after it asked."""
+
+    node: str
+    subscriber: str
+    version: int
+    waited_s: float
 
 
 class RelayGaveUp(Event, frozen=True):
@@ -267,6 +277,7 @@ AnyEvent = (
     | VersionPublished
     | VersionLoaded
     | Relayed
+    | Pulled
     | RelayGaveUp
     | Reattached
     | Stepped

@@ -36,6 +36,8 @@ ROOMS = {
         "engines/local",
         "learner/",
         "relay/publisher.py",
+        "relay/shards.py",
+        "relay/device_copy.py",
         "runtime/actors.py",
         "runtime/learner_part.py",
         "runtime/doctor.py",

@@ -29,14 +29,16 @@ class Scale:
 FULL = Scale(256 * 2**20, 7, relay_learner.MODEL)
 
 
-def rows(*, repeats: int, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
+def rows(
+    *, repeats: int, tell: Callable[[str], None], scale: Scale = FULL, shm: Path = SHARED_MEMORY
+) -> list[Row]:
     """All figures of one host, medians over `repeats` rounds; `tell` hears of each. Takes minutes.
 
-    Sets this process to one torch thread.
+    All versions, and Ray's objects, lie in `shm`. Sets this process to one torch thread.
     """
     torch.set_num_threads(1)
     size = scale.num_bytes
-    with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir=SHARED_MEMORY) as folder:
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir=shm) as folder:
         parts = [
             relay_hop.rows(Path(folder), num_bytes=size, repeats=repeats, tell=tell),
             relay_fanout.rows(

@@ -33,7 +33,7 @@ def rows(
 
     tensors = make_tensors(num_bytes)
     with ExitStack() as stack:
-        sides = {"ray": stack.enter_context(ray_side(tensors, num_replicas=num_replicas))}
+        sides = {"ray": stack.enter_context(ray_side(folder, tensors, num_replicas=num_replicas))}
         for name, side in {"gloo": gloo_side, "http": http_side}.items():
             sides[name] = stack.enter_context(side(folder / name, num_bytes, num_replicas=num_replicas))
         sides["ours"] = stack.enter_context(our_side(folder / "ours", tensors, num_replicas=num_replicas))

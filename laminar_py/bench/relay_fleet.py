@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 
 from laminar_py.bench.relay_host import HostWorker, RelayHost, learn
 from laminar_py.bench.relay_network import Network
-from laminar_py.relay.store import file_digest, folder_name
+from laminar_py.relay.digests import file_digest
+from laminar_py.relay.stored import folder_name
 from laminar_py.relay.topology import Shape, Topology, grow
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.types import Published
@@ -87,7 +88,8 @@ class Fleet:
         killed = time.monotonic()
         dying.kill()
         seconds = self._arrived(published)
-        digests = {file_digest(node.store / folder_name(published.version) / FILE) for node in self.nodes.values()}
+        files = [node.store / folder_name(published.version) / FILE for node in self.nodes.values()]
+        digests = {file_digest(path, chunk_bytes=WARM_BYTES) for path in files}
         assert len(digests) == 1, f"version {published.version} differs between hosts: {digests}"
         noticed = max(min(later) for node in self.nodes.values() if (later := node.lost_since(killed)))
         following = self._publish(WARM_BYTES)

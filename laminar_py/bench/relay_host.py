@@ -111,7 +111,8 @@ def learn(pipe: Connection, store: Path, root: str, keys: RelayKeys, chunk_bytes
     """A learner: told (version, bytes), it publishes that many random ones and says `Published`."""
     import torch
 
-    from laminar_py.relay.publisher import HEADER_BYTES, Publisher
+    from laminar_py.relay.publisher import Publisher
+    from laminar_py.relay.shards import HEADER_BYTES
 
     torch.set_num_threads(1)
     publisher = Publisher(store, root, keys, chunk_bytes=chunk_bytes)

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from laminar_py.bench.relay_fleet import Clock, Recovery, Rig, Timed, fleet
 from laminar_py.bench.relay_host import (
+    PIECE_BYTES,
     HostWorker,
     broadcast_gloo,
     download,
@@ -26,8 +27,8 @@ from laminar_py.bench.relay_network import Network, require, shared_folder
 from laminar_py.bench.report import Row
 from laminar_py.config import TopologyKind
 from laminar_py.relay.cost import Choice, Links, Payload, broadcast_s, routes, settle
+from laminar_py.relay.digests import file_digest
 from laminar_py.relay.messages import MIN_CHUNK_BYTES
-from laminar_py.relay.store import file_digest
 from laminar_py.relay.topology import Shape, grow
 
 MIB = 2**20
@@ -226,5 +227,5 @@ def _rounds(workers: Sequence[HostWorker], paths: Sequence[Path], count: int) ->
             worker.tell("go")
         spans = [worker.hear(tuple) for worker in workers]
         timed.append(clock.stop(max(ended for _, ended in spans) - min(began for began, _ in spans)))
-    assert len({file_digest(path) for path in paths}) == 1, "a host has other bytes"
+    assert len({file_digest(path, chunk_bytes=PIECE_BYTES) for path in paths}) == 1, "a host has other bytes"
     return timed

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from laminar_py.bench.processes import Worker
-from laminar_py.relay.messages import RelayEvent, VersionComplete
+from laminar_py.relay.messages import RelayEvent, VersionComplete, VersionPulled
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.transport import IPC, RelayKeys
 
@@ -46,10 +46,11 @@ def relay(
     host: str,
     chunk_bytes: int,
 ) -> None:
-    """A node; says its endpoint, then all that it reports, with the time."""
+    """A node; says its endpoint, then all that it reports of versions and parents, with the time."""
 
     def report(event: RelayEvent) -> None:
-        pipe.send((time.monotonic(), event))
+        if not isinstance(event, VersionPulled):
+            pipe.send((time.monotonic(), event))
 
     async def run() -> None:
         node = RelayNode(

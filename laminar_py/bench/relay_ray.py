@@ -42,8 +42,8 @@ class Replica:
 
 
 @contextmanager
-def ray_side(tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Measure]:
-    """`ray.put` here and `ray.get` in actors, arrays without a copy."""
+def ray_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Measure]:
+    """`ray.put` here and `ray.get` in actors, arrays without a copy; the store lies in `folder`."""
     arrays = [raw(tensor) for tensor in tensors.values()]
     num_bytes = sum(array.nbytes for array in arrays)
     ray.init(
@@ -54,6 +54,7 @@ def ray_side(tensors: dict[str, Tensor], *, num_replicas: int) -> Iterator[Measu
         configure_logging=False,
         object_store_memory=max(STORE_VERSIONS * num_bytes, SMALLEST_STORE_BYTES),
         _node_ip_address="127.0.0.1",
+        _plasma_directory=str(folder),
     )
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     replicas = [ray.remote(Replica).options(num_cpus=1).remote() for _ in range(num_replicas)]

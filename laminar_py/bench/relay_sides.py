@@ -86,16 +86,17 @@ def our_side(folder: Path, tensors: dict[str, Tensor], *, num_replicas: int) -> 
 def _subscribe(pipe: Connection, number: int, endpoint: str, keys: RelayKeys) -> None:
     async def follow() -> None:
         subscriber = Subscriber(endpoint, f"replica-{number}", keys)
-        version, held = -1, []
+        version = -1
         async with asyncio.TaskGroup() as group:
             group.create_task(subscriber.run())
             pipe.send(READY)
             while True:
                 await subscriber.wait_newer(version)
                 pulled = await subscriber.pull()
-                version, held = pulled.version, load(Path(pulled.path))
+                held = load(Path(pulled.path))
                 pipe.send(time.monotonic())
                 assert held, f"{pulled} has no tensors"
+                version, held = pulled.version, []  # an engine has its own copy by now
 
     torch.set_num_threads(1)
     asyncio.run(follow())

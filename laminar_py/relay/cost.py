@@ -1,6 +1,6 @@
-"""How long a version takes through a tree, and the tree and chunk size that take least. Pure.
+"""How long a version takes through a tree, the tree and chunk size that take least, and a store's room. Pure.
 
-Used by the runtime for `topology: auto` and by `laminar relay plan`. The model: a node sends one chunk at a time,
+Used by the runtime when a run starts and by `laminar relay plan`. The model: a node sends one chunk at a time,
 to its children in turn, each as soon as it has arrived; a send takes `overhead_s + bytes / bytes_per_s`. Then the
 chunks of a version follow each other at the pace of the slowest node above a receiver, and its time is that of its
 first chunk and one such pace for each further chunk: `(p + k - 1)(a + M / (k W))` in a chain of `p` hops. This is
@@ -19,6 +19,7 @@ PAGE_BYTES = 4096
 SMALLEST_CHUNK_BYTES = 256 * 2**10  # below, a message's fixed cost is most of it
 LARGEST_CHUNK_BYTES = 16 * 2**20  # above, a window of credits takes too much memory
 _STEPS = 4  # chunk sizes tried per factor of two: at the best of them the time is within 1 % of the least
+NEAR_BEST = 1.01  # a smaller chunk that takes no longer than this is better: less memory, and less to repeat
 CHUNK_SIZES = tuple(
     round(SMALLEST_CHUNK_BYTES * 2 ** (step / _STEPS) / PAGE_BYTES) * PAGE_BYTES
     for step in range(_STEPS * (LARGEST_CHUNK_BYTES // SMALLEST_CHUNK_BYTES).bit_length() - _STEPS + 1)
@@ -121,8 +122,19 @@ def broadcast_s(ways: Sequence[Route], payload: Payload, links: Links, *, chunk_
 
 
 def best_chunk_bytes(ways: Sequence[Route], payload: Payload, links: Links) -> int:
-    """The one of `CHUNK_SIZES` with which a broadcast takes least; of equals the smallest."""
-    return min(CHUNK_SIZES, key=lambda chunk_bytes: broadcast_s(ways, payload, links, chunk_bytes=chunk_bytes))
+    """The smallest of `CHUNK_SIZES` with which a broadcast takes the least time, or hardly more."""
+    took_s = {size: broadcast_s(ways, payload, links, chunk_bytes=size) for size in CHUNK_SIZES}
+    limit_s = NEAR_BEST * min(took_s.values())
+    return next(size for size in CHUNK_SIZES if took_s[size] <= limit_s)
+
+
+def versions_at_peak(*, keep_versions: int, num_replicas: int, num_nodes: int = 1) -> int:
+    """Versions in the stores of a host's relays at most: those kept, one that arrives at each, and held ones.
+
+    Each of the `num_replicas` that pull from them may hold an older one. On the root's host the publisher's
+    unfinished folder is the one that arrives, or the spare that it will be written over.
+    """
+    return num_nodes * (keep_versions + 1) + num_replicas
 
 
 @dataclass(frozen=True, slots=True)

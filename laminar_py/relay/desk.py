@@ -5,26 +5,47 @@ take it away in between.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from laminar_py.relay.messages import Downward, Failed, Newest, Pull, Pulled, Refused
-from laminar_py.relay.store import NoRoomError, Store
+from laminar_py.relay.store import Store
+from laminar_py.relay.stored import NoRoomError
 
 Send = Callable[[bytes, Downward], bool]  # (connection, record) -> False if the connection is gone
 
 
-class Desk:
-    """The subscribers of one node. One pull waits per name, so a revived subscriber replaces its old self."""
+SESSIONS_KNOWN = 16  # lives of a subscriber whose late words are told apart
 
-    def __init__(self, store: Store, send: Send) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    sender: bytes
+    pull: Pull
+    since: float
+
+
+class Desk:
+    """The subscribers of one node. One pull waits per name, so a revived subscriber replaces its old self.
+
+    `pulled` is told of each answer: the name, the version, and how many seconds it took.
+    """
+
+    def __init__(
+        self, store: Store, send: Send, *, pulled: Callable[[str, int, float], None], now: Callable[[], float]
+    ) -> None:
         self._store = store
         self._send = send
+        self._pulled = pulled
+        self._now = now
         self._subscribers: set[bytes] = set()
-        self._waiting: dict[str, tuple[bytes, Pull]] = {}  # by name of the subscriber
+        self._waiting: dict[str, _Waiting] = {}  # by name of the subscriber
+        self._sessions: dict[str, list[int]] = {}  # by name, in the order of their coming
+        self._last: dict[str, int] = {}  # by name, id of the last pull of the newest session
         self._failed: Failed | None = None  # why there is not even a first version
 
     def awaited(self) -> set[int]:
         """Versions asked for by number and not here yet."""
-        return {pull.version for _, pull in self._waiting.values() if pull.version is not None}
+        return {one.pull.version for one in self._waiting.values() if one.pull.version is not None}
 
     def subscribe(self, sender: bytes) -> None:
         """Tell a subscriber what is newest, now and from now on."""
@@ -35,40 +56,60 @@ class Desk:
             self._tell(sender, self._failed)
 
     def ask(self, sender: bytes, pull: Pull) -> bool:
-        """Answer a pull if the version is here; else let it wait, and return False."""
-        self._waiting[pull.name] = (sender, pull)
+        """Answer a pull if the version is here, or if it is stale; else let it wait, and return False."""
+        if self._is_stale(pull):
+            return True
+        before = self._waiting.get(pull.name)
+        since = before.since if before is not None and before.pull == pull else self._now()
+        waiting = self._waiting[pull.name] = _Waiting(sender, pull, since)
         if not self._store.complete and self._failed and pull.version is None:
             self._refuse(pull.name, lost=False, reason=self._failed.reason)
             return True
-        return self._answer(sender, pull)
+        return self._answer(waiting)
+
+    def release(self, name: str) -> None:
+        """A subscriber has done with what it pulled."""
+        self._store.unpin(name)
 
     def completed(self, version: int) -> None:
         """A version is complete here: answer whoever waits for it, and tell all if it is the newest."""
         self._failed = None
-        for sender, pull in list(self._waiting.values()):
-            self._answer(sender, pull)
+        for waiting in list(self._waiting.values()):
+            self._answer(waiting)
         if version == self._store.newest:
             for sender in list(self._subscribers):
                 self._tell(sender, Newest(version))
 
     def lost(self, version: int) -> None:
         """No relay has the version: answer who asked for it."""
-        for name, (_, pull) in list(self._waiting.items()):
-            if pull.version == version:
+        for name, waiting in list(self._waiting.items()):
+            if waiting.pull.version == version:
                 self._refuse(name, lost=True, reason=f"version {version} is on no relay any more")
 
     def failed(self, failed: Failed) -> None:
         """This node cannot hold the version: answer who asked for it or, if there is no other, for any."""
         first = not self._store.complete
-        for name, (_, pull) in list(self._waiting.items()):
-            if pull.version == failed.version or (first and pull.version is None):
+        for name, waiting in list(self._waiting.items()):
+            if waiting.pull.version == failed.version or (first and waiting.pull.version is None):
                 self._refuse(name, lost=False, reason=failed.reason)
         if first:
             self._failed = failed
             for sender in list(self._subscribers):
                 self._tell(sender, failed)
 
-    def _answer(self, sender: bytes, pull: Pull) -> bool:
+    def _is_stale(self, pull: Pull) -> bool:
+        """Whether it came late, over a connection that broke: what was pulled since is held now."""
+        sessions = self._sessions.setdefault(pull.name, [])
+        if pull.session not in sessions:
+            sessions[:] = [*sessions[-SESSIONS_KNOWN:], pull.session]
+            self._last.pop(pull.name, None)
+        if pull.session != sessions[-1] or pull.id < self._last.get(pull.name, pull.id):
+            return True
+        self._last[pull.name] = pull.id
+        return False
+
+    def _answer(self, waiting: _Waiting) -> bool:
+        pull = waiting.pull
         version = self._store.newest if pull.version is None else pull.version
         stored = self._store.complete.get(version)
         if stored is None:
@@ -79,12 +120,13 @@ class Desk:
             self._refuse(pull.name, lost=False, reason=str(error))
             return True
         del self._waiting[pull.name]
-        self._tell(sender, Pulled(pull.id, version, str(stored.folder), stored.manifest.digest))
+        self._pulled(pull.name, version, self._now() - waiting.since)
+        self._tell(waiting.sender, Pulled(pull.id, version, str(stored.folder), stored.manifest.digest))
         return True
 
     def _refuse(self, name: str, *, lost: bool, reason: str) -> None:
-        sender, pull = self._waiting.pop(name)
-        self._tell(sender, Refused(pull.id, lost, reason))
+        waiting = self._waiting.pop(name)
+        self._tell(waiting.sender, Refused(waiting.pull.id, lost, reason))
 
     def _tell(self, sender: bytes, message: Downward) -> None:
         if not self._send(sender, message):

@@ -7,7 +7,7 @@ its chunk's arrival or with its version.
 from collections import defaultdict
 
 from laminar_py.relay.messages import Announce, Downward
-from laminar_py.relay.store import StoredVersion
+from laminar_py.relay.stored import StoredVersion
 from laminar_py.relay.transport import Listener
 
 
@@ -37,8 +37,9 @@ class Downlink:
         self._children.add(child)
 
     def hold(self, child: bytes, version: int) -> None:
-        """A child wants this version."""
-        self._holds[version].add(child)
+        """A child wants this version; a late word of a connection that is gone counts for nothing."""
+        if child in self._children:
+            self._holds[version].add(child)
 
     def release(self, child: bytes, version: int) -> None:
         """A child has it."""
@@ -83,6 +84,10 @@ class Downlink:
         for version in self.held:
             self.release(to, version)
         return False
+
+    def probe(self, message: Downward) -> None:
+        """Say something to all who hold a version, so that those are found that are gone."""
+        self._tell(message, set().union(*self._holds.values()))
 
     def _tell(self, message: Downward, children: set[bytes]) -> None:
         for child in list(children):  # a lost one leaves the set

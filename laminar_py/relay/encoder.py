@@ -8,17 +8,18 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable
 
-from laminar_py.relay.store import StoredVersion
+from laminar_py.relay.stored import StoredVersion
 
 ENCODERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # threads
 PATIENCE = 8  # chunks without a delta, before any has one, after which the rest is not tried
 
 
 class Encoder:
-    """`forward` keeps the promises of a chunk that is ready now."""
+    """`forward` keeps the promises of a chunk that is ready now; `done` is told that a base is needed no more."""
 
-    def __init__(self, forward: Callable[[StoredVersion, int, int], None]) -> None:
+    def __init__(self, forward: Callable[[StoredVersion, int, int], None], done: Callable[[], None]) -> None:
         self._forward = forward
+        self._done = done
 
     def start(self, stored: StoredVersion, older: Iterable[StoredVersion], group: asyncio.TaskGroup) -> None:
         """Begin, if there is a version before that it can build on."""
@@ -38,12 +39,12 @@ class Encoder:
             nonlocal vain
             for file, index in left:
                 try:
-                    delta, checksum = await asyncio.to_thread(stored.encode, base, file, index)
+                    delta = await asyncio.to_thread(stored.encode, base, file, index)
                 except FileNotFoundError:  # retired, which an overtaken version may be
                     assert stored.base is None, f"{base.folder} went while {stored.folder} was built on it"
                 if stored.base is None:
                     return  # given up meanwhile
-                stored.encoded(file, index, delta, checksum)
+                stored.encoded(file, index, delta)
                 self._forward(stored, file, index)
                 vain += delta is None
                 if vain >= PATIENCE and not stored.deltas:
@@ -52,6 +53,7 @@ class Encoder:
         async with asyncio.TaskGroup() as workers:
             for _ in range(ENCODERS):
                 workers.create_task(work())
+        self._done()
 
     def forget(self, stored: StoredVersion) -> None:
         """No deltas of this version any more."""

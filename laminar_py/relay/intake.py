@@ -10,8 +10,9 @@ from enum import Enum
 import msgspec
 
 from laminar_py.relay.delta import DeltaError, apply
+from laminar_py.relay.digests import chunk_checksum
 from laminar_py.relay.messages import Chunk, Fetch
-from laminar_py.relay.store import StoredVersion, chunk_checksum
+from laminar_py.relay.stored import StoredVersion
 
 # Enough bytes on their way to cover 25 Gb/s over 10 ms; a narrower window would idle between grants.
 _WINDOW_BYTES = 32 * 2**20
@@ -62,7 +63,8 @@ class Intake:
         self._asked: set[tuple[int, int]] = set()
         self._unasked: Iterator[tuple[int, int]] = stored.missing()
         self._refusals: dict[tuple[int, int | None], int] = {}
-        self._verified: set[int] = set()
+        self._num_verified = 0  # files
+        self._moved = True  # a chunk came, or it was asked for, since `is_stuck` was looked at
 
     @property
     def elapsed_s(self) -> float:
@@ -72,10 +74,16 @@ class Intake:
     @property
     def verified(self) -> bool:
         """Whether every file has its digest."""
-        return len(self._verified) == len(self.stored.manifest.files)
+        return self._num_verified == len(self.stored.manifest.files)
+
+    def is_stuck(self) -> bool:
+        """Whether nothing has come since this was asked last."""
+        moved, self._moved = self._moved, False
+        return not moved
 
     def restart(self) -> None:
         """What was asked for will not come (a new parent): begin again at the first missing chunk."""
+        self._moved = True
         self._asked.clear()
         self._unasked = self.stored.missing()
 
@@ -94,8 +102,11 @@ class Intake:
                 break
         return [Fetch(self.version, file, first, count, self.stored.base) for file, first, count in runs]
 
-    def accept(self, chunk: Chunk) -> Verdict:
-        """Check and store a chunk. Raises `NoRoomError`, or `BrokenVersionError` at the last damaged copy."""
+    def accept(self, chunk: Chunk, *, keep_delta: bool) -> Verdict:
+        """Check and store a chunk; `keep_delta` to pass it on as it came.
+
+        Raises `NoRoomError`, or `BrokenVersionError` at the last damaged copy.
+        """
         file, index, stored = chunk.file, chunk.index, self.stored
         if not stored.knows(file, index) or stored.has(file, index):
             return Verdict.USELESS
@@ -103,11 +114,15 @@ class Intake:
         if data is None or len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
             self._refuse(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
             return Verdict.DAMAGED
-        stored.write(msgspec.structs.replace(chunk, data=data, base=None))
-        if chunk.base is not None:
-            stored.deltas[file, index] = bytes(chunk.data)  # passed on as it came
+        try:
+            stored.write(msgspec.structs.replace(chunk, data=data, base=None))
+        except FileNotFoundError as error:
+            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted meanwhile") from None
+        if chunk.base is not None and keep_delta:
+            stored.deltas[file, index] = bytes(chunk.data)
         self.wire_bytes += len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
+        self._moved = True
         self._asked.discard((file, index))
         return Verdict.WRITTEN
 
@@ -126,19 +141,18 @@ class Intake:
             return None
         return data
 
-    def judge_file(self, file: int, digest: str) -> bool:
-        """Whether a file whose chunks are all here is right; if not, it is asked for once more.
+    def judge_file(self, file: int) -> None:
+        """Compare a file whose chunks are all here with its digest; if that differs, it is missing once more.
 
         Raises `BrokenVersionError` at the last try.
         """
-        entry = self.stored.manifest.files[file]
+        entry, digest = self.stored.manifest.files[file], self.stored.file_digest(file)
         if digest == entry.digest:
-            self._verified.add(file)
-            return True
+            self._num_verified += 1
+            return
         self._refuse(file, None, f"{entry.name}: its digest is {digest}, not {entry.digest};")
         self.stored.forget_file(file)
         self.restart()
-        return False
 
     def _refuse(self, file: int, index: int | None, what: str) -> None:
         count = self._refusals[file, index] = self._refusals.get((file, index), 0) + 1

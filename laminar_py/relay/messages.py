@@ -1,23 +1,26 @@
 """Wire records of the relay tree, the manifest of a version, and the reports a node makes. No behaviour.
 
-Every party speaks to one node above it and listens to those below. All records travel as single MessagePack
-frames with a `type` field, which any MessagePack reader can open.
+Every party speaks to one node above it and listens to those below. A record is one MessagePack frame with a `type`
+field, which any MessagePack reader can open; the bytes of a chunk are a second frame, so that nobody copies them.
 
 A node and its parent:
-    attached:   Attach                  -> Announce(newest)          at every connect, also to a revived parent
-    fetching:   Announce(v), Fetch(v)*  -> Chunk*                    Fetch grants credits; the parent sends chunks
+    attached:   Attach(newest)          -> Announce(newer)           at every connect, and now and then, so that
+                                                                     nothing that was lost on the way stays so
+    fetching:   Announce(v), Fetch(v)*  -> Chunk* | Lost(v)          Fetch grants credits; the parent sends chunks
                                                                      as it gets them itself (cut-through), as
                                                                      deltas to a base that the child says it has
     complete:   Done(v)                                              verified here, or not needed here any more
-    overtaken:  Announce(v') with v' > v                             v is abandoned unless somebody wants it, or
-                                                                     v itself overtook another
+    overtaken:  Announce(v') with v' > v                             v is abandoned, unless somebody wants it, v'
+                                                                     builds on it, or v itself overtook another
     wanting:    Want(v)                 -> Announce(v) | Lost(v)     a pull of an older version, asked on upwards
+    holding:    Want(v, arriving)       -> Lost(v) if it is not here v is on its way, and may not be abandoned
     failed:     Failed(v)                                            the parent cannot have v: try the next parent
 A subscriber and its node:
     subscribed: Subscribe               -> Newest*                   now and whenever a version is complete
     pulling:    Pull(id)                -> Pulled(id) | Refused(id)
+    done:       Release                                              what it pulled last need not be held
 The publisher and the root:
-    Written(v)                                                       v is complete in the folder they share
+    Written                                                          a version is complete in the folder they share
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -35,7 +38,9 @@ FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\.s
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
-CHECKSUM_BYTES = 16
+CHECKSUM_BYTES = 32
+NOTHING = memoryview(b"")
+Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -43,7 +48,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
     name: FileName
     size: Positive  # bytes
-    digest: Digest  # BLAKE3 of its content
+    digest: Digest  # `digests.digest_of` the checksums of its chunks
     width: Literal[2, 4] = 4  # bytes of an element, for deltas
 
 
@@ -55,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """
 
     version: Version
-    digest: str  # `store.version_digest` of the files
+    digest: str  # `digests.version_digest` of the files
     chunk_bytes: ChunkBytes
     files: Annotated[tuple[FileEntry, ...], msgspec.Meta(min_length=1)]
 
@@ -83,15 +88,16 @@ class Downward(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
 
 
 class Attach(Upward, frozen=True):
-    """A node is here and takes this one for its parent."""
+    """A node is here and takes this one for its parent; it has heard of versions up to `newest`, -1 for none."""
 
-    node: Name
+    newest: Annotated[int, msgspec.Meta(ge=-1)]
 
 
 class Want(Upward, frozen=True):
     """The node below needs this version even if newer ones exist. Kept for it until its `Done`."""
 
     version: Version
+    arriving: bool = False  # it is on its way there: no announcement is needed
 
 
 class Fetch(Upward, frozen=True):
@@ -113,21 +119,24 @@ class Done(Upward, frozen=True):
 class Subscribe(Upward, frozen=True):
     """A subscriber wants to hear of complete versions."""
 
-    name: Name
-
 
 class Pull(Upward, frozen=True):
     """A subscriber asks for a version (None: the newest complete one) and to have it held until its next pull."""
 
-    id: int
+    id: int  # of one session, ascending
+    session: int  # another one for each life of a subscriber of that name
     name: Name
     version: Version | None
 
 
+class Release(Upward, frozen=True):
+    """What this subscriber pulled last need not be held for it any more."""
+
+    name: Name
+
+
 class Written(Upward, frozen=True):
     """The publisher finished a version in the root's store."""
-
-    version: Version
 
 
 class Announce(Downward, frozen=True):
@@ -143,9 +152,10 @@ class Chunk(Downward, frozen=True):
     version: Version
     file: Index
     index: Index
-    checksum: bytes  # [CHECKSUM_BYTES] head of the BLAKE3 of the piece itself, also where `data` is a delta
-    data: memoryview  # [Manifest.chunk_bytes], the last of a file may be shorter; or a delta
+    checksum: Checksum  # BLAKE3 of the piece itself, also where `data` is a delta
     base: Version | None = None  # that `data` is a delta against
+    # [Manifest.chunk_bytes], the last of a file may be shorter; or a delta. Travels as a frame of its own.
+    data: memoryview = NOTHING
 
 
 class Lost(Downward, frozen=True):
@@ -184,7 +194,7 @@ class Refused(Downward, frozen=True):
     reason: str
 
 
-ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Written
+ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Release | Written
 ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Pulled | Refused
 
 
@@ -195,9 +205,19 @@ class VersionComplete(msgspec.Struct, frozen=True, tag=True):
     version: int
     digest: str
     num_bytes: int
+    base: int | None  # version that it came as a delta against; None where it came in full
     wire_bytes: int  # that came for it
     first_byte_s: float
     elapsed_s: float
+
+
+class VersionPulled(msgspec.Struct, frozen=True, tag=True):
+    """Report: a subscriber has got a version from the node of its host, `waited_s` after it asked."""
+
+    node: str
+    subscriber: str
+    version: int
+    waited_s: float
 
 
 class VersionFailed(msgspec.Struct, frozen=True, tag=True):
@@ -216,4 +236,4 @@ class ParentLost(msgspec.Struct, frozen=True, tag=True):
     new: str
 
 
-RelayEvent: TypeAlias = VersionComplete | VersionFailed | ParentLost
+RelayEvent: TypeAlias = VersionComplete | VersionPulled | VersionFailed | ParentLost

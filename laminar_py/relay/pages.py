@@ -6,27 +6,47 @@ has it open or mapped.
 """
 
 import fcntl
+import logging
 import mmap
 import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+log = logging.getLogger(__name__)
+
 WRITE_BYTES = 2**20  # at once where a file grows; the processor's cache holds it
 
 
 class Pages:
-    """One file, new or kept, e.g. `Pages(folder / "model-00001.safetensors")`."""
+    """One file, new or kept, e.g. `Pages(folder / "model-00001.safetensors")`.
+
+    Threads may read while one writes elsewhere in it; `cut`, `keep` and `close` are for when nobody does.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._mapping: mmap.mmap | None = None
+        self._unlock: Callable[[], None] | None = None
 
     @property
     def inode(self) -> int:
         """Its number in the file system, whatever its name is by now."""
         return os.fstat(self._descriptor).st_ino
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory that it takes: a part that was never written takes none."""
+        return os.fstat(self._descriptor).st_blocks * 512
 
     @property
     def is_deleted(self) -> bool:
@@ -36,6 +56,8 @@ class Pages:
     @property
     def is_unused(self) -> bool:
         """Whether nobody else has it open or mapped: only then does the kernel grant a lease for writing."""
+        # Whoever opens it in between makes the kernel send a signal, whose default, SIGIO, ends the process.
+        fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -43,12 +65,30 @@ class Pages:
             return False
         return True
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether a device may write into what is mapped by itself."""
+        return self._unlock is not None
+
+    def mapped(self, position: int, size: int) -> memoryview | None:
+        """[size] that part of the file, to be written, if all of it is mapped."""
+        if self._mapping is None or position + size > len(self._mapping):
+            return None
+        return memoryview(self._mapping)[position : position + size]
+
+    def read(self, position: int, size: int) -> memoryview | bytes:
+        """[size] what was written there."""
+        view = self.mapped(position, size)
+        return os.pread(self._descriptor, size, position) if view is None else view
+
     def write(self, position: int, data: npt.NDArray[np.uint8]) -> None:
         """Put `data` there. Raises `OSError` on a full file system, where the file grows."""
         mapped = 0 if self._mapping is None else min(len(data), max(0, len(self._mapping) - position))
         if mapped:
             assert self._mapping is not None, "there is something mapped"
             np.copyto(np.frombuffer(self._mapping, np.uint8, mapped, position), data[:mapped])
+        if mapped == len(data):
+            return
         rest, position = data[mapped:].data, position + mapped
         while rest:
             written = os.pwrite(self._descriptor, rest[:WRITE_BYTES], position)
@@ -61,11 +101,19 @@ class Pages:
         os.ftruncate(self._descriptor, size)
 
     def keep(self) -> None:
-        """Map all of it for the next time, with every page at hand."""
-        size = os.fstat(self._descriptor).st_size
-        if self._mapping is None or len(self._mapping) != size:
-            self._unmap()
+        """Map all of it for the next time, with every page at hand; where that fails it is written unmapped."""
+        size = self.size
+        if self._mapping is not None and len(self._mapping) == size:
+            return
+        self._unmap()
+        try:
             self._mapping = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            log.warning("cannot map %d bytes of a version, so the next will be written slower: %s", size, error)
+
+    def locked(self, unlock: Callable[[], None]) -> None:
+        """What is mapped was locked for a device; `unlock` is called before it is unmapped."""
+        self._unlock = unlock
 
     def close(self) -> None:
         """Let go of it."""
@@ -73,6 +121,47 @@ class Pages:
         os.close(self._descriptor)
 
     def _unmap(self) -> None:
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+        self._mapping = None  # unmapped with the last view of it, which the traceback of an error may still hold
+
+
+class KeptPages:
+    """The files of a store that one process keeps open, from version to version, under whatever names."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Pages] = {}  # by inode
+
+    def open(self, path: Path) -> Pages:
+        """The pages of a file, new or kept."""
+        pages = self._kept.get(path.stat().st_ino) if path.exists() else None
+        if pages is None:
+            pages = Pages(path)
+            self._kept[pages.inode] = pages
+        return pages
+
+    def delete(self, path: Path) -> None:
+        """Remove a file and let go of it."""
+        pages = self._kept.pop(path.stat().st_ino, None)
+        if pages is not None:
+            pages.close()
+        path.unlink()
+
+    def delete_folder(self, folder: Path) -> None:
+        """Remove a folder, if it is there, and let go of its files."""
+        if folder.exists():
+            for path in list(folder.iterdir()):
+                self.delete(path)
+            shutil.rmtree(folder)
+
+    def sweep(self) -> None:
+        """Let go of files that others deleted."""
+        for inode, pages in list(self._kept.items()):
+            if pages.is_deleted:
+                self._kept.pop(inode).close()
+
+    def close(self) -> None:
+        """Let go of all."""
+        while self._kept:
+            self._kept.popitem()[1].close()

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from laminar_py.config import ConfigError, Count, Section, Share, TopologyKind
 from laminar_py.config_file import load_settings
-from laminar_py.relay.cost import PAGE_BYTES, Links, Payload, broadcast_s, routes, settle
+from laminar_py.relay.cost import PAGE_BYTES, Links, Payload, broadcast_s, routes, settle, versions_at_peak
 from laminar_py.relay.drawing import draw
 from laminar_py.relay.topology import Shape, Topology, grow
 
@@ -110,15 +110,6 @@ class TreeSpec(Section):
             return None
         rates = (self.encode_gbyte_per_s * 1e9, self.apply_gbyte_per_s * 1e9)
         return Payload(self.full.num_bytes, self.delta_share, *rates)
-
-
-def versions_at_peak(*, keep_versions: int, num_replicas: int) -> int:
-    """Versions in a node's store at most: the newest, one that arrives, and one that each replica still holds.
-
-    On the root's host the publisher's unfinished folder is the one that arrives, or the spare that it will be
-    written over.
-    """
-    return keep_versions + 1 + num_replicas
 
 
 @dataclass(frozen=True, slots=True)

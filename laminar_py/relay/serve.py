@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.relay.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed
+from laminar_py.relay.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed, VersionPulled
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.transport import RelayKeys
 
@@ -75,6 +75,8 @@ def words(event: RelayEvent) -> str:
     match event:
         case VersionComplete(version=version, num_bytes=size, wire_bytes=wire, elapsed_s=elapsed_s):
             return f"version {version} complete: {size:,} bytes, {wire:,} over the wire, {elapsed_s:.3f} s"
+        case VersionPulled(subscriber=subscriber, version=version, waited_s=waited_s):
+            return f"version {version} pulled by {subscriber}, which waited {waited_s:.3f} s"
         case VersionFailed(version=version, reason=reason):
             return f"version {version} given up: {reason}"
         case ParentLost(old=old, new=new):

@@ -1,10 +1,11 @@
 """A replica's end of the relay: hears of new versions and pulls them from the node of its host.
 
 Implements `interfaces.WeightSource`; the runtime runs it beside the replica. Invariant: a question that the
-node has not answered is asked again whenever the connection comes back.
+node has not answered is asked again whenever the connection comes back, and every few seconds.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable
 
 from laminar_py.interfaces import PulledVersion, VersionLostError
@@ -34,6 +35,7 @@ class Subscriber:
             chunk_bytes=0,
             emit=lambda event: None,  # a lost node is its own supervisor's business
             greet=self._greet,
+            remind=self._greet,
             handle=self._take,
             is_idle=lambda: True,
         )
@@ -45,6 +47,7 @@ class Subscriber:
         self._pulling = asyncio.Lock()  # a pull ends the hold of the one before: one at a time
         self._question: m.Pull | None = None
         self._num_pulls = 0
+        self._session = secrets.randbits(63)
         self._running = False
         self._stopped = asyncio.Event()
 
@@ -89,7 +92,7 @@ class Subscriber:
         """
         async with self._pulling:
             self._num_pulls += 1
-            self._question = m.Pull(self._num_pulls, self.name, version)
+            self._question = m.Pull(self._num_pulls, self._session, self.name, version)
             self._uplink.tell(self._question)
             try:
                 await self._until(lambda: self._closed or self._answer is not None)
@@ -102,8 +105,12 @@ class Subscriber:
             raise RelayError(f"subscriber {self.name} is closed")
         raise VersionLostError(answer.reason) if answer.lost else RelayError(answer.reason)
 
+    def release(self) -> None:
+        """What was pulled last need not be held any more, e.g. once it is loaded and not asked for again."""
+        self._uplink.tell(m.Release(self.name))
+
     def _greet(self) -> None:
-        self._uplink.tell(m.Subscribe(self.name))
+        self._uplink.tell(m.Subscribe())
         if self._question is not None:
             self._uplink.tell(self._question)
 

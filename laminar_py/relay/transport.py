@@ -1,9 +1,9 @@
 """ZeroMQ sockets of the relay tree, wrapped so that records go in and come out. The only importer of zmq.
 
 Used by node, subscriber and publisher. Invariant: every socket speaks CURVE with the run's one keypair, refuses
-all other keys, bounds a frame before memory for it is allocated, and never lingers when closed (but for the
-publisher's last word). Without keys, which benchmarks compare with, a node listens on loopback or `ipc://` alone.
-Sends never wait: what has nowhere to go is dropped, and states are sent anew on connect.
+all other keys, bounds a frame before memory for it is allocated, and does not linger when closed unless
+told to. Without keys, which benchmarks compare with, a node listens on loopback or `ipc://` alone.
+Sends never wait: what has nowhere to go is dropped, and states are said anew on connect and every few seconds.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py import codec
-from laminar_py.relay.messages import Downward, ToChild, ToParent, Upward
+from laminar_py.relay.messages import NOTHING, Chunk, Downward, ToChild, ToParent, Upward
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +88,31 @@ def _configure(
     socket.set(zmq.RECONNECT_IVL_MAX, 1000)
 
 
-def _decode(kind: type[Received], frame: zmq.Frame) -> Received | None:
+def _decode(kind: type[Received], frame: memoryview) -> Received | None:
     """The record in a frame, None with a warning if a peer sent something else."""
     try:
-        return codec.decode(kind, frame.buffer)
+        return codec.decode(kind, frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("dropped a frame of %d bytes: %s", len(frame.buffer), error)
+        log.warning("dropped a frame of %d bytes: %s", len(frame), error)
         return None
+
+
+def pack(message: Downward) -> list[bytes | memoryview]:
+    """The frames of a record; the bytes of a chunk are not copied."""
+    if isinstance(message, Chunk):
+        return [codec.encode(msgspec.structs.replace(message, data=NOTHING)), message.data]
+    return [codec.encode(message)]
+
+
+def unpack(frames: list[memoryview]) -> ToChild | None:
+    """The record in frames from a parent, None with a warning if it is none."""
+    message: ToChild | None = _decode(ToChild, frames[0])  # type: ignore[arg-type]
+    if isinstance(message, Chunk) and len(frames) == 2 and not message.data:
+        return msgspec.structs.replace(message, data=frames[1])
+    if isinstance(message, Chunk) or len(frames) > 1:
+        log.warning("dropped a record of %d frames", len(frames))
+        return None
+    return message
 
 
 def _error_of(sent: Awaitable[zmq.MessageTracker | None]) -> BaseException | None:
@@ -119,19 +137,20 @@ class Listener:
             await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
             message: ToParent | None = None
             if len(frames) == 2:
-                message = _decode(ToParent, frames[1])  # type: ignore[arg-type]
+                message = _decode(ToParent, frames[1].buffer)  # type: ignore[arg-type]
             if message is not None:
                 return frames[0].bytes, message
 
     def send(self, to: bytes, message: Downward) -> bool:
-        """Hand a record to a connection; False if that is gone."""
-        frames = [to, codec.encode(message)]
-        error = _error_of(self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False))
-        if error is None:
-            return True
-        if isinstance(error, zmq.ZMQError) and error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
+        """Hand a record to a connection; False if that is gone. One that reads nothing loses what is too much."""
+        error = _error_of(self._socket.send_multipart([to, *pack(message)], zmq.NOBLOCK, copy=False))
+        if isinstance(error, zmq.Again):
+            log.warning("a connection below takes nothing: dropped a %s", type(message).__name__)
+        elif isinstance(error, zmq.ZMQError) and error.errno == errno.EHOSTUNREACH:
             return False
-        raise error
+        elif error is not None:
+            raise error
+        return True
 
     def close(self) -> None:
         """Give the port back; connections end."""
@@ -162,9 +181,7 @@ class Link:
                 frames = await self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:  # the connection broke since, and took with it what it had brought
                 continue
-            message: ToChild | None = None
-            if len(frames) == 1:
-                message = _decode(ToChild, frames[0])  # type: ignore[arg-type]
+            message = unpack([frame.buffer for frame in frames])
             if message is not None:
                 return message
 
@@ -180,11 +197,11 @@ class Link:
             raise error
         return error is None
 
-    def close(self) -> None:
-        """End the connection."""
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """End the connection, after at most `linger_s` for the last record to leave."""
         self._socket.disable_monitor()
         self._monitor.close()
-        self._socket.close()
+        self._socket.close(linger=int(linger_s * 1000))
 
 
 class Wire:
@@ -196,10 +213,11 @@ class Wire:
         self._context = zmq.asyncio.Context()
         self._authenticator: AsyncioAuthenticator | None = None
 
-    def listen(self, host: str, port: int) -> Listener:
+    def listen(self, host: str, port: int, *, max_queue: int) -> Listener:
         """A listener on `host:port`, port 0 for a free one, or on a host that is an `ipc://` address.
 
-        Raises `ValueError` if that cannot be had.
+        At most `max_queue` records wait for a connection that does not read. Raises `ValueError` if the address
+        cannot be had.
         """
         if self._keys is None and not is_local(host):
             raise ValueError(f"relay.host={host}: without keys a node listens on 127.0.0.1 only; give it keys")
@@ -209,7 +227,7 @@ class Wire:
             self._authenticator.start()
             self._authenticator.configure_curve_callback(credentials_provider=_OneKey(self._keys.public))
         socket = self._socket(zmq.ROUTER, server=True, max_frame_bytes=CONTROL_BYTES)
-        socket.set(zmq.SNDHWM, 1024)  # credits keep honest children far below
+        socket.set(zmq.SNDHWM, max_queue)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a lost connection is an error, not a silent drop
         try:
             socket.bind(host if host.startswith(IPC) else f"tcp://{host}:{port or '*'}")

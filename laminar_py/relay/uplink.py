@@ -6,6 +6,7 @@ greeted since it came up, so a parent that died and came back is treated as a ne
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -28,10 +29,10 @@ class _Farewell(Enum):
 class Uplink:
     """The way up from one node.
 
-    `greet` is called whenever a parent is there, `handle` with all that it sends; `handle` returns False if
-    this parent is of no use and the next one should be tried. A parent that is silent for `timeout_s` is left; a
-    connection that breaks, after less. After `visit_s` with another than the nearest it looks for that, while
-    `is_idle`.
+    `greet` is called whenever a parent is there, `remind` every `timeout_s` from then on, `handle` with all that
+    it sends; `handle` returns False if this parent is of no use and the next one should be tried. A parent that is
+    silent for `timeout_s` is left; a connection that breaks, after less. After `visit_s` with another than the
+    nearest it looks for that, while `is_idle`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Uplink:
         chunk_bytes: int,
         emit: Callable[[RelayEvent], None],
         greet: Callable[[], None],
+        remind: Callable[[], None],
         handle: Callable[[ToChild], bool],
         is_idle: Callable[[], bool],
         visit_s: float = VISIT_S,
@@ -55,6 +57,7 @@ class Uplink:
         self._max_frame_bytes = chunk_bytes + CONTROL_BYTES
         self._emit = emit
         self._greet = greet
+        self._remind = remind
         self._handle = handle
         self._is_idle = is_idle
         self._visit_s = visit_s
@@ -83,12 +86,13 @@ class Uplink:
 
     async def _follow(self, link: Link, *, visiting: bool) -> _Farewell:
         now = asyncio.get_running_loop().time
-        deadline: float | None = now() + self._patience_s()  # None while the link is up
-        home = now() + self._visit_s if visiting else float("inf")
+        deadline = now() + self._patience_s()  # for the link to come up; never while it is
+        again = math.inf  # when the parent is reminded
+        home = now() + self._visit_s if visiting else math.inf
         while True:
-            until = min(home, float("inf") if deadline is None else deadline)
-            match await link.receive(None if until == float("inf") else max(0.0, until - now())):
-                case None if deadline is not None and now() >= deadline:
+            until = min(home, again, deadline)
+            match await link.receive(None if until == math.inf else max(0.0, until - now())):
+                case None if now() >= deadline:
                     return _Farewell.LOST
                 case None if now() >= home and self._is_idle():
                     self._hurries = len(self.parents)
@@ -96,19 +100,22 @@ class Uplink:
                 case None if now() >= home:
                     home = now() + self._visit_s
                 case None:
-                    continue  # a moment early
+                    pass  # time to remind the parent, or a moment early
                 case LinkState.DOWN:
                     # A peer that is there but fails every handshake goes down again and again: the first counts.
-                    if deadline is None:
+                    if deadline == math.inf:
                         self._hurries = len(self.parents)
-                        deadline = now() + self._patience_s()
+                        deadline, again = now() + self._patience_s(), math.inf
                 case LinkState.UP:
-                    deadline = None
+                    deadline, again = math.inf, now() + self._timeout_s
                     self._hurries = 0
                     self._greet()
                 case message:
                     if not self._handle(message):
                         return _Farewell.LOST
+            if now() >= again:
+                again = now() + self._timeout_s
+                self._remind()
 
     def _patience_s(self) -> float:
         """How long this parent may be away; a lone one, or one of many that are all away, for the whole time."""

@@ -68,7 +68,7 @@ class RelayActor:
             host=relay.host,
             port=spec.port,
             parents=list(spec.parents),
-            chunk_bytes=relay.chunk_bytes,
+            chunk_bytes=spec.chunk_bytes,
             keep_versions=relay.keep_versions,
             emit=self._news.append,
         )

@@ -34,6 +34,7 @@ from laminar_py.runtime.stats import Stats, read_totals
 from laminar_py.runtime.summary import Summary, summarise
 from laminar_py.runtime.supervisor import Supervisor
 from laminar_py.runtime.trainer import Trainer
+from laminar_py.runtime.versions import Versions
 from laminar_py.runtime.view import View
 from laminar_py.store.database import SCHEMA_VERSION
 from laminar_py.store.ledger import Ledger
@@ -85,6 +86,12 @@ class Controller:
         self._learner = LearnerLink(
             config, run_dir=run.path, relays=self._relays, show=view.progress, placement=placement
         )
+        self._versions = Versions(
+            ledger=self._ledger,
+            sealed=self._learner.sealed,
+            stored=self._relays.published,
+            incarnation=self._incarnation,
+        )
         self._replicas = Replicas(
             config,
             run_dir=run.path,
@@ -112,9 +119,9 @@ class Controller:
             evaluator=self._evaluator,
             stats=self._stats,
             supervisor=self._supervisor,
-            stored=self._relays.published,
+            versions=self._versions,
             incarnation=self._incarnation,
-            recovered=recovered,
+            checkpoint=recovered.checkpoint if recovered else None,
             show=view.step,
         )
 
@@ -151,11 +158,12 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self._relays.keep(), name="keep-relays"),
+                    tasks.create_task(self._versions.run(), name="record-versions"),
                     tasks.create_task(self._stage.run(), name="scoring"),
                     tasks.create_task(self._keep_house(), name="housekeeping"),
                     tasks.create_task(self._watch_memory(), name="memory"),
+                    tasks.create_task(self._replicas.keep(), name="keep-replicas"),
                 ]
-                background.append(tasks.create_task(self._replicas.keep(), name="keep-replicas"))
                 await self._trainer.start()
                 summary = await self._lead_rl()
                 for task in background:
@@ -261,7 +269,7 @@ class Controller:
 
     async def _hold(self, version: int) -> None:
         """Pull a version from the root under a name of its own, so that the root keeps it."""
-        await self._trainer.recorded()  # it may still be on its way there
+        await self._versions.recorded()  # it may still be on its way there
         subscriber = Subscriber(self._relays.root, f"evaluation-{version}", self._relays.keys)
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:

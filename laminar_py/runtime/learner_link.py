@@ -63,6 +63,7 @@ class LearnerLink:
                     rendezvous,
                     str(self._relays.store(0)),
                     relay,
+                    self._relays.chunk_bytes,
                     self._relays.keys.public,
                     self._relays.keys.secret,
                     None if checkpoint is None else str(checkpoint),
@@ -100,7 +101,7 @@ class LearnerLink:
 
     async def sealed(self, version: int) -> Published:
         """A version that is being published, once it is complete. Raises PartDiedError."""
-        answer = await self._parts[0].call("sealed", version, timeout_s=math.inf)
+        (answer,) = await self._together("sealed", [version])
         assert isinstance(answer, bytes)
         return decode(Published, answer)
 
@@ -115,8 +116,7 @@ class LearnerLink:
 
     def kill(self) -> None:
         """End all ranks."""
-        for part in self._parts:
-            part.kill()
+        _kill(self._parts)
 
     async def _watch(self, *, starting: bool) -> None:
         """Ask every rank for its progress beside a call; raises PartDiedError when one hangs."""
@@ -135,7 +135,12 @@ class LearnerLink:
         return answers  # type: ignore[return-value]
 
     async def _together(self, method: str, arguments: Sequence[object]) -> list[object]:
-        """The same call on all ranks. No limit of its own: a rank that works may take its time."""
+        """The same call on all ranks, or on the first of them if there are fewer arguments.
+
+        No limit of its own: a rank that works may take its time.
+        """
+        parts = self._parts
+        assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
         work = asyncio.create_task(self._call_ranks(method, arguments), name=f"learner-{method}")
         watch = asyncio.create_task(self._watch(starting=method == "start"), name="watch-learner")
         try:
@@ -144,7 +149,7 @@ class LearnerLink:
                 watch.result()
             return work.result()
         except PartDiedError:
-            self.kill()  # the other ranks wait in a collective that will never complete
+            _kill(parts)  # the other ranks wait in a collective that will never complete
             raise
         finally:
             work.cancel()
@@ -154,6 +159,11 @@ class LearnerLink:
     async def _call_ranks(self, method: str, arguments: Sequence[object]) -> list[object]:
         calls = [
             part.call(method, *([] if argument is None else [argument]), timeout_s=math.inf)
-            for part, argument in zip(self._parts, arguments, strict=True)
+            for part, argument in zip(self._parts, arguments, strict=False)
         ]
         return await asyncio.gather(*calls)
+
+
+def _kill(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.kill()

@@ -54,8 +54,7 @@ class LearnerPart:
         self._publisher: Publisher | None = None
         if spec.rank == 0:
             keys = RelayKeys(spec.public_key, spec.secret_key)
-            chunk_bytes = config.relay.chunk_bytes
-            self._publisher = Publisher(Path(spec.store), spec.relay, keys, chunk_bytes=chunk_bytes)
+            self._publisher = Publisher(Path(spec.store), spec.relay, keys, chunk_bytes=spec.chunk_bytes)
 
     def started(self) -> LearnerStarted:
         """Sizes."""

@@ -18,6 +18,7 @@ from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.relay.cost import versions_at_peak
 from laminar_py.reward.registry import load_reward
 from laminar_py.runtime.engines import check_engine
 from laminar_py.types import Prompt
@@ -95,19 +96,45 @@ def weights_bytes(model: Path) -> int:
     return 4 * int(layers * per_layer + 2 * sizes.get("vocab_size", 0) * hidden)
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """Those parts of a run that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
+
+    num_relays: int
+    num_replicas: int
+    has_root: bool
+
+
 def _check_shared_memory(config: RunConfig) -> None:
     relay = config.relay
     if not relay.shm.is_dir():
         raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
-    versions = relay.keep_versions + 2  # one arrives, one is held by a replica
-    held = config.num_evaluations if config.eval.deferred else 0  # in the root
-    needed = weights_bytes(config.model.path) * (versions * relay.nodes + held)
     free = shutil.disk_usage(relay.shm).free
-    if needed > free:
-        raise ConfigError(
-            f"relay.shm={relay.shm}: {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB needed for {versions}"
-            f" versions on {relay.nodes} nodes; enlarge it, or lower relay.nodes or relay.keep_versions"
-        )
+    share = MemoryShare(relay.nodes, config.rollout.replicas, has_root=True)
+    fault = memory_fault(config, share, free=free)
+    if fault is not None:
+        raise ConfigError(fault)
+
+
+def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str = "") -> str | None:
+    """One line if a host with `free` bytes of shared memory has no room for the versions of its relays.
+
+    `where` names it, e.g. " on node 10.0.0.4". This machine must see the model.
+    """
+    relay = config.relay
+    held = config.num_evaluations if config.eval.deferred and share.has_root else 0
+    versions = versions_at_peak(
+        keep_versions=relay.keep_versions, num_replicas=share.num_replicas + held, num_nodes=share.num_relays
+    )
+    needed = versions * weights_bytes(config.model.path)
+    if needed <= free:
+        return None
+    holders = f"{share.num_replicas} held by replicas" + (f", {held} by deferred evaluations" if held else "")
+    return (
+        f"relay.shm={relay.shm}: {free / 2**30:.2f} GiB free{where}, {needed / 2**30:.2f} needed for {versions}"
+        f" versions (relay.keep_versions={relay.keep_versions} and one arriving at each of {share.num_relays}"
+        f" relays, {holders}); enlarge it, or lower one of these"
+    )
 
 
 def _check_ports(config: RunConfig) -> None:

@@ -7,28 +7,39 @@ and if that was the root's, all others start anew below the new one.
 
 import asyncio
 import contextlib
-import math
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 from ray.exceptions import RayError
 
 from laminar_py.codec import decode, encode
-from laminar_py.config import RelayConfig, RunConfig
-from laminar_py.events import AnyEvent, Reattached, Relayed, RelayGaveUp
+from laminar_py.config import RunConfig
+from laminar_py.events import AnyEvent, Pulled, Reattached, Relayed, RelayGaveUp
 from laminar_py.relay import topology
-from laminar_py.relay.cost import Links, Payload, settle
-from laminar_py.relay.messages import Manifest, ParentLost, RelayEvent, VersionComplete, VersionFailed
-from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
+from laminar_py.relay.cost import Payload, settle
+from laminar_py.relay.messages import (
+    Manifest,
+    ParentLost,
+    RelayEvent,
+    VersionComplete,
+    VersionFailed,
+    VersionPulled,
+)
+from laminar_py.relay.store import complete_versions
+from laminar_py.relay.stored import MANIFEST, folder_name
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.runtime.actors import RelayActor
 from laminar_py.runtime.cluster import Part, on_node
 from laminar_py.runtime.errors import PartDiedError
+from laminar_py.runtime.links import find_links
 from laminar_py.runtime.placement import Place, Placement
 from laminar_py.runtime.preflight import weights_bytes
 from laminar_py.runtime.specs import RelayNews, RelaySpec
 from laminar_py.runtime.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 PING_S = 1.0
 
@@ -60,18 +71,20 @@ class Relays:
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up or is given up
         self._kept: set[int] = set()
         self._keepers: asyncio.TaskGroup | None = None
-        self._shape = settle(
-            config.relay.topology,
-            fanout=config.relay.fanout,
-            zones=self._zones,
-            payload=Payload(weights_bytes(config.model.path)),
-            links=links_of(config.relay),
-        ).shape
+        self._shape: topology.Shape | None = None
+        self._chunk_bytes = 0
 
     @property
     def tree(self) -> topology.Topology:
         """The tree now. Its shape is settled once, so that nodes which come later keep to the others' order."""
+        assert self._shape is not None, "the tree is known after `start`"
         return topology.grow(self._shape, self._zones)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the chunks that this run cuts versions into; settled once, since all nodes must take it."""
+        assert self._chunk_bytes, "the size of chunks is known after `start`"
+        return self._chunk_bytes
 
     @property
     def _zones(self) -> list[str]:
@@ -106,7 +119,8 @@ class Relays:
         return self.root
 
     async def start(self) -> None:
-        """Start all nodes; parents before children, since children need their endpoints."""
+        """Settle the tree and start all nodes; parents before children, since children need their endpoints."""
+        await self._settle()
         for node, host in enumerate(self._placement.plan.relays):
             assert host is not None, "a first plan has no gaps"
             self._parts[node] = self._spawn(node, host)
@@ -122,12 +136,33 @@ class Relays:
 
     async def published(self) -> list[Manifest]:
         """Complete versions in the stores of all relays, ascending; also those that nobody told of."""
-        found: dict[int, Manifest] = {}
-        for node, host in list(self._hosts.items()):
-            with contextlib.suppress(RayError):  # that host is dead, and what it held
-                answer = await on_node(host, stored_manifests, str(self.store(node)))
-                manifests = decode(list[Manifest], answer)
-                found |= {manifest.version: manifest for manifest in manifests}
+        return await self._stored(list(self._hosts.items()))
+
+    async def _settle(self) -> None:
+        """Choose the shape of the tree and the size of chunks; a resumed run still has versions cut as before."""
+        relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
+        known = [host for host in hosts if host is not None]
+        assert len(known) == len(hosts), "a first plan has no gaps"
+        links = await find_links(relay, known, zones, self._placement, self.keys)
+        payload = Payload(weights_bytes(self._config.model.path))
+        choice = settle(relay.topology, fanout=relay.fanout, zones=zones, payload=payload, links=links)
+        cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
+        self._shape = choice.shape
+        self._chunk_bytes = relay.chunk_bytes or max([choice.chunk_bytes, *cut_before])
+        shape = choice.shape.tell(num_zones=len(set(zones)))
+        log.info("relay tree of %d: %s, chunks of %.2f MiB", len(known), shape, self._chunk_bytes / 2**20)
+
+    async def _stored(self, hosts: Sequence[tuple[int, str]]) -> list[Manifest]:
+        """Complete versions in the stores of these nodes, which are on these hosts; ascending, each once."""
+
+        async def look(node: int, host: str) -> list[Manifest]:
+            try:
+                return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
+            except RayError:  # that host is dead, and what it held
+                return []
+
+        answers = await asyncio.gather(*(look(node, host) for node, host in hosts))
+        found = {manifest.version: manifest for manifests in answers for manifest in manifests}
         return [found[version] for version in sorted(found)]
 
     # ---- one node
@@ -197,6 +232,7 @@ class Relays:
             str(self.store(node)),
             self._port(node, host),
             tuple(self._endpoints[parent] for parent in parents if planned[parent] and parent in self._endpoints),
+            self.chunk_bytes,
             self.keys.public,
             self.keys.secret,
         )
@@ -231,17 +267,13 @@ class Relays:
         return 0 if base is None else base + node
 
 
-def links_of(relay: RelayConfig) -> Links:
-    """The network as the config describes it, in bytes and seconds."""
-    between = math.inf if relay.zone_gbit_per_s is None else relay.zone_gbit_per_s * 1e9 / 8
-    return Links(relay.link_gbit_per_s * 1e9 / 8, relay.overhead_us * 1e-6, between)
-
-
 def on_record(event: RelayEvent) -> AnyEvent:
     """A node's report as the ledger has it."""
     match event:
         case VersionComplete():
             return Relayed(**msgspec.structs.asdict(event))
+        case VersionPulled():
+            return Pulled(**msgspec.structs.asdict(event))
         case VersionFailed():
             return RelayGaveUp(**msgspec.structs.asdict(event))
         case ParentLost():

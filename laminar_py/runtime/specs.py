@@ -15,6 +15,7 @@ class RelaySpec(msgspec.Struct, frozen=True):
     store: str
     port: int
     parents: tuple[str, ...]  # endpoints; empty for the root
+    chunk_bytes: int  # settled for the whole tree
     public_key: str
     secret_key: str
 
@@ -49,6 +50,7 @@ class LearnerSpec(msgspec.Struct, frozen=True):
     rendezvous: str  # file or tcp://ip:port that the ranks meet at
     store: str  # the root relay's
     relay: str  # the root relay's endpoint
+    chunk_bytes: int  # that versions are cut into
     public_key: str
     secret_key: str
     checkpoint: str | None = None

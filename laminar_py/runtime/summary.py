@@ -1,14 +1,19 @@
 """`summary.json`: the run in numbers, from the ledger and the controller's counters."""
 
+import sqlite3
 from collections import Counter
 from contextlib import closing
+from statistics import median
 
 import msgspec
 
+from laminar_py.events import Relayed
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.runtime.stats import Stats, quantile
 from laminar_py.store.database import reading
-from laminar_py.store.rows import read_accounting
+from laminar_py.store.rows import decode_event, read_accounting
+
+ROOT = "relay-0"  # which holds what the learner wrote: nothing comes to it
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -43,6 +48,15 @@ class StalenessFigures(msgspec.Struct, frozen=True):
     max: int
 
 
+class RelayFigures(msgspec.Struct, frozen=True):
+    """How weights travelled; medians over versions, None where nothing did."""
+
+    versions: int  # published
+    stall_s: float | None  # that the learner stood still for one
+    spread_s: float | None  # from its announcement until the last relay that took it had it
+    wire_share: float | None  # bytes that came over the wire, of those of the full versions
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """Held-out accuracy of a version, `rl_s` seconds into RL."""
 
@@ -72,6 +86,30 @@ class Summary(msgspec.Struct, frozen=True):
     peak_memory_bytes: int
     restarts: dict[str, int]
     evaluations: list[Evaluation]
+    relay: RelayFigures
+
+
+def read_relay(connection: sqlite3.Connection) -> RelayFigures:
+    """What the ledger says of the relay. A version whose learner died over it has no stall on record."""
+    stalls = [stall_s for (stall_s,) in connection.execute("SELECT stall_s FROM version")]
+    spreads: dict[int, float] = {}
+    wire_bytes = num_bytes = 0
+    with closing(
+        connection.execute("SELECT body FROM event WHERE kind = 'relayed' AND subject <> ?", (ROOT,))
+    ) as rows:
+        for (body,) in rows:
+            event = decode_event(body)
+            assert isinstance(event, Relayed), f"{body} is of another kind"
+            spreads[event.version] = max(event.elapsed_s, spreads.get(event.version, 0.0))
+            wire_bytes += event.wire_bytes
+            num_bytes += event.num_bytes
+    known = [stall_s for stall_s in stalls if stall_s]
+    return RelayFigures(
+        len(stalls),
+        median(known) if known else None,
+        median(spreads.values()) if spreads else None,
+        wire_bytes / num_bytes if num_bytes else None,
+    )
 
 
 def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int]) -> Summary:
@@ -98,6 +136,7 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
             )
         ]
         account = read_accounting(connection).train
+        relay = read_relay(connection)
         steps = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0]
     consumed = max(1, staleness.total())
     summary = Summary(
@@ -124,6 +163,7 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
         peak_memory_bytes=stats.peak_memory_bytes,
         restarts=restarts,
         evaluations=evaluations,
+        relay=relay,
     )
     run.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return summary

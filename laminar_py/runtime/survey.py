@@ -17,7 +17,7 @@ from laminar_py.config import ConfigError, EngineKind, RunConfig
 from laminar_py.runtime.cluster import nodes, on_node
 from laminar_py.runtime.engines import check_environment, interpreter
 from laminar_py.runtime.placement import Needs, Placement, Plan
-from laminar_py.runtime.preflight import weights_bytes
+from laminar_py.runtime.preflight import MemoryShare, memory_fault
 
 LOOK_S = 60.0  # a process starts on the node for it
 
@@ -104,16 +104,12 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, argument
         lines.append(f"{sight.no_server} (on node {ip})")
     if sight.shm_free is None:
         lines.append(f"relay.shm={config.relay.shm}: no such folder on node {ip}; name one in shared memory")
-    elif sight.model and (needed := needed_bytes(config, plan, node)) > sight.shm_free:
-        lines.append(
-            f"relay.shm={config.relay.shm}: {sight.shm_free / 2**30:.1f} GiB free on node {ip}, its relays need"
-            f" {needed / 2**30:.1f} for versions; enlarge it, or lower relay.keep_versions"
-        )
+    elif sight.model:
+        fault = memory_fault(config, _share_of(plan, node), free=sight.shm_free, where=f" on node {ip}")
+        lines += [fault] if fault is not None else []
     return lines
 
 
-def needed_bytes(config: RunConfig, plan: Plan, node: str) -> int:
-    """Room for weight versions that the relays of a node need. The controller must see the model."""
-    versions = config.relay.keep_versions + 2  # one arrives, one is held by a replica
-    held = config.num_evaluations if config.eval.deferred and plan.relays[0] == node else 0
-    return weights_bytes(config.model.path) * (versions * plan.relays.count(node) + held)
+def _share_of(plan: Plan, node: str) -> MemoryShare:
+    num_replicas = sum(place is not None and place.node == node for place in plan.replicas)
+    return MemoryShare(plan.relays.count(node), num_replicas, has_root=plan.relays[0] == node)

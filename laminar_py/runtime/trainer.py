@@ -1,22 +1,21 @@
 """The learner's loop: batch, step, commit, publish, checkpoint; and its way back after a death.
 
 Owned by the controller. Invariant: a step and the consumption of its trajectories are one transaction of the
-ledger, and what lies after the last checkpoint can be undone. A version is on record when it is complete.
+ledger, and what lies after the last checkpoint can be undone.
 """
 
 import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from laminar_py.config import RunConfig
 from laminar_py.control.consumption import Batch
 from laminar_py.control.flow import Flow
-from laminar_py.events import Checkpointed, RolledBack, Stepped, VersionPublished
-from laminar_py.relay.messages import Manifest
+from laminar_py.events import Checkpointed, RolledBack, Stepped
 from laminar_py.repack.balance import attention_share
 from laminar_py.repack.packer import pack
 from laminar_py.runtime.errors import PartDiedError
@@ -26,9 +25,8 @@ from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.runtime.specs import StepOutcome
 from laminar_py.runtime.stats import Stats, StepRow, read_totals
 from laminar_py.runtime.supervisor import Supervisor
+from laminar_py.runtime.versions import Versions
 from laminar_py.store.ledger import Ledger
-from laminar_py.store.recovery import Recovered
-from laminar_py.types import Published
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +47,12 @@ class Trainer:
         evaluator: Evaluator,
         stats: Stats,
         supervisor: Supervisor,
-        stored: Callable[[], Awaitable[list[Manifest]]],
+        versions: Versions,
         incarnation: int,
-        recovered: Recovered | None,
+        checkpoint: Checkpointed | None,
         show: Callable[[StepRow], None],
     ) -> None:
         self.step = 0
-        self.version = -1  # the newest that the learner published
         self.stop = asyncio.Event()
         self._config = config
         self._run = run
@@ -65,14 +62,17 @@ class Trainer:
         self._evaluator = evaluator
         self._stats = stats
         self._supervisor = supervisor
-        self._stored = stored
+        self._versions = versions
         self._incarnation = incarnation
         self._show = show
-        self._checkpoint = recovered.checkpoint if recovered else None
-        self._next_version = recovered.highest_version + 1 if recovered else 0
+        self._checkpoint = checkpoint
         self._attention_share = 0.0
         self._checkpoints = 0
-        self._recording: asyncio.Task[None] | None = None  # of the newest version, after those before it
+
+    @property
+    def version(self) -> int:
+        """The newest that the learner published, -1 before the first."""
+        return self._versions.newest
 
     @property
     def moment(self) -> Moment:
@@ -90,7 +90,11 @@ class Trainer:
     async def run(self) -> None:
         """Train until all steps are done, time is up or `stop` is set; then checkpoint."""
         while self.step < self._config.steps:
-            batch = await self._next_batch()
+            try:
+                batch = await self._next_batch()
+            except PartDiedError as error:
+                await self._go_back(error)
+                continue
             if batch is None:
                 break
             try:
@@ -107,22 +111,31 @@ class Trainer:
     # ---- one step
 
     async def _next_batch(self) -> Batch | None:
-        """The next batch, or None when the run is to end."""
+        """The next batch, or None when the run is to end.
+
+        Raises PartDiedError if the learner dies over the version that the batch may be waiting for.
+        """
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
             self._flow.consumption.next_batch(groups=groups, version=self.version), name="next-batch"
         )
-        stop = asyncio.create_task(self.stop.wait(), name="stop")
+        ends = [
+            asyncio.create_task(self.stop.wait(), name="stop"),
+            asyncio.create_task(self._versions.any_lost(), name="version-lost"),
+        ]
         left = None if limit is None else max(0.0, limit - self._stats.rl_s)
-        await asyncio.wait([take, stop], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        ends = self.stop.is_set() or left == 0.0
-        if take.done() and not ends:
+        await asyncio.wait([take, *ends], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for task in ends:
+            task.cancel()
+        lost = self._versions.lost
+        if take.done() and lost is None and not self.stop.is_set() and left != 0.0:
             return take.result()
         take.cancel()
         await asyncio.wait([take])
         if not take.cancelled():
             await self._flow.consumption.put_back(take.result())
+        if lost is not None and not self.stop.is_set():
+            raise lost
         return None
 
     async def _learn(self, batch: Batch) -> StepOutcome | None:
@@ -140,7 +153,7 @@ class Trainer:
         publishes = step % learner.publish_every == 0 or step == self._config.steps
         self._stats.step_begins()
         try:
-            return await self._learner.step(microbatches, version=self._next_version if publishes else None)
+            return await self._learner.step(microbatches, version=self._versions.number() if publishes else None)
         finally:
             self._stats.step_ends()
 
@@ -170,54 +183,23 @@ class Trainer:
             )
         )
         if outcome is not None and outcome.version is not None:
-            self._publishing(outcome.version, parent=batch.version)
+            self._copied(outcome.version, parent=batch.version)
         # One transaction, since nothing was awaited in between; the next step need not wait for the disk.
         with self._run.metrics.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         self._show(row)
         await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
 
-    def _publishing(self, version: int, *, parent: int | None) -> None:
-        """The learner has copied its weights; they go on record as soon as they are complete."""
-        self.version = self._flow.newest_version = version
-        self._next_version = version + 1
-        self._recording = asyncio.create_task(
-            self._record(version, self.step, parent, self._recording), name=f"record-version-{version}"
-        )
-
-    async def recorded(self) -> None:
-        """Until all versions are complete and on record, but for those that a dead learner left unfinished."""
-        if self._recording is not None:
-            await self._recording
-
-    async def _record(
-        self, version: int, step: int, parent: int | None, before: "asyncio.Task[None] | None"
-    ) -> None:
-        if before is not None:
-            await before  # in the order of their numbers
-        try:
-            self._published(await self._learner.sealed(version), step=step, parent=parent)
-        except PartDiedError as error:
-            log.warning("version %d was left unfinished: %s", version, error)
-
-    def _published(self, published: Published, *, step: int, parent: int | None) -> None:
-        self._ledger.append(
-            VersionPublished(
-                published.version,
-                step,
-                self._incarnation,
-                parent,
-                published.digest,
-                published.num_bytes,
-                published.stall_s,
-            )
-        )
+    def _copied(self, version: int, *, parent: int | None) -> None:
+        """The learner has copied its weights."""
+        self._flow.newest_version = version
+        self._versions.copied(version, step=self.step, parent=parent)
 
     # ---- checkpoints
 
     async def _save(self) -> None:
         """Checkpoint on disk, then in the ledger; older ones go. Raises PartDiedError."""
-        await self.recorded()
+        await self._versions.recorded()
         path = Path("checkpoints") / f"step-{self.step}-{self._incarnation}.{self._supervisor.total_restarts}"
         await self._learner.save(self._run.path / path)
         self._checkpoint = Checkpointed(self.step, self.version, str(path))
@@ -260,11 +242,13 @@ class Trainer:
             num_layers=started.num_layers,
             num_parameters=started.num_parameters,
         )
-        await self._adopt_orphans()
-        version = self._next_version
+        await self._versions.adopt(step=self.step)
+        version = self._versions.number()
         await self._learner.publish(version)
-        self._publishing(version, parent=checkpoint.version if checkpoint else None)
-        await self.recorded()
+        self._copied(version, parent=checkpoint.version if checkpoint else None)
+        await self._versions.recorded()
+        if self._versions.lost is not None:
+            raise self._versions.lost
         await self._ledger.commit()
         if checkpoint is None:
             await self._save()
@@ -272,8 +256,8 @@ class Trainer:
     async def _go_back(self, error: PartDiedError) -> None:
         """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
         assert self._checkpoint is not None, "a learner trains only once there is a checkpoint"
-        await self.recorded()
-        await self._adopt_orphans()
+        await self._versions.recorded()
+        await self._versions.adopt(step=self.step)
         self._ledger.append(RolledBack(self._checkpoint.step, "learner_died"))
         undone = await self._flow.consumption.roll_back()
         totals = read_totals(self._run.metrics, self._checkpoint.step)
@@ -282,15 +266,8 @@ class Trainer:
         self._respawn(error)
         await self.start()
 
-    async def _adopt_orphans(self) -> None:
-        """Versions that a learner published and died before it could say so: replicas may serve them."""
-        for manifest in await self._stored():
-            if manifest.version > self._ledger.newest_version:
-                published = Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0)
-                self._published(published, step=self.step, parent=self._ledger.newest_version)
-                self._next_version = max(self._next_version, manifest.version + 1)
-
     def _respawn(self, error: PartDiedError) -> None:
         self._learner.kill()
+        self._versions.start_over()
         self._supervisor.died(error)
         self._learner.spawn()

@@ -21,7 +21,7 @@ from laminar_py.interfaces import Clock
 from laminar_py.store.archive import write_archive
 from laminar_py.store.database import open_reader, open_writer
 from laminar_py.store.machine import IllegalEventError, Machine, Marks, Tally
-from laminar_py.store.recovery import rollback_events
+from laminar_py.store.recovery import newest_version, rollback_events, unpublished
 from laminar_py.store.rows import (
     Accounting,
     KindAccount,
@@ -31,7 +31,7 @@ from laminar_py.store.rows import (
 )
 from laminar_py.store.spans import encode_spans
 from laminar_py.store.writer import Batch, Segment, Stamped, Writer
-from laminar_py.types import Prompt, RoutedExperts, SamplingMask, Span
+from laminar_py.types import Prompt, Published, RoutedExperts, SamplingMask, Span
 
 FLUSH_S = 0.05
 _FORGET = 4096  # archived trajectories whose pieces one transaction deletes
@@ -82,7 +82,12 @@ class Ledger:
 
     @property
     def newest_version(self) -> int:
-        """The highest weight version on record, -1 before the first."""
+        """The highest weight version on record, whoever spoke of it, -1 before the first; the next is above it."""
+        return self._machine.marks.seen_version
+
+    @property
+    def newest_published(self) -> int:
+        """The highest weight version that is on record as published, -1 before the first."""
         return self._machine.marks.version
 
     # ---- in
@@ -180,6 +185,11 @@ class Ledger:
         await self.commit()
         return await asyncio.to_thread(rollback_events, self._reader, step, reason)
 
+    async def unpublished(self) -> list[Published]:
+        """Versions that relays or replicas have above all published ones, ascending."""
+        await self.commit()
+        return await asyncio.to_thread(unpublished, self._reader)
+
     async def archive(self) -> int:
         """Move pieces that no rollback can need any more to Parquet; the number of trajectories moved."""
         await self.commit()
@@ -248,7 +258,9 @@ def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
         "SELECT (SELECT coalesce(max(number), 0) FROM trajectory),"
         " (SELECT coalesce(max(incarnation), 0) FROM incarnation),"
         " (SELECT coalesce(max(version), -1) FROM version),"
-        " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)"
+        " ?,"
+        " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)",
+        (newest_version(connection),),
     ).fetchone()
     machine.marks = Marks(*marks)
 

@@ -23,6 +23,7 @@ from laminar_py.events import (
     Interrupted,
     Issued,
     Ready,
+    Relayed,
     Restamped,
     RolledBack,
     RunStarted,
@@ -30,6 +31,7 @@ from laminar_py.events import (
     Stepped,
     StreamCut,
     Undone,
+    VersionLoaded,
     VersionPublished,
 )
 from laminar_py.store.rows import Accounting, KindAccount, TrajectoryRow
@@ -71,7 +73,8 @@ class Marks:
 
     number: int = 0  # of a trajectory
     incarnation: int = 0
-    version: int = -1
+    version: int = -1  # on record as published
+    seen_version: int = -1  # on record at all: a learner may die before it says what it published
     step: int = 0  # falls back with a rollback
 
 
@@ -99,6 +102,8 @@ class Machine:
             Dropped: self._dropped,
             RunStarted: self._run_started,
             VersionPublished: self._version_published,
+            VersionLoaded: self._version_seen,
+            Relayed: self._version_seen,
             Stepped: self._stepped,
             RolledBack: self._rolled_back,
             Evaluated: self._evaluated,
@@ -260,6 +265,10 @@ class Machine:
         if event.version <= self.marks.version:
             _refuse(event, f"version {self.marks.version} was published before; numbers are never reused")
         self.marks.version = event.version
+        self._version_seen(event)
+
+    def _version_seen(self, event: VersionPublished | VersionLoaded | Relayed) -> None:
+        self.marks.seen_version = max(self.marks.seen_version, event.version)
 
     def _stepped(self, event: Stepped) -> None:
         if event.step <= self.marks.step:

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from laminar_py.codec import FloatArray
-from laminar_py.events import AnyEvent, Checkpointed, RolledBack, Undone, VersionPublished
+from laminar_py.events import AnyEvent, Checkpointed, RolledBack, Undone
 from laminar_py.store.archive import find_payload
 from laminar_py.store.database import ledger_path, reading
 from laminar_py.store.payload import Payload
 from laminar_py.store.rows import TrajectoryRow, read_rows
-from laminar_py.types import FinishReason, Kind, Prompt, Status
+from laminar_py.types import FinishReason, Kind, Prompt, Published, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,12 @@ class Recovered:
 
     incarnation: int  # of the controller that starts now
     checkpoint: Checkpointed | None  # None: the run starts from its first weights
-    versions: tuple[VersionPublished, ...]  # all ever published, oldest first
+    highest_version: int  # on record, whoever spoke of it, -1 if there is none; the next one is above it
     events: tuple[AnyEvent, ...]
     live: tuple[LiveTrajectory, ...]  # in the order of issue
     next_prompt: int  # place in the stream of the next prompt
     next_evaluation: int  # evaluations that were begun
     next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
-
-    @property
-    def highest_version(self) -> int:
-        """Of any version ever published, -1 if there is none; the next one is above it."""
-        return self.versions[-1].version if self.versions else -1
 
 
 def recover(run: Path) -> Recovered:
@@ -76,7 +71,7 @@ def recover(run: Path) -> Recovered:
         return Recovered(
             incarnation,
             checkpoint,
-            _versions(connection),
+            newest_version(connection),
             tuple(rollback_events(connection, step, "controller_died")),
             live,
             next_prompt,
@@ -97,6 +92,32 @@ def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> l
     return [RolledBack(step, reason), *(Undone(id, of_step) for id, of_step in undone)]
 
 
+_SPOKEN_OF = (
+    "(SELECT json_extract(body, '$.version') AS version, json_extract(body, '$.digest') AS digest,"
+    " json_extract(body, '$.num_bytes') AS num_bytes FROM event WHERE kind IN ('relayed', 'versionloaded'))"
+)
+_PUBLISHED = "(SELECT coalesce(max(version), -1) FROM version)"
+
+
+def newest_version(connection: sqlite3.Connection) -> int:
+    """The highest version that was published, relayed or loaded, -1 if there is none."""
+    query = f"SELECT max({_PUBLISHED}, (SELECT coalesce(max(version), -1) FROM {_SPOKEN_OF}))"
+    version: int = connection.execute(query).fetchone()[0]
+    return version
+
+
+def unpublished(connection: sqlite3.Connection) -> list[Published]:
+    """Versions that were relayed or loaded and are above all published ones, ascending.
+
+    Their learner died before its own word was on record. Nobody knows the size of one that was only loaded: 0.
+    """
+    rows = connection.execute(
+        f"SELECT version, digest, coalesce(max(num_bytes), 0) FROM {_SPOKEN_OF} WHERE version > {_PUBLISHED}"
+        " GROUP BY version ORDER BY version"
+    )
+    return [Published(version, digest, num_bytes, 0.0) for version, digest, num_bytes in rows]
+
+
 _UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 
 
@@ -105,13 +126,6 @@ def _last_checkpoint(connection: sqlite3.Connection) -> Checkpointed | None:
         "SELECT step, version, path FROM checkpoint WHERE NOT undone ORDER BY seq DESC LIMIT 1"
     ).fetchone()
     return Checkpointed(*row) if row else None
-
-
-def _versions(connection: sqlite3.Connection) -> tuple[VersionPublished, ...]:
-    rows = connection.execute(
-        "SELECT version, step, incarnation, parent, digest, num_bytes, stall_s FROM version ORDER BY version"
-    )
-    return tuple(VersionPublished(*row) for row in rows)
 
 
 def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from laminar_py.events import (
     Evaluated,
     PartDied,
     PartStarted,
+    Pulled,
     Reattached,
     Relayed,
     RelayGaveUp,
@@ -177,7 +178,7 @@ def _subject(event: AnyEvent) -> str:
     match event:
         case VersionLoaded():
             return f"replica-{event.replica}"
-        case Relayed() | RelayGaveUp() | Reattached():
+        case Relayed() | Pulled() | RelayGaveUp() | Reattached():
             return event.node
         case PartStarted() | PartDied():
             return event.part

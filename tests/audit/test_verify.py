@@ -200,7 +200,7 @@ def other_bytes(ledger):
 
 
 def other_bytes_in_a_relay(ledger):
-    ledger.append(Relayed("relay-2", 1, "digest0", 10, 10, 0.1, 0.2))
+    ledger.append(Relayed("relay-2", 1, "digest0", 10, None, 10, 0.1, 0.2))
 
 
 def unpublished_load(ledger):

@@ -21,19 +21,21 @@ from blake3 import blake3
 from safetensors.torch import load_file
 
 from laminar_py.interfaces import PulledVersion, VersionLostError
-from laminar_py.relay.store import SPARE, complete_versions, file_digest
+from laminar_py.relay.store import SPARE, complete_versions
 from laminar_py.relay.subscriber import RelayError, Subscriber
+from laminar_py.relay.topology import Topology
 from laminar_py.types import Published
 from tests.relay.fleet import Member, Mischief
-from tests.relay.tree import CHUNK, KEYS, binary
+from tests.relay.tree import CHUNK, KEYS, digest
 
 HEARTBEAT_S = 0.3
 KEEP = 2
-NODES = 5  # at first
 SMALL = "relay-4"  # whose store is a file system of its own
-SMALL_BYTES = 4 * 2**20
-LIMIT_S = 150.0
+LIMIT_S = 200.0
 SETTLE_S = 20.0
+
+# libzmq 4.3.5 ends the process where a connection breaks just as it becomes writable (zeromq/libzmq#4841).
+LIBZMQ_4841 = "Assertion failed: !_io_error"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -62,10 +64,14 @@ def content_of(tensors: Tensors) -> str:
 
 
 class Weights:
-    """A model of about 100 kB in training: mostly few elements move, sometimes all, sometimes its layout."""
+    """A model of some 50,000 bf16 elements in training, or `scale` times that.
 
-    def __init__(self, rng: random.Random) -> None:
+    Mostly few elements move, sometimes all, sometimes its layout.
+    """
+
+    def __init__(self, rng: random.Random, *, scale: int) -> None:
         self._rng = rng
+        self._scale = scale
         self.tensors: Tensors = {}
         self._all_new()
 
@@ -84,7 +90,7 @@ class Weights:
         generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
         sizes = self._rng.choice([(30_000, 20_000), (30_000, 20_001), (50_000,)])
         self.tensors = {
-            f"layer.{number}": torch.randn(size, generator=generator).bfloat16()
+            f"layer.{number}": torch.randn(self._scale * size, generator=generator).bfloat16()
             for number, size in enumerate(sizes)
         }
 
@@ -115,7 +121,7 @@ def _read(folder: Path) -> tuple[str, Tensors]:
     """Digest of the files, made anew, and the tensors in them."""
     total, tensors = blake3(), {}
     for path in sorted(folder.glob("*.safetensors")):
-        total.update(path.name.encode() + b"\0" + bytes.fromhex(file_digest(path)))
+        total.update(path.name.encode() + b"\0" + bytes.fromhex(digest(path)))
         tensors |= load_file(path)
     return total.hexdigest(), tensors
 
@@ -205,7 +211,8 @@ class Fleet:
         """Start again what died and should not have."""
         for member in self.members:
             if not member.alive and member.name not in self.down:
-                assert member.name in self.robbed, f"{member.name} died: {member.last_words}"
+                excused = member.name in self.robbed or LIBZMQ_4841 in member.last_words
+                assert excused, f"{member.name} died: {member.last_words}"
                 await asyncio.to_thread(member.start)
 
     async def rest(self, most_s: float) -> None:
@@ -318,10 +325,10 @@ def _fill(ballast: Path) -> None:
 
 
 @contextmanager
-def small_disk(path: Path) -> Iterator[bool]:
+def small_disk(path: Path, num_bytes: int) -> Iterator[bool]:
     """A file system of its own at `path`, if this user may mount one."""
     path.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES},mode=700", "tmpfs", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(path)]
     mounted = sys.platform == "linux" and os.geteuid() == 0
     mounted = mounted and subprocess.run(mount, capture_output=True, check=False).returncode == 0
     try:
@@ -332,13 +339,12 @@ def small_disk(path: Path) -> Iterator[bool]:
 
 
 @asynccontextmanager
-async def fleet(folder: Path, rng: random.Random) -> AsyncIterator[Fleet]:
-    """A binary tree of processes; killed at the end."""
-    topology = binary(NODES)
+async def fleet(folder: Path, rng: random.Random, topology: Topology) -> AsyncIterator[Fleet]:
+    """A tree of processes; killed at the end."""
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
         ships = Fleet(folder, rng, group)
         try:
-            for number in range(NODES):
+            for number in range(topology.num_nodes):
                 await ships.add([ships.members[ancestor] for ancestor in topology.ancestors(number)])
             yield ships
         finally:

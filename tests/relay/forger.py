@@ -9,7 +9,9 @@ import msgspec
 from laminar_py import codec
 from laminar_py.relay import messages as m
 from laminar_py.relay.delta import encode
-from laminar_py.relay.store import StoredVersion, version_digest
+from laminar_py.relay.digests import version_digest
+from laminar_py.relay.stored import StoredVersion
+from laminar_py.relay.transport import pack
 from tests.relay.delta_builders import Forgery, weights
 from tests.relay.tree import CHUNK
 
@@ -29,23 +31,23 @@ class Forger:
         self._rng = rng
         self._kinds = tuple(kinds)
         self._version = version
-        self._real = [codec.encode(record) for record in _real(version, self._kinds)]
+        self._real = [_frames(record) for record in _real(version, self._kinds)]
         self._deltas = _deltas(version)
 
     def frames(self, count: int) -> Iterator[list[bytes]]:
-        """Messages, nearly all of a single frame."""
-        ways: list[tuple[int, Callable[[], bytes]]] = [
-            (10, lambda: self._rng.randbytes(self._rng.randrange(200))),
-            (10, lambda: packed(self._value(depth=3))),
+        """Messages, nearly all of as many frames as there should be."""
+        ways: list[tuple[int, Callable[[], list[bytes]]]] = [
+            (10, lambda: [self._rng.randbytes(self._rng.randrange(200))]),
+            (10, lambda: [packed(self._value(depth=3))]),
             (50, self._record),
             (20, self._damaged),
             (10, lambda: self._rng.choice(self._real)),
         ]
         for make in self._rng.choices([make for _, make in ways], [weight for weight, _ in ways], k=count):
-            frame = make()
-            yield [frame] if self._rng.random() < 0.995 else [frame] * self._rng.choice([2, 3, 10])
+            frames = make()
+            yield frames if self._rng.random() < 0.995 else [frames[0]] * self._rng.choice([1, 2, 3, 10])
 
-    def _record(self) -> bytes:
+    def _record(self) -> list[bytes]:
         """Of a kind that exists, some fields wild."""
         kind = self._rng.choice(self._kinds)
         fields = {field: self._field(field) for field in kind.__struct_fields__}
@@ -57,7 +59,10 @@ class Forger:
                 del fields[field]
         if self._rng.random() < 0.02:
             fields["beyond"] = self._value(depth=3)
-        return packed({"type": kind.__struct_config__.tag, **fields})
+        data = fields.get("data")
+        if isinstance(data, bytes) and self._rng.random() < 0.98:
+            return [packed({"type": kind.__struct_config__.tag, **fields, "data": b""}), data]
+        return [packed({"type": kind.__struct_config__.tag, **fields})]
 
     def _field(self, field: str) -> object:
         match field:
@@ -68,14 +73,16 @@ class Forger:
             case "path" | "reason" | "digest":
                 return self._rng.choice((*WILD_NAMES, MARK, "00" * 32, "y" * 2000))
             case "checksum":
-                return self._rng.choice((b"", bytes(16), bytes(17)))
+                return self._rng.choice((b"", bytes(32), bytes(33)))
             case "data":
                 return self._rng.choice((b"", bytes(CHUNK), self._rng.randbytes(100), *self._deltas))
-            case "lost":
+            case "lost" | "arriving":
                 return self._rng.choice((True, False, 1))
             case "base" | "version" if self._rng.random() < 0.2:
                 return None
-            case "first_chunk" | "index" | "file" | "id" | "version" | "base" if self._rng.random() < 0.7:
+            case "first_chunk" | "index" | "file" | "id" | "session" | "version" | "base" if (
+                self._rng.random() < 0.7
+            ):
                 return self._rng.randrange(5)
             case "credits" if self._rng.random() < 0.9:
                 return self._rng.randrange(1, 9)
@@ -104,9 +111,16 @@ class Forger:
             "files": files,
         }
 
-    def _damaged(self) -> bytes:
-        """A real frame cut short, prolonged, joined with another, or with bits that flipped."""
-        frame = bytearray(self._rng.choice(self._real))
+    def _damaged(self) -> list[bytes]:
+        """A real message with one frame damaged."""
+        frames = list(self._rng.choice(self._real))
+        place = self._rng.randrange(len(frames))
+        frames[place] = self._damage(frames[place] or b"\0")
+        return frames
+
+    def _damage(self, right: bytes) -> bytes:
+        """A frame cut short, prolonged, joined with another, or with bits that flipped."""
+        frame = bytearray(right)
         place = self._rng.randrange(len(frame))
         match self._rng.randrange(4):
             case 0:
@@ -114,7 +128,7 @@ class Forger:
             case 1:
                 return bytes(frame) + self._rng.randbytes(self._rng.randrange(1, 50))
             case 2:
-                return bytes(frame[:place]) + self._rng.choice(self._real)[place:]
+                return bytes(frame[:place]) + self._rng.choice(self._real)[0][place:]
         for _ in range(self._rng.randrange(1, 9)):
             frame[self._rng.randrange(min(len(frame), 300))] ^= 1 << self._rng.randrange(8)
         return bytes(frame)
@@ -163,19 +177,27 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
     """Records of these kinds as they travel when all is well."""
     number = version.manifest.version
     upward: list[m.Upward | m.Downward] = [
-        m.Attach("relay-9"),
+        m.Attach(number),
         m.Want(number),
+        m.Want(number, arriving=True),
         m.Fetch(number, 0, 0, 2),
         m.Fetch(number, 0, 1, 2, number),
         m.Done(number),
-        m.Subscribe("replica"),
-        m.Pull(1, "replica", None),
-        m.Pull(2, "replica", number),
-        m.Written(number),
+        m.Subscribe(),
+        m.Pull(1, 5, "replica", None),
+        m.Pull(2, 5, "replica", number),
+        m.Written(),
     ]
     downward = [m.Announce(version.manifest), m.Lost(number), m.Failed(number, "full"), m.Newest(number)]
     downward += [version.read(0, index) for index in range(version.manifest.num_chunks(0))]
     return [record for record in (*upward, *downward) if isinstance(record, kinds)]
+
+
+def _frames(record: m.Upward | m.Downward) -> list[bytes]:
+    """As it travels."""
+    if isinstance(record, m.Downward):
+        return [bytes(frame) for frame in pack(record)]
+    return [codec.encode(record)]
 
 
 def _deltas(version: StoredVersion) -> list[bytes]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar_py.relay.digests import version_digest
 from laminar_py.relay.messages import (
     Announce,
     Attach,
@@ -18,7 +19,7 @@ from laminar_py.relay.messages import (
     VersionComplete,
     VersionFailed,
 )
-from laminar_py.relay.store import StoredVersion, version_digest
+from laminar_py.relay.stored import StoredVersion
 from laminar_py.relay.subscriber import RelayError, Subscriber
 from tests.relay.node_process import NodeProcess
 from tests.relay.tree import (
@@ -28,9 +29,11 @@ from tests.relay.tree import (
     Events,
     Learner,
     chain,
+    fetch,
     folder_bytes,
     growing,
     make_node,
+    receive,
     running,
     subscriber,
     write_version,
@@ -274,3 +277,23 @@ async def test_a_foreign_address_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"relay\.host=192\.0\.2\.1"):
         await node.start()
     await node.close()
+
+
+async def test_a_version_whose_file_somebody_deletes_is_given_up_and_the_next_one_taken(tmp_path: Path) -> None:
+    old, new = (write_version(tmp_path / "origin", number, 3 * CHUNK) for number in (1, 2))
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(node := make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
+            child = await hand.child(node.endpoint)
+            await parent.receive(Attach)
+            parent.send(Announce(old.manifest))
+            await parent.receive(Fetch)
+            parent.send_chunk(old, 0)
+            await fetch(child, (await receive(child, Announce)).manifest, 0)
+            (tmp_path / "relay-1" / "v1.part" / "model-0.safetensors").unlink()
+            for index in (1, 2):
+                parent.send_chunk(old, index)
+            assert "deleted" in (await events.first(VersionFailed, version=1)).reason
+            parent.send(Announce(new.manifest))
+            parent.send_all(new)
+            await events.first(VersionComplete, version=2)

@@ -21,7 +21,8 @@ from zmq.utils.monitor import recv_monitor_message
 from laminar_py import codec
 from laminar_py.relay import messages as m
 from laminar_py.relay.delta import encode
-from laminar_py.relay.store import MANIFEST, StoredVersion, chunk_checksum, file_digest, version_digest
+from laminar_py.relay.digests import chunk_checksum, version_digest
+from laminar_py.relay.stored import StoredVersion
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.transport import CONTROL_BYTES
 from tests.relay.delta_builders import Forgery
@@ -33,6 +34,7 @@ from tests.relay.tree import (
     ByHand,
     Events,
     Learner,
+    digest,
     folder_bytes,
     make_node,
     running,
@@ -84,8 +86,8 @@ def attack_below(endpoint: str, messages: Iterable[list[bytes]]) -> None:
             socket.send_multipart(message)
             if count % 100 == 0:
                 drain(socket)
-        socket.send(codec.encode(m.Pull(2**40, "last", 1)))
-        while msgpack.unpackb(socket.recv()).get("id") != 2**40:
+        socket.send(codec.encode(m.Pull(2**40, 1, "last", 1)))
+        while msgpack.unpackb(socket.recv_multipart()[0]).get("id") != 2**40:
             pass
 
 
@@ -96,8 +98,8 @@ def cut_off_below(endpoint: str) -> None:
         socket.connect(endpoint)
         for _ in range(20):
             socket.send(bytes(CONTROL_BYTES - 100))
-        socket.send(codec.encode(m.Pull(1, "large", 1)))
-        assert msgpack.unpackb(socket.recv())["id"] == 1
+        socket.send(codec.encode(m.Pull(1, 1, "large", 1)))
+        assert msgpack.unpackb(socket.recv_multipart()[0])["id"] == 1
         assert not monitor.poll(0)
         for _ in range(CUTS):
             socket.send(bytes(CONTROL_BYTES + 1))
@@ -156,20 +158,14 @@ def assert_small(member: Member, before: int, most: int = MOST_GROWTH_BYTES) -> 
     assert growth < most, f"{member.name} grew by {growth / 2**20:.0f} MiB"
 
 
-def stored(folder: Path) -> StoredVersion:
-    """What a store has there."""
-    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=m.Manifest)
-    return StoredVersion(manifest, folder, complete=True)
-
-
 def assert_untouched(store: Path, origin: Path) -> None:
     """Both versions that were published, right in every bit, and nothing else but pins."""
     kept = {path.name for path in store.glob("v*")}
     assert kept == {"v1", f"v{REAL}"}
     for version in kept:
         assert folder_bytes(store / version) == folder_bytes(origin / version)
-        files = stored(store / version).manifest.files
-        assert [file_digest(store / version / entry.name) for entry in files] == [entry.digest for entry in files]
+        files = StoredVersion.load(store / version).manifest.files
+        assert [digest(store / version / entry.name) for entry in files] == [entry.digest for entry in files]
 
 
 @asynccontextmanager
@@ -192,7 +188,7 @@ async def pulling(replica: Subscriber) -> AsyncIterator[None]:
 
 async def attack(root: Member, node: Member, num_frames: int, rng: random.Random) -> None:
     """Both listeners, then the node's uplink while an impostor has the root's port, which the root gets back."""
-    version = stored(root.store / "v1")
+    version = StoredVersion.load(root.store / "v1")
     below, above = (Forger(rng, get_args(kinds), version) for kinds in (m.ToParent, m.ToChild))
     before = {member.name: member.rss_bytes for member in (root, node)}
     for member in (root, node):
@@ -246,13 +242,13 @@ async def test_nor_do_a_million(tmp_path: Path, seed: int) -> None:
 
 def nested(depth: int) -> bytes:
     """An attach with a field too many, which is lists in lists."""
-    head = msgpack.packb({"type": "attach", "node": "deep", "beyond": None})
+    head = msgpack.packb({"type": "attach", "newest": 1, "beyond": None})
     return head[:-1] + b"\x91" * depth + b"\xc0"
 
 
 BELOW = {
-    "a name that is no text": [packed({"type": "attach", "node": MARK})],
-    "a type that is no text": [packed({"type": MARK, "node": "a"})],
+    "a name that is no text": [packed({"type": "release", "name": MARK})],
+    "a type that is no text": [packed({"type": MARK, "newest": 1})],
     "lists in lists": [nested(100_000)],
     "no frame but the sender": [b""],
     "many frames": [b"a"] * 1000,
@@ -329,8 +325,8 @@ async def test_a_name_twice_in_a_version_never_makes_a_file_with_a_wrong_digest(
             while (await parent.receive(m.Done)).version != 3:
                 pass
     for folder in (tmp_path / "relay-1").glob("v*[0-9]"):
-        manifest = stored(folder).manifest
-        assert [file_digest(folder / entry.name) for entry in manifest.files] == [f.digest for f in manifest.files]
+        manifest = StoredVersion.load(folder).manifest
+        assert [digest(folder / entry.name) for entry in manifest.files] == [f.digest for f in manifest.files]
 
 
 def padded(content: bytes, blocks: int) -> bytes:
@@ -345,7 +341,7 @@ async def test_a_delta_longer_than_its_chunk_is_refused(tmp_path: Path) -> None:
     new = bytearray(base.content(0, 0))
     new[0] ^= 1
     (tmp_path / "new.safetensors").write_bytes(new)
-    files = (msgspec.structs.replace(base.manifest.files[0], digest=file_digest(tmp_path / "new.safetensors")),)
+    files = (msgspec.structs.replace(base.manifest.files[0], digest=digest(tmp_path / "new.safetensors")),)
     payload = encode(bytes(new), base.content(0, 0), width=4)
     assert payload is not None
     long = Forgery.of(payload).with_frame(0, padded(bytes(1), CHUNK)).bytes()
@@ -358,8 +354,8 @@ async def test_a_delta_longer_than_its_chunk_is_refused(tmp_path: Path) -> None:
             await events.first(m.VersionComplete, version=1)
             parent.send(m.Announce(m.Manifest(2, version_digest(files), CHUNK, files), base=1))
             checksum = chunk_checksum(bytes(new))
-            parent.send(m.Chunk(2, 0, 0, checksum, memoryview(long), 1))
-            parent.send(m.Chunk(2, 0, 0, checksum, memoryview(payload), 1))
+            parent.send(m.Chunk(2, 0, 0, checksum, 1, memoryview(long)))
+            parent.send(m.Chunk(2, 0, 0, checksum, 1, memoryview(payload)))
             event = await events.first(m.VersionComplete, version=2)
     assert event.wire_bytes == len(payload)
 
@@ -383,7 +379,7 @@ async def test_a_child_that_asks_for_all_and_reads_nothing_costs_bounded_memory(
             socket.connect(endpoint)
             for _ in range(60):
                 socket.send(codec.encode(m.Fetch(1, 0, 0, 2**62)))
-            socket.send(codec.encode(m.Pull(1, "greedy", 1)))
+            socket.send(codec.encode(m.Pull(1, 1, "greedy", 1)))
             await asyncio.to_thread(wait_for, node.store / "pin-greedy")
             assert_small(node, before, GREED_BYTES)
     finally:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.relay.intake import Intake, Verdict
-from laminar_py.relay.store import Store, StoredVersion
+from laminar_py.relay.store import Store
+from laminar_py.relay.stored import StoredVersion
 from tests.relay.tree import CHUNK, write_version
 
 WINDOW = 4  # what a version of such large chunks gets
@@ -38,8 +39,8 @@ def test_every_chunk_is_asked_for_once_and_never_more_than_the_window(
             if not wanted:
                 break
             chunk = origin.read(*wanted.pop(data.draw(st.integers(0, len(wanted) - 1))))
-            assert intake.accept(chunk) is Verdict.WRITTEN
-            assert intake.accept(chunk) is Verdict.USELESS
+            assert intake.accept(chunk, keep_delta=True) is Verdict.WRITTEN
+            assert intake.accept(chunk, keep_delta=True) is Verdict.USELESS
         assert asked == sum(origin.manifest.num_chunks(file) for file in range(len(sizes)))
         assert all(
             intake.stored.file_path(file).read_bytes() == origin.file_path(file).read_bytes()
@@ -51,10 +52,10 @@ def test_a_chunk_that_is_damaged_short_or_foreign_is_not_written(tmp_path: Path)
     origin = write_version(tmp_path / "origin", 1, 2 * CHUNK)
     intake = intake_of(origin, tmp_path, window=WINDOW)
     chunk = origin.read(0, 0)
-    assert intake.accept(msgspec.structs.replace(chunk, checksum=b"0" * 16)) is Verdict.DAMAGED
-    assert intake.accept(msgspec.structs.replace(chunk, data=chunk.data[1:])) is Verdict.DAMAGED
-    assert intake.accept(msgspec.structs.replace(chunk, index=2)) is Verdict.USELESS
-    assert intake.accept(msgspec.structs.replace(chunk, file=1)) is Verdict.USELESS
+    assert intake.accept(msgspec.structs.replace(chunk, checksum=b"0" * 32), keep_delta=True) is Verdict.DAMAGED
+    assert intake.accept(msgspec.structs.replace(chunk, data=chunk.data[1:]), keep_delta=True) is Verdict.DAMAGED
+    assert intake.accept(msgspec.structs.replace(chunk, index=2), keep_delta=True) is Verdict.USELESS
+    assert intake.accept(msgspec.structs.replace(chunk, file=1), keep_delta=True) is Verdict.USELESS
     assert not intake.stored.has(0, 0)
 
 
@@ -62,7 +63,7 @@ def test_after_a_restart_only_missing_chunks_are_asked_for(tmp_path: Path) -> No
     origin = write_version(tmp_path / "origin", 1, 5 * CHUNK)
     intake = intake_of(origin, tmp_path, window=5)
     intake.grant()
-    intake.accept(origin.read(0, 1))
+    intake.accept(origin.read(0, 1), keep_delta=True)
     assert not intake.grant()  # the window is more than half full
     intake.restart()
     assert [(fetch.first_chunk, fetch.credits) for fetch in intake.grant()] == [(0, 1), (2, 3)]

@@ -1,7 +1,13 @@
 """What the learner writes: safetensors, one tensor at a time, whether or not a root is there."""
 
+import mmap
+import re
+import resource
+import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,11 +15,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from laminar_py.relay.publisher import HEADER_BYTES, Publisher
-from laminar_py.relay.store import MANIFEST, SPARE, Store
+from laminar_py.relay.digests import digest_of, read_checksums, version_digest
+from laminar_py.relay.hashing import PART_BYTES, RUN_PARTS, Checksums, hashing_threads
+from laminar_py.relay.pages import Pages
+from laminar_py.relay.publisher import SHARD_BYTES, Publisher
+from laminar_py.relay.shards import HEADER_BYTES
+from laminar_py.relay.store import SPARE, Store
+from laminar_py.relay.stored import CHECKSUMS, NoRoomError, folder_name
 from laminar_py.types import Published
-from tests.relay.tree import KEYS, folder_bytes, tensors
+from tests.relay.faults import small_disk
+from tests.relay.tree import CHUNK, KEYS, PATIENCE_S, folder_bytes, tensors
 
+RUN_BYTES = RUN_PARTS * PART_BYTES  # what is hashed during the copy is cut into such runs
 NOBODY = "tcp://127.0.0.1:9"  # the discard port: no root there
 
 
@@ -22,11 +35,19 @@ def publish(publisher: Publisher, version: int, given: Iterable[tuple[str, torch
     return publisher.sealed(version)
 
 
+@contextmanager
+def publishing(store: Path, *, chunk_bytes: int = CHUNK, shard_bytes: int = SHARD_BYTES) -> Iterator[Publisher]:
+    publisher = Publisher(store, NOBODY, KEYS, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes)
+    try:
+        yield publisher
+    finally:
+        publisher.close(linger_s=0)
+
+
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    publisher = Publisher(tmp_path, NOBODY, KEYS, shard_bytes=2 * HEADER_BYTES)
-    yield publisher
-    publisher.close(linger_s=0)
+    with publishing(tmp_path, shard_bytes=2 * HEADER_BYTES) as publisher:
+        yield publisher
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,6 +57,33 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors"
         for name, tensor in load_file(path).items()
     }
+
+
+def bytes_of(size: int, value: int = 1) -> tuple[str, torch.Tensor]:
+    """A tensor that makes a file of `size` bytes if it is alone in it."""
+    return "weights", torch.full((size - HEADER_BYTES,), value, dtype=torch.uint8)
+
+
+def held(store: Path) -> list[str]:
+    """Files of a store that this process has open or mapped, in folders that are no versions."""
+    names = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    names += Path("/proc/self/maps").read_text().splitlines()
+    inside = [name for name in names if str(store) in name]
+    return [name for name in inside if name.endswith("(deleted)") or not re.search(r"/v\d+/", name)]
+
+
+def retire(store: Path, version: int) -> None:
+    """As the root does."""
+    (store / folder_name(version)).rename(store / SPARE)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A store of 8 MiB."""
+    with small_disk(tmp_path / "small", 8 * 2**20) as mounted:
+        if not mounted:
+            pytest.skip("mounting a file system needs root on Linux")
+        yield tmp_path / "small"
 
 
 def test_safetensors_gives_back_every_dtype_and_shape(publisher: Publisher, tmp_path: Path) -> None:
@@ -91,10 +139,9 @@ def test_shards_keep_their_bound_but_for_a_tensor_that_alone_exceeds_it(
 
 
 def test_a_shard_closes_when_its_header_is_full(tmp_path: Path) -> None:
-    publisher = Publisher(tmp_path, NOBODY, KEYS)
-    given = {f"{'n' * 100}.{number}": torch.tensor([number]) for number in range(1500)}
-    publish(publisher, 1, given.items())
-    publisher.close(linger_s=0)
+    with publishing(tmp_path) as publisher:
+        given = {f"{'n' * 100}.{number}": torch.tensor([number]) for number in range(1500)}
+        publish(publisher, 1, given.items())
     assert len(folder_bytes(tmp_path / "v1")) == 2
     assert loaded(tmp_path / "v1") == given
 
@@ -118,10 +165,8 @@ def test_a_version_number_is_used_once(publisher: Publisher, tmp_path: Path) -> 
     for version in (5, 4):
         with pytest.raises(ValueError, match=f"version {version} is not above 5"):
             publisher.publish(version, tensors(1))
-    revived = Publisher(tmp_path, NOBODY, KEYS)
-    with pytest.raises(ValueError, match="version 5 is not above 5"):
+    with publishing(tmp_path) as revived, pytest.raises(ValueError, match="version 5 is not above 5"):
         revived.publish(5, tensors(1))
-    revived.close(linger_s=0)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +188,8 @@ def test_bad_tensors_are_refused_and_leave_nothing(
 
 def test_what_a_crashed_publisher_left_is_thrown_away(tmp_path: Path) -> None:
     (tmp_path / "v1.new").mkdir()
-    publisher = Publisher(tmp_path, NOBODY, KEYS)
-    publish(publisher, 1, tensors(1))
-    publisher.close(linger_s=0)
+    with publishing(tmp_path) as publisher:
+        publish(publisher, 1, tensors(1))
     assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
@@ -155,7 +199,7 @@ def test_pages_of_a_retired_version_are_written_over_if_nobody_uses_them(
     publish(publisher, 1, tensors(1, 400_000))
     old = next((tmp_path / "v1").glob("*.safetensors"))
     inode, name = old.stat().st_ino, old.name
-    (tmp_path / "v1").rename(tmp_path / SPARE)
+    retire(tmp_path, 1)
     published = publish(publisher, 2, tensors(2, 200_000))
     assert (tmp_path / "v2" / name).stat().st_ino == inode
     assert published.digest == publish(publisher, 3, tensors(2, 200_000)).digest
@@ -165,16 +209,127 @@ def test_pages_of_a_retired_version_are_written_over_if_nobody_uses_them(
 def test_pages_that_a_process_still_maps_are_left_to_it(publisher: Publisher, tmp_path: Path) -> None:
     publish(publisher, 1, tensors(1))
     with safe_open(next((tmp_path / "v1").glob("*.safetensors")), "pt") as mapped:
-        (tmp_path / "v1").rename(tmp_path / SPARE)
+        retire(tmp_path, 1)
         publish(publisher, 2, tensors(2))
         given = dict(tensors(1))
         assert all(mapped.get_tensor(name).equal(given[name]) for name in mapped.keys())  # noqa: SIM118
-    assert sorted(path.name for path in (tmp_path / "v2").iterdir())[0] == MANIFEST
+    assert loaded(tmp_path / "v2").keys() == given.keys()
 
 
 def test_files_that_the_new_version_lacks_do_not_stay_in_it(publisher: Publisher, tmp_path: Path) -> None:
     several = [(f"t{number}", torch.zeros(60_000, dtype=torch.uint8)) for number in range(4)]
     publish(publisher, 1, several)
-    (tmp_path / "v1").rename(tmp_path / SPARE)
+    retire(tmp_path, 1)
     publish(publisher, 2, several[:1])
     assert loaded(tmp_path / "v2").keys() == {"t0"}
+    assert not held(tmp_path)
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 3 * 2**20, 2 * PART_BYTES])
+def test_checksums_made_during_the_copy_are_those_of_the_content(tmp_path: Path, chunk_bytes: int) -> None:
+    with publishing(tmp_path, chunk_bytes=chunk_bytes, shard_bytes=2 * RUN_BYTES) as publisher:
+        sizes = (2 * RUN_BYTES, 2 * RUN_BYTES, RUN_BYTES + PART_BYTES + 5, 3 * RUN_BYTES + 4096, HEADER_BYTES + 1)
+        for version, size in enumerate(sizes):  # fresh, warm, shrunk, grown, of one part
+            published = publish(publisher, version, [bytes_of(size, version), ("last", torch.randn(PART_BYTES))])
+            folder = tmp_path / folder_name(version)
+            store = Store(tmp_path, keep_versions=1)
+            store.open()
+            files = store.complete[version].manifest.files
+            checksums = [read_checksums(folder / entry.name, chunk_bytes=chunk_bytes) for entry in files]
+            assert [entry.digest for entry in files] == [digest_of(made) for made in checksums]
+            assert (folder / CHECKSUMS).read_bytes() == b"".join(checksums)
+            assert published.digest == version_digest(files)
+            retire(tmp_path, version)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_publish_that_fails_leaves_no_folder_and_no_file_open_or_mapped(tmp_path: Path, warm: bool) -> None:
+    with publishing(tmp_path, shard_bytes=2 * RUN_BYTES) as publisher:
+        given = [
+            (f"t{number}", torch.randint(256, (RUN_BYTES + PART_BYTES,), dtype=torch.uint8)) for number in range(2)
+        ]
+
+        def failing() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from given
+            raise ZeroDivisionError  # while what came last is hashed
+
+        if warm:
+            publish(publisher, 1, given)
+            retire(tmp_path, 1)
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(2, failing())
+        assert not list(tmp_path.iterdir())
+        assert not held(tmp_path)
+        publish(publisher, 2, given)
+        assert all(loaded(tmp_path / "v2")[name].equal(tensor) for name, tensor in given)
+    assert not held(tmp_path)
+
+
+class SlowPages(Pages):
+    """Read slowly; knows how many are at it."""
+
+    num_reading = 0
+    reading = threading.Event()
+
+    def read(self, position: int, size: int) -> memoryview | bytes:
+        self.num_reading += 1
+        self.reading.set()
+        time.sleep(0.05)
+        self.num_reading -= 1
+        return super().read(position, size)
+
+
+def test_nobody_reads_a_file_whose_checksums_were_dropped(tmp_path: Path) -> None:
+    pages = SlowPages(tmp_path / "file")
+    with hashing_threads() as threads:
+        checksums = Checksums(pages, chunk_bytes=PART_BYTES, threads=threads)
+        checksums.filled(4 * RUN_BYTES)
+        assert pages.reading.wait(PATIENCE_S)
+        checksums.drop()
+        assert pages.num_reading == 0
+    pages.close()
+
+
+def test_a_version_that_finds_no_room_gives_back_what_it_took(small: Path) -> None:
+    with publishing(small) as publisher:
+        with pytest.raises(NoRoomError, match=r"version 1 needs at least \d+ bytes"):
+            publisher.publish(1, [bytes_of(9 * 2**20)])
+        assert not list(small.iterdir())
+        assert not held(small)
+        publish(publisher, 1, [bytes_of(7 * 2**20)])
+
+
+def test_a_version_that_finds_no_room_for_its_manifest_fails_alone(small: Path) -> None:
+    with publishing(small) as publisher:
+        publisher.publish(1, [bytes_of(8 * 2**20)])
+        publisher.publish(2, [bytes_of(7 * 2**20)])
+        with pytest.raises(NoRoomError, match="version 1 needs at least 8388608 bytes and 0 are free"):
+            publisher.sealed(1)
+        assert publisher.sealed(2).version == 2
+        assert [path.name for path in small.iterdir()] == ["v2"]
+        assert not held(small)
+
+
+@contextmanager
+def address_space(spare_bytes: int) -> Iterator[None]:
+    """This process gets no more of it than `spare_bytes`."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_version_is_complete_though_its_pages_cannot_be_mapped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with publishing(tmp_path) as publisher:
+        given = [bytes_of(3 * RUN_BYTES)]
+        publish(publisher, 1, given)  # all threads are there
+        with address_space(RUN_BYTES):
+            publish(publisher, 2, given)
+            publish(publisher, 3, given)
+        assert "cannot map 100663296 bytes" in caplog.text
+        assert all(loaded(tmp_path / name)["weights"].equal(given[0][1]) for name in ("v2", "v3"))

@@ -3,38 +3,67 @@
 import asyncio
 import random
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from laminar_py.relay.messages import Announce, Attach, Failed, Fetch, Lost, VersionComplete, Want
-from laminar_py.relay.store import StoredVersion
+from laminar_py.relay.stored import StoredVersion
+from laminar_py.relay.topology import Topology
 from tests.relay.faults import SMALL, Fault, Fleet, Weights, fleet, small_disk
-from tests.relay.tree import CHUNK, ByHand, Events, HandParent, Learner, make_node, running, write_version
+from tests.relay.tree import (
+    CHUNK,
+    ByHand,
+    Events,
+    HandParent,
+    Learner,
+    binary,
+    chain,
+    make_node,
+    running,
+    write_version,
+)
 
-PUBLISHES, PER_FAULT = 200, 10
 JOINERS = 2
 
 
-def faults(rng: random.Random, *, mounted: bool) -> list[Fault]:
-    """One for each tenth publish; each kind at least once, and no more nodes than a tree of seven has."""
+@dataclass(frozen=True)
+class Voyage:
+    """What a tree goes through, a fault in each `per_fault` publishes and over the last one too."""
+
+    tree: Topology
+    publishes: int
+    per_fault: int
+    scale: int  # of the weights
+    disk_bytes: int  # of the node that has a file system of its own
+
+
+SHORT_CHUNKS = Voyage(binary(5), publishes=200, per_fault=10, scale=1, disk_bytes=4 * 2**20)
+# 2,000 chunks, more than may wait for a connection, through seven hops
+MANY_CHUNKS = Voyage(chain(8), publishes=24, per_fault=2, scale=80, disk_bytes=64 * 2**20)
+
+
+def faults(rng: random.Random, number: int, *, mounted: bool) -> list[Fault]:
+    """So many; each kind at least once, and no more nodes than two that join."""
     kinds = [kind for kind in Fault if kind is not Fault.JOIN and (mounted or kind is not Fault.FULL)]
     chosen = kinds + [Fault.JOIN] * JOINERS
-    chosen += rng.choices(kinds, k=PUBLISHES // PER_FAULT - 1 - len(chosen))
+    chosen += rng.choices(kinds, k=number - len(chosen))
     rng.shuffle(chosen)
     return chosen
 
 
-async def publish_all(ships: Fleet, learner: Learner, rng: random.Random, plan: list[Fault]) -> None:
-    """The last ten are published in peace."""
-    weights = Weights(rng)
+async def publish_all(
+    ships: Fleet, learner: Learner, rng: random.Random, voyage: Voyage, plan: list[Fault]
+) -> None:
+    weights = Weights(rng, scale=voyage.scale)
     fault: asyncio.Task[None] | None = None
-    for version in range(1, PUBLISHES + 1):
-        if version % PER_FAULT == 0:
+    for version in range(1, voyage.publishes + 1):
+        if version % voyage.per_fault == 0:
             if fault is not None:
                 await fault
-            fault = asyncio.create_task(ships.inflict(plan.pop())) if plan else None
+            fault = asyncio.create_task(ships.inflict(plan.pop()))
         weights.step()
         known = ships.record.announce(version, weights.tensors)
         learner.publisher.publish(version, list(weights.tensors.items()))
@@ -42,16 +71,19 @@ async def publish_all(ships: Fleet, learner: Learner, rng: random.Random, plan: 
         ships.newest = version
         await ships.keep()
         await ships.rest(rng.choice([0.0, 0.05, 0.3]))
+    if fault is not None:
+        await fault
 
 
-async def survive(folder: Path, seed: int) -> None:
+async def survive(folder: Path, voyage: Voyage, seed: int) -> None:
     rng = random.Random(seed)
-    with small_disk(folder / SMALL) as mounted:
+    with small_disk(folder / SMALL, voyage.disk_bytes) as mounted:
         if not mounted:
             warnings.warn(f"without {Fault.FULL.value}: mounting needs root on Linux", stacklevel=1)
-        async with fleet(folder, rng) as ships:
+        async with fleet(folder, rng, voyage.tree) as ships:
             async with Learner(folder, ships.members[0].endpoint) as learner:
-                await publish_all(ships, learner, rng, faults(rng, mounted=mounted))
+                plan = faults(rng, voyage.publishes // voyage.per_fault, mounted=mounted)
+                await publish_all(ships, learner, rng, voyage, plan)
                 await ships.settle("stuck", ships.behind)
                 await ships.settle("left behind", ships.litter)
             logs = "".join(member.log.read_text() for member in ships.members)
@@ -61,9 +93,17 @@ async def survive(folder: Path, seed: int) -> None:
     assert "wire_bytes=" in logs
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 async def test_no_fault_makes_a_tree_serve_other_bytes_or_stand_still(tmp_path: Path, seed: int) -> None:
-    await survive(tmp_path, seed)
+    await survive(tmp_path, SHORT_CHUNKS, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_nor_a_long_chain_with_thousands_of_chunks(tmp_path: Path, seed: int) -> None:
+    await survive(tmp_path, MANY_CHUNKS, seed)
 
 
 async def give_only(parent: HandParent, version: StoredVersion) -> None:

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py import codec
 from laminar_py.relay.messages import Announce, Attach, Chunk, ParentLost, Want, Written
-from laminar_py.relay.transport import CONTROL_BYTES, RelayKeys
+from laminar_py.relay.transport import CONTROL_BYTES, RelayKeys, pack
 from tests.relay.tree import (
     CHUNK,
     KEYS,
@@ -67,7 +67,7 @@ async def test_a_client_without_curve_gets_nothing(tmp_path: Path) -> None:
         with raw_socket(zmq.DEALER, None) as plain:
             socket_told = told_until(plain, node.endpoint, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED)
             assert await socket_told == zmq.EVENT_DISCONNECTED
-            plain.send(msgpack.packb({"type": "attach", "node": "plain"}))
+            plain.send(msgpack.packb({"type": "attach", "newest": -1}))
             async with ByHand() as hand:
                 await receive(await hand.child(node.endpoint), Announce)  # one of ours is answered meanwhile
             assert not await plain.poll(0)
@@ -95,7 +95,7 @@ async def test_an_oversized_frame_ends_the_connection_and_not_the_node(tmp_path:
         write_version(tmp_path / "relay-0", 1, CHUNK)
         async with ByHand() as hand:
             child = await hand.child(node.endpoint)
-            child.send(Written(1))
+            child.send(Written())
             assert (await receive(child, Announce)).manifest.version == 1
 
 
@@ -104,7 +104,7 @@ async def test_an_oversized_frame_from_a_parent_makes_the_child_attach_anew(tmp_
         parent = hand.parent()
         async with running(make_node(tmp_path, "relay-1", parent.endpoint, parent_timeout_s=0.3)):
             await parent.receive(Attach)
-            parent.send(Chunk(1, 0, 0, b"", memoryview(bytes(CHUNK + 2 * CONTROL_BYTES))))
+            parent.send(Chunk(1, 0, 0, bytes(32), data=memoryview(bytes(CHUNK + 2 * CONTROL_BYTES))))
             await parent.receive(Attach)
 
 
@@ -116,12 +116,12 @@ async def test_frames_that_are_no_records_are_dropped(tmp_path: Path) -> None:
             for record in (
                 {"type": "chunk"},
                 {"type": "want", "version": -1},
-                {"type": "attach", "node": "../up"},
+                {"type": "release", "name": "../up"},
             ):
                 await careless.send(msgpack.packb(record))
             await careless.send_multipart([b"two", b"frames"])
             await careless.send(b"\xc1")
-            await careless.send(msgpack.packb({"type": "attach", "node": "at-last"}))
+            await careless.send(msgpack.packb({"type": "attach", "newest": -1}))
             assert msgpack.unpackb(await careless.recv())["type"] == "announce"
             assert not await careless.poll(0)
 
@@ -134,17 +134,18 @@ async def test_a_stranger_reads_all_that_a_node_sends_down(tmp_path: Path) -> No
 
             async def ask(**record: object) -> dict[str, object]:
                 await stranger.send(msgpack.packb(record))
-                return msgpack.unpackb(await stranger.recv())
+                frame, *data = await stranger.recv_multipart()
+                return {**msgpack.unpackb(frame), "data": b"".join(data)}
 
-            manifest = (await ask(type="attach", node="stranger"))["manifest"]
+            manifest = (await ask(type="attach", newest=-1))["manifest"]
             assert manifest["digest"] == version.manifest.digest
             chunk = await ask(type="fetch", version=1, file=0, first_chunk=1, credits=1)
             assert chunk["data"] == version.file_path(0).read_bytes()[CHUNK:]
-            assert await ask(type="subscribe", name="stranger") == {"type": "newest", "version": 1}
-            pulled = await ask(type="pull", id=1, name="stranger", version=None)
+            assert (await ask(type="subscribe"))["type"] == "newest"
+            pulled = await ask(type="pull", id=1, session=1, name="stranger", version=None)
             assert pulled["path"] == str(version.folder)
-            assert (await ask(type="pull", id=2, name="stranger", version=9))["lost"] is True
-            assert await ask(type="want", version=9) == {"type": "lost", "version": 9}
+            assert (await ask(type="pull", id=2, session=1, name="stranger", version=9))["lost"] is True
+            assert (await ask(type="want", version=9))["type"] == "lost"
 
 
 async def test_a_stranger_reads_all_that_a_node_sends_up(tmp_path: Path) -> None:
@@ -154,15 +155,16 @@ async def test_a_stranger_reads_all_that_a_node_sends_up(tmp_path: Path) -> None
         endpoint = parent.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         async with running(node := make_node(tmp_path, "relay-1", endpoint)):
             sender, frame = await parent.recv_multipart()
-            assert msgpack.unpackb(frame) == {"type": "attach", "node": "relay-1"}
+            assert msgpack.unpackb(frame) == {"type": "attach", "newest": -1}
             await parent.send_multipart([sender, codec.encode(Announce(version.manifest))])
             fetch = {"type": "fetch", "version": 1, "file": 0, "first_chunk": 0, "credits": 3, "base": None}
             assert msgpack.unpackb((await parent.recv_multipart())[1]) == fetch
             async with ByHand() as hand:
                 (await hand.child(node.endpoint)).send(Want(1))
-                assert msgpack.unpackb((await parent.recv_multipart())[1]) == {"type": "want", "version": 1}
+                want = {"type": "want", "version": 1, "arriving": True}
+                assert msgpack.unpackb((await parent.recv_multipart())[1]) == want
                 for index in range(3):
-                    await parent.send_multipart([sender, codec.encode(version.read(0, index))])
+                    await parent.send_multipart([sender, *pack(version.read(0, index))])
                 assert msgpack.unpackb((await parent.recv_multipart())[1]) == {"type": "done", "version": 1}
 
 

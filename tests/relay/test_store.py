@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from laminar_py.relay.digests import version_digest
 from laminar_py.relay.messages import Manifest
-from laminar_py.relay.store import SPARE, Store, StoredVersion, file_digest, version_digest
-from tests.relay.tree import CHUNK, write_version
+from laminar_py.relay.store import SPARE, Store
+from laminar_py.relay.stored import StoredVersion
+from tests.relay.tree import CHUNK, digest, write_version
 
 
 def make_store(path: Path, keep_versions: int = 2) -> Store:
@@ -51,13 +53,15 @@ def test_a_version_has_its_name_only_after_commit(tmp_path: Path) -> None:
     assert make_store(tmp_path / "store").complete[1].manifest == version.manifest
 
 
-def test_the_digests_are_blake3_of_files_and_of_sorted_names_and_digests(tmp_path: Path) -> None:
-    manifest: Manifest = write_version(tmp_path, 1, CHUNK, 3 * CHUNK).manifest
+def test_digests_are_blake3_of_chunks_of_these_and_of_sorted_names_and_digests(tmp_path: Path) -> None:
+    manifest: Manifest = write_version(tmp_path, 1, CHUNK, 3 * CHUNK - 1).manifest
     content = [(tmp_path / "v1" / entry.name).read_bytes() for entry in manifest.files]
-    assert [entry.digest for entry in manifest.files] == [blake3(data).hexdigest() for data in content]
+    chunks = [[data[start : start + CHUNK] for start in range(0, len(data), CHUNK)] for data in content]
+    digests = [blake3(b"".join(blake3(chunk).digest() for chunk in file)) for file in chunks]
+    assert [entry.digest for entry in manifest.files] == [digest.hexdigest() for digest in digests]
     joined = b"".join(
-        entry.name.encode() + b"\0" + blake3(data).digest()
-        for entry, data in zip(manifest.files, content, strict=True)
+        entry.name.encode() + b"\0" + digest.digest()
+        for entry, digest in zip(manifest.files, digests, strict=True)
     )
     assert manifest.digest == blake3(joined).hexdigest() == version_digest(manifest.files[::-1])
 
@@ -76,12 +80,34 @@ def test_what_is_newest_pinned_or_held_stays(tmp_path: Path) -> None:
 def test_what_is_retired_is_gone_at_once_and_may_come_again(tmp_path: Path) -> None:
     version = write_version(tmp_path, 1, CHUNK)
     store = make_store(tmp_path)
-    doomed = store.retire(store.complete[1])
+    assert store.retire(store.complete[1]) is None
     assert not store.complete
+    assert [path.name for path in tmp_path.iterdir()] == [SPARE]
     again: StoredVersion = store.begin(version.manifest)
-    store.delete(doomed)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [SPARE, "v1.part"]
+    assert [path.name for path in tmp_path.iterdir()] == ["v1.part"]
     assert not again.has(0, 0)
+
+
+def test_of_two_that_are_retired_one_is_kept_to_be_written_over(tmp_path: Path) -> None:
+    for version in (1, 2):
+        write_version(tmp_path, version, CHUNK)
+    store = make_store(tmp_path)
+    assert store.retire(store.complete[1]) is None
+    doomed = store.retire(store.complete[2])
+    assert doomed is not None
+    assert doomed.is_dir()
+    store.delete(doomed)
+    assert [path.name for path in tmp_path.iterdir()] == [SPARE]
+
+
+def test_a_store_that_is_opened_again_knows_the_checksums_without_reading_the_files(tmp_path: Path) -> None:
+    version = write_version(tmp_path, 1, 2 * CHUNK + 5)
+    version.file_path(0).write_bytes(bytes(2 * CHUNK + 5))
+    stored = make_store(tmp_path).complete[1]
+    assert [stored.read(0, index).checksum for index in range(3)] == [
+        version.read(0, index).checksum for index in range(3)
+    ]
+    assert stored.file_digest(0) == version.manifest.files[0].digest
 
 
 def test_a_checksum_travels_with_its_chunk(tmp_path: Path) -> None:
@@ -91,7 +117,7 @@ def test_a_checksum_travels_with_its_chunk(tmp_path: Path) -> None:
     arriving.write(chunk)
     arriving.file_path(0).write_bytes(os.urandom(CHUNK))  # the disk forgets
     assert arriving.read(0, 0).checksum == chunk.checksum
-    assert file_digest(arriving.file_path(0)) != version.manifest.files[0].digest
+    assert digest(arriving.file_path(0)) != version.manifest.files[0].digest
 
 
 def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

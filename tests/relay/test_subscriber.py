@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from laminar_py.interfaces import VersionLostError
-from laminar_py.relay.messages import Announce, Attach, Done, Fetch, VersionComplete, Want
+from laminar_py.relay.messages import Announce, Attach, Done, Fetch, Lost, Pull, Pulled, VersionComplete, Want
 from laminar_py.relay.subscriber import RelayError
 from tests.relay.tree import (
     CHUNK,
@@ -17,6 +17,7 @@ from tests.relay.tree import (
     folder_bytes,
     growing,
     make_node,
+    receive,
     running,
     subscriber,
     write_version,
@@ -123,7 +124,7 @@ async def test_a_version_that_was_asked_for_is_fetched_even_when_overtaken(tmp_p
             parent.send(Announce(old.manifest))
             await parent.receive(Fetch)
             pull = group.create_task(replica.pull(1))
-            assert await parent.receive(Want) == Want(1)
+            assert await parent.receive(Want) == Want(1, arriving=True)
             parent.send(Announce(new.manifest))
             parent.send_all(new)
             assert await replica.latest() == 2
@@ -174,3 +175,25 @@ async def test_closing_wakes_whoever_waits(tmp_path: Path) -> None:
         for question in questions:
             with pytest.raises(RelayError, match="closed"):
                 await question
+
+
+async def test_a_late_word_of_a_broken_connection_moves_no_hold(tmp_path: Path) -> None:
+    """A pull that was put again over a new connection may also come over the old one, after the next pull."""
+    for version in (1, 2):
+        write_version(tmp_path / "relay-0", version, CHUNK)
+    async with running(node := make_node(tmp_path, "relay-0")), ByHand() as hand:
+        old, new = await hand.child(node.endpoint), await hand.child(node.endpoint)
+        for link, pull, answered in (
+            (old, Pull(1, 7, "replica", 1), True),
+            (new, Pull(2, 7, "replica", 2), True),
+            (old, Pull(1, 7, "replica", 1), False),
+            (new, Pull(1, 8, "replica", 2), True),  # its next life
+            (old, Pull(3, 7, "replica", 1), False),
+        ):
+            link.send(pull)
+            link.send(Want(9))  # answered after it
+            reply = await receive(link, Pulled | Lost)
+            assert isinstance(reply, Pulled) is answered
+            if answered:
+                await receive(link, Lost)
+        assert (tmp_path / "relay-0" / "pin-replica").read_text() == "2"

@@ -11,10 +11,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from laminar_py.config import TopologyKind
+from laminar_py.relay.digests import digest_of, file_digest, read_checksums, version_digest
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store import StoredVersion, file_digest, version_digest, write_manifest
+from laminar_py.relay.stored import StoredVersion, seal
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.topology import Topology, build
 from laminar_py.relay.transport import Link, LinkState, Listener, RelayKeys, Wire
@@ -140,12 +141,19 @@ def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
     folder.mkdir(parents=True)
     for number, size in enumerate(sizes):
         (folder / f"model-{number}.safetensors").write_bytes(os.urandom(size))
+    paths = sorted(folder.iterdir())
+    checksums = [read_checksums(path, chunk_bytes=CHUNK) for path in paths]
     files = tuple(
-        FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())
+        FileEntry(path.name, path.stat().st_size, digest_of(found))
+        for path, found in zip(paths, checksums, strict=True)
     )
-    manifest = Manifest(version, version_digest(files), CHUNK, files)
-    write_manifest(folder, manifest)
-    return StoredVersion(manifest, folder, complete=True)
+    seal(folder, Manifest(version, version_digest(files), CHUNK, files), checksums)
+    return StoredVersion.load(folder)
+
+
+def digest(path: Path) -> str:
+    """Digest of a file as a manifest has it."""
+    return file_digest(path, chunk_bytes=CHUNK)
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
@@ -169,7 +177,7 @@ class ByHand:
         self._wire.close()
 
     def parent(self) -> "HandParent":
-        listener = self._wire.listen("127.0.0.1", 0)
+        listener = self._wire.listen("127.0.0.1", 0, max_queue=1000)
         self._sockets.append(listener)
         return HandParent(listener)
 
@@ -178,7 +186,7 @@ class ByHand:
         link = self._wire.connect(endpoint, max_frame_bytes=2**21)
         self._sockets.append(link)
         assert await link.receive() is LinkState.UP
-        link.send(Attach("by-hand"))
+        link.send(Attach(-1))
         return link
 
 

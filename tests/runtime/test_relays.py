@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import torch
 
 from laminar_py.config_file import parse_config
+from laminar_py.relay.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.runtime.cluster import nodes
@@ -19,9 +20,9 @@ CHUNK = 4096
 
 
 @asynccontextmanager
-async def kept(folder, placement, record=lambda event: None):
+async def kept(folder, placement, record=lambda event: None, chunk_bytes=CHUNK):
     """Relays of this placement, up and watched."""
-    (folder / "logs").mkdir()
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2}')
     config = parse_config(
         {
@@ -29,7 +30,7 @@ async def kept(folder, placement, record=lambda event: None):
             "steps": 1,
             "model": {"path": str(folder)},
             "data": {"train": "t"},
-            "relay": {"chunk_bytes": CHUNK},
+            "relay": {"chunk_bytes": chunk_bytes},
         }
     )
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
@@ -46,7 +47,7 @@ async def kept(folder, placement, record=lambda event: None):
 
 async def publish(relays, version):
     """What the learner does, on whichever host it is."""
-    publisher = Publisher(relays.store(0), await relays.root_up(), relays.keys, chunk_bytes=CHUNK)
+    publisher = Publisher(relays.store(0), await relays.root_up(), relays.keys, chunk_bytes=relays.chunk_bytes)
     tensors = [("weight", torch.full((64, 64), version))]
     await asyncio.to_thread(publisher.publish, version, tensors)
     await asyncio.to_thread(publisher.close, linger_s=PATIENCE_S)
@@ -76,3 +77,21 @@ async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the
             assert [manifest.version for manifest in await relays.published()][-1] == 1
             await subscriber.close()
             await listening
+
+
+async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a_resume(tmp_path):
+    with joined(FakeCluster(0)):
+        placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, relays=2), nodes)
+        async with kept(tmp_path, placement, chunk_bytes=4 * SMALLEST_CHUNK_BYTES) as relays:
+            await publish(relays, 0)
+        async with kept(tmp_path, placement, chunk_bytes=None) as relays:
+            assert relays.chunk_bytes == 4 * SMALLEST_CHUNK_BYTES, "versions of before can still be carried"
+            digest = await publish(relays, 1)
+            subscriber = Subscriber(await relays.attach(0), "replica-0", relays.keys)
+            listening = asyncio.create_task(subscriber.run())
+            await subscriber.wait_newer(0)
+            assert (await subscriber.pull(1)).digest == digest
+            await subscriber.close()
+            await listening
+        async with kept(tmp_path / "new", placement, chunk_bytes=None) as relays:
+            assert relays.chunk_bytes == SMALLEST_CHUNK_BYTES, "of sizes that are as good"

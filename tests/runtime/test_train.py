@@ -59,6 +59,8 @@ def test_an_asynchronous_run_ends_well_and_leaves_nothing_behind(tmp_path):
     assert summary["trajectories"]["consumed"] == len(consumed(train.run)) == 4 * 16
     assert [e["step"] for e in summary["evaluations"]] == [0, 4]
     assert summary["peak_memory_bytes"] < 6 << 30
+    assert summary["relay"]["versions"] == 5
+    assert 0 < summary["relay"]["wire_share"] < 1, "some versions travel as deltas"
     assert_laws(train.run)
 
 
@@ -83,6 +85,14 @@ def test_sync_is_on_policy_and_one_step_is_one_step_behind(tmp_path):
         assert code == 0, output
         assert {row.staleness for row in consumed(train.run)} == staleness
         assert_laws(train.run)
+
+
+def test_versions_are_held_until_their_deferred_evaluations(tmp_path):
+    with TrainProcess(tmp_path, "eval.every_steps=1", "eval.deferred=true", "relay.keep_versions=1") as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert [(e["step"], e["version"]) for e in summary_of(train.run)["evaluations"]] == [(i, i) for i in range(5)]
+    assert_laws(train.run)
 
 
 def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on(tmp_path):

@@ -1,12 +1,23 @@
 """A run goes on after its controller or its learner died."""
 
 import numpy as np
+import pytest
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
-from laminar_py.events import Dropped, Interrupted, Restamped, RolledBack, RunStarted, Undone
+from laminar_py.events import (
+    Dropped,
+    Interrupted,
+    Relayed,
+    Restamped,
+    RolledBack,
+    RunStarted,
+    Undone,
+    VersionLoaded,
+    VersionPublished,
+)
 from laminar_py.store.recovery import recover
-from laminar_py.types import DropReason, Kind, Span, Status
+from laminar_py.types import DropReason, Kind, Published, Span, Status
 from tests.builders import make_experts, make_mask
 from tests.store.runs import (
     begin,
@@ -52,7 +63,6 @@ async def test_recovery_knows_every_counter_of_the_run(tmp_path):
         make_ready(ledger, "e1.0", kind=Kind.EVAL, index=900)
     recovered = recover(tmp_path)
     assert (recovered.incarnation, recovered.highest_version, recovered.checkpoint) == (2, 2, None)
-    assert [version.digest for version in recovered.versions] == ["digest0", "digest1", "digest2"]
     assert (recovered.next_prompt, recovered.next_evaluation) == (8, 2)
     assert recovered.next_sample == {"g7": 3, "e0": 1, "e1": 1}
     assert recovered.events == ()
@@ -134,4 +144,30 @@ async def test_a_learner_that_died_alone_is_undone_in_the_running_ledger(tmp_pat
         ledger.append_all(consume(2, 2, "g2.0", "g2.1"))
         ledger.append(checkpoint(2, 2))
     assert recover(tmp_path).checkpoint == checkpoint(2, 2)
+    assert verify(tmp_path) == []
+
+
+RELAYED = Relayed("relay-0", 3, "digest3", 10, None, 0, 0.0, 0.0)
+LOADED = VersionLoaded(0, 3, "digest3", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("spoken", "num_bytes"),
+    [([RELAYED], 10), ([LOADED], 0), ([RELAYED, LOADED], 10)],
+    ids=["relayed", "loaded", "both"],
+)
+async def test_a_version_that_anybody_had_is_never_numbered_again(tmp_path, spoken, num_bytes):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        for event in spoken:  # and the learner dies before it says what it published
+            ledger.append(event)
+        assert (ledger.newest_version, ledger.newest_published) == (3, 1)
+        assert await ledger.unpublished() == [Published(3, "digest3", num_bytes, 0.0)]
+    assert recover(tmp_path).highest_version == 3
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, incarnation=2, versions=())
+        assert (ledger.newest_version, ledger.newest_published) == (3, 1)
+        for orphan in await ledger.unpublished():
+            ledger.append(VersionPublished(orphan.version, 1, 2, 1, orphan.digest, orphan.num_bytes, 0.0))
+        assert await ledger.unpublished() == []
     assert verify(tmp_path) == []

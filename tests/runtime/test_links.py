@@ -1,0 +1,107 @@
+"""Links of a run: the config's, measured by real probes between Ray nodes of several addresses, or assumed."""
+
+import logging
+import math
+from dataclasses import astuple, replace
+
+import pytest
+
+from laminar_py.config import RelayConfig, TopologyKind
+from laminar_py.relay.cost import Links
+from laminar_py.relay.probe import Hop
+from laminar_py.relay.transport import RelayKeys
+from laminar_py.runtime.cluster import nodes
+from laminar_py.runtime.links import ASSUMED, Pair, find_links, links_of, pairs
+from laminar_py.runtime.placement import Needs, Placement
+from tests.runtime.fake_cluster import FakeCluster, joined
+
+INSIDE, OUTSIDE = Hop(1e9, 1e-4), Hop(1e8, 1e-3)
+AUTO = RelayConfig()
+GIVEN = RelayConfig(link_gbit_per_s=80, overhead_us=50, zone_gbit_per_s=8)
+KEYS = RelayKeys.generate()
+
+
+@pytest.mark.parametrize(
+    ("relay", "inside", "outside", "links"),
+    [
+        (AUTO, None, None, Links(1.25e9, 2e-4, math.inf)),
+        (AUTO, INSIDE, None, Links(1e9, 1e-4, math.inf)),
+        (AUTO, INSIDE, OUTSIDE, Links(1e9, 1e-4, 1e8)),
+        (AUTO, None, OUTSIDE, Links(1e8, 1e-3, 1e8)),  # each host is a zone of its own
+        (GIVEN, INSIDE, OUTSIDE, Links(1e10, 5e-5, 1e9)),
+        (RelayConfig(overhead_us=50), INSIDE, None, Links(1e9, 5e-5, math.inf)),
+    ],
+)
+def test_what_the_config_gives_wins_over_what_was_measured(relay, inside, outside, links):
+    assert astuple(links_of(relay, inside=inside, outside=outside)) == pytest.approx(astuple(links))
+
+
+@pytest.mark.parametrize(
+    ("addresses", "zones", "near", "far"),
+    [
+        ("aaa", "---", None, None),
+        ("abc", "---", Pair(0, 1), None),
+        ("aab", "---", Pair(0, 2), None),
+        ("abcd", "rsrs", Pair(0, 2), Pair(0, 1)),
+        ("abc", "rss", Pair(1, 2), Pair(0, 1)),
+        ("abc", "rst", None, Pair(0, 1)),
+    ],
+)
+def test_hops_are_measured_between_different_hosts_from_the_root_where_that_can_be(addresses, zones, near, far):
+    assert pairs(addresses, zones) == (near, far)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with joined(FakeCluster(0, 0, 0)):
+        yield
+
+
+def placed(network="127.0.0"):
+    """Relays on three Ray nodes, each with an address of its own."""
+
+    def see():
+        return [replace(node, ip=f"{network}.{index + 1}") for index, node in enumerate(nodes())]
+
+    return Placement(Needs(ranks=1, rank_gpus=0, replicas=3, replica_gpus=0), see)
+
+
+async def test_hosts_that_nobody_described_are_measured(caplog):
+    placement = placed()
+    caplog.set_level(logging.INFO, "laminar_py.runtime.links")
+    links = await find_links(AUTO, placement.plan.relays, ["r", "r", "s"], placement, KEYS)
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "measured from 127.0.0.1 to 127.0.0.2",
+        "measured from 127.0.0.1 to 127.0.0.3",
+    ]
+    assert links.bytes_per_s > 10e6
+    assert links.bytes_per_s != ASSUMED.bytes_per_s
+    assert links.zone_bytes_per_s < math.inf
+
+
+@pytest.mark.parametrize(
+    ("relay", "hosts"),
+    [
+        (RelayConfig(link_gbit_per_s=10, overhead_us=200), (0, 1, 2)),
+        (RelayConfig(topology=TopologyKind.KARY, chunk_bytes=4096), (0, 1, 2)),
+        (AUTO, (0, 1)),
+        (AUTO, (0, 0, 0)),
+    ],
+    ids=["given", "nothing to choose", "two nodes", "one host"],
+)
+async def test_nothing_is_measured_where_nothing_depends_on_it(caplog, relay, hosts):
+    placement = placed()
+    caplog.set_level(logging.INFO, "laminar_py.runtime.links")
+    on = [placement.plan.relays[host] for host in hosts]
+    links = await find_links(relay, on, [""] * len(on), placement, KEYS)
+    assert (links.bytes_per_s, links.zone_bytes_per_s) == (ASSUMED.bytes_per_s, math.inf)
+    assert caplog.records == []
+
+
+async def test_hosts_that_cannot_be_measured_cost_a_line(caplog):
+    placement = placed("192.0.2")  # which no machine has
+    links = await find_links(AUTO, placement.plan.relays, [""] * 3, placement, KEYS)
+    assert (links.bytes_per_s, links.zone_bytes_per_s) == (ASSUMED.bytes_per_s, math.inf)
+    (record,) = caplog.records
+    assert record.message.startswith("not measured from 192.0.2.1 to 192.0.2.2, so 10 Gbit/s")
+    assert "\n" not in record.message
