@@ -9,6 +9,7 @@ Sends never wait: what has nowhere to go is dropped, and states are said anew on
 import asyncio
 import errno
 import logging
+import os
 from collections.abc import Awaitable
 from enum import Enum
 from typing import TypeVar
@@ -25,6 +26,8 @@ from laminar_py.relay.messages import NOTHING, Chunk, Downward, ToChild, ToParen
 log = logging.getLogger(__name__)
 
 IPC = "ipc://"
+# Encryption takes a core for half a gigabyte a second: connections share these threads, one has one of them.
+IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 CONTROL_BYTES = 2**20  # bound of records without weights; the largest is a manifest, 150 bytes a file
 
 Received = TypeVar("Received")
@@ -210,7 +213,7 @@ class Wire:
     def __init__(self, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
         self._keys = keys
         self._heartbeat_s = heartbeat_s
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context(io_threads=IO_THREADS)
         self._authenticator: AsyncioAuthenticator | None = None
 
     def listen(self, host: str, port: int, *, max_queue: int) -> Listener:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar_py.relay.cost import versions_at_peak
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.messages import (
     Announce,
@@ -19,8 +20,10 @@ from laminar_py.relay.messages import (
     VersionComplete,
     VersionFailed,
 )
+from laminar_py.relay.shards import HEADER_BYTES
 from laminar_py.relay.stored import StoredVersion
 from laminar_py.relay.subscriber import RelayError, Subscriber
+from tests.relay.faults import small_disk
 from tests.relay.node_process import NodeProcess
 from tests.relay.tree import (
     CHUNK,
@@ -297,3 +300,23 @@ async def test_a_version_whose_file_somebody_deletes_is_given_up_and_the_next_on
             parent.send(Announce(new.manifest))
             parent.send_all(new)
             await events.first(VersionComplete, version=2)
+
+
+async def test_the_planned_memory_holds_all_that_is_there_at_the_peak(tmp_path: Path) -> None:
+    """Versions overtake each other, a subscriber holds old ones, and a file system of just that size has room."""
+    size = 2**20
+    planned = versions_at_peak(keep_versions=2, num_replicas=1) * (size + HEADER_BYTES)
+    with small_disk(tmp_path / "relay-1", planned + 24 * 4096) as mounted:  # manifests, checksums, a pin
+        if not mounted:
+            pytest.skip("mounting needs root on Linux")
+        async with (
+            growing(tmp_path, chain(2), keep_versions=2, emit=(events := Events())) as nodes,
+            Learner(tmp_path, nodes[0].endpoint) as learner,
+            running(replica := subscriber(nodes[1], "replica")),
+        ):
+            for version in range(1, 13):
+                await learner.publish(version, size)
+                if version % 3 == 0:
+                    await replica.pull()
+            assert await replica.wait_newer(11) == 12
+    assert not [event for event in events.seen if isinstance(event, VersionFailed)]
