@@ -167,7 +167,7 @@ class VersionLoaded(Event, frozen=True):
 
 
 class Relayed(Event, frozen=True):
-    """A relay holds a verified version, for which `wire_bytes` came; seconds count from its announcement there.
+    """A relay holds a verified version, for which `wire_bytes` came; seconds count from its first request for it.
 
     The root holds what the learner wrote: nothing came, and all is 0.
     """

@@ -32,19 +32,22 @@ def answer(
     *,
     complete: Collection[int],
     arriving: Collection[int],
+    waiting: int | None,
     wanted: bool,
     overtook: int | None,
 ) -> Answer:
     """What to do about a version, given those that are `complete` and `arriving`.
 
-    `wanted`: somebody below asked for it by number. `overtook`: the one for which another was abandoned.
+    `waiting`: one that comes later. `wanted`: somebody below asked for this one by number. `overtook`: the one for
+    which another was abandoned.
     """
     version = announce.manifest.version
     if version in arriving:
         return Answer.GO_ON
     if version in complete or not (wanted or version > max((*complete, *arriving), default=-1)):
         return Answer.DECLINE
-    if not wanted and (overtook in arriving or announce.base in arriving):
+    builds_on_it = announce.base is not None and (announce.base in arriving or announce.base == waiting)
+    if not wanted and (overtook in arriving or builds_on_it):
         return Answer.LATER
     return Answer.BEGIN
 
@@ -81,6 +84,7 @@ class Arrivals:
         self._intakes: dict[int, Intake] = {}
         self._overtook: int | None = None  # version that arrives in place of one that was abandoned for it
         self._next: m.Announce | None = None  # the newest of those that come later
+        self._given_up = -1  # the highest version that could not be had from this parent
 
     def __contains__(self, version: int) -> bool:
         return version in self._intakes
@@ -104,17 +108,25 @@ class Arrivals:
 
     def greet(self) -> None:
         """The parent is new, or as good as new: ask for what arrives."""
-        self._next = None  # it will be announced again
+        self._next, self._given_up = None, -1  # they will be announced again
         for version in self._intakes:
             self._tell(m.Want(version))
 
     def remind(self) -> None:
         """Tell the parent what was heard of, and ask anew for what does not come."""
-        waiting = -1 if self._next is None else self._next.manifest.version
-        self._tell(m.Attach(max(self.newest, waiting)))
-        for version, intake in self._intakes.items():
-            if intake.is_stuck():
-                self._tell(m.Want(version))
+        waiting = -1 if self._waiting is None else self._waiting
+        self._tell(m.Attach(max(self.newest, waiting, self._given_up)))
+        for intake in self._intakes.values():
+            for fetch in intake.overdue():
+                self._tell(fetch)
+
+    def gave_up(self, version: int) -> None:
+        """It cannot be had here: it need not be announced again."""
+        self._given_up = max(self._given_up, version)
+
+    @property
+    def _waiting(self) -> int | None:
+        return None if self._next is None else self._next.manifest.version
 
     def announced(self, announce: m.Announce) -> None:
         """The parent has a version, or a part of it."""
@@ -123,6 +135,7 @@ class Arrivals:
             announce,
             complete=self._store.complete,
             arriving=self._intakes,
+            waiting=self._waiting,
             wanted=self._is_wanted(version),
             overtook=self._overtook,
         )
@@ -169,11 +182,14 @@ class Arrivals:
     def _begin(self, announce: m.Announce) -> None:
         manifest = announce.manifest
         self._check(manifest)
+        overtaken = []
         if manifest.version > self.newest:  # latest wins
-            for overtaken in [old for old in self._intakes if not self._is_wanted(old)]:
-                self.drop(overtaken)
-                self._tell(m.Done(overtaken))
-                self._overtook = manifest.version
+            overtaken = [intake.stored for intake in self._intakes.values() if not self._is_wanted(intake.version)]
+        self._store.check_room(manifest, given_back=sum(stored.num_bytes_here for stored in overtaken))
+        for stored in overtaken:
+            self.drop(stored.manifest.version)
+            self._tell(m.Done(stored.manifest.version))
+            self._overtook = manifest.version
         if self._overtook == manifest.version:
             self._tell(m.Want(manifest.version, arriving=True))  # the parent may not abandon it either
         base = None if announce.base is None else self._store.complete.get(announce.base)

@@ -129,12 +129,13 @@ def best_chunk_bytes(ways: Sequence[Route], payload: Payload, links: Links) -> i
 
 
 def versions_at_peak(*, keep_versions: int, num_replicas: int, num_nodes: int = 1) -> int:
-    """Versions in the stores of a host's relays at most: those kept, one that arrives at each, and held ones.
+    """Versions in the stores of a host's relays at most.
 
-    Each of the `num_replicas` that pull from them may hold an older one. On the root's host the publisher's
-    unfinished folder is the one that arrives, or the spare that it will be written over.
+    In each are those kept, one that arrives, and one that a delta is built on or that a slow child still fetches;
+    each of the `num_replicas` that pull from them may hold another. On the root's host the publisher's unfinished
+    folder is the one that arrives, or the spare that it will be written over.
     """
-    return num_nodes * (keep_versions + 1) + num_replicas
+    return num_nodes * (keep_versions + 2) + num_replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ take it away in between.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from laminar_py.relay.messages import Downward, Failed, Newest, Pull, Pulled, Refused
+from laminar_py.relay.messages import Downward, Failed, Newest, Pull, Pulled, Refused, Release
 from laminar_py.relay.store import Store
 from laminar_py.relay.stored import NoRoomError
 
 Send = Callable[[bytes, Downward], bool]  # (connection, record) -> False if the connection is gone
 
 
-SESSIONS_KNOWN = 16  # lives of a subscriber whose late words are told apart
+SESSIONS_KNOWN = 16  # earlier lives of a subscriber whose late words are told from those of this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,14 @@ class _Waiting:
     sender: bytes
     pull: Pull
     since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The version that a pull was answered with; None once it was released."""
+
+    id: int
+    version: int | None
 
 
 class Desk:
@@ -41,6 +49,7 @@ class Desk:
         self._waiting: dict[str, _Waiting] = {}  # by name of the subscriber
         self._sessions: dict[str, list[int]] = {}  # by name, in the order of their coming
         self._last: dict[str, int] = {}  # by name, id of the last pull of the newest session
+        self._given: dict[str, _Given] = {}  # by name, the last answer of that session
         self._failed: Failed | None = None  # why there is not even a first version
 
     def awaited(self) -> set[int]:
@@ -59,6 +68,11 @@ class Desk:
         """Answer a pull if the version is here, or if it is stale; else let it wait, and return False."""
         if self._is_stale(pull):
             return True
+        given = self._given.get(pull.name)
+        if given is not None and given.id == pull.id:  # asked again before it had read the answer
+            if given.version is not None:
+                self._tell(sender, self._pulled_answer(pull.id, given.version))
+            return True
         before = self._waiting.get(pull.name)
         since = before.since if before is not None and before.pull == pull else self._now()
         waiting = self._waiting[pull.name] = _Waiting(sender, pull, since)
@@ -67,9 +81,13 @@ class Desk:
             return True
         return self._answer(waiting)
 
-    def release(self, name: str) -> None:
-        """A subscriber has done with what it pulled."""
-        self._store.unpin(name)
+    def release(self, release: Release) -> None:
+        """A subscriber has done with what it was given, unless it was given something else since."""
+        given = self._given.get(release.name)
+        session = self._sessions.get(release.name, [release.session])[-1]
+        if session == release.session and (given is None or given.id == release.id):
+            self._store.unpin(release.name)
+            self._given[release.name] = _Given(release.id, None)
 
     def completed(self, version: int) -> None:
         """A version is complete here: answer whoever waits for it, and tell all if it is the newest."""
@@ -103,6 +121,7 @@ class Desk:
         if pull.session not in sessions:
             sessions[:] = [*sessions[-SESSIONS_KNOWN:], pull.session]
             self._last.pop(pull.name, None)
+            self._given.pop(pull.name, None)
         if pull.session != sessions[-1] or pull.id < self._last.get(pull.name, pull.id):
             return True
         self._last[pull.name] = pull.id
@@ -111,8 +130,7 @@ class Desk:
     def _answer(self, waiting: _Waiting) -> bool:
         pull = waiting.pull
         version = self._store.newest if pull.version is None else pull.version
-        stored = self._store.complete.get(version)
-        if stored is None:
+        if version not in self._store.complete:
             return False
         try:
             self._store.pin(pull.name, version)
@@ -120,9 +138,14 @@ class Desk:
             self._refuse(pull.name, lost=False, reason=str(error))
             return True
         del self._waiting[pull.name]
+        self._given[pull.name] = _Given(pull.id, version)
         self._pulled(pull.name, version, self._now() - waiting.since)
-        self._tell(waiting.sender, Pulled(pull.id, version, str(stored.folder), stored.manifest.digest))
+        self._tell(waiting.sender, self._pulled_answer(pull.id, version))
         return True
+
+    def _pulled_answer(self, id: int, version: int) -> Pulled:
+        stored = self._store.complete[version]  # it is pinned
+        return Pulled(id, version, str(stored.folder), stored.manifest.digest)
 
     def _refuse(self, name: str, *, lost: bool, reason: str) -> None:
         waiting = self._waiting.pop(name)

@@ -5,12 +5,12 @@ change everywhere, and when the version is overtaken.
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable
 
+from laminar_py.relay.cores import num_cores
 from laminar_py.relay.stored import StoredVersion
 
-ENCODERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # threads
+ENCODERS = max(1, min(8, num_cores() // 2))  # threads
 PATIENCE = 8  # chunks without a delta, before any has one, after which the rest is not tried
 
 

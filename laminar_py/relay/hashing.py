@@ -8,6 +8,7 @@ import os
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from laminar_py.relay.cores import num_cores
 from laminar_py.relay.digests import chunk_checksum
 from laminar_py.relay.pages import Pages
 
@@ -21,8 +22,7 @@ MAX_THREADS = 8  # together they hash several times faster than one thread copie
 
 def hashing_threads() -> ThreadPoolExecutor:
     """Half of this process's cores, for the copy and the learner have theirs."""
-    cores = len(os.sched_getaffinity(0))
-    num_threads = max(1, min(MAX_THREADS, cores // 2))
+    num_threads = max(1, min(MAX_THREADS, num_cores() // 2))
     # On Linux niceness is a thread's own.
     return ThreadPoolExecutor(num_threads, "hash", initializer=os.nice, initargs=(NICENESS,))
 

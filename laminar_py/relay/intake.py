@@ -4,8 +4,9 @@ Used by the node, once per arriving version. Invariant: at most `window` chunks 
 so a slow node holds back only itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import islice
 
 import msgspec
 
@@ -17,6 +18,7 @@ from laminar_py.relay.stored import StoredVersion
 # Enough bytes on their way to cover 25 Gb/s over 10 ms; a narrower window would idle between grants.
 _WINDOW_BYTES = 32 * 2**20
 MIN_WINDOW, MAX_WINDOW = 4, 256  # chunks
+MISSED = 3  # calls of `overdue` after which a chunk is asked for again
 _MAX_REFUSALS = 3  # damaged copies of one chunk, or of one file, after which the version is given up
 
 
@@ -60,11 +62,10 @@ class Intake:
         self._began = now()
         self.first_byte_s = 0.0
         self._window = window  # chunks
-        self._asked: set[tuple[int, int]] = set()
+        self._asked: dict[tuple[int, int], int] = {}  # chunk -> how often it was found missing since
         self._unasked: Iterator[tuple[int, int]] = stored.missing()
         self._refusals: dict[tuple[int, int | None], int] = {}
         self._num_verified = 0  # files
-        self._moved = True  # a chunk came, or it was asked for, since `is_stuck` was looked at
 
     @property
     def elapsed_s(self) -> float:
@@ -76,30 +77,35 @@ class Intake:
         """Whether every file has its digest."""
         return self._num_verified == len(self.stored.manifest.files)
 
-    def is_stuck(self) -> bool:
-        """Whether nothing has come since this was asked last."""
-        moved, self._moved = self._moved, False
-        return not moved
+    def overdue(self) -> list[Fetch]:
+        """Requests for chunks that were asked for, and had not come at the last two calls either."""
+        late = []
+        for chunk, missed in self._asked.items():
+            self._asked[chunk] = (missed + 1) % MISSED
+            if missed + 1 == MISSED:
+                late.append(chunk)
+        return self._fetches(late)
 
     def restart(self) -> None:
         """What was asked for will not come (a new parent): begin again at the first missing chunk."""
-        self._moved = True
         self._asked.clear()
         self._unasked = self.stored.missing()
 
     def grant(self) -> list[Fetch]:
         """Requests that fill the window again, runs of chunks joined; empty while it is more than half full."""
-        runs: list[list[int]] = []  # [file, first chunk, chunks]
         if len(self._asked) * 2 > self._window:
             return []
-        for file, index in self._unasked:
-            self._asked.add((file, index))
+        asking = list(islice(self._unasked, self._window - len(self._asked)))
+        self._asked |= dict.fromkeys(asking, 0)
+        return self._fetches(asking)
+
+    def _fetches(self, chunks: Iterable[tuple[int, int]]) -> list[Fetch]:
+        runs: list[list[int]] = []  # [file, first chunk, chunks]
+        for file, index in chunks:
             if runs and runs[-1][0] == file and sum(runs[-1][1:]) == index:
                 runs[-1][2] += 1
             else:
                 runs.append([file, index, 1])
-            if len(self._asked) == self._window:
-                break
         return [Fetch(self.version, file, first, count, self.stored.base) for file, first, count in runs]
 
     def accept(self, chunk: Chunk, *, keep_delta: bool) -> Verdict:
@@ -122,8 +128,7 @@ class Intake:
             stored.deltas[file, index] = bytes(chunk.data)
         self.wire_bytes += len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
-        self._moved = True
-        self._asked.discard((file, index))
+        self._asked.pop((file, index), None)
         return Verdict.WRITTEN
 
     def _content(self, chunk: Chunk) -> memoryview | None:

@@ -130,8 +130,10 @@ class Pull(Upward, frozen=True):
 
 
 class Release(Upward, frozen=True):
-    """What this subscriber pulled last need not be held for it any more."""
+    """What this subscriber was given by its pull of that id need not be held for it any more."""
 
+    id: int
+    session: int
     name: Name
 
 
@@ -199,7 +201,7 @@ ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Pulled | Refuse
 
 
 class VersionComplete(msgspec.Struct, frozen=True, tag=True):
-    """Report: a node holds a verified version. Seconds count from its announcement; all 0 at the root."""
+    """Report: a node holds a verified version. Seconds count from its first request for it; all 0 at the root."""
 
     node: str
     version: int

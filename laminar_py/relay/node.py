@@ -70,7 +70,7 @@ class RelayNode:
             chunk_bytes=chunk_bytes,
             emit=emit,
             greet=self._greet,
-            remind=lambda: self._arrivals.remind(),
+            remind=self._remind,
             handle=self._on_parent,
             is_idle=lambda: not self._arrivals,
             visit_s=visit_s,
@@ -163,8 +163,8 @@ class RelayNode:
                 if not self._desk.ask(sender, message) and version is not None:
                     self._locate(version)
                 self._retire_surplus()  # the pin may have moved
-            case m.Release(name):
-                self._desk.release(name)
+            case m.Release():
+                self._desk.release(message)
                 self._retire_surplus()
             case m.Written():
                 self._discover()
@@ -232,6 +232,14 @@ class RelayNode:
         self._failure = None
         self._uplink.tell(m.Attach(self._store.newest))
         self._arrivals.greet()
+        self._want_what_is_missing()
+
+    def _remind(self) -> None:
+        """Whatever was said may have been lost."""
+        self._arrivals.remind()
+        self._want_what_is_missing()
+
+    def _want_what_is_missing(self) -> None:
         for version in self._desk.awaited() | self._downlink.held:
             if self._find(version) is None:
                 self._uplink.tell(m.Want(version))
@@ -300,6 +308,7 @@ class RelayNode:
         self._uplink.tell(m.Done(version))
         self._downlink.refuse(version, failed, newest=version >= self._arrivals.newest)
         self._arrivals.drop(version)
+        self._arrivals.gave_up(version)
         if version > self._arrivals.newest:
             self._failure = failed
         self._desk.failed(failed)
@@ -307,12 +316,24 @@ class RelayNode:
         self._arrivals.begin_next()
 
     def _retire_surplus(self) -> None:
+        self._forget_deltas()
         bases = {stored.base for stored in self._store.complete.values() if stored.unencoded}
         needed = {base for base in bases | self._arrivals.bases if base is not None}
         for stored in self._store.surplus(self._downlink.held | needed):
             self._encoder.forget(stored)
             self._downlink.forget(stored.manifest.version)
             self._discard(stored)
+
+    def _forget_deltas(self) -> None:
+        """Of all but the newest two; of the second also if it is not all encoded yet, which would keep its base.
+
+        Versions that children hold keep theirs.
+        """
+        newest = sorted(self._store.complete)[-2:]
+        for version, stored in self._store.complete.items():
+            kept = version in self._downlink.held or version == self._store.newest
+            if stored.base is not None and not kept and (stored.unencoded or version not in newest):
+                self._encoder.forget(stored)
 
     def _discard(self, stored: StoredVersion) -> None:
         doomed = self._store.retire(stored)

@@ -9,7 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
-import shutil
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +20,12 @@ import numpy.typing as npt
 log = logging.getLogger(__name__)
 
 WRITE_BYTES = 2**20  # at once where a file grows; the processor's cache holds it
+
+
+def allow_many_files() -> None:
+    """Let this process have as many files open as it may: versions of a large model have hundreds each."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Pages:
@@ -128,7 +134,11 @@ class Pages:
 
 
 class KeptPages:
-    """The files of a store that one process keeps open, from version to version, under whatever names."""
+    """The files of a store that one process keeps open, from version to version, under whatever names.
+
+    Not for two threads at once. Letting go of pages takes 0.1 s for a gigabyte, so that of deleted files waits for
+    `sweep`; until then no other file gets their inodes.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, Pages] = {}  # by inode
@@ -141,22 +151,8 @@ class KeptPages:
             self._kept[pages.inode] = pages
         return pages
 
-    def delete(self, path: Path) -> None:
-        """Remove a file and let go of it."""
-        pages = self._kept.pop(path.stat().st_ino, None)
-        if pages is not None:
-            pages.close()
-        path.unlink()
-
-    def delete_folder(self, folder: Path) -> None:
-        """Remove a folder, if it is there, and let go of its files."""
-        if folder.exists():
-            for path in list(folder.iterdir()):
-                self.delete(path)
-            shutil.rmtree(folder)
-
     def sweep(self) -> None:
-        """Let go of files that others deleted."""
+        """Let go of files that were deleted, by whomever."""
         for inode, pages in list(self._kept.items()):
             if pages.is_deleted:
                 self._kept.pop(inode).close()

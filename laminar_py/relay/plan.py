@@ -161,8 +161,8 @@ def _peak_bytes(spec: TreeSpec) -> int:
     lower = f", or keep_versions to {kept}" if kept >= 1 else ""
     raise ConfigError(
         f"shm_gib={spec.shm_gib:g}: a version has {spec.full.num_bytes / 1e9:.3g} GB and {versions} are there at"
-        f" the peak ({spec.keep_versions} kept, 1 arriving, {spec.replicas_per_host} held by replicas); set it to"
-        f" {math.ceil(peak_bytes / _GIB)}{lower}"
+        f" the peak ({spec.keep_versions} kept, 1 arriving, 1 that deltas build on or a slow child fetches,"
+        f" {spec.replicas_per_host} held by replicas); set it to {math.ceil(peak_bytes / _GIB)}{lower}"
     )
 
 

@@ -11,12 +11,14 @@ itself, whatever became of the other.
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 
 from laminar_py.relay.digests import chunk_checksum
 from laminar_py.relay.messages import Chunk, Done, Fetch
-from laminar_py.relay.transport import CONTROL_BYTES, Link, LinkState, RelayKeys, Wire
+from laminar_py.relay.transport import CONTROL_BYTES, Link, LinkState, RelayKeys, SocketError, Wire
 
 SIZES = (64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)  # bytes of a chunk; a `Fetch` names one by its place
 BURST_S = 0.06  # a burst that takes so long counts
@@ -38,37 +40,30 @@ class Hop(msgspec.Struct, frozen=True):
 
 
 async def send_chunks(host: str, port: int, keys: RelayKeys) -> None:
-    """Listen on `host:port` and send what the other end asks for. Raises `ValueError` and `ProbeError`."""
+    """Listen on `host:port` and send what the other end asks for. Raises `ProbeError`."""
     data = memoryview(bytes(SIZES[-1]))
     checksums = [chunk_checksum(data[:size]) for size in SIZES]
-    wire = Wire(keys, heartbeat_s=_HEARTBEAT_S)
-    try:
+    async with _contact(keys, f"nobody asked, or not to the end, at {host}:{port}") as wire:
         listener = wire.listen(host, port, max_queue=2 * _LONGEST_BURST)
         try:
-            async with asyncio.timeout(CONTACT_S):
-                while True:
-                    to, message = await listener.receive()
-                    if isinstance(message, Done):
-                        return
-                    if isinstance(message, Fetch) and message.version < len(SIZES):
-                        place = message.version
-                        for index in range(min(message.credits, _LONGEST_BURST)):
-                            chunk = Chunk(place, 0, index, checksums[place], data=data[: SIZES[place]])
-                            listener.send(to, chunk)
-        except TimeoutError:
-            raise ProbeError(f"nobody asked, or not to the end, at {host}:{port} in {CONTACT_S:g} s") from None
+            while True:
+                to, message = await listener.receive()
+                if isinstance(message, Done):
+                    return
+                if isinstance(message, Fetch) and message.version < len(SIZES):
+                    place = message.version
+                    for index in range(min(message.credits, _LONGEST_BURST)):
+                        chunk = Chunk(place, 0, index, checksums[place], data=data[: SIZES[place]])
+                        listener.send(to, chunk)
         finally:
             listener.close()
-    finally:
-        wire.close()
 
 
 async def measure_hop(endpoint: str, keys: RelayKeys) -> Hop:
     """Measure the way from the end that sends at `endpoint`, in about half a second. Raises `ProbeError`."""
-    wire = Wire(keys, heartbeat_s=_HEARTBEAT_S)
-    link = wire.connect(endpoint, max_frame_bytes=SIZES[-1] + CONTROL_BYTES)
-    try:
-        async with asyncio.timeout(CONTACT_S):
+    async with _contact(keys, f"nothing came from {endpoint}") as wire:
+        link = wire.connect(endpoint, max_frame_bytes=SIZES[-1] + CONTROL_BYTES)
+        try:
             while await link.receive() is not LinkState.UP:
                 continue
             small_s = await _seconds_per_chunk(link, 0)
@@ -76,11 +71,24 @@ async def measure_hop(endpoint: str, keys: RelayKeys) -> Hop:
             large_s = await _seconds_per_chunk(link, place)
             link.send(Done(0))
             return hop_of(small_s, large_s, SIZES[place])
+        finally:
+            link.close(linger_s=1.0)
+
+
+@asynccontextmanager
+async def _contact(keys: RelayKeys, silence: str) -> AsyncIterator[Wire]:
+    """Sockets for `CONTACT_S` at most; whatever goes wrong with them, no run may end over a measurement."""
+    try:
+        wire = Wire(keys, heartbeat_s=_HEARTBEAT_S)
+        try:
+            async with asyncio.timeout(CONTACT_S):
+                yield wire
+        finally:
+            wire.close()
     except TimeoutError:
-        raise ProbeError(f"nothing came from {endpoint} in {CONTACT_S:g} s") from None
-    finally:
-        link.close(linger_s=1.0)
-        wire.close()
+        raise ProbeError(f"{silence} in {CONTACT_S:g} s") from None
+    except (SocketError, OSError, ValueError, AssertionError) as error:
+        raise ProbeError(f"{type(error).__name__}: {error}") from error
 
 
 def larger_size(small_s: float) -> int:

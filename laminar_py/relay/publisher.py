@@ -1,8 +1,10 @@
 """The learner's end of the relay: writes a version into the root's store and tells the root. Synchronous.
 
 Called from the learner's process, which has no event loop. The learner stands still for the copy alone, into pages
-that an older version no longer needs. Invariant: a version's folder appears by rename, complete and with its
-digests, or leaves nothing behind; whether the root lives makes no difference to the learner.
+that an older version no longer needs; a thread, the sealer, does what may come after it, and lets go of pages.
+Invariants: a version's folder appears by rename, complete and with its digests, or leaves nothing behind; whether
+the root lives makes no difference to the learner. `publish` begins when the sealer has done all that came of the
+one before, and hands over when it ends, so the two are never at pages, shards and copier together.
 """
 
 import errno
@@ -61,7 +63,7 @@ class Publisher:
         self._copier = TensorCopier()
         self._pages = KeptPages()
         self._sealing: dict[int, Future[Published]] = {}  # by version, the last few
-        self._keeping: Future[None] | None = None  # the sealer's last task
+        self._keeping: Future[None] | None = None  # the sealer's last task, after which it is idle
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
         """Copy a version out of the learner's memory. Returns how many seconds that took; the tensors may change.
@@ -109,11 +111,10 @@ class Publisher:
 
     def _take_spare(self, folder: Path) -> None:
         """Make a folder for a new version: of the pages of a retired one, as far as nobody else uses them."""
-        self._pages.sweep()
         take_spare(self._store, folder)
         for path in list(folder.iterdir()):
             if not self._pages.open(path).is_unused:
-                self._pages.delete(path)
+                path.unlink()
 
     def _write(
         self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]], shards: list[Shard]
@@ -134,7 +135,7 @@ class Publisher:
             raise ValueError(f"version {version} has no tensors; publish at least one")
         shards[-1].finish()
         for stale in set(folder.iterdir()) - {shard.path for shard in shards}:
-            self._pages.delete(stale)
+            stale.unlink()
 
     def _shard(self, folder: Path, number: int) -> Shard:
         path = folder / f"model-{number:05}.safetensors"
@@ -155,15 +156,18 @@ class Publisher:
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
     def _keep(self, sealing: Future[Published], shards: list[Shard]) -> None:
-        """Have the pages of a complete version at hand for a later one."""
+        """Have the pages of a complete version at hand for a later one, and let go of those that are none's."""
         if sealing.exception() is None:
             for shard in shards:
                 shard.pages.keep()
                 self._copier.lock(shard.pages)
+        self._pages.sweep()
 
     def _give_up(self, folder: Path, shards: list[Shard]) -> None:
         """Leave nothing of a version that failed; nobody reads or writes its files any more when they go."""
         self._copier.drop()
         for shard in shards:
             shard.drop()
-        self._pages.delete_folder(folder)
+        if folder.exists():
+            shutil.rmtree(folder)
+        self._pages.sweep()

@@ -13,6 +13,7 @@ import msgspec
 
 from laminar_py.relay.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed, VersionPulled
 from laminar_py.relay.node import RelayNode
+from laminar_py.relay.pages import allow_many_files
 from laminar_py.relay.transport import RelayKeys
 
 
@@ -67,6 +68,7 @@ def serve(
             loop.add_signal_handler(number, lambda: loop.create_task(node.close()))
         await node.run()
 
+    allow_many_files()
     asyncio.run(run())
 
 

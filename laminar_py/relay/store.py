@@ -36,18 +36,15 @@ def take_spare(store: Path, folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def reuse(folder: Path, sizes: Mapping[str, int]) -> int:
-    """Keep of a spare the files with these names that nobody uses, no longer than that; how many bytes."""
-    kept = 0
+def reuse(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Keep of a spare the files with these names that nobody uses, no longer than that."""
     for path in list(folder.iterdir()):
         pages = Pages(path)
         if path.name in sizes and pages.is_unused:
             pages.cut(min(pages.size, sizes[path.name]))
-            kept += pages.allocated
         else:
             path.unlink()
         pages.close()
-    return kept
 
 
 def complete_versions(store: Path) -> list[int]:
@@ -93,15 +90,20 @@ class Store:
                 found.append(self.complete[version])
         return found
 
+    def check_room(self, manifest: Manifest, *, given_back: int) -> None:
+        """Raises `NoRoomError` if a version does not fit, although so many bytes are given back for it."""
+        spare = self.path / SPARE
+        warm = sum(path.stat().st_blocks * 512 for path in spare.iterdir()) if spare.exists() else 0
+        room = shutil.disk_usage(self.path).free + sum(self._doomed.values()) + warm + given_back
+        if manifest.num_bytes > room:
+            raise no_room(self.path, manifest.version, manifest.num_bytes)
+
     def begin(self, manifest: Manifest) -> StoredVersion:
         """An empty `.part` folder for a version that is to arrive. Raises `NoRoomError`."""
         folder = self.path / f"{folder_name(manifest.version)}.part"
-        take_spare(self.path, folder)
         sizes = {entry.name: entry.size for entry in manifest.files}
-        warm = reuse(folder, sizes)
-        if manifest.num_bytes > shutil.disk_usage(self.path).free + sum(self._doomed.values()) + warm:
-            shutil.rmtree(folder)
-            raise no_room(self.path, manifest.version, manifest.num_bytes)
+        take_spare(self.path, folder)
+        reuse(folder, sizes)
         with writing(self.path, manifest.version, manifest.num_bytes):
             for name, size in sizes.items():  # nobody makes one later: it would lack what came before
                 pages = Pages(folder / name)

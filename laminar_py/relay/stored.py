@@ -74,7 +74,7 @@ class StoredVersion:
         self._mapped: dict[int, memoryview] = {}  # by file, once all of it is here
         self._fresh: Chunk | None = None  # the last that was written, which is what is passed on next
         self.base: int | None = None  # version that `deltas` build on
-        self.deltas: dict[tuple[int, int], bytes] = {}  # payloads of chunks, only while it is the newest version
+        self.deltas: dict[tuple[int, int], bytes] = {}  # payloads of chunks, while they may be asked for
         self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas are still being made
 
     @classmethod

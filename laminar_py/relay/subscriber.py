@@ -47,6 +47,7 @@ class Subscriber:
         self._pulling = asyncio.Lock()  # a pull ends the hold of the one before: one at a time
         self._question: m.Pull | None = None
         self._num_pulls = 0
+        self._released: m.Release | None = None  # of what was pulled last
         self._session = secrets.randbits(63)
         self._running = False
         self._stopped = asyncio.Event()
@@ -92,6 +93,7 @@ class Subscriber:
         """
         async with self._pulling:
             self._num_pulls += 1
+            self._released = None
             self._question = m.Pull(self._num_pulls, self._session, self.name, version)
             self._uplink.tell(self._question)
             try:
@@ -107,12 +109,15 @@ class Subscriber:
 
     def release(self) -> None:
         """What was pulled last need not be held any more, e.g. once it is loaded and not asked for again."""
-        self._uplink.tell(m.Release(self.name))
+        self._released = m.Release(self._num_pulls, self._session, self.name)
+        self._uplink.tell(self._released)
 
     def _greet(self) -> None:
         self._uplink.tell(m.Subscribe())
         if self._question is not None:
             self._uplink.tell(self._question)
+        elif self._released is not None:
+            self._uplink.tell(self._released)
 
     def _take(self, message: m.ToChild) -> bool:
         match message:

@@ -9,7 +9,6 @@ Sends never wait: what has nowhere to go is dropped, and states are said anew on
 import asyncio
 import errno
 import logging
-import os
 from collections.abc import Awaitable
 from enum import Enum
 from typing import TypeVar
@@ -21,14 +20,17 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py import codec
+from laminar_py.relay.cores import num_cores
 from laminar_py.relay.messages import NOTHING, Chunk, Downward, ToChild, ToParent, Upward
 
 log = logging.getLogger(__name__)
 
 IPC = "ipc://"
 # Encryption takes a core for half a gigabyte a second: connections share these threads, one has one of them.
-IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+IO_THREADS = max(1, min(4, num_cores() // 2))
 CONTROL_BYTES = 2**20  # bound of records without weights; the largest is a manifest, 150 bytes a file
+
+SocketError = zmq.ZMQError  # what a socket raises, for those who may not import zmq
 
 Received = TypeVar("Received")
 
@@ -256,7 +258,7 @@ class Wire:
         """Free the context; listeners and links must be closed before."""
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.term()
+        self._context.destroy(linger=0)  # with a socket that failed while it was made, for which `term` would wait
 
 
 class Notifier:

@@ -55,8 +55,10 @@ class RelayActor:
     async def start(self, data: bytes) -> str:
         """Bind and run; the node's endpoint."""
         from laminar_py.relay.node import RelayNode
+        from laminar_py.relay.pages import allow_many_files
         from laminar_py.relay.transport import RelayKeys
 
+        allow_many_files()
         spec = decode(RelaySpec, data)
         _log_to(spec.run_dir, f"relay-{spec.node}")
         relay = RunConfig.model_validate_json(spec.config).relay
@@ -166,9 +168,11 @@ class LearnerActor:
 
     def start(self, data: bytes) -> bytes:
         """Load or warm-start the model, restore a checkpoint; `LearnerStarted`."""
+        from laminar_py.relay.pages import allow_many_files
         from laminar_py.runtime.learner_part import LearnerPart
 
         _one_thread()
+        allow_many_files()
         spec = decode(LearnerSpec, data)
         _log_to(spec.run_dir, f"learner-{spec.rank}")
         self._part = LearnerPart(spec, self._note)

@@ -55,16 +55,16 @@ def pairs(addresses: Sequence[str], zones: Sequence[str]) -> tuple[Pair | None, 
 
     From the root, if its zone has two hosts; None where there are no such two hosts.
     """
-    near = far = None
-    for sender, (address, zone) in enumerate(zip(addresses, zones, strict=True)):
-        for receiver in range(sender + 1, len(addresses)):
-            if addresses[receiver] == address:
-                continue
-            if zones[receiver] == zone:
-                near = near or Pair(sender, receiver)
-            elif sender == 0:
-                far = far or Pair(sender, receiver)
-    return near, far
+    firsts: dict[str, int] = {}  # relay of each zone
+    near: dict[int, Pair] = {}  # by sender, which is such a first one
+    far = None
+    for relay, (address, zone) in enumerate(zip(addresses, zones, strict=True)):
+        first = firsts.setdefault(zone, relay)
+        if address != addresses[first]:
+            near.setdefault(first, Pair(first, relay))
+        if far is None and zone != zones[0] and address != addresses[0]:
+            far = Pair(0, relay)
+    return near[min(near)] if near else None, far
 
 
 def links_of(relay: RelayConfig, *, inside: Hop | None, outside: Hop | None) -> Links:
@@ -115,7 +115,7 @@ def send_probe(host: str, port: str, public_key: str, secret_key: str) -> bytes:
     """Be the sending end, on the host that this runs on; `Told`."""
     try:
         asyncio.run(send_chunks(host, int(port), RelayKeys(public_key, secret_key)))
-    except (ProbeError, ValueError) as error:
+    except (ProbeError, OSError) as error:  # OSError: no files are left for an event loop
         return encode(Told(reason=str(error)))
     return encode(Told())
 
@@ -124,6 +124,6 @@ def take_probe(host: str, port: str, public_key: str, secret_key: str) -> bytes:
     """Be the receiving end, on the host that this runs on; `Told`."""
     try:
         hop = asyncio.run(measure_hop(f"tcp://{host}:{port}", RelayKeys(public_key, secret_key)))
-    except ProbeError as error:
+    except (ProbeError, OSError) as error:  # as above
         return encode(Told(reason=str(error)))
     return encode(Told(hop))

@@ -132,8 +132,8 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
     holders = f"{share.num_replicas} held by replicas" + (f", {held} by deferred evaluations" if held else "")
     return (
         f"relay.shm={relay.shm}: {free / 2**30:.2f} GiB free{where}, {needed / 2**30:.2f} needed for {versions}"
-        f" versions (relay.keep_versions={relay.keep_versions} and one arriving at each of {share.num_relays}"
-        f" relays, {holders}); enlarge it, or lower one of these"
+        f" versions (at each of {share.num_relays} relays relay.keep_versions={relay.keep_versions}, 1 arriving"
+        f" and 1 that deltas build on or a slow child fetches; {holders}); enlarge it, or lower one of these"
     )
 
 

@@ -38,6 +38,7 @@ from laminar_py.runtime.placement import Place, Placement
 from laminar_py.runtime.preflight import weights_bytes
 from laminar_py.runtime.specs import RelayNews, RelaySpec
 from laminar_py.runtime.supervisor import Supervisor
+from laminar_py.runtime.survey import LOOK_S
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +158,14 @@ class Relays:
 
         async def look(node: int, host: str) -> list[Manifest]:
             try:
-                return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
+                async with asyncio.timeout(LOOK_S):
+                    return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
             except RayError:  # that host is dead, and what it held
+                return []
+            except TimeoutError:
+                log.warning(
+                    "relay-%d: no answer in %g s from node %s; what it holds is left out", node, LOOK_S, host
+                )
                 return []
 
         answers = await asyncio.gather(*(look(node, host) for node, host in hosts))

@@ -53,7 +53,7 @@ class RelayFigures(msgspec.Struct, frozen=True):
 
     versions: int  # published
     stall_s: float | None  # that the learner stood still for one
-    spread_s: float | None  # from its announcement until the last relay that took it had it
+    spread_s: float | None  # of the relay that took longest over it
     wire_share: float | None  # bytes that came over the wire, of those of the full versions
 
 

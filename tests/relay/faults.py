@@ -48,6 +48,7 @@ class Fault(Enum):
     KILL_ROOT = "kill -9 the root"
     HANG = "stop a node for longer than the heartbeat"
     DAMAGE = "chunks that change on their way"
+    LOSE = "records that get lost"
     CRAWL = "a node that sends slowly"
     DELETE = "the folder of an arriving version is deleted"
     FULL = "a full file system"
@@ -271,6 +272,9 @@ class Fleet:
             case Fault.DAMAGE:
                 flips = self._rng.choice([1, 2, 10, 300])
                 await self.misbehave(self._rng.choice([root, inner]), Mischief(flips=flips))
+            case Fault.LOSE:
+                losses = self._rng.choice([1, 5, 50, 300])
+                await self.misbehave(self._rng.choice([root, inner]), Mischief(losses=losses))
             case Fault.CRAWL:
                 await self.misbehave(self._rng.choice([root, inner]), Mischief(delay_s=0.004))
             case Fault.DELETE:

@@ -28,6 +28,7 @@ class Mischief(msgspec.Struct, frozen=True):
 
     flips: int = 0  # so many chunks leave it damaged
     delay_s: float = 0.0  # it stands still so long before each chunk
+    losses: int = 0  # so many records of any kind, of each two, do not leave it
 
 
 class Member:
@@ -109,10 +110,14 @@ def _misbehaving(
 
     def sending(listener: Listener, to: bytes, message: Downward) -> bool:
         nonlocal mischief
+        if mischief.losses:
+            mischief = msgspec.structs.replace(mischief, losses=mischief.losses - 1)
+            if mischief.losses % 2:
+                return True
         if isinstance(message, Chunk):
             time.sleep(mischief.delay_s)
             if mischief.flips:
-                mischief = Mischief(mischief.flips - 1, mischief.delay_s)
+                mischief = msgspec.structs.replace(mischief, flips=mischief.flips - 1)
                 first = message.data[0] if message.data else 0
                 damaged = bytes([first ^ 1]) + bytes(message.data[1:])
                 message = msgspec.structs.replace(message, data=memoryview(damaged))

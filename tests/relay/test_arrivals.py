@@ -1,6 +1,8 @@
 """Which versions a node fetches, in what order, and what it says to its parent meanwhile."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from laminar_py.relay.messages import (
     Fetch,
     Lost,
     VersionComplete,
+    VersionFailed,
     VersionPulled,
     Want,
 )
@@ -24,37 +27,44 @@ from tests.relay.tree import (
     ByHand,
     Events,
     HandParent,
+    Learner,
     make_node,
     receive,
     running,
     subscriber,
+    tensors,
     write_version,
 )
 
 
 @pytest.mark.parametrize(
-    ("base", "arriving", "overtook", "wanted", "reply"),
+    ("base", "arriving", "waiting", "overtook", "wanted", "reply"),
     [
-        (None, set(), None, False, Answer.BEGIN),
-        (6, set(), None, False, Answer.BEGIN),
-        (None, {6}, None, False, Answer.BEGIN),  # it overtakes 6
-        (6, {6}, None, False, Answer.LATER),  # 6 is nearly nothing, as a delta, and 7 builds on it
-        (None, {6}, 6, False, Answer.LATER),  # 6 overtook another
-        (6, {6}, 6, True, Answer.BEGIN),  # somebody asked for 7 by number
-        (None, {7}, None, False, Answer.GO_ON),
-        (None, {8}, None, False, Answer.DECLINE),
-        (None, {8}, None, True, Answer.BEGIN),
+        (None, set(), None, None, False, Answer.BEGIN),
+        (6, set(), None, None, False, Answer.BEGIN),
+        (None, {6}, None, None, False, Answer.BEGIN),  # it overtakes 6
+        (6, {6}, None, None, False, Answer.LATER),  # 6 is nearly nothing, as a delta, and 7 builds on it
+        (6, {5}, 6, None, False, Answer.LATER),  # 6 waits for 5, on which it builds
+        (None, {6}, None, 6, False, Answer.LATER),  # 6 overtook another
+        (6, {6}, None, 6, True, Answer.BEGIN),  # somebody asked for 7 by number
+        (None, {7}, None, None, False, Answer.GO_ON),
+        (None, {8}, None, None, False, Answer.DECLINE),
+        (None, {8}, None, None, True, Answer.BEGIN),
     ],
 )
 def test_what_becomes_of_an_announced_version(
-    tmp_path: Path, base: int | None, arriving: set[int], overtook: int | None, wanted: bool, reply: Answer
+    tmp_path: Path,
+    base: int | None,
+    arriving: set[int],
+    waiting: int | None,
+    overtook: int | None,
+    wanted: bool,
+    reply: Answer,
 ) -> None:
     announce = Announce(write_version(tmp_path, 7, CHUNK).manifest, base)
-    told = answer(announce, complete={5}, arriving=arriving, wanted=wanted, overtook=overtook)
-    assert told is reply
-    assert answer(announce, complete={5, 7}, arriving=arriving - {7}, wanted=wanted, overtook=overtook) is (
-        Answer.DECLINE
-    )
+    known = {"waiting": waiting, "wanted": wanted, "overtook": overtook}
+    assert answer(announce, complete={4}, arriving=arriving, **known) is reply
+    assert answer(announce, complete={4, 7}, arriving=arriving - {7}, **known) is Answer.DECLINE
 
 
 def as_version(stored: StoredVersion, number: int) -> Announce:
@@ -145,9 +155,7 @@ async def test_what_was_lost_on_the_way_is_asked_for_again(tmp_path: Path) -> No
             parent.send(Announce(version.manifest))
             await parent.receive(Fetch)
             parent.send_chunk(version, 1)
-            assert await parent.receive(Want) == Want(1)  # the other chunk is lost
-            parent.send(Announce(version.manifest))
-            assert await parent.receive(Fetch) == Fetch(1, 0, 0, 1)
+            assert await parent.receive(Fetch) == Fetch(1, 0, 0, 1)  # the other chunk is lost
             parent.send_chunk(version, 0)
             await events.first(VersionComplete, version=1)
 
@@ -182,3 +190,46 @@ async def test_what_a_subscriber_has_done_with_is_held_no_longer(tmp_path: Path)
         while (tmp_path / "relay-0" / "v1").exists():  # noqa: ASYNC110 (a file tells nobody)
             await asyncio.sleep(0.01)
     assert not list((tmp_path / "relay-0").glob("pin-*"))
+
+
+async def test_a_version_that_was_given_up_is_not_begun_again_at_every_reminder(tmp_path: Path) -> None:
+    broken = write_version(tmp_path / "relay-0", 1, CHUNK)
+    manifest = msgspec.structs.replace(broken.manifest, digest="00" * 32)
+    (broken.folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    async with running(root := make_node(tmp_path, "relay-0")):
+        node = make_node(tmp_path, "relay-1", root.endpoint, parent_timeout_s=0.1, emit=(events := Events()))
+        async with running(node):
+            await events.first(VersionFailed, version=1)
+            await asyncio.sleep(1.0)  # ten reminders
+            write_version(tmp_path / "relay-0", 2, CHUNK)
+            await events.first(VersionComplete, version=2)
+    assert len([event for event in events.seen if isinstance(event, VersionFailed)]) == 1
+
+
+async def test_a_root_that_encodes_too_slowly_keeps_no_more_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, going = StoredVersion.encode, threading.Event()
+
+    def wait(*chunk: object) -> bytes | None:
+        going.wait(20.0)
+        return encode(*chunk)
+
+    monkeypatch.setattr(StoredVersion, "encode", wait)
+    weights = [tensors(1), tensors(2)]
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # those that wait take one each
+    async with (
+        running(root := make_node(tmp_path, "relay-0")),
+        ByHand() as hand,
+        Learner(tmp_path, root.endpoint) as learner,
+    ):
+        child = await hand.child(root.endpoint)
+        try:
+            for version in range(1, 9):
+                await asyncio.to_thread(learner.publisher.publish, version, weights[version % 2])
+                while (await receive(child, Announce)).manifest.version != version:
+                    pass
+            there = sorted(path.name for path in (tmp_path / "relay-0").glob("v*[0-9]"))
+        finally:
+            going.set()
+    assert there == ["v7", "v8"]

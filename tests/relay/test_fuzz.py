@@ -247,7 +247,7 @@ def nested(depth: int) -> bytes:
 
 
 BELOW = {
-    "a name that is no text": [packed({"type": "release", "name": MARK})],
+    "a name that is no text": [packed({"type": "release", "id": 1, "session": 1, "name": MARK})],
     "a type that is no text": [packed({"type": MARK, "newest": 1})],
     "lists in lists": [nested(100_000)],
     "no frame but the sender": [b""],

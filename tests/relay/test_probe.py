@@ -49,6 +49,18 @@ async def test_strangers_are_not_measured_and_each_end_ends_by_itself(monkeypatc
             await stranger
 
 
+async def test_whatever_the_sockets_raise_is_a_probe_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ProbeError, match="in use"):
+        await send_chunks("127.0.0.1", taken.getsockname()[1], KEYS)
+    no_keys = RelayKeys("short", "too")
+    with pytest.raises(ProbeError, match="ZMQError"):
+        await send_chunks("127.0.0.1", 0, no_keys)
+    with pytest.raises(ProbeError, match="ZMQError"):
+        await measure_hop("tcp://127.0.0.1:9", no_keys)
+    with pytest.raises(ProbeError, match="ZMQError"):
+        await measure_hop("no address", KEYS)
+
+
 @given(st.floats(1e6, 1e11), st.floats(0, 1e-2), st.integers(1, len(SIZES) - 1))
 def test_two_sizes_give_bandwidth_and_overhead(bytes_per_s: float, overhead_s: float, place: int) -> None:
     small_s, large_s = (overhead_s + size / bytes_per_s for size in (SIZES[0], SIZES[place]))

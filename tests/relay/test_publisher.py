@@ -3,6 +3,7 @@
 import mmap
 import re
 import resource
+import shutil
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from laminar_py.relay import hashing
 from laminar_py.relay.digests import digest_of, read_checksums, version_digest
 from laminar_py.relay.hashing import PART_BYTES, Checksums, hashing_threads
-from laminar_py.relay.pages import Pages
+from laminar_py.relay.pages import Pages, allow_many_files
 from laminar_py.relay.publisher import SHARD_BYTES, Publisher
 from laminar_py.relay.shards import HEADER_BYTES
 from laminar_py.relay.store import SPARE, Store
@@ -223,12 +224,38 @@ def test_pages_that_a_process_still_maps_are_left_to_it(publisher: Publisher, tm
     assert loaded(tmp_path / "v2").keys() == given.keys()
 
 
+def test_pages_of_deleted_files_are_let_go_of_after_the_next_publish_and_not_in_it(
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing: list[str] = []
+    unmap = Pages._unmap
+
+    def noted(pages: Pages) -> None:
+        closing.append(threading.current_thread().name)
+        unmap(pages)
+
+    for version in (1, 2):
+        publish(publisher, version, tensors(version, 400_000))
+    publish(publisher, 3, tensors(3))
+    monkeypatch.setattr(Pages, "_unmap", noted)
+    retire(tmp_path, 1)
+    shutil.rmtree(tmp_path / "v2")
+    with next((tmp_path / SPARE).glob("*.safetensors")).open("rb"):  # this one cannot be written over
+        publisher.publish(4, tensors(4))
+    publisher.publish(5, tensors(5))  # which waits for what came of version 4
+    assert publisher.sealed(5).version == 5
+    assert not held(tmp_path)
+    assert closing
+    assert all(name.startswith("seal") for name in closing)
+
+
 def test_files_that_the_new_version_lacks_do_not_stay_in_it(publisher: Publisher, tmp_path: Path) -> None:
     several = [(f"t{number}", torch.zeros(60_000, dtype=torch.uint8)) for number in range(4)]
     publish(publisher, 1, several)
     retire(tmp_path, 1)
     publish(publisher, 2, several[:1])
     assert loaded(tmp_path / "v2").keys() == {"t0"}
+    publish(publisher, 3, several[:1])  # which waits until those are let go of
     assert not held(tmp_path)
 
 
@@ -315,6 +342,16 @@ def test_a_version_that_finds_no_room_for_its_manifest_fails_alone(small: Path) 
         assert publisher.sealed(2).version == 2
         assert [path.name for path in small.iterdir()] == ["v2"]
         assert not held(small)
+
+
+def test_a_process_gets_all_the_open_files_that_it_may_have() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+    try:
+        allow_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @contextmanager

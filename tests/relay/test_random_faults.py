@@ -42,7 +42,7 @@ class Voyage:
 
 SHORT_CHUNKS = Voyage(binary(5), publishes=200, per_fault=10, scale=1, disk_bytes=4 * 2**20)
 # 2,000 chunks, more than may wait for a connection, through seven hops
-MANY_CHUNKS = Voyage(chain(8), publishes=24, per_fault=2, scale=80, disk_bytes=64 * 2**20)
+MANY_CHUNKS = Voyage(chain(8), publishes=26, per_fault=2, scale=80, disk_bytes=64 * 2**20)
 
 
 def faults(rng: random.Random, number: int, *, mounted: bool) -> list[Fault]:

@@ -116,7 +116,7 @@ async def test_frames_that_are_no_records_are_dropped(tmp_path: Path) -> None:
             for record in (
                 {"type": "chunk"},
                 {"type": "want", "version": -1},
-                {"type": "release", "name": "../up"},
+                {"type": "release", "id": 1, "session": 1, "name": "../up"},
             ):
                 await careless.send(msgpack.packb(record))
             await careless.send_multipart([b"two", b"frames"])

@@ -1,6 +1,7 @@
-"""A tree by hand: keys, a root and a leaf from the command line, and a publisher of one's own."""
+"""A tree by hand: keys, a root and a leaf from the command line, a publisher of one's own; and all by a script."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.serve import read_keys, write_keys
 from tests.relay.tree import folder_bytes, tensors
 
+README = Path(__file__).parents[2] / "README.md"
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
 
 
@@ -44,6 +46,15 @@ def test_a_tree_by_hand_carries_a_version(tmp_path: Path) -> None:
     assert leaf.line().startswith("version 7 complete")
     assert folder_bytes(tmp_path / "leaf/v7") == folder_bytes(tmp_path / "root/v7")
     assert (leaf.end(), root.end()) == (0, 0)
+
+
+def test_the_example_of_the_readme_pulls_what_it_publishes(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    script = example.replace("/dev/shm", str(tmp_path))
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.startswith("PulledVersion(version=1")
+    (folder,) = tmp_path.glob("*/v1")
+    assert str(folder) in told.stdout
 
 
 def test_keys_are_for_their_owner_and_never_written_over(tmp_path: Path) -> None:

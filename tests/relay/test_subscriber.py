@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from laminar_py.interfaces import VersionLostError
-from laminar_py.relay.messages import Announce, Attach, Done, Fetch, Lost, Pull, Pulled, VersionComplete, Want
+from laminar_py.relay.messages import (
+    Announce,
+    Attach,
+    Done,
+    Fetch,
+    Lost,
+    Pull,
+    Pulled,
+    Release,
+    VersionComplete,
+    Want,
+)
 from laminar_py.relay.subscriber import RelayError
 from tests.relay.tree import (
     CHUNK,
@@ -197,3 +208,32 @@ async def test_a_late_word_of_a_broken_connection_moves_no_hold(tmp_path: Path) 
             if answered:
                 await receive(link, Lost)
         assert (tmp_path / "relay-0" / "pin-replica").read_text() == "2"
+
+
+async def test_a_pull_that_is_put_again_gets_the_same_answer_and_moves_no_hold(tmp_path: Path) -> None:
+    write_version(tmp_path / "relay-0", 1, CHUNK)
+    async with running(node := make_node(tmp_path, "relay-0", parent_timeout_s=0.1)), ByHand() as hand:
+        link = await hand.child(node.endpoint)
+        link.send(Pull(1, 7, "replica", None))
+        assert (await receive(link, Pulled)).version == 1
+        write_version(tmp_path / "relay-0", 2, CHUNK)
+        while (await receive(link, Announce)).manifest.version != 2:
+            pass
+        link.send(Pull(1, 7, "replica", None))
+        assert (await receive(link, Pulled)).version == 1
+        assert (tmp_path / "relay-0" / "pin-replica").read_text() == "1"
+
+
+async def test_a_release_that_comes_late_ends_no_later_hold(tmp_path: Path) -> None:
+    for version in (1, 2):
+        write_version(tmp_path / "relay-0", version, CHUNK)
+    async with running(node := make_node(tmp_path, "relay-0")), ByHand() as hand:
+        link = await hand.child(node.endpoint)
+        for pull in (Pull(1, 7, "replica", 1), Pull(2, 7, "replica", 2)):
+            link.send(pull)
+            await receive(link, Pulled)
+        for release, held in (((1, 7), True), ((2, 6), True), ((2, 7), False)):
+            link.send(Release(*release, "replica"))
+            link.send(Want(9))  # answered after it
+            await receive(link, Lost)
+            assert (tmp_path / "relay-0" / "pin-replica").exists() is held

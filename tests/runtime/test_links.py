@@ -2,16 +2,31 @@
 
 import logging
 import math
+import subprocess
+import sys
 from dataclasses import astuple, replace
+from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from laminar_py.codec import decode
 from laminar_py.config import RelayConfig, TopologyKind
 from laminar_py.relay.cost import Links
 from laminar_py.relay.probe import Hop
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.runtime.cluster import nodes
-from laminar_py.runtime.links import ASSUMED, Pair, find_links, links_of, pairs
+from laminar_py.runtime.links import (
+    ASSUMED,
+    Pair,
+    Told,
+    find_links,
+    links_of,
+    pairs,
+    send_probe,
+    take_probe,
+)
 from laminar_py.runtime.placement import Needs, Placement
 from tests.runtime.fake_cluster import FakeCluster, joined
 
@@ -49,6 +64,28 @@ def test_what_the_config_gives_wins_over_what_was_measured(relay, inside, outsid
 )
 def test_hops_are_measured_between_different_hosts_from_the_root_where_that_can_be(addresses, zones, near, far):
     assert pairs(addresses, zones) == (near, far)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("rst")), max_size=8))
+def test_of_all_hops_that_would_do_the_first_is_measured(relays):
+    addresses, zones = [address for address, _ in relays], [zone for _, zone in relays]
+    hops = [Pair(*pair) for pair in combinations(range(len(relays)), 2) if len({addresses[i] for i in pair}) == 2]
+    near = [hop for hop in hops if zones[hop.sender] == zones[hop.receiver]]
+    far = [hop for hop in hops if hop.sender == 0 and zones[0] != zones[hop.receiver]]
+    assert pairs(addresses, zones) == (next(iter(near), None), next(iter(far), None))
+
+
+def test_an_end_of_a_probe_answers_why_it_failed():
+    assert "ZMQError" in decode(Told, take_probe("127.0.0.1", "9", "short", "key")).reason
+    assert "ZMQError" in decode(Told, send_probe("127.0.0.1", "0", "short", "key")).reason
+    code = (
+        "import resource; from laminar_py.codec import decode; from laminar_py.runtime import links\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "for end in links.send_probe, links.take_probe:\n"
+        "    print(decode(links.Told, end('127.0.0.1', '9', '', '')).reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("Too many open files") == 2
 
 
 @pytest.fixture(scope="module", autouse=True)

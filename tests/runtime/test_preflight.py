@@ -21,19 +21,24 @@ def make_config(folder, *, deferred=False, keep=2):
 @pytest.mark.parametrize(
     ("share", "deferred", "versions"),
     [
-        (MemoryShare(3, 2, has_root=True), False, 3 * 3 + 2),
-        (MemoryShare(3, 2, has_root=True), True, 3 * 3 + 2 + 3),
-        (MemoryShare(1, 8, has_root=False), True, 3 + 8),
+        (MemoryShare(3, 2, has_root=True), False, 3 * 4 + 2),
+        (MemoryShare(3, 2, has_root=True), True, 3 * 4 + 2 + 3),
+        (MemoryShare(1, 8, has_root=False), True, 4 + 8),
         (MemoryShare(0, 0, has_root=False), False, 0),
     ],
 )
-def test_a_host_needs_what_its_relays_keep_and_take_in_and_what_is_held(tmp_path, share, deferred, versions):
+def test_a_host_needs_what_its_relays_keep_take_in_and_pass_on_and_what_is_held(
+    tmp_path, share, deferred, versions
+):
     config = make_config(tmp_path, deferred=deferred)
     assert memory_fault(config, share, free=versions * SIZE) is None
     if versions:
         fault = memory_fault(config, share, free=versions * SIZE - 1, where=" on node 10.0.0.4")
         assert fault.startswith("relay.shm=/dev/shm: ")
-        assert f" needed for {versions} versions (relay.keep_versions=2 " in fault
+        assert (
+            f" needed for {versions} versions (at each of {share.num_relays} relays relay.keep_versions=2, "
+            in fault
+        )
         assert " on node 10.0.0.4" in fault
         assert fault.endswith("; enlarge it, or lower one of these")
 

@@ -1,6 +1,7 @@
 """The relay tree on the nodes of a real Ray cluster: one a host, and a root that moves when its host dies."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import torch
@@ -9,6 +10,7 @@ from laminar_py.config_file import parse_config
 from laminar_py.relay.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
+from laminar_py.runtime import relays as relays_module
 from laminar_py.runtime.cluster import nodes
 from laminar_py.runtime.placement import Needs, Placement
 from laminar_py.runtime.relays import Relays
@@ -77,6 +79,24 @@ async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the
             assert [manifest.version for manifest in await relays.published()][-1] == 1
             await subscriber.close()
             await listening
+
+
+async def test_a_host_that_hangs_counts_like_one_that_died_when_versions_are_looked_for(
+    tmp_path, monkeypatch, caplog
+):
+    hanging = threading.Event()
+    with joined(FakeCluster(0)):
+        placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, relays=1), nodes)
+        async with kept(tmp_path, placement) as relays:
+            await publish(relays, 0)
+            assert [manifest.version for manifest in await relays.published()] == [0]
+            monkeypatch.setattr(relays_module, "LOOK_S", 0.2)
+            monkeypatch.setattr(relays_module, "stored_manifests", lambda store: hanging.wait(PATIENCE_S))
+            try:
+                assert await relays.published() == []
+            finally:
+                hanging.set()
+            assert "relay-0: no answer in 0.2 s" in caplog.text
 
 
 async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a_resume(tmp_path):
