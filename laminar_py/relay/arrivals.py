@@ -17,6 +17,8 @@ from laminar_py.relay.stored import NoRoomError, StoredVersion
 
 log = logging.getLogger(__name__)
 
+MOST_DOUBLINGS = 10  # of the pause before what failed is tried again: an hour and a half
+
 
 class Answer(Enum):
     """What a node does about an announced version."""
@@ -84,7 +86,9 @@ class Arrivals:
         self._intakes: dict[int, Intake] = {}
         self._overtook: int | None = None  # version that arrives in place of one that was abandoned for it
         self._next: m.Announce | None = None  # the newest of those that come later
-        self._given_up = -1  # the highest version that could not be had from this parent
+        self._given_up = -1  # the highest version that could not be had
+        self._failures = 0  # of that version
+        self._pause = 0  # reminders before it may be announced again: twice as many each time
 
     def __contains__(self, version: int) -> bool:
         return version in self._intakes
@@ -108,21 +112,26 @@ class Arrivals:
 
     def greet(self) -> None:
         """The parent is new, or as good as new: ask for what arrives."""
-        self._next, self._given_up = None, -1  # they will be announced again
+        self._next, self._pause = None, 0  # they will be announced again
         for version in self._intakes:
             self._tell(m.Want(version))
 
     def remind(self) -> None:
         """Tell the parent what was heard of, and ask anew for what does not come."""
         waiting = -1 if self._waiting is None else self._waiting
-        self._tell(m.Attach(max(self.newest, waiting, self._given_up)))
+        given_up = self._given_up if self._pause > 0 else -1
+        self._tell(m.Attach(max(self.newest, waiting, given_up)))
+        self._pause -= 1
         for intake in self._intakes.values():
             for fetch in intake.overdue():
                 self._tell(fetch)
 
     def gave_up(self, version: int) -> None:
-        """It cannot be had here: it need not be announced again."""
-        self._given_up = max(self._given_up, version)
+        """It cannot be had here now; perhaps later, when there is room again."""
+        if version >= self._given_up:
+            self._failures = self._failures + 1 if version == self._given_up else 1
+            self._given_up = version
+            self._pause = 2 ** min(self._failures, MOST_DOUBLINGS)
 
     @property
     def _waiting(self) -> int | None:

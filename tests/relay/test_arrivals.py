@@ -192,7 +192,7 @@ async def test_what_a_subscriber_has_done_with_is_held_no_longer(tmp_path: Path)
     assert not list((tmp_path / "relay-0").glob("pin-*"))
 
 
-async def test_a_version_that_was_given_up_is_not_begun_again_at_every_reminder(tmp_path: Path) -> None:
+async def test_a_version_that_was_given_up_is_begun_again_ever_more_rarely(tmp_path: Path) -> None:
     broken = write_version(tmp_path / "relay-0", 1, CHUNK)
     manifest = msgspec.structs.replace(broken.manifest, digest="00" * 32)
     (broken.folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
@@ -200,10 +200,12 @@ async def test_a_version_that_was_given_up_is_not_begun_again_at_every_reminder(
         node = make_node(tmp_path, "relay-1", root.endpoint, parent_timeout_s=0.1, emit=(events := Events()))
         async with running(node):
             await events.first(VersionFailed, version=1)
-            await asyncio.sleep(1.0)  # ten reminders
+            await asyncio.sleep(
+                2.0
+            )  # twenty reminders, of which few let it be announced
             write_version(tmp_path / "relay-0", 2, CHUNK)
             await events.first(VersionComplete, version=2)
-    assert len([event for event in events.seen if isinstance(event, VersionFailed)]) == 1
+    assert 2 <= len([event for event in events.seen if isinstance(event, VersionFailed)]) <= 5
 
 
 async def test_a_root_that_encodes_too_slowly_keeps_no_more_versions(
