@@ -194,7 +194,7 @@ class Arrivals:
         overtaken = []
         if manifest.version > self.newest:  # latest wins
             overtaken = [intake.stored for intake in self._intakes.values() if not self._is_wanted(intake.version)]
-        self._store.check_room(manifest, given_back=sum(stored.num_bytes_here for stored in overtaken))
+        self._store.check_room(manifest, given_back=sum(stored.allocated for stored in overtaken))
         for stored in overtaken:
             self.drop(stored.manifest.version)
             self._tell(m.Done(stored.manifest.version))

@@ -50,11 +50,6 @@ class Pages:
         return os.fstat(self._descriptor).st_size
 
     @property
-    def allocated(self) -> int:
-        """Bytes of memory that it takes: a part that was never written takes none."""
-        return os.fstat(self._descriptor).st_blocks * 512
-
-    @property
     def is_deleted(self) -> bool:
         """Whether it has no name any more; its memory is free once it is closed here."""
         return os.fstat(self._descriptor).st_nlink == 0

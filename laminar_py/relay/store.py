@@ -151,7 +151,7 @@ class Store:
             return None
         doomed = Path(tempfile.mkdtemp(prefix=f"{folder_name(version)}.", suffix=".old", dir=self.path))
         stored.folder = stored.folder.rename(doomed / stored.folder.name)
-        self._doomed[doomed] = stored.num_bytes_here
+        self._doomed[doomed] = stored.allocated
         return doomed
 
     def delete(self, doomed: Path) -> None:

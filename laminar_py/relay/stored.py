@@ -88,9 +88,10 @@ class StoredVersion:
         return stored
 
     @property
-    def num_bytes_here(self) -> int:
-        """Bytes on disk, to within a chunk a file."""
-        return sum(map(sum, self._present)) * self.manifest.chunk_bytes
+    def allocated(self) -> int:
+        """Bytes of memory that its files take, also where they hold what was there before."""
+        paths = (self.file_path(file) for file in range(len(self.manifest.files)))
+        return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
 
     def knows(self, file: int, index: int) -> bool:
         """Whether the version has such a chunk at all."""

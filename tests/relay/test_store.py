@@ -124,3 +124,14 @@ def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (write_version(tmp_path, 1, CHUNK).folder / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="version"):
         make_store(tmp_path)
+
+
+def test_room_that_an_abandoned_version_gives_back_counts_with_all_its_pages(tmp_path: Path) -> None:
+    """Also pages that hold what was there before: a version that is to arrive is written over them."""
+    full = write_version(tmp_path / "origin", 1, 40 * CHUNK)
+    arriving = make_store(tmp_path / "store").begin(full.manifest)
+    for index in range(40):
+        arriving.write(full.read(0, index))
+    arriving.forget_file(0)
+    assert arriving.allocated >= 40 * CHUNK
+    assert not arriving.has(0, 0)
