@@ -200,9 +200,7 @@ async def test_a_version_that_was_given_up_is_begun_again_ever_more_rarely(tmp_p
         node = make_node(tmp_path, "relay-1", root.endpoint, parent_timeout_s=0.1, emit=(events := Events()))
         async with running(node):
             await events.first(VersionFailed, version=1)
-            await asyncio.sleep(
-                2.0
-            )  # twenty reminders, of which few let it be announced
+            await asyncio.sleep(2.0)  # twenty reminders, of which few let it be announced
             write_version(tmp_path / "relay-0", 2, CHUNK)
             await events.first(VersionComplete, version=2)
     assert 2 <= len([event for event in events.seen if isinstance(event, VersionFailed)]) <= 5
