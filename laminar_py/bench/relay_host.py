@@ -7,11 +7,9 @@ does a round whenever told to. Invariant: no process outlives the benchmark, eve
 import ctypes
 import functools
 import http.server
-import multiprocessing as mp
 import os
 import shutil
 import socket
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -92,19 +90,11 @@ class RelayHost(HostWorker):
 
 
 def _inside(pipe: Connection, namespace: Path, work: Callable[..., None], arguments: Sequence[object]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     libc = ctypes.CDLL(None, use_errno=True)
     with namespace.open("rb") as file:
         if libc.setns(file.fileno(), NEW_NETWORK):  # of this thread, and of those that it starts
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     work(pipe, *arguments)
-
-
-def _end_with_parent() -> None:
-    parent = mp.parent_process()
-    assert parent is not None, "a worker is never the first process"
-    parent.join()
-    os._exit(1)
 
 
 def learn(pipe: Connection, store: Path, root: str, keys: RelayKeys, chunk_bytes: int) -> None:
