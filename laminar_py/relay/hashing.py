@@ -1,7 +1,8 @@
 """Checksums of a file that is being written, made by threads while the copy goes on.
 
-Used by the publisher: hashing takes twice as long as copying, and after it would treble the time until a version
-can leave. Invariant: a run of chunks is read only after all of it was written, and never once `drop` returned.
+Used by the publisher: hashing takes as long as copying, or longer; beside the copy of a large version, that can
+leave a fifth earlier. Invariant: a run of chunks is read only after all of it was written, and never once `drop`
+returned.
 """
 
 import os

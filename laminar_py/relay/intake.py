@@ -69,7 +69,7 @@ class Intake:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it was announced."""
+        """Seconds since it was begun."""
         return self._now() - self._began
 
     @property
