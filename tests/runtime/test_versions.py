@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -129,6 +130,7 @@ class Stopped:
 
     def sealed(self, version):
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(PATIENCE_S)  # the signal may stop another thread first
 
 
 async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_path, monkeypatch):
