@@ -20,7 +20,7 @@ from laminar_py.types import DropReason, Kind, Status
 
 if TYPE_CHECKING:
     from laminar_py.runtime.doctor import Fit
-    from laminar_py.runtime.summary import RelayFigures, Summary
+    from laminar_py.runtime.summary import RelayFigures, RepackFigures, Summary
 
 app = typer.Typer(
     name="laminar",
@@ -43,6 +43,14 @@ class RelayBench(StrEnum):
 
     HOST = "host"
     NETWORK = "network"
+
+
+class RepackBench(StrEnum):
+    """What `laminar bench repack` measures."""
+
+    PLAN = "plan"
+    WORKLOAD = "workload"
+    SCHEDULES = "schedules"
 
 
 @app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")
@@ -189,6 +197,34 @@ def bench_engine(
     show_report("engine", rows, as_json=as_json)
 
 
+@bench.command("packer", epilog="Example: laminar bench packer --json")
+def bench_packer(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+) -> None:
+    """Fill, balance over ranks and cost of packing finished trajectories. Takes about a minute."""
+    from laminar_py.bench import packer
+    from laminar_py.bench.report import show as show_report
+
+    show_report("packer", packer.rows(tell=_tell), as_json=as_json)
+
+
+@bench.command("repack", epilog="Example: laminar bench repack --only workload --json")
+def bench_repack(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the workload; figures are medians")] = 3,
+    only: Annotated[RepackBench | None, typer.Option(help="One part of it")] = None,
+) -> None:
+    """Repacking on 16 emulated replicas, and whole schedules at equal devices. Run it in the project's folder.
+
+    The workload takes two minutes a run, four runs a seed; the schedules 15 minutes each for two length skews.
+    """
+    from laminar_py.bench import repack
+    from laminar_py.bench.report import show as show_report
+
+    parts = repack.PARTS if only is None else (only.value,)
+    show_report("repack", repack.rows(seeds=range(seeds), parts=parts, tell=_tell), as_json=as_json)
+
+
 @bench.command("relay", epilog="Example: laminar bench relay --only host --json")
 def bench_relay(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
@@ -302,6 +338,7 @@ def _print_summary(summary: "Summary") -> None:
         ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
         ("versions alive", f"{summary.versions_alive_max} at most"),
         ("relay", tell_relay(summary.relay)),
+        ("replicas", tell_repack(summary.repack, summary.kv_use)),
         (
             "learner",
             f"waited {summary.learner_waiting_share:.0%}; {summary.overlap_share:.0%} of its work overlapped"
@@ -328,6 +365,16 @@ def tell_relay(relay: "RelayFigures") -> str:
         words.append(f"{relay.spread_s:.2f} s until the last relay had it")
     if relay.wire_share is not None:
         words.append(f"{relay.wire_share:.1%} of the bytes over the wire")
+    return ", ".join(words)
+
+
+def tell_repack(repack: "RepackFigures", kv_use: float) -> str:
+    """Use of KV caches, and what was moved, in one line."""
+    words = [f"{kv_use:.0%} of their KV caches in use"]
+    if repack.rounds:
+        words.append(
+            f"{repack.running} trajectories moved in {repack.rounds} rounds, and {repack.waiting} that waited"
+        )
     return ", ".join(words)
 
 

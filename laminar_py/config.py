@@ -90,6 +90,14 @@ class TopologyKind(StrEnum):
     AUTO = "auto"
 
 
+class RepackPlanner(StrEnum):
+    """What consolidates trajectories in flight."""
+
+    NONE = "none"
+    PAPER = "paper"
+    PREDICTIVE = "predictive"
+
+
 class ModelConfig(Section):
     """The model that is trained: a Hugging Face folder."""
 
@@ -275,11 +283,32 @@ class RewardConfig(Section):
     """Longest time for one trajectory; above it is dropped as `reward_timeout`."""
 
 
+class RepackConfig(Section):
+    """Consolidation of trajectories in flight: a replica's last ones move to others of its weight version, so that
+    it takes new weights and prompts. Only under `rollout.on_new_weights=drain`."""
+
+    planner: RepackPlanner = RepackPlanner.PREDICTIVE
+    """`paper`: Best-Fit, a source goes whole to one destination. `predictive`: what waits is shared; a source is
+    split over several destinations, by predicted remaining tokens and the cost of computing KV caches anew, and
+    only where that gains. `none`: nothing moves."""
+    interval_s: Seconds = 5.0
+    """Seconds between two rounds; there is one after every publish too."""
+    max_stall_s: Seconds = 0.7
+    """Longest time that one round may cost a destination, for the prefill of what it receives."""
+    roofline_batch: Count | None = None
+    """Decode batch below which a larger one costs an engine no time; default: measured before the run, cached."""
+
+
 class PackerConfig(Section):
     """How finished trajectories become microbatches."""
 
     max_tokens: Count = 8192
     """Tokens of one microbatch, at most."""
+    look_ahead: Annotated[int, Field(ge=0)] = 0
+    """Ready groups beyond those of a step that may be taken in place of older ones, so that a step fills whole
+    microbatches on all ranks; 0: staleness order alone. It pays where a step has few microbatches."""
+    max_passes: Count = 2
+    """Times that `look_ahead` may pass over the same group."""
 
 
 class LearnerConfig(Section):
@@ -358,6 +387,25 @@ class ClusterConfig(Section):
     """Learner and replicas may be on one node (never on one GPU); `false`: on nodes of their own."""
 
 
+class EmulationConfig(Section):
+    """Engines and a learner that take the time which GPUs would take, and compute nothing: for measuring
+    schedules, with the real controller, processes, relays and ledger."""
+
+    profile: Path
+    """YAML with the times of a GPU and a model, e.g. `configs/emulation/h100_7b.yaml`; `rollout.kv_capacity` and
+    `rollout.max_batch` bound the engine as ever."""
+    compression: Annotated[float, Field(ge=1, le=20)] = 1.0
+    """Emulated seconds in one second; all other settings are in real seconds."""
+    start_spread_s: Annotated[float, Field(ge=0)] = 0.0
+    """Emulated seconds over which the replicas begin, one after another; 0: all at once, in step at first."""
+    learner_devices: Count = 1
+    """GPUs that share a learner step."""
+    median_tokens: Count = 1500
+    """Median of the response lengths, which are log-normal and cut at `rollout.sampling.max_new_tokens`."""
+    sigma: Annotated[float, Field(ge=0)] = 0.99
+    """Standard deviation of their logarithm; 0.99 makes p99 10 times the median."""
+
+
 class EvalConfig(Section):
     """Greedy evaluation on the held-out prompts."""
 
@@ -408,6 +456,8 @@ class RunConfig(Section):
     """Depth between generation and learner."""
     reward: RewardConfig = RewardConfig()
     """Scoring."""
+    repack: RepackConfig = RepackConfig()
+    """Consolidation in flight."""
     packer: PackerConfig = PackerConfig()
     """Microbatches."""
     learner: LearnerConfig = LearnerConfig()
@@ -420,6 +470,8 @@ class RunConfig(Section):
     """Held-out evaluation."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Revival of dead parts."""
+    emulation: EmulationConfig | None = None
+    """Times instead of computation, or none."""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
@@ -508,6 +560,34 @@ class RunConfig(Section):
                 " choose schedule=sync"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_emulation(self) -> Self:
+        if self.emulation is None:
+            return self
+        if self.rollout.engine.kind is not EngineKind.LOCAL:
+            raise ValueError(
+                f"rollout.engine.kind={self.rollout.engine.kind}: emulation replaces the engines; leave it out, or"
+                " the section emulation"
+            )
+        if self.warm_start is not None:
+            raise ValueError(
+                f"warm_start.data={self.warm_start.data}: an emulated learner has no model to warm up; leave"
+                " warm_start out"
+            )
+        if self.learner.world_size > 1 or self.cluster.learner_device is Device.CUDA:
+            raise ValueError(
+                f"learner.world_size={self.learner.world_size}"
+                f" cluster.learner_device={self.cluster.learner_device}: an emulated learner is one process"
+                " without a GPU; set emulation.learner_devices instead"
+            )
+        return self
+
+    @property
+    def repacks(self) -> bool:
+        """Whether trajectories in flight are consolidated."""
+        drains = self.rollout.on_new_weights is OnNewWeights.DRAIN
+        return drains and self.rollout.replicas > 1 and self.repack.planner is not RepackPlanner.NONE
 
     @property
     def num_evaluations(self) -> int:

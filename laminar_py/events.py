@@ -166,6 +166,20 @@ class VersionLoaded(Event, frozen=True):
     checksum: str | None = None
 
 
+class Repacked(Event, frozen=True):
+    """A round of repacking among the replicas of `version`, from its plan until all that moved was handed over.
+
+    `prefill` is the most tokens that one destination has to compute anew.
+    """
+
+    version: int
+    num_running: int  # trajectories that moved with what they had
+    num_waiting: int  # and those that had not begun
+    sources: tuple[int, ...]
+    prefill: int
+    elapsed_s: float
+
+
 class Relayed(Event, frozen=True):
     """A relay holds a verified version, for which `wire_bytes` came; seconds count from its first request for it.
 
@@ -276,6 +290,7 @@ AnyEvent = (
     | Dropped
     | VersionPublished
     | VersionLoaded
+    | Repacked
     | Relayed
     | Pulled
     | RelayGaveUp

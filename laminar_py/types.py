@@ -49,6 +49,7 @@ class DropReason(StrEnum):
 
     NO_SIGNAL = "no_signal"  # all rewards of its group are equal
     STALE = "stale"  # staleness above the bound when it was to be consumed
+    TOO_LONG = "too_long"  # more tokens than a microbatch holds
     REFUSED = "refused"  # the engine does not take its request
     VERSION_LOST = "version_lost"  # no copy of its weights is left to continue under
     GROUP_DEADLINE = "group_deadline"  # its group closed without it
@@ -229,6 +230,27 @@ class Progress(msgspec.Struct, frozen=True):
     refusal: str = ""  # the engine's words, where it does not take the request
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A training trajectory that a replica has, e.g. `Held("g3.1", 441, 41)`: 400 tokens of prompt and 41 more."""
+
+    trajectory_id: str
+    context: int  # tokens of prompt and response: what its KV cache holds, or will when it runs
+    length: int  # of response
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """All that a replica has at this moment; KV in tokens. What repacking is planned by."""
+
+    replica: int
+    version: int
+    slots: int  # sequences that its engine decodes at a time
+    kv_used: int
+    kv_capacity: int
+    running: tuple[Held, ...]
+    waiting: tuple[Held, ...] = ()  # without a token here yet, in the order in which they came
+    settled: bool = True  # False while it loads, stops or evaluates: nothing moves to or from it
+
+
 class Load(msgspec.Struct, frozen=True):
     """A replica loaded `version` with this digest in `elapsed_s` seconds.
 
@@ -247,8 +269,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
     replica: int
     status: EngineStatus
-    admissible: int  # training trajectories it takes now, beyond those received
-    received: int  # assignments it has received in its life; those still under way are not in `admissible`
+    admissible: int  # new training trajectories it takes now, beyond those received
+    received: int  # new ones that it has received in its life; those still under way are not in `admissible`
     progress: tuple[Progress, ...] = ()
     loads: tuple[Load, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
@@ -296,7 +318,7 @@ class ScoringRequest(msgspec.Struct, frozen=True):
 
     trajectory_id: str
     prompt: str
-    response: str
+    response: str  # made of the ids where it is scored; empty on its way there
     answer: str
     finish_reason: FinishReason
     response_ids: IntArray  # [L]

@@ -15,7 +15,7 @@ from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.transport import RelayKeys
-from laminar_py.repack.packer import pack
+from laminar_py.repack.packer import Packed, pack
 from laminar_py.types import FinishReason, GenerateRequest, Kind, MicroBatch, SamplingParams, Span, Trajectory
 from tests.learner.builders import make_model_folder
 
@@ -74,12 +74,11 @@ async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tm
             trajectories = await asyncio.gather(*(generate(engine, index) for index in range(12)))
     finally:
         await engine.close()
-    [batches] = pack(
-        trajectories, max_tokens=128, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01
-    )
+    packed = pack(trajectories, max_tokens=128, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
+    batches = decode(Packed, encode(packed)).microbatches(0)
     assert len(batches) > 1
     for batch in batches:
-        assert_equal_logprobs(learner, decode(MicroBatch, encode(batch)))
+        assert_equal_logprobs(learner, batch)
 
 
 def assert_equal_logprobs(learner: Learner, batch: MicroBatch) -> None:

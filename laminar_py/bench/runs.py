@@ -4,20 +4,24 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from laminar_py.runtime.stats import StepRow
+from laminar_py.runtime.stats import FleetRow, StepRow
 from laminar_py.runtime.summary import Summary
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A run's folder, summary and steps."""
+    """A run's folder, summary, steps, and what its replicas did, second by second."""
 
     folder: Path
     summary: Summary
     steps: list[StepRow]
+    fleet: list[FleetRow]
 
 
 def train(config: Path, settings: list[str]) -> FinishedRun:
@@ -35,5 +39,10 @@ def train(config: Path, settings: list[str]) -> FinishedRun:
 def read_run(folder: Path) -> FinishedRun:
     """What a finished run left."""
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    return FinishedRun(folder, summary, [msgspec.json.decode(line, type=StepRow) for line in lines])
+    return FinishedRun(
+        folder, summary, _rows(folder / "metrics.jsonl", StepRow), _rows(folder / "fleet.jsonl", FleetRow)
+    )
+
+
+def _rows(path: Path, kind: type[T]) -> list[T]:
+    return [msgspec.json.decode(line, type=kind) for line in path.read_bytes().splitlines()]

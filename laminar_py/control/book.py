@@ -102,6 +102,14 @@ class Book:
         sampling = msgspec.structs.replace(self.settings.sampling, seed=trajectory_seed(self.settings.seed, id))
         return msgspec.structs.replace(sampling, temperature=0.0) if kind is Kind.EVAL else sampling
 
+    def finished_siblings(self, trajectory_id: str) -> list[int]:
+        """Response lengths of those samples of its prompt that have finished."""
+        lifecycle = self.live.get(trajectory_id)
+        group = None if lifecycle is None else self.groups.get(lifecycle.group_id)
+        if group is None:
+            return []
+        return [member.length for member in group.members.values() if member.finish_reason is not None]
+
     def versions_alive(self) -> int:
         """Distinct weight versions among live training trajectories."""
         training = (lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN)

@@ -1,16 +1,22 @@
 """The learner's end: batches out of the buffer, commits, and undoing them. Owned by `control.flow`.
 
 Invariant: a trajectory is consumed when its step is committed, not when it is handed out; until a checkpoint
-holds that step the consumption can be undone.
+holds that step the consumption can be undone. What is too old, or too long for a microbatch, is dropped with an
+event.
 """
 
-import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.staleness import StalenessBound
+from laminar_py.repack.balance import Bin
+from laminar_py.repack.pack_stage import Packing, Stage
+from laminar_py.repack.pack_window import choose
 from laminar_py.store.buffer import Buffer, ReadyGroup
 from laminar_py.types import DropReason, Status, Trajectory
 
@@ -22,6 +28,12 @@ class Batch:
     version: int  # the learner's when the batch was taken
     groups: list[ReadyGroup] = field(default_factory=list)
     trajectories: list[Trajectory] = field(default_factory=list)
+    bins: list[Bin] = field(default_factory=list)  # of all trajectories, where batches are packed
+
+    @property
+    def reweighted(self) -> dict[str, Trajectory]:
+        """Those trajectories whose loss has a factor."""
+        return {trajectory.id: trajectory for trajectory in self.trajectories if trajectory.weight != 1.0}
 
 
 class Consumption:
@@ -31,53 +43,45 @@ class Consumption:
         self.buffer = Buffer()
         self._book = book
         self._bound = bound
+        self._packing: Packing | None = None
+        self._stage: Stage | None = None
         self._undoable: list[tuple[int, Lifecycle]] = []  # (step, trajectory); bounded by the checkpoint interval
+
+    def pack(self, packing: Packing) -> None:
+        """Have batches packed from now on, before any group is ready."""
+        assert not len(self.buffer), f"{len(self.buffer)} groups were not checked against packer.max_tokens"
+        self._packing = packing
+        self._stage = Stage(self.buffer, packing)
 
     async def put(self, group: Group) -> None:
         """A group with its advantages: the learner may have it."""
-        members = [m.trajectory() for m in group.members.values() if m.status is Status.READY]
+        ready = [member for member in group.members.values() if member.status is Status.READY]
+        members = [m.trajectory() for m in ready if not self._too_long(m)]
+        if not members:
+            del self._book.groups[group.id]
+            return
         oldest = min(member.oldest_version for member in members)
-        await self.buffer.put(group.id, members, oldest_version=oldest)
+        self._staged(await self.buffer.put(group.id, members, oldest_version=oldest))
 
     async def put_placeholder(self, group_id: str, *, oldest_version: int) -> None:
         """A group without signal: it fills its place in a step, empty."""
-        await self.buffer.put(group_id, [], oldest_version=oldest_version)
+        self._staged(await self.buffer.put(group_id, [], oldest_version=oldest_version))
 
     async def next_batch(self, *, groups: int, version: int) -> Batch:
-        """The next `groups` groups for a learner at `version`, the staleness bound enforced."""
-        batch = Batch(version)
-        try:
-            while len(batch.groups) < groups:
-                for group in await self.buffer.take(groups - len(batch.groups)):
-                    self._add(batch, group)
-        except asyncio.CancelledError:
-            await self.put_back(batch)
-            raise
-        return batch
+        """The next `groups` groups for a learner at `version`, the staleness bound enforced.
 
-    def _add(self, batch: Batch, group: ReadyGroup) -> None:
-        if not group.members:
-            batch.groups.append(group)
-            return
-        weights = {t.id: self._bound.weight(t, batch.version) for t in group.members}
-        for trajectory in group.members:
-            if weights[trajectory.id] is None:
-                staleness = trajectory.staleness(batch.version)
-                self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, f"staleness {staleness}")
-        group.members = [t for t in group.members if weights[t.id] is not None]
-        if not group.members:
-            del self._book.groups[group.group_id]
-            return
-        batch.groups.append(group)
-        for trajectory in group.members:
-            weight = weights[trajectory.id]
-            assert weight is not None, f"{trajectory.id} is stale"
-            batch.trajectories.append(self._book.live[trajectory.id].trajectory(weight=weight))
+        Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none.
+        """
+        while True:
+            await self.buffer.holds(groups)
+            self._drop_stale(groups + self._look_ahead, version)
+            if len(self.buffer) >= groups:
+                return self._take(groups, version)
 
     async def put_back(self, batch: Batch) -> None:
         """The batch was not trained on: its groups are ready again."""
         for group in batch.groups:
-            await self.buffer.put_back(group)
+            self._staged(await self.buffer.put_back(group))
 
     def commit(self, batch: Batch, step: int) -> None:
         """The step is done: its trajectories are consumed, its groups no longer live."""
@@ -106,3 +110,86 @@ class Consumption:
         for group in groups.values():
             await self.put(group)
         return len(undone)
+
+    # ---- choosing a batch
+
+    @property
+    def _look_ahead(self) -> int:
+        return self._packing.look_ahead if self._packing else 0
+
+    def _take(self, count: int, version: int) -> Batch:
+        window = self.buffer.first(count + self._look_ahead)
+        places = self._choose(window, count, version)
+        groups = [window[place] for place in places]
+        for place in set(range(places[-1])) - set(places):
+            window[place].passes += 1
+        bins = self._stage.settle(groups) if self._stage else []
+        self.buffer.take(groups)
+        trajectories = [t for group in groups for t in self._weighted(group, version)]
+        return Batch(version, groups, trajectories, bins)
+
+    def _choose(self, window: Sequence[ReadyGroup], count: int, version: int) -> list[int]:
+        packing = self._packing
+        if packing is None or len(window) == count:
+            return list(range(count))
+        return choose(
+            [group.num_tokens for group in window],
+            due=[self._is_due(group, version, packing.max_passes) for group in window],
+            count=count,
+            unit=packing.ranks * packing.max_tokens,
+        )
+
+    def _is_due(self, group: ReadyGroup, version: int, max_passes: int) -> bool:
+        """It was passed over often enough, or would be too old for the next step."""
+        return group.passes >= max_passes or self._exceeds(group, version + 1)
+
+    def _weighted(self, group: ReadyGroup, version: int) -> list[Trajectory]:
+        """Its members with the factor on their loss."""
+        if not self._exceeds(group, version):
+            return group.members
+        weights = [self._bound.weight(trajectory, version) for trajectory in group.members]
+        pairs = zip(group.members, weights, strict=True)
+        return [msgspec.structs.replace(trajectory, weight=weight) for trajectory, weight in pairs]
+
+    def _staged(self, place: int) -> None:
+        if self._stage:
+            self._stage.arrived(place)
+
+    # ---- what the learner never gets
+
+    def _too_long(self, member: Lifecycle) -> bool:
+        """Whether it fits no microbatch, and so was dropped: the last guard behind the check of the config."""
+        packing, num_tokens = self._packing, len(member.prompt.ids) + member.length
+        if packing is None or num_tokens <= packing.max_tokens:
+            return False
+        detail = f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"
+        self._book.drop([member], DropReason.TOO_LONG, detail)
+        return True
+
+    def _drop_stale(self, count: int, version: int) -> None:
+        """Make sure that the first `count` groups, or all there are, may be consumed now."""
+        place = 0
+        while place < min(count, len(self.buffer)):
+            group = self.buffer[place]
+            if not self._exceeds(group, version) or self._drop_stale_members(place, group, version):
+                place += 1
+
+    def _drop_stale_members(self, place: int, group: ReadyGroup, version: int) -> bool:
+        """Whether something is left of it."""
+        weights = [self._bound.weight(trajectory, version) for trajectory in group.members]
+        stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
+        group.members = [t for t, weight in zip(group.members, weights, strict=True) if weight is not None]
+        for trajectory in stale:
+            detail = f"staleness {trajectory.staleness(version)}"
+            self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
+        if self._stage:
+            self._stage.shrunk(place, stale, gone=not group.members)
+        if not group.members:
+            self.buffer.take([group])
+            del self._book.groups[group.group_id]
+        return bool(group.members)
+
+    def _exceeds(self, group: ReadyGroup, version: int) -> bool:
+        """Whether the bound does something to the oldest of its members."""
+        bound = self._bound.max_staleness
+        return bool(group.members) and bound is not None and version - group.oldest_version > bound

@@ -16,7 +16,7 @@ class ReplicaView:
     version: int = -1
     admissible: int = 0
     in_flight: set[str] = field(default_factory=set)
-    sent: int = 0  # assignments in its life
+    sent: int = 0  # new trajectories in its life
     loading: int | None = None  # version that pinned work made it load, until it reports it
 
     @property
@@ -53,14 +53,28 @@ class Dispatcher:
         """Note what is handed over; `pin` is the only version it may run under."""
         view = self.views[replica]
         view.in_flight.add(trajectory_id)
-        view.sent += 1
-        view.admissible -= 1
-        if pin is not None and pin != view.serving:
+        if pin is None:
+            view.sent += 1
+            view.admissible -= 1
+        elif pin != view.serving:
             view.loading = pin
 
     def returned(self, replica: int, trajectory_id: str) -> None:
         """It finished, was interrupted or dropped there."""
         self.views[replica].in_flight.discard(trajectory_id)
+
+    def serving(self, replica: int, version: int) -> bool:
+        """Whether it can take up work of `version` at once."""
+        view = self.views[replica]
+        return view.version == version and view.loading is None
+
+    def by_version(self) -> dict[int, list[int]]:
+        """Replicas that have work, by the version that they serve."""
+        out: dict[int, list[int]] = {}
+        for view in self.views.values():
+            if view.in_flight and view.version >= 0 and view.loading is None:
+                out.setdefault(view.version, []).append(view.index)
+        return out
 
     def for_pinned(self, version: int) -> ReplicaView | None:
         """A replica that can continue work of `version`: one that serves it, else an idle one that is older."""

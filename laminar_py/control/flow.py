@@ -17,9 +17,11 @@ from laminar_py.control.dispatcher import Dispatcher, ReplicaView
 from laminar_py.control.evaluation import Evaluation, Evaluations
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
+from laminar_py.control.moves import Moves, MoveUnderWay
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.events import Cut, VersionLoaded
 from laminar_py.interfaces import Clock
+from laminar_py.repack.planner import Move
 from laminar_py.store.recovery import LiveTrajectory, Recovered
 from laminar_py.store.spans import clip_spans
 from laminar_py.types import (
@@ -56,6 +58,7 @@ class Flow:
         self.book = Book(settings, recorder)
         self.consumption = Consumption(self.book, bound)
         self.dispatcher = dispatcher
+        self.moves = Moves()
         self.newest_version = -1  # that the learner published
         self.admitting = False  # training trajectories are handed out, and new ones issued
         self.continuing = False  # those that are live are handed out
@@ -117,8 +120,8 @@ class Flow:
         """Orphans go on at once, also where nothing more is admitted: they are the oldest there are."""
         orphans, self._orphans = self._orphans, []
         for lifecycle in orphans:
-            view = None
-            if lifecycle.kind is Kind.TRAIN and self._pin(lifecycle) is None and self._may_go(lifecycle):
+            view, bound = None, self._pin(lifecycle) is not None or self.moves.get(lifecycle.id) is not None
+            if lifecycle.kind is Kind.TRAIN and not bound and self._may_go(lifecycle):
                 oldest = self._admission.oldest(self.newest_version)
                 view = self._place_for(1) or self.dispatcher.least_loaded(at_least=oldest)
             if view is not None:
@@ -128,8 +131,14 @@ class Flow:
 
     def _dispatch_waiting(self, lifecycle: Lifecycle, out: dict[int, list[Assignment]]) -> None:
         if self._may_go(lifecycle):
-            pin = self._pin(lifecycle)
-            if pin is not None:
+            pin, move = self._pin(lifecycle), self.moves.get(lifecycle.id)
+            view: ReplicaView | None
+            if move is not None and not self.dispatcher.serving(move.destination, move.version):
+                self.moves.ends(lifecycle.id)
+                move = None
+            if move is not None:
+                view, pin = self.dispatcher.views[move.destination], move.version
+            elif pin is not None:
                 view = self.dispatcher.for_pinned(pin)
             elif lifecycle.kind is Kind.EVAL:
                 view = self.dispatcher.running(self._evaluations.replica_of(lifecycle))
@@ -176,9 +185,35 @@ class Flow:
     def _assign(
         self, lifecycle: Lifecycle, replica: int, pin: int | None, out: dict[int, list[Assignment]]
     ) -> None:
+        self.moves.ends(lifecycle.id, at=replica)
         self.book.record(lifecycle.assign(replica))
         self.dispatcher.send(replica, lifecycle.id, pin=pin)
         out.setdefault(replica, []).append(lifecycle.assignment(pin))
+
+    def move(self, version: int, planned: Sequence[Move]) -> dict[int, list[str]]:
+        """Carry out what of a plan still holds; the trajectories that each source is to give up.
+
+        The destinations have promised to keep `version` for all of it.
+        """
+        asked: dict[int, list[str]] = {}
+        for move in planned:
+            if self._may_move(move, version):
+                self.moves.begin(move.trajectory_id, MoveUnderWay(move.destination, version))
+                asked.setdefault(move.source, []).append(move.trajectory_id)
+            else:
+                self.moves.refuse(move.destination, 1)
+        return asked
+
+    def _may_move(self, move: Move, version: int) -> bool:
+        lifecycle = self.book.live.get(move.trajectory_id)
+        return (
+            lifecycle is not None
+            and lifecycle.status is Status.RUNNING
+            and lifecycle.replica == move.source
+            and lifecycle.version in (None, version)
+            and self.moves.get(move.trajectory_id) is None
+            and self.dispatcher.serving(move.destination, version)
+        )
 
     def _issue_group(self) -> list[Lifecycle]:
         prompt = self._prompt_at(self._next_prompt)
@@ -258,6 +293,7 @@ class Flow:
     async def _on_refusal(self, replica: int, lifecycle: Lifecycle, words: str) -> None:
         """The engine never takes its request."""
         self.dispatcher.returned(replica, lifecycle.id)
+        self.moves.ends(lifecycle.id)
         self.book.drop([lifecycle], DropReason.REFUSED, words)
         await self._settled(lifecycle)
 
@@ -265,9 +301,11 @@ class Flow:
         """Its stream here is over: finished, or handed back."""
         self.dispatcher.returned(replica, lifecycle.id)
         if progress.finish_reason is FinishReason.ABORT:
-            self.book.record(lifecycle.interrupt("returned"))
+            moving = self.moves.get(lifecycle.id) is not None
+            self.book.record(lifecycle.interrupt("repacked" if moving else "returned"))
             self._waiting.append(lifecycle)
         else:
+            self.moves.ends(lifecycle.id)
             self._finish(lifecycle, progress)
 
     def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
@@ -337,6 +375,7 @@ class Flow:
         for group in list(self.book.groups.values()):
             if group.overdue(now, self._settings.group_deadline_s):
                 for member in group.pending:
+                    self.moves.ends(member.id)
                     if member.replica is not None:
                         self.dispatcher.returned(member.replica, member.id)
                         self._aborts.setdefault(member.replica, []).append(member.id)

@@ -1,10 +1,9 @@
 """Text to token ids and back, with the model folder's own tokenizer. Owns the end-of-sequence ids.
 
-The controller encodes prompts when a run starts and decodes responses for the reward; nothing that an engine
+The controller encodes prompts when a run starts, scorers decode responses for the reward; nothing that an engine
 generated is ever encoded again.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -29,9 +28,9 @@ class Tokenizer:
         """[n] token ids of `text`, none added."""
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; special tokens, the end of sequence among them, leave nothing."""
-        return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
+    def decode(self, ids: IntArray) -> str:
+        """Text of [n] `ids`; special tokens, the end of sequence among them, leave nothing."""
+        return self._backend.decode(ids.tolist(), skip_special_tokens=True)
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:

@@ -23,6 +23,7 @@ class Outbox:
     loads: list[Load] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # trajectories whose version is nowhere any more
     urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to tell
+    awaited: asyncio.Event = field(default_factory=asyncio.Event)  # and the controller waits for it
     _last_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -30,12 +31,18 @@ class Outbox:
         self._last_s = self.clock.now()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something is urgent, else `timeout_s`; never so soon that short trajectories do not share one."""
+        """Until something is urgent, else `timeout_s`.
+
+        Never so soon that short trajectories do not share one, unless it is awaited.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.urgent.wait()
-        await asyncio.sleep(self._last_s + REPORT_INTERVAL_S - self.clock.now())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._last_s + REPORT_INTERVAL_S - self.clock.now()):
+                await self.awaited.wait()
         self.urgent.clear()
+        self.awaited.clear()
 
     def take(self, status: EngineStatus, *, admissible: int, received: int) -> ReplicaReport:
         """The report of everything so far."""

@@ -21,6 +21,8 @@ from laminar_py.interfaces import (
     VersionLostError,
     WeightSource,
 )
+from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, begin, handed_back
 from laminar_py.types import (
@@ -31,6 +33,7 @@ from laminar_py.types import (
     Load,
     PauseMode,
     ReplicaReport,
+    Survey,
 )
 
 log = logging.getLogger(__name__)
@@ -75,7 +78,9 @@ class Replica:
         self._next_verified = 0  # the first version from here on is
         self._newest = -1  # the newest version that the relay has announced
         self._admitted = 0  # training trajectories admitted under the version in use
-        self._received = 0
+        self._received = 0  # of new ones
+        self._measuring = False
+        self._expected = 0  # trajectories that are on their way here from other replicas, under this version
         self._open = False  # may begin new trajectories under the version in use
         self._stopping = False
         self._serving = asyncio.Event()  # cleared while weights are loaded
@@ -85,7 +90,8 @@ class Replica:
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
         """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
-        self._received += len(assignments)
+        self._received += sum(assignment.version is None for assignment in assignments)
+        self._called_off(sum(assignment.version is not None for assignment in assignments))
         for assignment in assignments:
             if self._stopping and assignment.kind is Kind.TRAIN:
                 self._return(assignment)
@@ -104,6 +110,60 @@ class Replica:
             self._pinned.remove(assignment)
             self._return(assignment)
         await asyncio.gather(*(self._abort(r) for name, r in list(self._running.items()) if name in wanted))
+
+    # ---- repacking
+
+    def survey(self) -> Survey:
+        """What it has at this moment."""
+        status, held = self._engine.status(), list(self._running.values())
+        training = [running for running in held if running.assignment.kind is Kind.TRAIN]
+        return Survey(
+            self.index,
+            self._version,
+            self._max_batch,
+            status.kv_used,
+            status.kv_capacity,
+            tuple(running.held() for running in training if running.first_token_s is not None),
+            tuple(running.held() for running in training if running.first_token_s is None),
+            settled=len(training) == len(held) and not self._pinned and self._keeps_version,
+        )
+
+    async def measure_speed(self, *, vocab: int, max_len: int) -> EngineSpeed:
+        """Of its engine, once that has weights; new ones wait meanwhile."""
+        await self._serving.wait()
+        self._measuring = True
+        try:
+            bounds = EngineBounds(vocab, self._max_batch, max_len, self._engine.status().kv_capacity)
+            return await measure_speed(self._engine, bounds, self._clock)
+        finally:
+            self._measuring = False
+            self._weights_wanted.set()
+
+    def expect(self, version: int, count: int) -> bool:
+        """Whether it promises to keep `version` until so many trajectories have come or are called off."""
+        if version != self._version or not self._keeps_version:
+            return False
+        self._expected += count
+        return True
+
+    def call_off(self, count: int) -> None:
+        """So many of those that it expects will not come."""
+        self._called_off(count)
+        self._weights_wanted.set()
+
+    async def give_up(self, trajectory_ids: Sequence[str]) -> None:
+        """`abort` for those that go on elsewhere: the report is awaited, so it goes out at once."""
+        await self.abort(trajectory_ids)
+        self._out.urgent.set()
+        self._out.awaited.set()
+
+    @property
+    def _keeps_version(self) -> bool:
+        """It serves a version and is not about to leave it."""
+        return self._serving.is_set() and not self._stopping and bool(self._running)
+
+    def _called_off(self, count: int) -> None:
+        self._expected = max(0, self._expected - count)
 
     async def stop(self) -> None:
         """Admit nothing more and interrupt all training; partial responses are reported."""
@@ -163,11 +223,14 @@ class Replica:
                 self._lose_engine(error)
 
     async def _refresh(self) -> None:
+        if self._measuring:
+            return
         if self._pinned:
             if not self._running:
                 await self._load_pinned()
         elif not self._running:
-            await self._begin_round()
+            if not self._expected:
+                await self._begin_round()
         elif self._newest > self._version and self._may_swap:
             await self._swap_in_flight()
 
@@ -185,7 +248,7 @@ class Replica:
         if self._newest > self._version:
             await self._load(None)
         # what came while the weights were loaded begins under them
-        self._admitted = sum(running.assignment.kind is Kind.TRAIN for running in self._running.values())
+        self._admitted = sum(_is_new(running.assignment) for running in self._running.values())
         self._open = not self._stopping
         self._out.urgent.set()
 
@@ -272,8 +335,7 @@ class Replica:
     # ---- trajectories
 
     def _start(self, assignment: Assignment) -> None:
-        if assignment.kind is Kind.TRAIN:
-            self._admitted += 1
+        self._admitted += _is_new(assignment)
         running = begin(assignment, self._clock.now())
         self._running[assignment.trajectory_id] = running
         self._spawn(running)
@@ -363,3 +425,8 @@ class Replica:
         if self._policy is OnNewWeights.DRAIN:
             return self._batch - self._admitted
         return self._max_batch + self._max_batch // 4 - len(self._running)
+
+
+def _is_new(assignment: Assignment) -> bool:
+    """It counts as admitted under the version in use; one that must keep its version was admitted elsewhere."""
+    return assignment.kind is Kind.TRAIN and assignment.version is None

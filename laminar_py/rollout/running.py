@@ -18,6 +18,7 @@ from laminar_py.types import (
     Delta,
     FinishReason,
     GenerateRequest,
+    Held,
     Progress,
     RoutedExperts,
     SamplingMask,
@@ -58,6 +59,10 @@ class Running:
         return GenerateRequest(
             item.trajectory_id, item.group_id, item.prompt_ids, so_far, item.sampling, self.routed
         )
+
+    def held(self) -> Held:
+        """What a survey says of it."""
+        return Held(self.assignment.trajectory_id, len(self.assignment.prompt_ids) + self.length, self.length)
 
     def used_s(self, now: float) -> float:
         """Seconds of generation, those on earlier replicas included."""

@@ -9,12 +9,14 @@ import logging
 import os
 from pathlib import Path
 
+import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.codec import decode, encode
-from laminar_py.config import Device, EngineKind, OnNewWeights, RunConfig
+from laminar_py.config import Device, EngineConfig, EngineKind, OnNewWeights, RunConfig
 from laminar_py.relay.messages import RelayEvent
+from laminar_py.repack.signals import EngineSpeed
 from laminar_py.runtime.placement import Place
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.runtime.specs import (
@@ -47,6 +49,14 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def _share_cpus(engine: EngineConfig) -> None:
+    """In a replica's process, where its engine computes on CPUs."""
+    if engine.kind is EngineKind.LOCAL:
+        _one_thread()
+    if engine.kind is EngineKind.LOCAL or engine.device is Device.CPU:
+        os.nice(REPLICA_NICENESS)
 
 
 class RelayActor:
@@ -101,10 +111,8 @@ class ReplicaActor:
         _log_to(spec.run_dir, f"replica-{spec.index}")
         config = RunConfig.model_validate_json(spec.config)
         rollout = config.rollout
-        if rollout.engine.kind is EngineKind.LOCAL:
-            _one_thread()
-        if rollout.engine.kind is EngineKind.LOCAL or rollout.engine.device is Device.CPU:
-            os.nice(REPLICA_NICENESS)
+        if config.emulation is None:
+            _share_cpus(rollout.engine)
         logs = Path(spec.run_dir) / "logs"
         engine = await open_engine(
             config, model_dir=Path(spec.model_dir), logs=logs, index=spec.index, api_key=spec.api_key
@@ -125,8 +133,22 @@ class ReplicaActor:
             verify_every=rollout.engine.verify_every,
             initial=spec.assignments,
         )
+        self._config = config
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         return os.getpid()
+
+    async def speed(self) -> bytes:
+        """`EngineSpeed` of its engine, which is measured unless it is known."""
+        from laminar_py.engines.model_sizes import read_sizes
+        from laminar_py.runtime.engine_speed import engine_speed
+
+        config = self._config
+        vocab = read_sizes(config.model.path).vocab_size
+
+        async def measure() -> EngineSpeed:
+            return await self._replica.measure_speed(vocab=vocab, max_len=config.rollout.max_len)
+
+        return encode(await engine_speed(config, measure))
 
     async def submit(self, data: bytes) -> None:
         """Hand assignments over."""
@@ -135,6 +157,22 @@ class ReplicaActor:
     async def abort(self, data: bytes) -> None:
         """End these trajectories."""
         await self._replica.abort(decode(list[str], data))
+
+    async def survey(self) -> bytes:
+        """Its `Survey`."""
+        return encode(self._replica.survey())
+
+    async def expect(self, version: int, count: int) -> bool:
+        """Whether it keeps that version until so many trajectories have come."""
+        return self._replica.expect(version, count)
+
+    async def call_off(self, count: int) -> None:
+        """So many of those that it expects will not come."""
+        self._replica.call_off(count)
+
+    async def give_up(self, data: bytes) -> None:
+        """End these trajectories, which go on elsewhere, and report them at once."""
+        await self._replica.give_up(decode(list[str], data))
 
     async def stop(self) -> None:
         """Interrupt everything; partial responses are reported."""
@@ -203,19 +241,26 @@ class ScorerActor:
 
     def start(self, data: bytes) -> int:
         """Load the reward function; its process id."""
+        from laminar_py.data.tokenizer import load_tokenizer
         from laminar_py.reward.registry import load_reward
         from laminar_py.reward.worker import ScoringWorker
 
         spec = decode(ScorerSpec, data)
         _log_to(spec.run_dir, f"scorer-{spec.index}")
-        reward = RunConfig.model_validate_json(spec.config).reward
+        config = RunConfig.model_validate_json(spec.config)
+        reward = config.reward
         function = load_reward(reward.function, pattern=reward.pattern)
+        self._tokenizer = load_tokenizer(config.model.path)
         self._worker = ScoringWorker(function, timeout_s=reward.timeout_s)
         return os.getpid()
 
     def score(self, data: bytes) -> bytes:
-        """A list of `Score` for a list of `ScoringRequest`."""
-        return encode(self._worker.score(decode(list[ScoringRequest], data)))
+        """A list of `Score` for a list of `ScoringRequest`, whose texts are made here."""
+        requests = [
+            msgspec.structs.replace(request, response=self._tokenizer.decode(request.response_ids))
+            for request in decode(list[ScoringRequest], data)
+        ]
+        return encode(self._worker.score(requests))
 
 
 def remote(kind: type, *, concurrency: int, place: Place) -> "ray.actor.ActorClass":

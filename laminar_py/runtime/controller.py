@@ -5,10 +5,12 @@ the process of `laminar train`; every part that is a process of its own has a ke
 """
 
 import asyncio
+import json
 import logging
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from hashlib import blake2b
 
 from laminar_py.config import OnNewWeights, RunConfig, StalePolicy
@@ -20,6 +22,7 @@ from laminar_py.events import Evaluated, RunEnded, RunStarted
 from laminar_py.interfaces import VersionLostError
 from laminar_py.learner.advantage import group_advantages
 from laminar_py.relay.subscriber import Subscriber
+from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.evaluator import Evaluator
 from laminar_py.runtime.learner_link import LearnerLink
@@ -46,6 +49,7 @@ log = logging.getLogger(__name__)
 SCORING_BATCH = 64
 HOUSEKEEPING_S = 0.5
 MEMORY_S = 10.0
+FLEET_S = 1.0
 
 
 class Controller:
@@ -100,6 +104,18 @@ class Controller:
             placement=placement,
             stats=self._stats,
             supervisor=self._supervisor,
+        )
+        self._migration = Migration(
+            MigrationSettings(
+                config.repack.planner,
+                config.repack.interval_s,
+                config.repack.max_stall_s,
+                config.rollout.sampling.max_new_tokens,
+            ),
+            flow=self._flow,
+            fleet=self._replicas,
+            published=self._versions.next_recorded,
+            clock=clock,
         )
         self._evaluator = Evaluator(
             config.eval,
@@ -162,9 +178,14 @@ class Controller:
                     tasks.create_task(self._stage.run(), name="scoring"),
                     tasks.create_task(self._keep_house(), name="housekeeping"),
                     tasks.create_task(self._watch_memory(), name="memory"),
+                    tasks.create_task(self._watch_fleet(), name="fleet"),
                     tasks.create_task(self._replicas.keep(), name="keep-replicas"),
                 ]
                 await self._trainer.start()
+                if self._config.repacks:
+                    speed = await self._replicas.speed()
+                    log.info("engine: %s", speed)
+                    background.append(tasks.create_task(self._migration.run(speed), name="repack"))
                 summary = await self._lead_rl()
                 for task in background:
                     task.cancel()
@@ -247,11 +268,12 @@ class Controller:
     # ---- scoring
 
     def _submit_score(self, trajectory: Trajectory, prompt: Prompt) -> None:
+        self._migration.finished(trajectory)
         self._stage.submit(
             ScoringRequest(
                 trajectory.id,
                 prompt.text,
-                self._inputs.tokenizer.decode(trajectory.response_ids.tolist()),
+                "",
                 prompt.answer,
                 trajectory.finish_reason,
                 trajectory.response_ids,
@@ -298,6 +320,15 @@ class Controller:
             await self._flow.enforce_deadlines()
             await self._replicas.dispatch()
             self._view.refresh(self._stats, self._trainer.step, self._trainer.version)
+
+    async def _watch_fleet(self) -> None:
+        with self._run.fleet.open("a") as file:
+            while True:
+                await asyncio.sleep(FLEET_S)
+                if self._stats.in_rl:
+                    row = self._stats.fleet(self._flow.generated_tokens)
+                    file.write(json.dumps(asdict(row)) + "\n")
+                    file.flush()
 
     async def _watch_memory(self) -> None:
         while True:

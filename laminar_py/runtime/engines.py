@@ -1,6 +1,7 @@
 """The engine of one replica, as the config says: embedded, an SGLang server of its own, or one that runs already.
 
-Called by the replica's actor, whose process a launched server never outlives.
+Called by the replica's actor, whose process a launched server never outlives. With `emulation` it is an emulated
+one, in a process without torch.
 """
 
 import asyncio
@@ -15,7 +16,10 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from laminar_py.config import ConfigError, Device, EngineKind, OnNewWeights, RunConfig
+from laminar_py.config import ConfigError, Device, EmulationConfig, EngineKind, OnNewWeights, RunConfig
+from laminar_py.engines.emulated import EmulatedEngine
+from laminar_py.engines.emulated_profile import read_profile
+from laminar_py.engines.emulated_responses import Responses
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang import SGLangEngine
 from laminar_py.engines.sglang_attach import MIN_VERSION, check_server, version_numbers
@@ -29,8 +33,10 @@ _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
 
 def check_engine(config: RunConfig) -> None:
-    """Before anything starts: the servers in `urls`, or what is to launch them. Raises ConfigError."""
+    """Before anything starts: the profile, the servers in `urls`, or what launches them. Raises ConfigError."""
     rollout, settings = config.rollout, config.rollout.engine
+    if config.emulation is not None:
+        read_profile(config.emulation.profile)
     if settings.kind is EngineKind.LOCAL:
         return
     sizes = read_sizes(config.model.path)
@@ -110,6 +116,8 @@ async def open_engine(
     config: RunConfig, *, model_dir: Path, logs: Path, index: int, api_key: str | None
 ) -> InferenceEngine:
     """A started engine without weights. Raises `EngineLostError` if it cannot start."""
+    if config.emulation is not None:
+        return await _open_emulated(config, config.emulation, model_dir, index)
     if config.rollout.engine.kind is EngineKind.LOCAL:
         return await _open_local(config, model_dir)
     if config.rollout.engine.urls:
@@ -151,6 +159,24 @@ async def _open_local(config: RunConfig, model_dir: Path) -> InferenceEngine:
     rollout = config.rollout
     engine = LocalEngine(
         model_dir, max_batch=rollout.max_batch, max_len=rollout.max_len, kv_capacity=config.kv_capacity
+    )
+    await engine.start()
+    return engine
+
+
+async def _open_emulated(
+    config: RunConfig, emulation: EmulationConfig, model_dir: Path, index: int
+) -> InferenceEngine:
+    rollout, vocab = config.rollout, read_sizes(model_dir).vocab_size
+    engine = EmulatedEngine(
+        read_profile(emulation.profile).engine,
+        Responses(vocab, max_len=rollout.max_len, median=emulation.median_tokens, sigma=emulation.sigma),
+        vocab=vocab,
+        max_batch=rollout.max_batch,
+        max_len=rollout.max_len,
+        kv_capacity=config.kv_capacity,
+        compression=emulation.compression,
+        late_s=emulation.start_spread_s * index / rollout.replicas,
     )
     await engine.start()
     return engine

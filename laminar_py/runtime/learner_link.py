@@ -9,13 +9,14 @@ from ray.exceptions import RayError
 
 from laminar_py.codec import decode, encode
 from laminar_py.config import RunConfig
+from laminar_py.repack.packer import Packed
 from laminar_py.runtime.actors import LearnerActor
 from laminar_py.runtime.cluster import Part, free_port, on_node
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
-from laminar_py.types import MicroBatch, Published
+from laminar_py.types import Published
 
 START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
 PROGRESS_S = 1.0
@@ -90,9 +91,11 @@ class LearnerLink:
             raise PartDiedError(self._parts[0].name, f"its node {ip} does not answer: {error}") from error
         return f"tcp://{ip}:{port}"
 
-    async def step(self, microbatches: Sequence[list[MicroBatch]], *, version: int | None) -> StepOutcome:
+    async def step(self, packed: Packed, *, version: int | None) -> StepOutcome:
         """One optimizer step; published as `version` if that is set. Raises PartDiedError."""
-        requests = [encode(StepRequest(batches, version)) for batches in microbatches]
+        # Megabytes for each rank: off the loop, where reports and scores go on coming in.
+        steps = [StepRequest(bundles, packed.weights, version) for bundles in packed.bundles]
+        requests = [await asyncio.to_thread(encode, step) for step in steps]
         return decode(StepOutcome, (await self._all("step", requests))[0])
 
     async def publish(self, version: int) -> None:

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import torch
 
-from laminar_py.config import ModelConfig, RunConfig
+from laminar_py.config import EmulationConfig, ModelConfig, RunConfig
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.engines.emulated_profile import read_profile
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
+from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.transport import RelayKeys
+from laminar_py.repack.packer import MicroBatches
 from laminar_py.runtime.engines import served_dtype
 from laminar_py.runtime.placement import learner_device
 from laminar_py.runtime.specs import LearnerProgress, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
@@ -30,27 +33,14 @@ class LearnerPart:
 
     def __init__(self, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
         config = RunConfig.model_validate_json(spec.config)
-        device = learner_device(config).value
-        model = config.model
-        if config.warm_start is not None and spec.checkpoint is None:
-            if spec.rank == 0:
-                _warm_start(config, note)  # the other ranks wait for it in `join_group`
-            key = cache_key(config.model, config.warm_start, seed=config.seed)
-            model = ModelConfig(path=config.warm_start.cache / key)
-        mesh = join_group(
-            spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device
-        )
-        self._learner = Learner(
-            model,
-            config.learner,
-            temperature=config.rollout.sampling.temperature,
-            seed=config.seed,
-            mesh=mesh,
-        )
+        self._learner: Learner | EmulatedLearner
+        if config.emulation is None:
+            self._learner, self._started = _real_learner(config, spec, note)
+        else:
+            self._learner, self._started = _emulated_learner(config.emulation)
         if spec.checkpoint is not None:
             self._learner.load(Path(spec.checkpoint))
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
-        self._kernel = choose_kernel(torch.device(device)).value
         self._publisher: Publisher | None = None
         if spec.rank == 0:
             keys = RelayKeys(spec.public_key, spec.secret_key)
@@ -58,17 +48,11 @@ class LearnerPart:
 
     def started(self) -> LearnerStarted:
         """Sizes."""
-        model = self._learner.model
-        return LearnerStarted(
-            sum(parameter.numel() for parameter in model.parameters()),
-            self._kernel,
-            model.config.hidden_size,
-            model.config.num_hidden_layers,
-        )
+        return self._started
 
     def step(self, request: StepRequest) -> StepOutcome:
         """One optimizer step, then the new weights as the version asked for, if any."""
-        metrics = self._learner.step(request.microbatches)
+        metrics = self._learner.step(MicroBatches(request.bundles, request.weights))
         stall_s = 0.0 if request.version is None else self.publish(request.version)
         return StepOutcome(metrics, request.version, stall_s)
 
@@ -89,6 +73,31 @@ class LearnerPart:
     def save(self, path: Path) -> None:
         """Checkpoint."""
         self._learner.save(path)
+
+
+def _real_learner(
+    config: RunConfig, spec: LearnerSpec, note: Callable[[LearnerProgress], None]
+) -> tuple[Learner, LearnerStarted]:
+    device = learner_device(config).value
+    model = config.model
+    if config.warm_start is not None and spec.checkpoint is None:
+        if spec.rank == 0:
+            _warm_start(config, note)  # the other ranks wait for it in `join_group`
+        key = cache_key(config.model, config.warm_start, seed=config.seed)
+        model = ModelConfig(path=config.warm_start.cache / key)
+    mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
+    learner = Learner(
+        model, config.learner, temperature=config.rollout.sampling.temperature, seed=config.seed, mesh=mesh
+    )
+    num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+    kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
+    return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
+
+
+def _emulated_learner(emulation: EmulationConfig) -> tuple[EmulatedLearner, LearnerStarted]:
+    times = read_profile(emulation.profile).learner
+    learner = EmulatedLearner(times, devices=emulation.learner_devices, compression=emulation.compression)
+    return learner, LearnerStarted(times.num_parameters, "emulated", times.hidden_size, times.num_layers)
 
 
 def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from laminar_py.codec import decode, encode
 from laminar_py.config import EngineKind, RunConfig
 from laminar_py.control.flow import Flow
+from laminar_py.repack.signals import EngineSpeed
 from laminar_py.runtime.actors import ReplicaActor
 from laminar_py.runtime.cluster import Part
 from laminar_py.runtime.engines import api_key
@@ -16,10 +17,11 @@ from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.specs import ReplicaSpec
 from laminar_py.runtime.stats import Stats
 from laminar_py.runtime.supervisor import Supervisor
-from laminar_py.types import Load, ReplicaReport
+from laminar_py.types import Load, ReplicaReport, Survey
 
 COLLECT_S = 1.0
 START_S = 120.0  # of a replica, its engine apart
+SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 CHECKSUMS_KEPT = 64
 FIRST_STARTS = 2  # that may fail before the run does; later ones are for the supervisor to count
 RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
@@ -71,7 +73,47 @@ class Replicas:
                 self._parts[index].send("abort", encode(trajectory_ids))
         for index, assignments in self._flow.dispatch().items():
             self._parts[index].send("submit", encode(assignments))
+        for index, count in self._flow.moves.take_called_off().items():
+            if index in self._parts:
+                self._parts[index].send("call_off", count)
         self._stats.generating(any(view.in_flight for view in self._flow.dispatcher.views.values()))
+
+    # ---- repacking
+
+    async def speed(self) -> EngineSpeed:
+        """Of the engines, by the first that is up; it has nothing to do yet."""
+        while True:
+            for replica in self._parts:
+                answer = await self._ask(replica, "speed", timeout_s=SPEED_S)
+                if isinstance(answer, bytes):
+                    return decode(EngineSpeed, answer)
+            await asyncio.sleep(RETRY_S)  # all are starting
+
+    async def survey(self, replica: int) -> Survey | None:
+        """See `migration.Fleet.survey`."""
+        answer = await self._ask(replica, "survey")
+        return decode(Survey, answer) if isinstance(answer, bytes) else None
+
+    async def expect(self, replica: int, version: int, count: int) -> bool:
+        """See `migration.Fleet.expect`."""
+        return await self._ask(replica, "expect", version, count) is True
+
+    def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
+        """See `migration.Fleet.give_up`."""
+        if replica in self._parts:
+            self._parts[replica].send("give_up", encode(list(trajectory_ids)))
+
+    async def _ask(self, replica: int, method: str, *arguments: object, timeout_s: float | None = None) -> object:
+        """Its answer; None if it is dying, which its keeper notices as well."""
+        part = self._parts.get(replica)
+        if part is None or replica in self._starting:
+            return None
+        try:
+            return await part.call(method, *arguments, timeout_s=timeout_s)
+        except PartDiedError:
+            return None
+
+    # ---- their life
 
     async def stop(self) -> None:
         """Interrupt all trajectories and wait until their partial responses are in.

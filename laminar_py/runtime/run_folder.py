@@ -28,6 +28,7 @@ class RunFolder:
         self.ledger = path / "ledger.sqlite"
         self.archive = path / "archive"
         self.metrics = path / "metrics.jsonl"
+        self.fleet = path / "fleet.jsonl"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"

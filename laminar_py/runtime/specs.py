@@ -3,7 +3,8 @@
 import msgspec
 
 from laminar_py.relay.messages import RelayEvent
-from laminar_py.types import Assignment, MicroBatch, StepMetrics
+from laminar_py.repack.packer import Bundle, TokenWeights
+from laminar_py.types import Assignment, StepMetrics
 
 
 class RelaySpec(msgspec.Struct, frozen=True):
@@ -77,7 +78,8 @@ class LearnerProgress(msgspec.Struct, frozen=True):
 class StepRequest(msgspec.Struct, frozen=True):
     """One optimizer step on these microbatches of this rank; then publish as `version`, if it is set."""
 
-    microbatches: list[MicroBatch]
+    bundles: list[Bundle]  # one for each microbatch
+    weights: TokenWeights
     version: int | None = None
 
 

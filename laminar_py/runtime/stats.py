@@ -24,6 +24,12 @@ class ReplicaActivity:
     waiting: int = 0
     kv_used: int = 0
     kv_capacity: int = 1
+    seen_s: float = 0.0
+
+    @property
+    def kv_use(self) -> float:
+        """Share of its KV cache."""
+        return self.kv_used / self.kv_capacity
 
 
 @dataclass(slots=True)
@@ -46,6 +52,7 @@ class StepRow:
     learner_busy_s: float  # sum so far
     overlap_s: float  # of it, while some replica was generating
     versions_alive: int
+    kv_use: float = 0.0  # share of the replicas' KV caches, mean over the RL phase so far
     loss: float = 0.0
     grad_norm: float = 0.0
     entropy: float = 0.0
@@ -53,6 +60,19 @@ class StepRow:
     clip_fraction: float = 0.0
     truncated_fraction: float = 0.0
     publish_stall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRow:
+    """One line of `fleet.jsonl`, one a second: what the replicas do. Sums are over the RL phase so far."""
+
+    rl_s: float
+    generated_tokens: int
+    kv_s: float  # seconds times the mean share of KV caches in use
+    versions: list[int]  # [replicas], as all that follow
+    running: list[int]
+    waiting: list[int]
+    kv_use: list[float]
 
 
 class Intervals:
@@ -73,6 +93,11 @@ class Intervals:
             self._since = None
 
     @property
+    def on(self) -> bool:
+        """Whether it goes on."""
+        return self._since is not None
+
+    @property
     def total_s(self) -> float:
         """Seconds so far."""
         return self._total + (0.0 if self._since is None else self._clock.now() - self._since)
@@ -87,6 +112,7 @@ class Totals:
     generated_tokens: int = 0
     learner_busy_s: float = 0.0
     overlap_s: float = 0.0
+    kv_s: float = 0.0  # seconds of RL times the share of KV caches in use
     staleness: Counter[int] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
     versions_alive_max: int = 0
@@ -119,7 +145,10 @@ class Stats:
 
     def on_report(self, report: ReplicaReport) -> None:
         """A replica's state."""
-        activity, status = self.replicas[report.replica], report.status
+        activity, status, now = self.replicas[report.replica], report.status, self._clock.now()
+        if self._rl.on:
+            self.totals.kv_s += activity.kv_use * (now - activity.seen_s) / len(self.replicas)
+        activity.seen_s = now
         activity.version, activity.running, activity.waiting = status.version, status.running, status.waiting
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
         self.next_report.set()
@@ -177,6 +206,7 @@ class Stats:
             learner_busy_s=totals.learner_busy_s,
             overlap_s=totals.overlap_s,
             versions_alive=versions_alive,
+            kv_use=self.kv_use,
             publish_stall_s=stall_s,
         )
         if metrics is not None:
@@ -184,12 +214,35 @@ class Stats:
                 setattr(row, name, getattr(metrics, name))
         return row
 
+    def fleet(self, generated_tokens: int) -> FleetRow:
+        """What the replicas do now."""
+        replicas = self.replicas
+        return FleetRow(
+            round(self.rl_s, 3),
+            self._generated_before + generated_tokens,
+            round(self.totals.kv_s, 4),
+            [replica.version for replica in replicas],
+            [replica.running for replica in replicas],
+            [replica.waiting for replica in replicas],
+            [round(replica.kv_use, 4) for replica in replicas],
+        )
+
     # ---- derived
 
     @property
     def rl_s(self) -> float:
         """Seconds of RL, earlier incarnations included."""
         return self.totals.rl_s + self._rl.total_s
+
+    @property
+    def in_rl(self) -> bool:
+        """Whether the RL phase goes on."""
+        return self._rl.on
+
+    @property
+    def kv_use(self) -> float:
+        """Mean share of the replicas' KV caches that was in use in the RL phase."""
+        return self.totals.kv_s / self.rl_s if self.rl_s else 0.0
 
     @property
     def learner_waiting_share(self) -> float:
@@ -210,6 +263,7 @@ def read_totals(metrics: Path, step: int) -> Totals:
         row = msgspec.json.decode(line, type=StepRow)
         totals.rl_s, totals.generated_tokens = row.rl_s, row.generated_tokens
         totals.learner_busy_s, totals.overlap_s = row.learner_busy_s, row.overlap_s
+        totals.kv_s = row.kv_use * row.rl_s
         totals.versions_alive_max = max(totals.versions_alive_max, row.versions_alive)
         if row.step <= step:
             totals.trained_tokens = row.trained_tokens

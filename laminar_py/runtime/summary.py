@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from laminar_py.events import Relayed
+from laminar_py.events import Relayed, Repacked
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.runtime.stats import Stats, quantile
 from laminar_py.store.database import reading
@@ -57,6 +57,16 @@ class RelayFigures(msgspec.Struct, frozen=True):
     wire_share: float | None  # bytes that came over the wire, of those of the full versions
 
 
+class RepackFigures(msgspec.Struct, frozen=True):
+    """What moved between replicas."""
+
+    rounds: int  # in which anything did
+    running: int  # trajectories with what they had
+    waiting: int  # and such that had not begun
+    round_s: float | None  # median of a round, from plan to hand-over
+    prefill_max: int  # most tokens that one destination had to compute anew for one round
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """Held-out accuracy of a version, `rl_s` seconds into RL."""
 
@@ -87,6 +97,8 @@ class Summary(msgspec.Struct, frozen=True):
     restarts: dict[str, int]
     evaluations: list[Evaluation]
     relay: RelayFigures
+    kv_use: float  # mean share of the replicas' KV caches over the RL phase
+    repack: RepackFigures
 
 
 def read_relay(connection: sqlite3.Connection) -> RelayFigures:
@@ -109,6 +121,19 @@ def read_relay(connection: sqlite3.Connection) -> RelayFigures:
         median(known) if known else None,
         median(spreads.values()) if spreads else None,
         wire_bytes / num_bytes if num_bytes else None,
+    )
+
+
+def read_repack(connection: sqlite3.Connection) -> RepackFigures:
+    """What the ledger says of rounds of repacking."""
+    with closing(connection.execute("SELECT body FROM event WHERE kind = 'repacked'")) as rows:
+        rounds = [event for (body,) in rows if isinstance(event := decode_event(body), Repacked)]
+    return RepackFigures(
+        len(rounds),
+        sum(event.num_running for event in rounds),
+        sum(event.num_waiting for event in rounds),
+        median(event.elapsed_s for event in rounds) if rounds else None,
+        max((event.prefill for event in rounds), default=0),
     )
 
 
@@ -136,7 +161,7 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
             )
         ]
         account = read_accounting(connection).train
-        relay = read_relay(connection)
+        relay, repack = read_relay(connection), read_repack(connection)
         steps = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0]
     consumed = max(1, staleness.total())
     summary = Summary(
@@ -164,6 +189,8 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
         restarts=restarts,
         evaluations=evaluations,
         relay=relay,
+        kv_use=stats.kv_use,
+        repack=repack,
     )
     run.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return summary

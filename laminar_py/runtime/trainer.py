@@ -17,7 +17,8 @@ from laminar_py.control.consumption import Batch
 from laminar_py.control.flow import Flow
 from laminar_py.events import Checkpointed, RolledBack, Stepped
 from laminar_py.repack.balance import attention_share
-from laminar_py.repack.packer import pack
+from laminar_py.repack.pack_stage import Packing
+from laminar_py.repack.packer import assign
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
@@ -68,6 +69,16 @@ class Trainer:
         self._checkpoint = checkpoint
         self._attention_share = 0.0
         self._checkpoints = 0
+        packer = config.packer
+        flow.consumption.pack(
+            Packing(
+                config.rollout.prompts_per_step,
+                packer.max_tokens,
+                config.learner.world_size,
+                packer.look_ahead,
+                packer.max_passes,
+            )
+        )
 
     @property
     def version(self) -> int:
@@ -143,8 +154,9 @@ class Trainer:
         if not batch.trajectories:
             return None
         learner, step = self._config.learner, self.step + 1
-        microbatches = pack(
-            batch.trajectories,
+        packed = assign(
+            batch.bins,
+            reweighted=batch.reweighted,
             max_tokens=self._config.packer.max_tokens,
             ranks=learner.world_size,
             aggregation=learner.aggregation,
@@ -153,7 +165,7 @@ class Trainer:
         publishes = step % learner.publish_every == 0 or step == self._config.steps
         self._stats.step_begins()
         try:
-            return await self._learner.step(microbatches, version=self._versions.number() if publishes else None)
+            return await self._learner.step(packed, version=self._versions.number() if publishes else None)
         finally:
             self._stats.step_ends()
 

@@ -1,5 +1,6 @@
 """A flow with pretend replicas that finish what they are given, on a clock that the test moves."""
 
+import msgspec
 import numpy as np
 
 from laminar_py.config import Schedule, WithoutSignal
@@ -99,8 +100,20 @@ class Fleet:
 
     def hand_out(self):
         for index, assignments in self.flow.dispatch().items():
-            self.received[index] += len(assignments)
+            self.received[index] += sum(item.version is None for item in assignments)
             self.running[index].update({item.trajectory_id: item for item in assignments})
+
+    async def grow(self, index, trajectory_id, *, tokens):
+        """A replica reports `tokens` more of a trajectory that goes on."""
+        item = self.running[index][trajectory_id]
+        version = self.versions[index] if item.version is None else item.version
+        start = len(item.prefix_ids)
+        ids, logprobs = np.arange(tokens, dtype=np.int32), np.full(tokens, -0.5, np.float32)
+        spans = (Span(version, start, start + tokens),)
+        self.running[index][trajectory_id] = msgspec.structs.replace(
+            item, prefix_ids=np.concatenate([item.prefix_ids, ids])
+        )
+        await self.report(index, progress=[Progress(trajectory_id, item.epoch, start, ids, logprobs, spans)])
 
     async def finish(self, index, trajectory_id, *, tokens=3, reason=FinishReason.STOP, epoch=None, **report):
         """A replica generates `tokens` more and ends the trajectory."""

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from laminar_py.config_file import load_config
@@ -129,7 +130,7 @@ def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data: Path) -> 
     for row in rows(data / "warm_start.jsonl")[:500]:
         ids = tokenizer.encode(row["prompt"] + row["response"])
         assert unknown not in ids
-        assert tokenizer.decode([*ids, *tokenizer.eos_ids]) == row["prompt"] + row["response"]
+        assert tokenizer.decode(np.array([*ids, *tokenizer.eos_ids])) == row["prompt"] + row["response"]
     assert tokenizer.encode("e-2;o*7;1x5?").tolist() == [
         task.TOKENS.index(t) for t in ("e-2", ";", "o*7", ";", "1", "x5", "?")
     ]

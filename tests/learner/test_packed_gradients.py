@@ -6,9 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.codec import decode, encode
+from laminar_py.config import Aggregation, LearnerConfig, ModelConfig
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
+from laminar_py.repack.packer import Packed
+from laminar_py.repack.packer import pack as pack_step
+from tests.builders import make_trajectory
 from tests.learner.builders import LENGTHS, make_learner, make_sequences, pack
 
 
@@ -30,6 +34,27 @@ def test_packed_loss_and_gradients_equal_those_one_by_one(model_folder: Path, le
     assert packed_loss == pytest.approx(alone_loss, rel=1e-6)
     for grad, reference in zip(packed, expected, strict=True):
         assert (grad - reference).norm() <= 1e-6 * reference.norm()
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_a_step_from_the_packer_over_the_wire_is_that_of_its_sequences_one_by_one(model_folder: Path, aggregation):
+    items = [make_trajectory(f"g{i}.0", prompt=3, response=5 + 7 * i, seed=i, advantage=i - 2) for i in range(6)]
+    packed = pack_step(items, max_tokens=64, ranks=1, aggregation=aggregation, attention_share=0.01)
+    batches = decode(Packed, encode(packed)).microbatches(0)
+    alone = Packed([[[item] for item in items]], packed.weights).microbatches(0)
+    assert 1 < len(batches) < len(items)
+    one = make_learner(model_folder).step(batches)
+    other = make_learner(model_folder).step(alone)
+    for field in ("loss", "grad_norm", "entropy", "clip_fraction"):
+        assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-5), field
+
+
+def test_microbatches_that_are_written_when_needed_give_the_very_same_loss(model_folder: Path):
+    items = [make_trajectory(f"g{i}.0", response=5 + 7 * i, seed=i, advantage=i - 2) for i in range(6)]
+    packed = pack_step(items, max_tokens=64, ranks=1, aggregation=Aggregation.SEQUENCE_MEAN, attention_share=0.01)
+    lazy = make_learner(model_folder).step(packed.microbatches(0))
+    ahead = make_learner(model_folder).step(list(packed.microbatches(0)))
+    assert (lazy.loss, lazy.grad_norm) == (ahead.loss, ahead.grad_norm)
 
 
 def test_packed_logprobs_equal_those_of_plain_transformers(model_folder: Path):

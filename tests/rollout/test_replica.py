@@ -119,9 +119,9 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
         await engine.close()
 
 
-def assignment(name, *, length=30, version=None, prefix=(), kind=Kind.TRAIN):
+def assignment(name, *, length=30, version=None, prefix=(), kind=Kind.TRAIN, temperature=1.0):
     prompt = np.array([3, 4, 5], np.int32)
-    sampling = SamplingParams(length, seed=abs(hash(name)) % 1000)
+    sampling = SamplingParams(length, temperature, seed=abs(hash(name)) % 1000)
     return Assignment(name, 1, name, kind, prompt, np.array(prefix, np.int32), sampling, version)
 
 
@@ -333,3 +333,73 @@ async def test_new_weights_may_come_before_anything_has_entered_the_engine(folde
         await story.replica._swap_in_flight()
         await story.until(lambda s: "a" in s.ended)
         assert story.versions("a") == {1}
+
+
+async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_the_same_tokens(folders):
+    greedy = {"length": 900, "temperature": 0.0}
+    async with serving(folders) as (source, _), serving(folders) as (other, _):
+        await source.until(lambda s: s.admissible > 0)
+        await other.until(lambda s: s.admissible > 0)
+        other.replica.submit([assignment("b", length=2000), assignment("whole", **greedy)])
+        source.replica.submit([assignment("a", **greedy)])
+        await source.until(lambda s: len(s.ids["a"]) > 0)
+        assert other.replica.expect(0, 1)
+        await source.replica.give_up(["a"])
+        await source.take()
+        assert source.ended["a"].finish_reason is FinishReason.ABORT
+        prefix = source.ids["a"]
+        other.ids["a"] = list(prefix)
+        other.replica.submit([assignment("a", prefix=prefix, version=0, **greedy)])
+        await other.until(lambda s: {"a", "whole"} <= s.ended.keys())
+        assert len(prefix) < 900
+        assert other.ids["a"] == other.ids["whole"]
+
+
+async def test_a_survey_says_what_runs_and_what_has_not_begun(folders):
+    async with serving(folders, batch=12) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        assert not story.replica.survey().settled, "it has nothing to do and may leave its version at any time"
+        story.replica.submit([assignment(f"a{i}", length=3000) for i in range(10)])
+        await story.until(lambda s: sum(map(bool, s.ids.values())) == 8)
+        survey = story.replica.survey()
+        assert (survey.settled, survey.version, survey.slots) == (True, 0, 8)
+        assert {held.trajectory_id for held in survey.waiting} == {"a8", "a9"}
+        assert all(held.context == held.length + 3 > 3 for held in survey.running)
+        assert 0 < survey.kv_used <= survey.kv_capacity
+
+
+async def test_a_promise_keeps_the_version_until_all_have_come_or_are_called_off(folders):
+    async with serving(folders) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a")])
+        assert story.replica.expect(0, 2)
+        assert not story.replica.expect(1, 1), "it does not serve that version"
+        await weights.publish(1)
+        await story.until(lambda s: "a" in s.ended)
+        story.replica.submit([assignment("b", version=0)])
+        await story.until(lambda s: "b" in s.ended)
+        assert story.loads == [0]
+        assert story.versions("b") == {0}
+        story.replica.call_off(1)
+        await story.until(lambda s: s.loads == [0, 1])
+
+
+async def test_what_comes_from_elsewhere_takes_nothing_from_the_batch_of_a_version(folders):
+    async with serving(folders, batch=4) as (story, _):
+        await story.until(lambda s: s.admissible == 4)
+        story.replica.submit([assignment("a", length=2000), assignment("moved", length=2000, version=0)])
+        report = await story.take()
+        assert (report.admissible, report.received) == (3, 1)
+
+
+async def test_the_speed_of_an_engine_is_measured_while_new_weights_wait(folders):
+    async with serving(folders) as (story, weights):
+        measuring = asyncio.create_task(story.replica.measure_speed(vocab=61, max_len=128))
+        await story.until(lambda s: s.loads == [0])
+        await weights.publish(1)
+        async with asyncio.timeout(PATIENCE_S):
+            speed = await measuring
+        assert speed.step_s > 0
+        assert speed.prefill_tokens_per_s > 0
+        assert 1 <= speed.roofline_batch <= 8
+        await story.until(lambda s: s.loads == [0, 1])

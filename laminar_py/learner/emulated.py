@@ -1,0 +1,103 @@
+"""A learner that takes the time of GPUs and computes nothing: for measuring schedules with the real runtime.
+
+Called by the learner's process in `runtime` in the place of `step.Learner`. Its weights are a few small tensors,
+drawn anew for each step, so that versions differ and relays have bytes to carry.
+Invariant: its state is the number of steps taken; weights and checkpoints follow from that alone.
+"""
+
+import heapq
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from laminar_py.engines.emulated_profile import LearnerTimes
+from laminar_py.learner.checkpoint import MARKER, Marker, read_marker
+from laminar_py.repack.balance import attention_share, sequence_cost
+from laminar_py.types import StepMetrics
+
+NUM_TENSORS = 4
+SHAPE = (64, 64)
+
+
+class Packed(Protocol):
+    """A microbatch, as far as it matters here."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """[S] tokens of each sequence."""
+        ...
+
+
+class EmulatedLearner:
+    """One process that stands for `devices` GPUs; `compression` emulated seconds pass in one of the clock's."""
+
+    def __init__(
+        self,
+        times: LearnerTimes,
+        *,
+        devices: int,
+        compression: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._times = times
+        self._devices = devices
+        self._compression = compression
+        self._now = now
+        self._sleep = sleep
+        self.num_steps = 0
+
+    def step(self, microbatches: Sequence[Packed]) -> StepMetrics:
+        """One optimizer step: stand still for as long as the GPUs would take, reading `microbatches` included."""
+        began = self._now()
+        elapsed_s = self.step_s(microbatches) / self._compression
+        self._sleep(max(0.0, began + elapsed_s - self._now()))
+        self.num_steps += 1
+        return StepMetrics(
+            loss=0.0,
+            grad_norm=0.0,
+            entropy=0.0,
+            ratio_deviation=0.0,
+            clip_fraction=0.0,
+            truncated_fraction=0.0,
+            elapsed_s=elapsed_s,
+        )
+
+    def step_s(self, microbatches: Sequence[Packed]) -> float:
+        """Emulated seconds: each microbatch runs whole on one device, and the busiest device is waited for."""
+        times = self._times
+        share = attention_share(
+            hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
+        )
+        costs = [
+            sum(sequence_cost(length, attention_share=share) for length in batch.lengths) for batch in microbatches
+        ]
+        loads = [0.0] * self._devices
+        for cost in sorted(costs, reverse=True):
+            heapq.heapreplace(loads, loads[0] + cost)  # to the device that has least
+        return times.optimizer_s + max(loads) / times.train_tokens_per_s
+
+    def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Weights of this step."""
+        generator = torch.Generator().manual_seed(self.num_steps)
+        for index in range(NUM_TENSORS):
+            yield f"emulated.{index}.weight", torch.randn(SHAPE, generator=generator).to(dtype)
+
+    def save(self, folder: Path) -> None:
+        """Write the number of steps; a later `load` goes on from there. Replaces an older `folder`."""
+        partial = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / MARKER).write_bytes(msgspec.json.encode(Marker(self.num_steps, world_size=1)))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint. Raises `ValueError` if it is torn."""
+        self.num_steps = read_marker(folder).step

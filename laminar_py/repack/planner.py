@@ -1,0 +1,245 @@
+"""Which trajectories in flight move where: a pure function of what the replicas of one weight version have.
+
+Called by `repack.migration` for each version that several replicas serve. A plan never fills a replica beyond its
+KV cache or its slots, never costs a destination more than its stall limit, and moves each trajectory once.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown
+from laminar_py.types import Held, Survey
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One trajectory from one replica to another, e.g. `Move("g3.1", 4, 2, 441)`."""
+
+    trajectory_id: str
+    source: int
+    destination: int
+    prefill: int  # tokens whose KV cache the destination computes anew; 0 where it had not begun
+
+
+class Planner(Protocol):
+    """`paper` and `predictive`."""
+
+    def plan(self, group: Sequence[Survey]) -> list[Move]:
+        """Moves among replicas that serve the same version."""
+        ...
+
+
+class PaperPlanner:
+    """Best-Fit consolidation (Laminar, algorithm of the dynamic repack).
+
+    Idle candidates, the emptiest first, go whole to the candidate that becomes most densely packed within its KV
+    capacity and the roofline batch; one that received is no source.
+    """
+
+    def __init__(self, sign: RampDown) -> None:
+        self._sign = sign
+
+    def plan(self, group: Sequence[Survey]) -> list[Move]:
+        """See `Planner.plan`."""
+        candidates = [s for s in group if s.settled and s.running and self._sign.shows(s)]
+        candidates.sort(key=lambda survey: (survey.kv_used, survey.replica))
+        used = {survey.replica: survey.kv_used for survey in candidates}
+        count = {survey.replica: len(survey.running) for survey in candidates}
+        received: set[int] = set()
+        moves: list[Move] = []
+        for source in candidates:
+            if source.replica in received:
+                continue
+            fitting = [
+                survey
+                for survey in candidates
+                if survey is not source
+                and count[survey.replica]
+                and used[survey.replica] + source.kv_used <= survey.kv_capacity
+                and count[survey.replica] + len(source.running) <= self._sign.roofline_batch
+            ]
+            if not fitting:
+                continue
+            best = max(fitting, key=lambda survey: used[survey.replica]).replica
+            used[best] += source.kv_used
+            count[best] += len(source.running)
+            count[source.replica] = 0
+            received.add(best)
+            moves += [_move(held, source, best) for held in source.running]
+        return moves
+
+
+class PredictivePlanner:
+    """Shares what waits, then empties sources into several destinations where that gains.
+
+    1. Where one replica of a version has trajectories that wait and another has room, waiting ones move: they have
+       no KV cache to lose.
+    2. Where nothing waits any more, sources, the emptiest first, are emptied into the fullest destinations that
+       have room, over several rounds if the stall limit says so, if that gains more time than it costs: a source
+       is freed for as long as its longest response is expected to go on, and prefill occupies the destinations.
+
+    `to_come(held [n]) -> [n]` predicts the tokens of their responses that are still to come.
+    """
+
+    def __init__(self, speed: EngineSpeed, to_come: "Forecast", *, max_stall_s: float) -> None:
+        self._speed = speed
+        self._to_come = to_come
+        self._stall_tokens = int(max_stall_s * speed.prefill_tokens_per_s)
+
+    def plan(self, group: Sequence[Survey]) -> list[Move]:
+        """See `Planner.plan`."""
+        settled = [survey for survey in group if survey.settled]
+        donors = {survey.replica: _fresh(survey) for survey in settled if survey.waiting}
+        takers = [survey for survey in settled if survey.running and not survey.waiting]
+        shared, filled = self._share(donors, takers)
+        return shared + self._consolidate([survey for survey in takers if survey.replica not in filled])
+
+    # ---- what waits
+
+    def _share(self, donors: dict[int, list[Held]], takers: Sequence[Survey]) -> tuple[list[Move], set[int]]:
+        """Waiting trajectories to those that have room, half of the longest queue at most; who got any."""
+        moves: list[Move] = []
+        filled: set[int] = set()
+        growth = 0.0
+        if donors:  # what a new one has on average over its life
+            growth = float(self._to_come([queue[-1] for queue in donors.values() if queue][:1]).sum()) / 2
+        for taker in sorted(takers, key=lambda survey: survey.kv_used):
+            slots, room = taker.slots - len(taker.running), taker.kv_capacity - taker.kv_used
+            while donors:
+                donor = max(donors, key=lambda replica: len(donors[replica]))
+                queue = donors[donor]
+                if not queue:
+                    break
+                footprint = queue[-1].context + growth
+                count = min(slots, int(room / footprint), len(queue))
+                if count <= 0:
+                    break
+                given = queue[-count:]  # the last ones: members of one group stay together
+                del queue[-count:]
+                moves += [Move(held.trajectory_id, donor, taker.replica, 0) for held in given]
+                filled.add(taker.replica)
+                slots, room = slots - count, room - int(count * footprint)
+        return moves, filled
+
+    # ---- what runs
+
+    def _consolidate(self, tail: Sequence[Survey]) -> list[Move]:
+        ordered = sorted(tail, key=lambda survey: (survey.kv_used, survey.replica))
+        if len(ordered) < 2:
+            return []
+        rooms = _Rooms(ordered, self._stall_tokens)
+        gains = self._gains(ordered)
+        moves: list[Move] = []
+        for source, gain in zip(ordered, gains, strict=True):
+            if gain <= 0 or rooms.received(source.replica):
+                continue
+            rooms.leave(source.replica)
+            if not rooms.hold(source):
+                rooms.come_back(source.replica)
+                continue
+            for held in sorted(source.running, key=lambda held: -held.context):
+                destination = rooms.place(held.context)
+                if destination is not None:
+                    moves.append(_move(held, source, destination))
+        return moves
+
+    def _gains(self, tail: Sequence[Survey]) -> list[float]:
+        """Seconds of a full replica that emptying each would gain, less the prefill that it costs."""
+        counts = np.array([len(survey.running) for survey in tail])
+        running = [held for survey in tail for held in survey.running]
+        contexts = np.array([held.context for held in running], np.float64)
+        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        longest = np.maximum.reduceat(self._to_come(running), starts)
+        prefill_s = self._speed.prefill_s(1) * np.add.reduceat(contexts, starts)
+        mean_context = float(contexts.mean())
+        gains: list[float] = []
+        for survey, tokens, cost_s in zip(tail, longest.tolist(), prefill_s.tolist(), strict=True):
+            full = max(1, min(survey.slots, int(survey.kv_capacity / mean_context)))
+            best = self._speed.rate(sequences=full, kv_tokens=full * mean_context)
+            now = self._speed.rate(sequences=len(survey.running), kv_tokens=survey.kv_used)
+            alone_s = tokens * self._speed.decode_s(sequences=len(survey.running), kv_tokens=survey.kv_used)
+            # its batch shrinks until the last one ends, so its rate is half of today's over that time
+            gains.append(alone_s * (1 - now / (2 * best)) - cost_s)
+        return gains
+
+
+class Forecast(Protocol):
+    """A prediction, e.g. `signals.RemainingTokens` with what is known of each one's group."""
+
+    def __call__(self, held: Sequence[Held], /) -> Numbers:
+        """[n] tokens to come of their responses."""
+        ...
+
+
+class _Rooms:
+    """Destinations by what they can still take in this round, the least first (Best-Fit).
+
+    Each entry is (tokens this round, free KV, replica); tokens this round are bounded by the free KV and by what
+    the stall limit leaves.
+    """
+
+    def __init__(self, surveys: Sequence[Survey], stall_tokens: int) -> None:
+        self._stall_tokens = stall_tokens
+        self._slots = {survey.replica: survey.slots - len(survey.running) for survey in surveys}
+        self._entries: list[tuple[int, int, int]] = []
+        self._entry: dict[int, tuple[int, int, int]] = {}
+        self._received: set[int] = set()
+        self._free_kv = self._free_slots = 0
+        for survey in surveys:
+            free = survey.kv_capacity - survey.kv_used
+            self._add((min(free, stall_tokens), free, survey.replica))
+
+    def received(self, replica: int) -> bool:
+        """Whether anything was placed there."""
+        return replica in self._received
+
+    def leave(self, replica: int) -> None:
+        """It is a source: nothing goes there."""
+        self._remove(self._entry[replica])
+
+    def come_back(self, replica: int) -> None:
+        """It is no source after all."""
+        self._add(self._entry[replica])
+
+    def hold(self, source: Survey) -> bool:
+        """Whether the others together have room for all of it, in this round or later ones."""
+        return source.kv_used <= self._free_kv and len(source.running) <= self._free_slots
+
+    def place(self, context: int) -> int | None:
+        """The destination with the least room that suffices, None if there is none in this round."""
+        place = bisect_left(self._entries, (context,))
+        while place < len(self._entries):
+            entry = self._entries[place]
+            replica = entry[2]
+            if self._slots[replica] > 0:
+                self._remove(entry)
+                self._slots[replica] -= 1
+                self._add((entry[0] - context, entry[1] - context, replica))
+                self._received.add(replica)
+                return replica
+            place += 1
+        return None
+
+    def _add(self, entry: tuple[int, int, int]) -> None:
+        self._entry[entry[2]] = entry
+        self._free_kv += max(0, entry[1])
+        self._free_slots += max(0, self._slots[entry[2]])
+        insort(self._entries, entry)
+
+    def _remove(self, entry: tuple[int, int, int]) -> None:
+        self._free_kv -= max(0, entry[1])
+        self._free_slots -= max(0, self._slots[entry[2]])
+        del self._entries[bisect_left(self._entries, entry)]
+
+
+def _fresh(survey: Survey) -> list[Held]:
+    """Those that wait and have not begun anywhere."""
+    return [held for held in survey.waiting if not held.length]
+
+
+def _move(held: Held, source: Survey, destination: int) -> Move:
+    return Move(held.trajectory_id, source.replica, destination, held.context)

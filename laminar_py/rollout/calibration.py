@@ -1,0 +1,86 @@
+"""How fast an engine is: a few batches on an engine that has weights and nothing else to do. Called by `replica`.
+
+A step is what a batch of longer responses takes over one of shorter ones, divided by the difference, so that
+prefill and scheduling cancel out.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from laminar_py.interfaces import Clock, InferenceEngine
+from laminar_py.repack.signals import EngineSpeed
+from laminar_py.types import GenerateRequest, SamplingParams
+
+SHORT, LONG = 16, 48  # response tokens of the two batches
+PROMPT = 8
+MARGIN = (
+    0.25  # a step may be longer than that of a single sequence by so much before the batch counts as too large
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBounds:
+    """What its requests must keep to, as in `config.RolloutConfig`."""
+
+    vocab: int
+    slots: int
+    max_len: int
+    kv_capacity: int
+
+    @property
+    def long_prompt(self) -> int:
+        """Tokens of a prompt with which all slots just fit."""
+        return max(PROMPT, min(self.max_len, self.kv_capacity // self.slots) - LONG - 1)
+
+
+async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> EngineSpeed:
+    """Takes about 200 decode steps and the prefill of a full cache."""
+    probe = _Probe(engine, bounds, clock)
+    await probe.batch(1, PROMPT, SHORT)  # kernels are compiled, memory is touched
+    alone = await probe.step_s(1, PROMPT)
+    short = await probe.step_s(bounds.slots, PROMPT)
+    full = await probe.step_s(bounds.slots, bounds.long_prompt)
+    prefill_s = await probe.batch(1, bounds.long_prompt, 1)
+    per_sequence = max(0.0, short - alone) / max(1, bounds.slots - 1)
+    per_token = max(0.0, full - short) / max(1, bounds.slots * (bounds.long_prompt - PROMPT))
+    roofline = bounds.slots if per_sequence == 0 else 1 + int(MARGIN * alone / per_sequence)
+    return EngineSpeed(
+        alone,
+        per_sequence,
+        per_token,
+        bounds.long_prompt / prefill_s,
+        min(bounds.slots, roofline),
+    )
+
+
+class _Probe:
+    """Requests of any size; each has a prompt that no cache knows."""
+
+    def __init__(self, engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> None:
+        self._engine = engine
+        self._bounds = bounds
+        self._clock = clock
+        self._rng = np.random.default_rng(0)
+        self._num_requests = 0
+
+    async def step_s(self, sequences: int, prompt: int) -> float:
+        """One decode step."""
+        short = await self.batch(sequences, prompt, SHORT)
+        long = await self.batch(sequences, prompt, LONG)
+        return max(1e-6, (long - short) / (LONG - SHORT))
+
+    async def batch(self, sequences: int, prompt: int, tokens: int) -> float:
+        """Seconds of so many requests together."""
+        began = self._clock.now()
+        await asyncio.gather(*(self._request(prompt, tokens) for _ in range(sequences)))
+        return self._clock.now() - began
+
+    async def _request(self, prompt: int, tokens: int) -> None:
+        name = f"calibration-{self._num_requests}"
+        self._num_requests += 1
+        ids = self._rng.integers(0, self._bounds.vocab, prompt).astype(np.int32)
+        sampling = SamplingParams(tokens)
+        async for _ in self._engine.generate(GenerateRequest(name, name, ids, np.empty(0, np.int32), sampling)):
+            continue

@@ -1,0 +1,68 @@
+"""How fast the engines of a run are: as the profile of an emulation says, as measured before, or measured now.
+
+Measured speeds are kept in `.cache/engine_speed`, by all that they depend on. Called by the replica's actor.
+"""
+
+import subprocess
+from collections.abc import Awaitable, Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.config import Device, EngineKind, RunConfig
+from laminar_py.engines.emulated_profile import read_profile
+from laminar_py.repack.signals import EngineSpeed
+
+CACHE = Path(".cache/engine_speed")
+
+
+async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[EngineSpeed]]) -> EngineSpeed:
+    """Of one replica on this host; `repack.roofline_batch` overrides what was measured."""
+    speed = _emulated(config) if config.emulation is not None else await _measured(config, measure)
+    given = config.repack.roofline_batch
+    return speed if given is None else msgspec.structs.replace(speed, roofline_batch=given)
+
+
+def _emulated(config: RunConfig) -> EngineSpeed:
+    assert config.emulation is not None, "there is a profile"
+    times, fast = read_profile(config.emulation.profile).engine, config.emulation.compression
+    return EngineSpeed(
+        times.step_s / fast,
+        0.0,
+        times.kv_token_s / fast,
+        times.prefill_tokens_per_s * fast,
+        config.rollout.max_batch,
+    )
+
+
+async def _measured(config: RunConfig, measure: Callable[[], Awaitable[EngineSpeed]]) -> EngineSpeed:
+    path = CACHE / f"{_key(config)}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=EngineSpeed)
+    except (OSError, msgspec.DecodeError):
+        speed = await measure()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(speed))
+    return speed
+
+
+def _key(config: RunConfig) -> str:
+    rollout = config.rollout
+    sizes = f"{rollout.max_batch} {rollout.max_len} {rollout.kv_capacity}"
+    model = (config.model.path / "config.json").read_text()
+    parts = (rollout.engine.model_dump_json(), sizes, model, _device(config))
+    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _device(config: RunConfig) -> str:
+    """The name of what the engine runs on."""
+    engine = config.rollout.engine
+    if engine.kind is EngineKind.SGLANG and engine.device is Device.CUDA:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return "cuda"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return f"{[line for line in lines if line.startswith('model name')][:1]} {len(lines)}"

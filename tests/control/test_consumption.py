@@ -1,0 +1,223 @@
+"""Batches: order, staleness, what is too long, look-ahead; and that none of it favours a length."""
+
+import asyncio
+import heapq
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.config import StalePolicy
+from laminar_py.events import Consumed, Dropped
+from laminar_py.repack.pack_stage import Packing
+from laminar_py.types import DropReason
+from tests.control.fleet import Fleet
+from tests.control.test_flow import assert_law_one
+
+PATIENCE_S = 5.0
+MAX_TOKENS = 128
+
+
+def make_fleet(*, groups=4, capacity=16, look_ahead=0, max_passes=2, max_tokens=MAX_TOKENS, **kwargs):
+    """One replica; steps of `groups` groups of 2 are packed."""
+    fleet = Fleet(replicas=1, group_size=2, batch=groups, capacity=capacity, **kwargs)
+    fleet.flow.consumption.pack(Packing(groups, max_tokens, 1, look_ahead, max_passes))
+    return fleet
+
+
+async def make_ready(fleet, lengths):
+    """Groups g0, g1 ... whose two members have so many response tokens each, prompts 3."""
+    await fleet.report(0)
+    for index, length in enumerate(lengths):
+        for member in range(2):
+            await fleet.finish(0, f"g{index}.{member}", tokens=length, admissible=0)
+    await fleet.score_all()
+
+
+async def take(fleet, groups, version=0):
+    async with asyncio.timeout(PATIENCE_S):
+        return await fleet.flow.consumption.next_batch(groups=groups, version=version)
+
+
+def packed(batch):
+    return sorted(entry.trajectory.id for item in batch.bins for entry in item.entries)
+
+
+def taken(batch):
+    return [group.group_id for group in batch.groups]
+
+
+def reasons(fleet):
+    return Counter(event.reason for event in fleet.log.events if isinstance(event, Dropped))
+
+
+async def test_the_bins_of_a_batch_hold_its_trajectories_within_the_cap():
+    fleet = make_fleet(groups=3)
+    await make_ready(fleet, [60, 20, 90, 10, 50])
+    batch = await take(fleet, 3)
+    assert packed(batch) == sorted(trajectory.id for trajectory in batch.trajectories)
+    assert all(item.num_tokens <= MAX_TOKENS for item in batch.bins)
+
+
+async def test_a_batch_that_was_put_back_is_taken_again_before_younger_groups():
+    fleet = make_fleet(groups=2)
+    await make_ready(fleet, [10, 20, 30, 40])
+    first = await take(fleet, 2)
+    await fleet.flow.consumption.put_back(first)
+    again = await take(fleet, 2)
+    assert taken(again) == taken(first)
+    assert packed(again) == packed(first)
+
+
+async def test_what_exceeds_a_microbatch_is_dropped_with_an_event_and_its_group_goes_on():
+    fleet = make_fleet(groups=1, capacity=1)
+    await fleet.report(0)
+    await fleet.finish(0, "g0.0", tokens=MAX_TOKENS - 2, admissible=0)
+    await fleet.finish(0, "g0.1", tokens=MAX_TOKENS - 3, admissible=0)
+    await fleet.score_all()
+    assert reasons(fleet) == {DropReason.TOO_LONG: 1}
+    batch = await take(fleet, 1)
+    assert [trajectory.id for trajectory in batch.trajectories] == ["g0.1"]
+
+
+async def test_a_group_that_is_all_too_long_is_live_no_more():
+    fleet = make_fleet(groups=1, capacity=1)
+    await make_ready(fleet, [MAX_TOKENS])
+    assert reasons(fleet) == {DropReason.TOO_LONG: 2}
+    assert not fleet.flow.book.groups
+    assert not fleet.flow.book.live
+
+
+async def test_what_became_stale_while_it_was_staged_is_not_in_the_batch():
+    fleet = make_fleet(groups=2, max_staleness=1, policies=(StalePolicy.DROP,))
+    await make_ready(fleet, [10, 20])
+    waiting = asyncio.create_task(take(fleet, 2, version=2))
+    await asyncio.sleep(0.01)
+    assert reasons(fleet) == {DropReason.STALE: 4}
+    fleet.versions[0] = 2
+    await fleet.report(0)
+    await fleet.finish_all(0, admissible=0)
+    await fleet.score_all()
+    batch = await waiting
+    assert packed(batch) == sorted(trajectory.id for trajectory in batch.trajectories)
+    assert {trajectory.oldest_version for trajectory in batch.trajectories} == {2}
+
+
+async def test_a_reweighted_trajectory_takes_its_factor_to_the_learner():
+    fleet = make_fleet(groups=1, capacity=1, max_staleness=1, policies=(StalePolicy.REWEIGHT,))
+    await make_ready(fleet, [10])
+    batch = await take(fleet, 1, version=4)
+    assert [trajectory.weight for trajectory in batch.reweighted.values()] == [0.4, 0.4]
+    fleet.flow.consumption.commit(batch, 1)
+    assert [event.weight for event in fleet.log.events if isinstance(event, Consumed)] == [0.4, 0.4]
+
+
+async def test_look_ahead_takes_a_later_group_that_fits_and_passes_over_none_too_often():
+    fleet = make_fleet(groups=2, look_ahead=2, max_passes=1)
+    await make_ready(fleet, [30, 27, 27, 27, 27, 27])  # 66 tokens a group, then 60: two of 60 fill a microbatch
+    assert taken(await take(fleet, 2)) == ["g1", "g2"]
+    assert taken(await take(fleet, 2)) == ["g0", "g3"], "g0 was passed over once"
+
+
+async def test_look_ahead_passes_over_nothing_that_would_be_too_old_for_the_next_step():
+    fleet = make_fleet(groups=2, look_ahead=2, max_staleness=1, policies=(StalePolicy.DROP,))
+    await make_ready(fleet, [30, 27, 27, 27])
+    assert taken(await take(fleet, 2, version=1)) == ["g0", "g1"]
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["finish", "finish", "step", "fail", "die", "publish"]), st.integers(1, MAX_TOKENS)),
+    min_size=20,
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS, st.integers(0, 3), st.sampled_from([None, 1, 2]))
+def test_every_batch_is_packed_whole_and_nothing_is_lost_whatever_happens(actions, look_ahead, max_staleness):
+    asyncio.run(play(actions, look_ahead, max_staleness))
+
+
+async def play(actions, look_ahead, max_staleness):
+    """Responses of random lengths, some too long; batches that are consumed, fail or are undone; versions."""
+    fleet = make_fleet(groups=2, look_ahead=look_ahead, max_staleness=max_staleness, policies=(StalePolicy.DROP,))
+    consumption, step, version = fleet.flow.consumption, 0, 0
+    for action, number in actions:
+        fleet.versions[0] = version
+        await fleet.report(0)
+        if action == "finish":
+            for id in list(fleet.running[0])[: 2 + number % 3]:
+                await fleet.finish(0, id, tokens=number)
+            await fleet.score_all()
+        elif action in ("step", "fail") and len(consumption.buffer) >= 2:
+            waiting = asyncio.create_task(consumption.next_batch(groups=2, version=version))
+            await asyncio.wait([waiting], timeout=0)
+            if not waiting.done():  # what there was is too old
+                waiting.cancel()
+                continue
+            batch = waiting.result()
+            assert packed(batch) == sorted(trajectory.id for trajectory in batch.trajectories)
+            assert all(item.num_tokens <= MAX_TOKENS for item in batch.bins)
+            if action == "step":
+                step += 1
+                consumption.commit(batch, step)
+            else:
+                await consumption.put_back(batch)
+        elif action == "die":
+            await consumption.roll_back()
+        elif action == "publish":
+            version += 1
+        assert_law_one(fleet)
+
+
+async def lengths_through(fleet, *, steps, groups, ready, seed):
+    """Response lengths of each step and of all that was issued, when a token takes one unit of time.
+
+    Admission keeps a number of groups live, so short trajectories finish, and are replaced, first. The learner
+    takes `groups` whenever `ready` are there.
+    """
+    rng = np.random.default_rng(seed)
+    issued, consumed, running, now = [], [], [], 0.0
+    known = set()
+    while len(consumed) < steps:
+        await fleet.report(0)
+        for id in fleet.running[0].keys() - known:
+            known.add(id)
+            issued.append(int(np.clip(20 * np.exp(0.99 * rng.standard_normal()), 1, MAX_TOKENS - 3)))
+            heapq.heappush(running, (now + issued[-1], id, issued[-1]))
+        now, id, length = heapq.heappop(running)
+        await fleet.finish(0, id, tokens=length)
+        await fleet.score_all()
+        if len(fleet.flow.consumption.buffer) >= ready:
+            batch = await take(fleet, groups, version=len(consumed))
+            consumed.append(batch)
+            fleet.flow.consumption.commit(batch, len(consumed))
+            fleet.versions[0] = len(consumed)
+    return consumed, issued
+
+
+def response_lengths(batches):
+    return [len(trajectory.response_ids) for batch in batches for trajectory in batch.trajectories]
+
+
+def equally_distributed(some, all_of_them):
+    """Whether the quantiles agree within what sampling explains, at the 1 % level each."""
+    for q in (0.1, 0.5, 0.9, 0.97):
+        margin = 2.58 * np.sqrt(q * (1 - q) / len(some))
+        low, high = np.quantile(all_of_them, [max(0.0, q - margin), min(1.0, q + margin)])
+        if not low <= np.quantile(some, q) <= high:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("look_ahead", [0, 8])
+async def test_quantiles_of_consumed_lengths_equal_those_of_issued_ones(look_ahead):
+    fleet = make_fleet(groups=8, capacity=40, look_ahead=look_ahead)
+    consumed, issued = await lengths_through(fleet, steps=200, groups=8, ready=16, seed=3)
+    assert any(group.passes for batch in consumed for group in batch.groups) == (look_ahead > 0)
+    settled = response_lengths(consumed[10:])
+    assert equally_distributed(settled, issued)
+    assert not equally_distributed(response_lengths(consumed[:3]), issued), "at first short ones come alone"
+    assert not equally_distributed(sorted(settled)[: int(0.97 * len(settled))], issued), "the longest are missed"

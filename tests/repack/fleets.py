@@ -1,0 +1,28 @@
+"""Surveys of pretend replicas, for planners."""
+
+from laminar_py.repack.signals import EngineSpeed
+from laminar_py.types import Held, Survey
+
+SPEED = EngineSpeed(0.02, 0.0, 8e-8, 25_000.0, roofline_batch=48)
+KV, SLOTS, PROMPT = 120_000, 64, 400
+
+
+def make_survey(replica, lengths, *, waiting=0, continued=(), version=7, settled=True, kv=KV, slots=SLOTS):
+    """A replica that runs responses of these lengths; `waiting` have not begun, `continued` wait with theirs."""
+    running = tuple(Held(f"r{replica}.{i}", PROMPT + n, n) for i, n in enumerate(lengths))
+    moved = tuple(Held(f"c{replica}.{i}", PROMPT + n, n) for i, n in enumerate(continued))
+    fresh = tuple(Held(f"w{replica}.{i}", PROMPT, 0) for i in range(waiting))
+    used = sum(held.context for held in running)
+    return Survey(replica, version, slots, used, kv, running, moved + fresh, settled)
+
+
+def after(group, moves):
+    """(KV tokens, sequences) of each replica when all that runs and moves has arrived."""
+    out = {survey.replica: [survey.kv_used, len(survey.running)] for survey in group}
+    for move in moves:
+        if move.prefill:
+            out[move.source][0] -= move.prefill
+            out[move.source][1] -= 1
+            out[move.destination][0] += move.prefill
+            out[move.destination][1] += 1
+    return out

@@ -1,0 +1,298 @@
+"""A whole run in one process: real flow, ledger, replicas and migration; engines as the test has them.
+
+Only processes, sockets and the learner are missing; a replica is killed by ending its task. With emulated engines
+it runs in virtual time.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py.config import OnNewWeights, RepackPlanner, Schedule, WithoutSignal
+from laminar_py.control.book import FlowSettings
+from laminar_py.control.dispatcher import Dispatcher
+from laminar_py.control.flow import Flow
+from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.engines.emulated import EmulatedEngine
+from laminar_py.engines.emulated_profile import EngineTimes
+from laminar_py.engines.emulated_responses import Responses
+from laminar_py.events import Interrupted, PartDied, PartStarted, Repacked, RunStarted, Stepped, VersionPublished
+from laminar_py.interfaces import PulledVersion, VersionLostError
+from laminar_py.learner.advantage import group_advantages
+from laminar_py.repack.migration import Migration, MigrationSettings
+from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.replica import Replica
+from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.store.ledger import Ledger
+from laminar_py.types import Prompt, SamplingParams, Score
+
+TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)
+SPEED = EngineSpeed(0.02, 0.0, 8e-8, 25_000.0, roofline_batch=12)
+VOCAB, MAX_LEN, CAP, KV, SLOTS = 99, 1700, 1640, 12_000, 16
+LONG_TAIL = SamplingParams(CAP, stop_ids=(1,))
+GROUP, BATCH = 4, 24  # trajectories of a group, and of a replica under one version
+
+
+class LoopClock:
+    def now(self):
+        return asyncio.get_running_loop().time()
+
+
+class Weights:
+    """Versions that all replicas see at once; the last three stay."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self.newest = 0
+        self._changed = asyncio.Condition()
+
+    async def publish(self, version):
+        async with self._changed:
+            self.newest = version
+            self._changed.notify_all()
+
+    async def latest(self):
+        return self.newest
+
+    async def wait_newer(self, version):
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.newest > version)
+            return self.newest
+
+    async def pull(self, version=None):
+        version = self.newest if version is None else version
+        if version < self.newest - 2:
+            raise VersionLostError(f"version {version}")
+        return PulledVersion(version, str(self._folder), f"digest{version}")
+
+
+async def emulated():
+    """A started engine without weights."""
+    responses = Responses(VOCAB, max_len=MAX_LEN, median=150, sigma=0.99)
+    room = {"max_batch": SLOTS, "max_len": MAX_LEN, "kv_capacity": KV}
+    engine = EmulatedEngine(TIMES, responses, vocab=VOCAB, delta_interval_s=0.5, **room)
+    await engine.start()
+    return engine
+
+
+class House:
+    """`async with House(...) as house`, then `house.run_until(...)`; `house.kill(index)` at any time.
+
+    `folder` has the weights of every version, `open_engine()` gives a started engine.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        folder: Path,
+        *,
+        replicas=6,
+        seed=0,
+        planner=RepackPlanner.PREDICTIVE,
+        open_engine=emulated,
+        sampling=LONG_TAIL,
+        interval_s=2.0,
+        pace=1.0,
+    ):
+        self.random = random.Random(seed)
+        self.clock = LoopClock()
+        self.ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=self.clock)
+        self.weights = Weights(folder)
+        self.replicas: dict[int, Replica] = {}
+        self.kills = self.moved = 0
+        self.trajectories = {}  # that finished
+        self._moved_running = set()
+        self._open_engine = open_engine
+        self._pace = pace  # factor on how long everything but the engines takes
+        self._owner: dict[int, asyncio.Task] = {}
+        self._num_replicas = replicas
+        self._published = asyncio.Event()
+        step = replicas * BATCH // GROUP
+        self.flow = Flow(
+            settings=FlowSettings(
+                seed=seed,
+                group_size=GROUP,
+                sampling=sampling,
+                without_signal=WithoutSignal.TRAIN,
+                one_version=True,
+            ),
+            prompt_at=_prompt,
+            recorder=self,
+            submit_score=self._submit_score,
+            advantages=group_advantages,
+            dispatcher=Dispatcher(replicas),
+            admission=Admission(Schedule.ASYNC, step, 3 * step),
+            bound=StalenessBound(None),
+            clock=self.clock,
+        )
+        self._step_groups = step
+        self.migration = Migration(
+            MigrationSettings(planner, interval_s, 0.7, sampling.max_new_tokens),
+            flow=self.flow,
+            fleet=self,
+            published=self._next_version,
+            clock=self.clock,
+        )
+
+    # ---- the recorder of the flow
+
+    def append(self, event):
+        if isinstance(event, Repacked):
+            self.moved += event.num_running + event.num_waiting
+        elif isinstance(event, Interrupted) and event.reason == "repacked" and event.length:
+            self._moved_running.add(event.trajectory_id)
+        self.ledger.append(event)
+
+    def __getattr__(self, name):
+        return getattr(self.ledger, name)  # store_prompt, store_segment, ...
+
+    # ---- life
+
+    async def __aenter__(self):
+        await self.ledger.start()
+        self.append(RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", True, None))
+        self._publish_event(0, None)
+        self.flow.newest_version = 0
+        self.flow.admitting = self.flow.continuing = True
+        self._tasks = [asyncio.create_task(self._learn()), asyncio.create_task(self.migration.run(SPEED))]
+        for index in range(self._num_replicas):
+            self._owner[index] = asyncio.create_task(self._keep(index))
+        return self
+
+    async def __aexit__(self, *error):
+        for task in [*self._tasks, *self._owner.values()]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._owner.values(), return_exceptions=True)
+        await self.ledger.close()
+
+    async def run_until(self, condition, *, kill_every_s=None):
+        """Until then, with a random replica killed now and then."""
+        next_kill = self.clock.now() + (kill_every_s or 0)
+        while not condition():
+            for task in [*self._tasks, *self._owner.values()]:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.25 * self._pace)
+            if kill_every_s is not None and self.clock.now() > next_kill:
+                next_kill = self.clock.now() + self.random.expovariate(1 / kill_every_s)
+                self.kill(self.random.randrange(self._num_replicas))
+
+    async def quiet(self):
+        """Rounds end, and what was called off is told."""
+        self._tasks.pop(1).cancel()
+        await self.flow.moves.settled()
+        await asyncio.sleep(2.0 * self._pace)
+
+    @property
+    def finished_after_a_move(self):
+        """Trajectories that moved with tokens of theirs, and finished."""
+        return [self.trajectories[name] for name in sorted(self._moved_running & self.trajectories.keys())]
+
+    @property
+    def promises(self):
+        """Trajectories that replicas still expect."""
+        return sum(replica._expected for replica in self.replicas.values())
+
+    def kill(self, index):
+        """Its process is gone, with all that it had not reported."""
+        self.kills += 1
+        self.append(PartDied(f"replica-{index}", "killed"))
+        self.replicas.pop(index, None)
+        self._owner[index].cancel()
+        self._owner[index] = asyncio.create_task(self._keep(index, after_death=True))
+
+    async def _keep(self, index, *, after_death=False):
+        if after_death:
+            await self.flow.on_replica_lost(index)
+            self._hand_out()
+            await asyncio.sleep(self.random.uniform(0.5, 5.0))
+        engine = await self._open_engine()
+        replica = Replica(
+            index,
+            engine=engine,
+            weights=self.weights,
+            clock=self.clock,
+            on_new_weights=OnNewWeights.DRAIN,
+            batch=BATCH,
+            max_batch=SLOTS,
+            partial_interval_s=1.0,
+            initial=self.flow.adopt(index),
+        )
+        running = asyncio.create_task(replica.run())
+        self.replicas[index] = replica
+        self.append(PartStarted(f"replica-{index}", 7))
+        try:
+            while True:
+                report = await replica.collect(1.0)
+                await self.flow.on_report(report)
+                self._hand_out()
+        finally:
+            running.cancel()
+            await engine.close()
+
+    def _hand_out(self):
+        for index, assignments in self.flow.dispatch().items():
+            self.replicas[index].submit(assignments)
+        for index, count in self.flow.moves.take_called_off().items():
+            if index in self.replicas:
+                self.replicas[index].call_off(count)
+
+    # ---- `migration.Fleet`
+
+    async def survey(self, replica):
+        await self._delay()
+        return self.replicas[replica].survey() if replica in self.replicas else None
+
+    async def expect(self, replica, version, count):
+        await self._delay()
+        return replica in self.replicas and self.replicas[replica].expect(version, count)
+
+    def give_up(self, replica, trajectory_ids):
+        if replica in self.replicas:
+            self._tasks.append(asyncio.create_task(self._give_up(self.replicas[replica], trajectory_ids)))
+
+    async def _give_up(self, replica, trajectory_ids):
+        await self._delay()
+        await replica.give_up(trajectory_ids)
+
+    async def _delay(self):
+        await asyncio.sleep(self._pace * self.random.choice([0.0, 0.01, 0.3]))
+
+    # ---- reward and learner
+
+    def _submit_score(self, trajectory, prompt):
+        self.trajectories[trajectory.id] = trajectory
+        self.migration.finished(trajectory)
+        self._tasks.append(asyncio.create_task(self._score(trajectory.id)))
+        self._tasks[2:] = [task for task in self._tasks[2:] if not task.done() or task.exception()]
+
+    async def _score(self, trajectory_id):
+        await asyncio.sleep(0.05 * self._pace)
+        await self.flow.on_score(Score(trajectory_id, float(self.random.random() < 0.5)))
+
+    async def _learn(self):
+        step = 0
+        while True:
+            batch = await self.flow.consumption.next_batch(groups=self._step_groups, version=step)
+            await asyncio.sleep(self._pace)
+            step += 1
+            self.flow.consumption.commit(batch, step)
+            self.append(Stepped(step, 1, len(batch.trajectories), 1, 0.0, 0.0, 0.5, 1.0))
+            self._publish_event(step, step - 1)
+            self.flow.newest_version = step
+            await self.weights.publish(step)
+            self._published.set()
+
+    def _publish_event(self, version, parent):
+        self.append(VersionPublished(version, version, 1, parent, f"digest{version}", 10, 0.0))
+
+    async def _next_version(self):
+        self._published.clear()
+        await self._published.wait()
+
+
+def _prompt(index):
+    ids = np.random.default_rng(index).integers(10, 60, 40).astype(np.int32)
+    return Prompt(f"p{index}", index, f"prompt {index}", ids, "4")

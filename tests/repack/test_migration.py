@@ -1,0 +1,131 @@
+"""Migration over real replicas, a real flow and a real ledger: nothing is lost or doubled, versions stay whole."""
+
+import asyncio
+import itertools
+from collections import Counter
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from laminar_py.audit.queries import accounting
+from laminar_py.audit.verify import verify
+from laminar_py.config import RepackPlanner
+from laminar_py.engines.local import LocalEngine
+from laminar_py.engines.sglang import SGLangEngine
+from laminar_py.engines.sglang_stream import Served
+from laminar_py.store.database import reading
+from laminar_py.store.rows import decode_event
+from laminar_py.types import GenerateRequest, SamplingParams
+from tests.engines.engine_conformance import collect
+from tests.engines.sglang_rig import make_model, running_server
+from tests.learner.builders import make_model_folder
+from tests.repack.house import SLOTS, House
+from tests.virtual_time import virtually
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights")
+    save_file({"w": torch.zeros(4)}, path / "model.safetensors")
+    return path
+
+
+def campaign(run, folder, *, moves, seed=0, kill_every_s=None, **settings):
+    """A run until so many trajectories have moved; the house as it was left."""
+
+    async def play():
+        async with House(run, folder, seed=seed, **settings) as house:
+            await house.run_until(lambda: house.moved >= moves, kill_every_s=kill_every_s)
+            await house.quiet()
+            return house
+
+    return virtually(play())
+
+
+def interruptions(run):
+    with reading(run) as connection:
+        rows = connection.execute("SELECT body FROM event WHERE kind = 'interrupted'")
+        return [decode_event(body) for (body,) in rows]
+
+
+def reasons(run):
+    return Counter(event.reason for event in interruptions(run))
+
+
+@pytest.mark.parametrize("planner", [RepackPlanner.PAPER, RepackPlanner.PREDICTIVE])
+def test_nothing_is_lost_or_doubled(tmp_path, folder, planner):
+    house = campaign(tmp_path, folder, moves=100, planner=planner)
+    assert verify(tmp_path) == []
+    assert reasons(tmp_path)["repacked"] > 0.8 * house.moved
+    assert house.promises == 0, "no replica waits for what will not come"
+    account = accounting(tmp_path).train
+    assert sum(account.dropped.values()) == 0
+    assert account.issued == account.consumed + account.live
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_nor_when_replicas_die_at_any_moment_of_it(tmp_path, folder, seed):
+    slow = seed != 1
+    house = campaign(tmp_path, folder, moves=10_000 if slow else 1_000, seed=seed, kill_every_s=15.0)
+    assert house.kills > 3
+    assert verify(tmp_path) == []
+    account = accounting(tmp_path).train
+    assert set(account.dropped) <= {"version_lost"}
+    assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
+
+
+GREEDY = SamplingParams(300, temperature=0.0, stop_ids=tuple(range(2, 5)))  # some stop early, most loop to the cap
+
+
+async def greedy_run(run, folder, open_engine, *, replicas, count):
+    """Until so many have finished after a move; each is what one that never moved would be."""
+    async with House(
+        run, folder, replicas=replicas, open_engine=open_engine, sampling=GREEDY, interval_s=0.05, pace=0.1
+    ) as house:
+        async with asyncio.timeout(240):
+            await house.run_until(lambda: len(house.finished_after_a_move) >= count)
+    engine = await open_engine()
+    await engine.load_weights(folder, 10_000)
+    for trajectory in house.finished_after_a_move:
+        nothing = np.empty(0, np.int32)
+        request = GenerateRequest(trajectory.id, trajectory.id, trajectory.prompt_ids, nothing, GREEDY)
+        unmoved = (await collect(engine, request)).ids
+        assert trajectory.response_ids.tolist() == unmoved, trajectory.id
+    await engine.close()
+    assert verify(run) == []
+
+
+async def test_greedy_responses_of_the_embedded_engine_are_the_same_wherever_they_were_moved(tmp_path):
+    folder = make_model_folder(tmp_path / "model")
+
+    async def open_engine():
+        engine = LocalEngine(folder, max_batch=SLOTS, max_len=400, kv_capacity=SLOTS * 400, stream_interval=8)
+        await engine.start()
+        return engine
+
+    await greedy_run(tmp_path, folder, open_engine, replicas=3, count=10)
+
+
+@pytest.mark.sglang
+async def test_greedy_responses_of_sglang_are_the_same_wherever_they_were_moved(tmp_path):
+    folder = make_model(tmp_path / "model", seed=0)
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(running_server(folder, tmp_path, log=tmp_path / f"sglang-{index}.log"))
+            for index in range(2)
+        ]
+        turn = itertools.cycle(servers)
+
+        async def open_engine():
+            server = next(turn)
+            served = Served(320, 2040, None, ())
+            engine = SGLangEngine(
+                server.url, api_key=server.api_key, served=served, stall_timeout_s=60, watch_server=server.watch
+            )
+            await engine.start()
+            return engine
+
+        await greedy_run(tmp_path, folder, open_engine, replicas=2, count=5)

@@ -1,0 +1,160 @@
+"""Plans keep their bounds for any fleet, and are what the paper and the prediction say for small ones."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.repack.planner import PaperPlanner, PredictivePlanner
+from laminar_py.repack.signals import RampDown
+from laminar_py.types import Held, Survey
+from tests.repack.fleets import KV, PROMPT, SLOTS, SPEED, after, make_survey
+
+LENGTHS = st.lists(st.integers(1, 16_000), max_size=SLOTS)
+REPLICAS = st.lists(st.tuples(LENGTHS, st.integers(0, 30), st.booleans()), min_size=2, max_size=8)
+
+
+def long(held):
+    """Everything goes on for very long."""
+    return np.full(len(held), 8000.0)
+
+
+def paper(previous=()):
+    return PaperPlanner(RampDown(dict(previous), SPEED.roofline_batch))
+
+
+def predictive(to_come=long, max_stall_s=0.7):
+    return PredictivePlanner(SPEED, to_come, max_stall_s=max_stall_s)
+
+
+def make_fleet(shapes):
+    """Replicas that hold no more than their caches can."""
+    group = []
+    for index, (lengths, waiting, settled) in enumerate(shapes):
+        fitting = np.cumsum([PROMPT + n for n in lengths]) <= KV
+        group.append(
+            make_survey(index, [n for n, fits in zip(lengths, fitting, strict=True) if fits], waiting=waiting)
+            if settled
+            else make_survey(index, [], settled=False)
+        )
+    return group
+
+
+@settings(max_examples=150, deadline=None)
+@given(REPLICAS, st.sampled_from([paper(), predictive()]))
+def test_a_plan_moves_each_once_within_cache_and_slots(shapes, planner):
+    group = make_fleet(shapes)
+    moves = planner.plan(group)
+    held = {item.trajectory_id: s.replica for s in group for item in s.running + s.waiting}
+    assert len({move.trajectory_id for move in moves}) == len(moves)
+    for move in moves:
+        assert held[move.trajectory_id] == move.source != move.destination
+    for used, count in after(group, moves).values():
+        assert used <= KV
+        assert count <= SLOTS
+
+
+@settings(max_examples=150, deadline=None)
+@given(REPLICAS)
+def test_no_destination_stands_longer_than_the_stall_limit(shapes):
+    group = make_fleet(shapes)
+    prefill = Counter()
+    for move in predictive(max_stall_s=0.7).plan(group):
+        prefill[move.destination] += move.prefill
+    assert max(prefill.values(), default=0) <= 0.7 * SPEED.prefill_tokens_per_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(REPLICAS, st.sampled_from([paper(), predictive()]))
+def test_what_gives_with_a_cache_does_not_receive_and_the_unsettled_are_left_alone(shapes, planner):
+    group = make_fleet(shapes)
+    moves = planner.plan(group)
+    sources = {move.source for move in moves if move.prefill}
+    assert not sources & {move.destination for move in moves}
+    unsettled = {survey.replica for survey in group if not survey.settled}
+    assert not unsettled & ({move.source for move in moves} | {move.destination for move in moves})
+
+
+def test_the_paper_moves_the_emptiest_whole_to_the_fullest_that_has_room():
+    group = [
+        make_survey(0, [2000]),
+        make_survey(1, [9000] * 5),
+        make_survey(2, [9000] * 3),
+        make_survey(3, [9500] * 12),
+    ]
+    [move] = paper({2: 1}.items()).plan(group)
+    assert (move.source, move.destination, move.prefill) == (0, 1, 2400)
+
+
+def test_the_paper_leaves_a_replica_whose_cache_still_fills():
+    group = [make_survey(0, [2000]), make_survey(1, [9000] * 5)]
+    grows = {0: group[0].kv_used - 1, 1: group[1].kv_used + 1}
+    assert paper(grows.items()).plan(group) == []
+
+
+def test_the_paper_keeps_a_destination_below_the_roofline_batch():
+    assert paper().plan([make_survey(0, [1000] * 20), make_survey(1, [1000] * 29)]) == []
+    assert len(paper().plan([make_survey(0, [1000] * 20), make_survey(1, [1000] * 28)])) == 20
+
+
+def test_a_source_that_fits_no_single_destination_is_split():
+    group = [make_survey(0, [4000] * 4), make_survey(1, [11_600] * 9), make_survey(2, [11_600] * 9)]
+    assert paper().plan(group) == []
+    moves = predictive().plan(group)
+    assert Counter(move.destination for move in moves) == {1: 2, 2: 2}
+
+
+def test_a_source_that_all_together_have_no_room_for_stays():
+    group = [make_survey(0, [9000] * 4), make_survey(1, [11_600] * 9), make_survey(2, [11_600] * 9)]
+    assert predictive().plan(group) == []
+
+
+def test_a_source_about_to_end_by_itself_stays():
+    group = [make_survey(0, [9000] * 4), make_survey(1, [9000] * 6)]
+    assert predictive(lambda held: np.full(len(held), 10.0)).plan(group) == []
+    assert predictive().plan(group)
+
+
+def test_waiting_ones_go_where_there_is_room_from_the_longest_queue_and_without_prefill():
+    group = [
+        make_survey(0, [2000] * 40, waiting=50),
+        make_survey(1, [2000] * 45, waiting=4),
+        make_survey(2, [100]),
+    ]
+    moves = predictive(lambda held: np.full(len(held), 2000.0)).plan(group)
+    assert Counter((move.source, move.destination, move.prefill) for move in moves) == {
+        (0, 2, 0): 50,
+        (1, 2, 0): 4,
+    }
+
+
+def test_what_waits_with_a_cache_to_compute_anew_is_not_shared():
+    group = [make_survey(0, [11_600] * 9, continued=[5000]), make_survey(1, [100])]
+    assert predictive().plan(group) == []
+
+
+def test_a_destination_gets_what_exceeds_its_stall_limit_in_a_later_round():
+    group = [make_survey(0, [9000] * 3), make_survey(1, [9000] * 5)]
+    [move] = predictive(max_stall_s=0.7).plan(group)
+    assert (move.source, move.destination) == (0, 1)
+    assert len(predictive(max_stall_s=2.0).plan(group)) == 3
+
+
+@pytest.mark.parametrize("planner", [paper(), predictive()])
+def test_a_replica_without_work_or_alone_is_no_destination(planner):
+    empty = Survey(1, 7, SLOTS, 0, KV, ())
+    assert planner.plan([make_survey(0, [5000])]) == []
+    assert planner.plan([make_survey(0, [5000]), empty]) == []
+
+
+def test_the_forecast_is_asked_for_what_runs():
+    asked = []
+
+    def to_come(held):
+        asked.extend(held)
+        return long(held)
+
+    predictive(to_come).plan([make_survey(0, [7]), make_survey(1, [9000])])
+    assert set(asked) == {Held("r0.0", 407, 7), Held("r1.0", 9400, 9000)}

@@ -1,0 +1,85 @@
+"""The prediction is honest without data, right with it, and not misled by what has not ended yet."""
+
+import numpy as np
+import pytest
+
+from laminar_py.repack.signals import EngineSpeed, RampDown, RemainingTokens
+from tests.repack.fleets import SPEED, make_survey
+
+CAP = 16_384
+
+
+def drawn(count, *, seed=0):
+    lengths = 1500 * np.exp(0.99 * np.random.default_rng(seed).standard_normal(count))
+    return np.clip(lengths, 16, CAP).astype(int)
+
+
+def trained(lengths, *, running=()):
+    model = RemainingTokens(CAP)
+    model.WINDOW = 1.0
+    for length in lengths:
+        model.finished(int(length), capped=length >= CAP)
+    model.look(running)
+    return model
+
+
+def mean_beyond(lengths, at):
+    return float((lengths[lengths > at] - at).mean())
+
+
+def test_without_data_a_response_goes_on_for_about_as_long_as_it_has_been_going():
+    expected = RemainingTokens(CAP).expected(np.array([100.0, 1000.0]))
+    assert 50 < expected[0] < 700
+    assert 500 < expected[1] < 7000
+    assert expected[0] < expected[1]
+
+
+def test_nothing_is_expected_beyond_the_cap():
+    expected = RemainingTokens(CAP).expected(np.array([CAP - 10.0, CAP]))
+    assert 0 < expected[0] <= 10
+    assert expected[1] == 0
+
+
+@pytest.mark.parametrize("at", [0, 500, 2000, 6000])
+def test_with_data_it_is_the_mean_of_those_that_were_longer(at):
+    lengths = drawn(4000)
+    expected = trained(lengths).expected(np.array([float(at)]))[0]
+    assert expected == pytest.approx(mean_beyond(drawn(200_000, seed=1), at), rel=0.15)
+
+
+def test_responses_that_still_run_count_so_the_short_ones_do_not_make_all_look_short():
+    lengths = drawn(4000)
+    ended, running = lengths[lengths <= 1500], np.full((lengths > 1500).sum(), 1500)
+    truth = mean_beyond(lengths, 1000)
+    blind = trained(ended).expected(np.array([1000.0]))[0]
+    seeing = trained(ended, running=running).expected(np.array([1000.0]))[0]
+    assert blind < 0.6 * truth
+    assert abs(seeing - truth) < abs(blind - truth) / 2
+
+
+def test_finished_samples_of_the_prompt_are_averaged_in():
+    model = RemainingTokens(CAP)
+    assert model.of_group(1000, 800.0, []) == 800.0
+    assert model.of_group(1000, 800.0, [500, 900]) == 800.0, "shorter ones say nothing of what is to come"
+    assert model.of_group(1000, 800.0, [5000] * 4) == pytest.approx((800 + 4000) / 2)
+
+
+def test_a_policy_that_learns_to_be_short_is_followed():
+    model = RemainingTokens(CAP)
+    for length in [8000] * 500 + [200] * 5000:
+        model.finished(length, capped=False)
+    model.look(())
+    assert model.expected(np.array([0.0]))[0] < 400
+
+
+def test_ramp_down_is_seen_when_the_cache_has_emptied_and_nothing_waits():
+    sign = RampDown({0: 50_000}, roofline_batch=48)
+    assert sign.shows(make_survey(0, [4000] * 10))
+    assert not sign.shows(make_survey(0, [4000] * 12)), "its cache has grown"
+    assert not sign.shows(make_survey(0, [4000] * 10, waiting=1))
+    assert not sign.shows(make_survey(0, [100] * 48)), "a full batch"
+
+
+def test_a_decode_step_takes_what_it_reads():
+    assert SPEED.decode_s(sequences=48, kv_tokens=120_000) == pytest.approx(0.0296)
+    assert EngineSpeed(0.02, 0.001, 0.0, 1.0, 1).rate(sequences=20, kv_tokens=0) == pytest.approx(500)
