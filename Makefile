@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 SGLANG := .venv-sglang/installed
 
-.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test schedules vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test schedules repack vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -34,6 +34,9 @@ kill-test: $(INSTALLED)
 
 schedules: $(INSTALLED)
 	$(BIN)/python experiments/schedules/run.py $(ARGS)
+
+repack: $(INSTALLED)
+	$(BIN)/python experiments/repack/run.py $(ARGS)
 
 vs-trl: $(INSTALLED)
 	$(BIN)/python experiments/vs_trl/run.py $(ARGS)

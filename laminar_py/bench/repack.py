@@ -49,7 +49,7 @@ def plan_rows(*, repeats: int = 21) -> list[Row]:
     planner = PredictivePlanner(speed, to_come, max_stall_s=MAX_STALL_S)
     times, moves = [], 0
     for seed in range(repeats):
-        group = make_surveys(np.random.default_rng(seed), replicas=256, trajectories=8192)
+        group = make_surveys(replicas=256, trajectories=8192, seed=seed)
         remaining.look(held.length for survey in group for held in survey.running)
         began = time.perf_counter()
         moves = len(planner.plan(group))
@@ -57,8 +57,9 @@ def plan_rows(*, repeats: int = 21) -> list[Row]:
     return [Row("plan_256x8192_ms", 1e3 * median(times), "ms", f"{conditions}; {moves} moves in the last")]
 
 
-def make_surveys(rng: np.random.Generator, *, replicas: int, trajectories: int) -> list[Survey]:
+def make_surveys(*, replicas: int, trajectories: int, seed: int) -> list[Survey]:
     """A fleet whose replicas have about as many each, some few and some many."""
+    rng = np.random.default_rng(seed)
     counts = rng.multinomial(trajectories, rng.dirichlet(np.full(replicas, 3.0)))
     surveys = []
     for replica, count in enumerate(counts.tolist()):

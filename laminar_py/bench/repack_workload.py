@@ -80,7 +80,7 @@ def workload_rows(*, seeds: Sequence[int], tell: Callable[[str], None], window: 
                 figures = run_arm(name, seed=seed, folder=Path(folder), window=window)
                 kept.append(figures)
                 tell(f"seed {seed}, {name}: {figures}")
-    return _workload_rows(found, _conditions(seeds, window))
+    return table(found, _conditions(seeds, window))
 
 
 def run_arm(name: str, *, seed: int, folder: Path, window: Window, sigma: float = SIGMA) -> Figures:
@@ -138,7 +138,9 @@ def _conditions(seeds: Sequence[int], window: Window) -> str:
     )
 
 
-def _workload_rows(found: dict[str, list[Figures]], conditions: str) -> list[Row]:
+def table(found: dict[str, list[Figures]], conditions: str) -> list[Row]:
+    """The rows of all arms, each with one entry a seed."""
+
     def ratio(name: str, other: str) -> float:
         pairs = zip(found[name], found[other], strict=True)
         return median(one.tokens_per_s / two.tokens_per_s for one, two in pairs)

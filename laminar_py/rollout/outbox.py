@@ -23,7 +23,7 @@ class Outbox:
     loads: list[Load] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # trajectories whose version is nowhere any more
     urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to tell
-    awaited: asyncio.Event = field(default_factory=asyncio.Event)  # and the controller waits for it
+    _awaited: asyncio.Event = field(default_factory=asyncio.Event)  # and somebody stands still until it is told
     _last_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,9 +40,14 @@ class Outbox:
                 await self.urgent.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._last_s + REPORT_INTERVAL_S - self.clock.now()):
-                await self.awaited.wait()
+                await self._awaited.wait()
         self.urgent.clear()
-        self.awaited.clear()
+        self._awaited.clear()
+
+    def at_once(self) -> None:
+        """There is something to tell that somebody waits for."""
+        self.urgent.set()
+        self._awaited.set()
 
     def take(self, status: EngineStatus, *, admissible: int, received: int) -> ReplicaReport:
         """The report of everything so far."""

@@ -114,8 +114,15 @@ class Replica:
     # ---- repacking
 
     def survey(self) -> Survey:
-        """What it has at this moment."""
-        status, held = self._engine.status(), list(self._running.values())
+        """What it has at this moment; nothing, if its engine is lost, so that its last report comes first."""
+        nothing = Survey(self.index, self._version, self._max_batch, 0, 1, (), settled=False)
+        if self._engine_error is not None:
+            return nothing
+        try:
+            status, held = self._engine.status(), list(self._running.values())
+        except EngineLostError as error:
+            self._lose_engine(error)
+            return nothing
         training = [running for running in held if running.assignment.kind is Kind.TRAIN]
         return Survey(
             self.index,
@@ -154,8 +161,7 @@ class Replica:
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
         """`abort` for those that go on elsewhere: the report is awaited, so it goes out at once."""
         await self.abort(trajectory_ids)
-        self._out.urgent.set()
-        self._out.awaited.set()
+        self._out.at_once()
 
     @property
     def _keeps_version(self) -> bool:
@@ -225,12 +231,13 @@ class Replica:
     async def _refresh(self) -> None:
         if self._measuring:
             return
+        if not self._running and self._expected:
+            return  # it has promised to keep its version
         if self._pinned:
             if not self._running:
                 await self._load_pinned()
         elif not self._running:
-            if not self._expected:
-                await self._begin_round()
+            await self._begin_round()
         elif self._newest > self._version and self._may_swap:
             await self._swap_in_flight()
 
@@ -250,7 +257,7 @@ class Replica:
         # what came while the weights were loaded begins under them
         self._admitted = sum(_is_new(running.assignment) for running in self._running.values())
         self._open = not self._stopping
-        self._out.urgent.set()
+        self._out.at_once()
 
     async def _load_pinned(self) -> None:
         """Load the version that waiting trajectories must continue under; the round stays closed."""
