@@ -285,18 +285,19 @@ class RewardConfig(Section):
 
 class RepackConfig(Section):
     """Consolidation of trajectories in flight: a replica's last ones move to others of its weight version, so that
-    it takes new weights and prompts. Only under `rollout.on_new_weights=drain`."""
+    it takes new weights and prompts. Only under `rollout.on_new_weights=drain` and `schedule=async`."""
 
-    planner: RepackPlanner = RepackPlanner.PREDICTIVE
+    planner: RepackPlanner | None = None
     """`paper`: Best-Fit, a source goes whole to one destination. `predictive`: what waits is shared; a source is
     split over several destinations, by predicted remaining tokens and the cost of computing KV caches anew, and
-    only where that gains. `none`: nothing moves."""
+    only where that gains. `none`: nothing moves. Default: `predictive`, where anything can move."""
     interval_s: Seconds = 5.0
     """Seconds between two rounds; there is one after every publish too."""
     max_stall_s: Seconds = 0.7
     """Longest time that one round may cost a destination, for the prefill of what it receives."""
     roofline_batch: Count | None = None
-    """Decode batch below which a larger one costs an engine no time; default: measured before the run, cached."""
+    """Decode batch below which a larger one costs an engine no time: `paper` keeps destinations below it. Default:
+    measured, like all that planners know of an engine's speed, on an idle one before the first run, and cached."""
 
 
 class PackerConfig(Section):
@@ -562,6 +563,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_repack(self) -> Self:
+        asked = self.repack.planner not in (None, RepackPlanner.NONE)
+        if asked and not self.repacks:
+            raise ValueError(
+                f"repack.planner={self.repack.planner} moves nothing under schedule={self.schedule},"
+                f" rollout.on_new_weights={self.rollout.on_new_weights},"
+                f" rollout.replicas={self.rollout.replicas}; it needs async, drain and two replicas, or set it to"
+                " none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_emulation(self) -> Self:
         if self.emulation is None:
             return self
@@ -585,8 +598,11 @@ class RunConfig(Section):
 
     @property
     def repacks(self) -> bool:
-        """Whether trajectories in flight are consolidated."""
-        drains = self.rollout.on_new_weights is OnNewWeights.DRAIN
+        """Whether trajectories in flight are consolidated.
+
+        Only where a replica that becomes free gets prompts: under other schedules it waits for the whole batch.
+        """
+        drains = self.rollout.on_new_weights is OnNewWeights.DRAIN and self.schedule is Schedule.ASYNC
         return drains and self.rollout.replicas > 1 and self.repack.planner is not RepackPlanner.NONE
 
     @property

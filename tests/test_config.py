@@ -27,6 +27,7 @@ MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=http://a: these are SGLang"),
         ({"schedule": "later"}, "schedule='later'"),
+        ({"schedule": "sync", "repack": {"planner": "paper"}}, "repack.planner=paper moves nothing under"),
     ],
 )
 def test_a_fault_names_field_and_value_in_one_line(change, field):
@@ -45,6 +46,12 @@ def test_a_missing_field_is_named():
 def test_a_dumped_config_reads_back_the_same():
     config = load_config(REPO / "configs" / "quickstart.yaml", ["seed=3"])
     assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_a_config_under_which_nothing_moves_repacks_only_if_it_is_asked_to_and_then_it_is_refused():
+    assert parse_config(MINIMAL).repacks
+    assert not parse_config({**MINIMAL, "schedule": "one_step"}).repacks
+    assert not parse_config({**MINIMAL, "repack": {"planner": "none"}}).repacks
 
 
 def test_overrides_reach_nested_settings_and_read_scientific_notation(tmp_path):

@@ -1,7 +1,7 @@
 """No repacking, the paper's planner, ours, and replicas that are always full: 16 emulated replicas, real runtime.
 
-`python experiments/repack/run.py [--json] [--seeds N]` takes seven minutes a seed; the same rows are part of
-`laminar bench repack`.
+`python experiments/repack/run.py [--json] [--seeds N]` takes six to seven minutes a seed; the same rows are part
+of `laminar bench repack`.
 """
 
 import argparse

@@ -102,13 +102,14 @@ class Book:
         sampling = msgspec.structs.replace(self.settings.sampling, seed=trajectory_seed(self.settings.seed, id))
         return msgspec.structs.replace(sampling, temperature=0.0) if kind is Kind.EVAL else sampling
 
-    def finished_siblings(self, trajectory_id: str) -> list[int]:
-        """Response lengths of those samples of its prompt that have finished."""
-        lifecycle = self.live.get(trajectory_id)
-        group = None if lifecycle is None else self.groups.get(lifecycle.group_id)
-        if group is None:
-            return []
-        return [member.length for member in group.members.values() if member.finish_reason is not None]
+    def finished_by_group(self) -> dict[str, list[int]]:
+        """Response lengths of finished samples, for each sample that goes on beside some."""
+        out: dict[str, list[int]] = {}
+        for group in self.groups.values():
+            finished = [member.length for member in group.members.values() if member.finish_reason is not None]
+            if 0 < len(finished) < len(group.members):
+                out |= dict.fromkeys(group.members, finished)
+        return out
 
     def versions_alive(self) -> int:
         """Distinct weight versions among live training trajectories."""

@@ -5,6 +5,7 @@ only to a replica that serves it, or that is idle and can load it, since an engi
 group's new samples go to one replica, which prefills their prompt once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -76,10 +77,17 @@ class Dispatcher:
                 out.setdefault(view.version, []).append(view.index)
         return out
 
-    def for_pinned(self, version: int) -> ReplicaView | None:
-        """A replica that can continue work of `version`: one that serves it, else an idle one that is older."""
+    def for_pinned(
+        self, version: int, *, bound: Callable[[int], bool] = lambda replica: False
+    ) -> ReplicaView | None:
+        """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
+
+        `bound` ones do not leave the version that they serve.
+        """
         serving = [view for view in self.views.values() if view.version >= 0 and view.serving == version]
-        idle = [view for view in self.views.values() if view.idle and view.version < version]
+        idle = [
+            view for view in self.views.values() if view.idle and view.version < version and not bound(view.index)
+        ]
         return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
 
     def running(self, replica: int | None) -> ReplicaView | None:

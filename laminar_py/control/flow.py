@@ -17,7 +17,7 @@ from laminar_py.control.dispatcher import Dispatcher, ReplicaView
 from laminar_py.control.evaluation import Evaluation, Evaluations
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
-from laminar_py.control.moves import Moves, MoveUnderWay
+from laminar_py.control.moves import Moves, Round
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.events import Cut, VersionLoaded
 from laminar_py.interfaces import Clock
@@ -100,7 +100,7 @@ class Flow:
         self._orphans = []
         self._waiting.extend(self._evaluations.start(()))
         starting = max(1, self.dispatcher.num_starting())
-        versions = [version for version in self._waiting_versions() if self.dispatcher.for_pinned(version) is None]
+        versions = [version for version in self._waiting_versions() if self._for_pinned(version) is None]
         wanted = versions[::starting]
         for _ in range(len(self._waiting)):
             lifecycle = self._waiting.popleft()
@@ -120,7 +120,8 @@ class Flow:
         """Orphans go on at once, also where nothing more is admitted: they are the oldest there are."""
         orphans, self._orphans = self._orphans, []
         for lifecycle in orphans:
-            view, bound = None, self._pin(lifecycle) is not None or self.moves.get(lifecycle.id) is not None
+            view = None
+            bound = self._pin(lifecycle) is not None or self.moves.destination(lifecycle.id) is not None
             if lifecycle.kind is Kind.TRAIN and not bound and self._may_go(lifecycle):
                 oldest = self._admission.oldest(self.newest_version)
                 view = self._place_for(1) or self.dispatcher.least_loaded(at_least=oldest)
@@ -131,15 +132,15 @@ class Flow:
 
     def _dispatch_waiting(self, lifecycle: Lifecycle, out: dict[int, list[Assignment]]) -> None:
         if self._may_go(lifecycle):
-            pin, move = self._pin(lifecycle), self.moves.get(lifecycle.id)
+            pin, move = self._pin(lifecycle), self.moves.destination(lifecycle.id)
             view: ReplicaView | None
-            if move is not None and not self.dispatcher.serving(move.destination, move.version):
+            if move is not None and not self.dispatcher.serving(*move):
                 self.moves.ends(lifecycle.id)
                 move = None
             if move is not None:
-                view, pin = self.dispatcher.views[move.destination], move.version
+                view, pin = self.dispatcher.views[move[0]], move[1]
             elif pin is not None:
-                view = self.dispatcher.for_pinned(pin)
+                view = self._for_pinned(pin)
             elif lifecycle.kind is Kind.EVAL:
                 view = self.dispatcher.running(self._evaluations.replica_of(lifecycle))
             else:
@@ -151,6 +152,10 @@ class Flow:
                 self._lost.append(lifecycle)
                 return
         self._waiting.append(lifecycle)
+
+    def _for_pinned(self, version: int) -> ReplicaView | None:
+        """One that can take up work of `version`; one that is promised to another version stays with that."""
+        return self.dispatcher.for_pinned(version, bound=self.moves.expected)
 
     def _waiting_versions(self) -> list[int]:
         """Versions that waiting trajectories must run under, oldest first."""
@@ -185,35 +190,49 @@ class Flow:
     def _assign(
         self, lifecycle: Lifecycle, replica: int, pin: int | None, out: dict[int, list[Assignment]]
     ) -> None:
-        self.moves.ends(lifecycle.id, at=replica)
+        self.moves.arrives(lifecycle.id, replica, length=lifecycle.length, prefill=lifecycle.prefill)
         self.book.record(lifecycle.assign(replica))
         self.dispatcher.send(replica, lifecycle.id, pin=pin)
         out.setdefault(replica, []).append(lifecycle.assignment(pin))
 
-    def move(self, version: int, planned: Sequence[Move]) -> dict[int, list[str]]:
-        """Carry out what of a plan still holds; the trajectories that each source is to give up.
+    def move(self, version: int, planned: Sequence[Move]) -> Round:
+        """Carry out what of a plan still holds.
 
         The destinations have promised to keep `version` for all of it.
         """
-        asked: dict[int, list[str]] = {}
+        moving = Round(version, {})
         for move in planned:
             if self._may_move(move, version):
-                self.moves.begin(move.trajectory_id, MoveUnderWay(move.destination, version))
-                asked.setdefault(move.source, []).append(move.trajectory_id)
+                moving.open[move.trajectory_id] = move.destination
+                moving.asked.setdefault(move.source, []).append(move.trajectory_id)
             else:
-                self.moves.refuse(move.destination, 1)
-        return asked
+                self.moves.refuse(move.destination, move.trajectory_id)
+        self.moves.begin(moving)
+        return moving
 
     def _may_move(self, move: Move, version: int) -> bool:
         lifecycle = self.book.live.get(move.trajectory_id)
         return (
             lifecycle is not None
+            and self._may_go(lifecycle)
             and lifecycle.status is Status.RUNNING
             and lifecycle.replica == move.source
             and lifecycle.version in (None, version)
-            and self.moves.get(move.trajectory_id) is None
+            and self.moves.destination(move.trajectory_id) is None
             and self.dispatcher.serving(move.destination, version)
         )
+
+    @property
+    def hungry(self) -> bool:
+        """Whether a replica that becomes free would get new prompts."""
+        return (
+            self.admitting and self._admission.allowed(live=len(self.book.groups), generating=self._generating) > 0
+        )
+
+    def pause(self) -> None:
+        """Nothing of training is handed out any more, and nothing moves."""
+        self.admitting = self.continuing = False
+        self.moves.end_all()
 
     def _issue_group(self) -> list[Lifecycle]:
         prompt = self._prompt_at(self._next_prompt)
@@ -301,7 +320,7 @@ class Flow:
         """Its stream here is over: finished, or handed back."""
         self.dispatcher.returned(replica, lifecycle.id)
         if progress.finish_reason is FinishReason.ABORT:
-            moving = self.moves.get(lifecycle.id) is not None
+            moving = self.moves.destination(lifecycle.id) is not None
             self.book.record(lifecycle.interrupt("repacked" if moving else "returned"))
             self._waiting.append(lifecycle)
         else:

@@ -77,6 +77,11 @@ class Lifecycle:
         """The newest version in it, None before its first token."""
         return self.spans[-1].version if self.spans else None
 
+    @property
+    def prefill(self) -> int:
+        """Tokens that whoever takes it up computes anew; those that have not begun share their group's prompt."""
+        return len(self.prompt.ids) + self.length if self.length else 0
+
     def assignment(self, pin: int | None) -> Assignment:
         """What its replica is told; `pin` is the only version it may go on under, if any."""
         prefix = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)

@@ -3,56 +3,80 @@
 ASKED (its source is told to give it up) -> HANDED OVER (its last word is here, it waits for its destination) ->
 gone from here: the destination has it, or it ended at the source, was dropped, or goes elsewhere. The source owns
 it until its last word; the next assignment has a new epoch, so a late answer of the source counts for nothing.
-Invariant: a destination is told of each move that it expects and that will not come.
+Invariant: a destination gets each trajectory that it was promised, or is told that it will not come.
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
-class MoveUnderWay:
-    """Where one is to go, and the version that the destination promised to keep for it."""
+@dataclass(slots=True, eq=False)
+class Round:
+    """The moves of one plan, e.g. of `Round(7, {"g3.1": 2})`, which takes g3.1 to replica 2 under version 7."""
 
-    destination: int
     version: int
+    open: dict[str, int]  # trajectory -> destination, of those under way
+    asked: dict[int, list[str]] = field(default_factory=dict)  # by source
+    num_running: int = 0  # that have arrived with what they had
+    num_waiting: int = 0  # that have arrived and had not begun
+    prefill: Counter[int] = field(default_factory=Counter)  # tokens that each destination computes for them
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # none is under way any more
 
 
 class Moves:
     """All moves that are under way."""
 
     def __init__(self) -> None:
-        self._under_way: dict[str, MoveUnderWay] = {}
-        self._called_off: dict[int, int] = {}
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._rounds: dict[str, Round] = {}  # of each trajectory that is under way
+        self._called_off: dict[int, list[str]] = {}
 
-    def begin(self, trajectory_id: str, move: MoveUnderWay) -> None:
-        """Its source is asked to give it up."""
-        self._under_way[trajectory_id] = move
-        self._settled.clear()
+    def begin(self, moving: Round) -> None:
+        """The sources are asked to give these up."""
+        for trajectory_id in moving.open:
+            self._rounds[trajectory_id] = moving
+        if not moving.open:
+            moving.settled.set()
 
-    def get(self, trajectory_id: str) -> MoveUnderWay | None:
-        """Where it is to go, if it is to go anywhere."""
-        return self._under_way.get(trajectory_id)
+    def destination(self, trajectory_id: str) -> tuple[int, int] | None:
+        """Replica and version that it is to go to, if it is to go anywhere."""
+        moving = self._rounds.get(trajectory_id)
+        return None if moving is None else (moving.open[trajectory_id], moving.version)
+
+    def expected(self, replica: int) -> bool:
+        """Whether anything is on its way there."""
+        return any(moving.open[name] == replica for name, moving in self._rounds.items())
+
+    def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
+        """It is handed to this replica with `length` tokens of response, where it costs `prefill`."""
+        moving = self._rounds.get(trajectory_id)
+        if moving is not None and moving.open[trajectory_id] == replica:
+            moving.num_running += length > 0
+            moving.num_waiting += length == 0
+            moving.prefill[replica] += prefill
+        self.ends(trajectory_id, at=replica)
 
     def ends(self, trajectory_id: str, *, at: int | None = None) -> None:
         """It goes to replica `at`, or nowhere any more; a destination that does not get it is told."""
-        move = self._under_way.pop(trajectory_id, None)
-        if move is not None and move.destination != at:
-            self.refuse(move.destination, 1)
-        if not self._under_way:
-            self._settled.set()
+        moving = self._rounds.pop(trajectory_id, None)
+        if moving is None:
+            return
+        destination = moving.open.pop(trajectory_id)
+        if destination != at:
+            self.refuse(destination, trajectory_id)
+        if not moving.open:
+            moving.settled.set()
 
-    def refuse(self, destination: int, count: int) -> None:
-        """So many of those that a destination expects never set out."""
-        self._called_off[destination] = self._called_off.get(destination, 0) + count
+    def end_all(self) -> None:
+        """None goes anywhere any more."""
+        for trajectory_id in list(self._rounds):
+            self.ends(trajectory_id)
 
-    def take_called_off(self) -> dict[int, int]:
-        """How many each destination need not expect any more; told once."""
+    def refuse(self, destination: int, trajectory_id: str) -> None:
+        """One that a destination was promised never set out."""
+        self._called_off.setdefault(destination, []).append(trajectory_id)
+
+    def take_called_off(self) -> dict[int, list[str]]:
+        """What each destination need not expect any more; told once."""
         called_off, self._called_off = self._called_off, {}
         return called_off
-
-    async def settled(self) -> None:
-        """Until none is under way."""
-        await self._settled.wait()

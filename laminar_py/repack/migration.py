@@ -8,20 +8,17 @@ happens to a replica in between, `control.flow` knows where each trajectory is, 
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
 
 from laminar_py.config import RepackPlanner
 from laminar_py.control.flow import Flow
 from laminar_py.events import Repacked
 from laminar_py.interfaces import Clock
 from laminar_py.repack.planner import Move, PaperPlanner, Planner, PredictivePlanner
-from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown, RemainingTokens
-from laminar_py.types import FinishReason, Held, Survey, Trajectory
+from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
+from laminar_py.types import FinishReason, Survey, Trajectory
 
 
 class Fleet(Protocol):
@@ -31,8 +28,8 @@ class Fleet(Protocol):
         """What it has at this moment; None if it is dying."""
         ...
 
-    async def expect(self, replica: int, version: int, count: int) -> bool:
-        """Whether it promises to keep `version` until so many trajectories have come."""
+    async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
+        """Whether it promises to keep `version` until these have come."""
         ...
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
@@ -51,7 +48,7 @@ class MigrationSettings:
 
 
 class Migration:
-    """Rounds every `interval_s`, and whenever `published` returns: there is a new version."""
+    """Rounds every `interval_s`, and whenever `published(version)` returns a newer one."""
 
     def __init__(
         self,
@@ -59,7 +56,7 @@ class Migration:
         *,
         flow: Flow,
         fleet: Fleet,
-        published: Callable[[], Awaitable[None]],
+        published: Callable[[int], Awaitable[int]],
         clock: Clock,
     ) -> None:
         self._settings = settings
@@ -68,7 +65,8 @@ class Migration:
         self._clock = clock
         self._published = published
         self._remaining = RemainingTokens(settings.max_tokens)
-        self._previous: dict[int, int] = {}  # KV tokens of each replica at the last round
+        self._newest = -1  # version on record when the last round began
+        self._previous: dict[int, int] = {}  # KV tokens of each replica when it was last looked at
 
     def finished(self, trajectory: Trajectory) -> None:
         """A response ended."""
@@ -80,61 +78,53 @@ class Migration:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.interval_s):
-                    await self._published()
+                    self._newest = await self._published(self._newest)
             await self._round(speed)
 
     async def _round(self, speed: EngineSpeed) -> None:
         groups = [group for group in self._flow.dispatcher.by_version().values() if len(group) > 1]
-        surveys = await asyncio.gather(*(self._fleet.survey(replica) for group in groups for replica in group))
+        asked = await asyncio.gather(*(self._fleet.survey(replica) for group in groups for replica in group))
+        surveys = [survey for survey in asked if survey is not None]
         by_version: dict[int, list[Survey]] = {}
         for survey in surveys:
-            if survey is not None:
-                by_version.setdefault(survey.version, []).append(survey)
-        self._remaining.look(held.length for survey in surveys if survey for held in survey.running)
-        planner = self._planner(speed)
+            by_version.setdefault(survey.version, []).append(survey)
+        planner = self._planner(speed, surveys)
         await asyncio.gather(*(self._carry_out(version, planner.plan(g)) for version, g in by_version.items()))
-        self._previous = {survey.replica: survey.kv_used for survey in surveys if survey}
+        self._previous |= {survey.replica: survey.kv_used for survey in surveys}
 
-    def _planner(self, speed: EngineSpeed) -> Planner:
+    def _planner(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> Planner:
         if self._settings.planner is RepackPlanner.PAPER:
             return PaperPlanner(RampDown(self._previous, speed.roofline_batch))
-        return PredictivePlanner(speed, self._to_come, max_stall_s=self._settings.max_stall_s)
-
-    def _to_come(self, held: Sequence[Held]) -> Numbers:
-        """[n] expected tokens of these, from the lengths of this run and of each one's group."""
-        expected = self._remaining.expected(np.array([item.length for item in held], np.float64))
-        for place, item in enumerate(held):
-            siblings = self._flow.book.finished_siblings(item.trajectory_id)
-            if siblings:
-                expected[place] = self._remaining.of_group(item.length, float(expected[place]), siblings)
-        return expected
+        self._remaining.look([held.length for survey in surveys for held in survey.running])
+        forecast = GroupForecast(self._remaining, self._flow.book.finished_by_group())
+        return PredictivePlanner(
+            speed, forecast, max_stall_s=self._settings.max_stall_s, empties=self._flow.hungry
+        )
 
     async def _carry_out(self, version: int, planned: Sequence[Move]) -> None:
         if not planned:
             return
         began = self._clock.now()
-        coming = Counter(move.destination for move in planned)
+        coming: dict[int, list[str]] = {}
+        for move in planned:
+            coming.setdefault(move.destination, []).append(move.trajectory_id)
         promises = await asyncio.gather(
-            *(self._fleet.expect(replica, version, count) for replica, count in coming.items())
+            *(self._fleet.expect(replica, version, names) for replica, names in coming.items())
         )
         willing = {replica for replica, promised in zip(coming, promises, strict=True) if promised}
-        moves = [move for move in planned if move.destination in willing]
-        asked = self._flow.move(version, moves)
-        for source, trajectory_ids in asked.items():
+        moving = self._flow.move(version, [move for move in planned if move.destination in willing])
+        for source, trajectory_ids in moving.asked.items():
             self._fleet.give_up(source, trajectory_ids)
-        await self._flow.moves.settled()
-        gone = {trajectory_id for trajectory_ids in asked.values() for trajectory_id in trajectory_ids}
-        moves = [move for move in moves if move.trajectory_id in gone]
-        begun = [move for move in moves if move.prefill]
-        prefill = Counter[int]()
-        for move in begun:
-            prefill[move.destination] += move.prefill
-        event = Repacked(
-            version,
-            len(begun),
-            len(moves) - len(begun),
-            tuple(sorted(asked)),
-            max(prefill.values(), default=0),
-            self._clock.now() - began,
-        )
-        self._flow.book.record(event)
+        with contextlib.suppress(TimeoutError):  # what a slow source still holds does not hold up the next round
+            async with asyncio.timeout(self._settings.interval_s):
+                await moving.settled.wait()
+        if moving.num_running + moving.num_waiting:
+            event = Repacked(
+                version,
+                moving.num_running,
+                moving.num_waiting,
+                tuple(sorted(moving.asked)),
+                max(moving.prefill.values(), default=0),
+                self._clock.now() - began,
+            )
+            self._flow.book.record(event)

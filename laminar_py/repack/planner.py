@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown
 from laminar_py.types import Held, Survey
+
+GROWTH = 64  # tokens that a response may add between the survey and its hand-over
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +83,19 @@ class PredictivePlanner:
        no KV cache to lose.
     2. Where nothing waits any more, sources, the emptiest first, are emptied into the fullest destinations that
        have room, over several rounds if the stall limit says so, if that gains more time than it costs: a source
-       is freed for as long as its longest response is expected to go on, and prefill occupies the destinations.
+       is freed for as long as its longest response is expected to go on; destinations stand still for prefill
+       and are slower afterwards. Not where a freed replica would get nothing (`empties` is False).
 
     `to_come(held [n]) -> [n]` predicts the tokens of their responses that are still to come.
     """
 
-    def __init__(self, speed: EngineSpeed, to_come: "Forecast", *, max_stall_s: float) -> None:
+    def __init__(
+        self, speed: EngineSpeed, to_come: "Forecast", *, max_stall_s: float, empties: bool = True
+    ) -> None:
         self._speed = speed
         self._to_come = to_come
         self._stall_tokens = int(max_stall_s * speed.prefill_tokens_per_s)
+        self._empties = empties
 
     def plan(self, group: Sequence[Survey]) -> list[Move]:
         """See `Planner.plan`."""
@@ -96,12 +103,13 @@ class PredictivePlanner:
         donors = {survey.replica: _fresh(survey) for survey in settled if survey.waiting}
         takers = [survey for survey in settled if survey.running and not survey.waiting]
         shared, filled = self._share(donors, takers)
-        return shared + self._consolidate([survey for survey in takers if survey.replica not in filled])
+        tail = [survey for survey in takers if survey.replica not in filled]
+        return shared + (self._consolidate(tail) if self._empties else [])
 
     # ---- what waits
 
     def _share(self, donors: dict[int, list[Held]], takers: Sequence[Survey]) -> tuple[list[Move], set[int]]:
-        """Waiting trajectories to those that have room, half of the longest queue at most; who got any."""
+        """Waiting trajectories, from the longest queue first, to those that have room; and who got any."""
         moves: list[Move] = []
         filled: set[int] = set()
         growth = 0.0
@@ -142,28 +150,35 @@ class PredictivePlanner:
                 rooms.come_back(source.replica)
                 continue
             for held in sorted(source.running, key=lambda held: -held.context):
-                destination = rooms.place(held.context)
+                destination = rooms.place(held.context + GROWTH)
                 if destination is not None:
                     moves.append(_move(held, source, destination))
         return moves
 
     def _gains(self, tail: Sequence[Survey]) -> list[float]:
-        """Seconds of a full replica that emptying each would gain, less the prefill that it costs."""
+        """Seconds of a full replica that emptying each would gain.
+
+        Alone it would stand there until its longest response ends. Elsewhere its tokens take the time that a full
+        replica takes for as many, the prefill, and what they slow down the others in their batches by.
+        """
         counts = np.array([len(survey.running) for survey in tail])
         running = [held for survey in tail for held in survey.running]
         contexts = np.array([held.context for held in running], np.float64)
+        to_come = self._to_come(running)
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        longest = np.maximum.reduceat(self._to_come(running), starts)
-        prefill_s = self._speed.prefill_s(1) * np.add.reduceat(contexts, starts)
-        mean_context = float(contexts.mean())
-        gains: list[float] = []
-        for survey, tokens, cost_s in zip(tail, longest.tolist(), prefill_s.tolist(), strict=True):
-            full = max(1, min(survey.slots, int(survey.kv_capacity / mean_context)))
-            best = self._speed.rate(sequences=full, kv_tokens=full * mean_context)
-            now = self._speed.rate(sequences=len(survey.running), kv_tokens=survey.kv_used)
-            alone_s = tokens * self._speed.decode_s(sequences=len(survey.running), kv_tokens=survey.kv_used)
-            # its batch shrinks until the last one ends, so its rate is half of today's over that time
-            gains.append(alone_s * (1 - now / (2 * best)) - cost_s)
+        speed, mean_context = self._speed, float(contexts.mean())
+        full = max(1, min(tail[0].slots, int(tail[0].kv_capacity / mean_context)))
+        best = speed.rate(sequences=full, kv_tokens=full * mean_context)
+        slower_s = speed.step_s_per_sequence + speed.step_s_per_token * contexts
+        costs_s = np.add.reduceat(to_come * (1 / best + slower_s) + speed.prefill_s(1) * contexts, starts)
+        # n with equal hazards end one after another: the k-th last one after mean / k steps of k
+        steps_s = (
+            speed.step_s * _harmonic(counts)
+            + speed.step_s_per_sequence * counts
+            + speed.step_s_per_token * np.add.reduceat(contexts, starts)
+        )
+        alone_s = np.add.reduceat(to_come, starts) / counts * steps_s
+        gains: list[float] = (alone_s - costs_s).tolist()
         return gains
 
 
@@ -206,34 +221,47 @@ class _Rooms:
         self._add(self._entry[replica])
 
     def hold(self, source: Survey) -> bool:
-        """Whether the others together have room for all of it, in this round or later ones."""
-        return source.kv_used <= self._free_kv and len(source.running) <= self._free_slots
+        """Whether the others together have room for all of it, in this round or later ones.
+
+        One that no destination can ever take would stay behind, alone.
+        """
+        longest = max(held.context for held in source.running) + GROWTH
+        widest = max((entry[1] for entry in self._entries), default=0)
+        fits = longest <= min(self._stall_tokens, widest)
+        return fits and source.kv_used <= self._free_kv and len(source.running) <= self._free_slots
 
     def place(self, context: int) -> int | None:
         """The destination with the least room that suffices, None if there is none in this round."""
         place = bisect_left(self._entries, (context,))
-        while place < len(self._entries):
-            entry = self._entries[place]
-            replica = entry[2]
-            if self._slots[replica] > 0:
-                self._remove(entry)
-                self._slots[replica] -= 1
-                self._add((entry[0] - context, entry[1] - context, replica))
-                self._received.add(replica)
-                return replica
-            place += 1
-        return None
+        if place == len(self._entries):
+            return None
+        entry = self._entries[place]
+        replica = entry[2]
+        self._remove(entry)
+        self._slots[replica] -= 1
+        self._add((entry[0] - context, entry[1] - context, replica))
+        self._received.add(replica)
+        return replica
 
     def _add(self, entry: tuple[int, int, int]) -> None:
+        """One that has neither a slot nor a token free is no destination."""
         self._entry[entry[2]] = entry
-        self._free_kv += max(0, entry[1])
-        self._free_slots += max(0, self._slots[entry[2]])
-        insort(self._entries, entry)
+        if self._slots[entry[2]] > 0 and entry[1] > 0:
+            self._free_kv += entry[1]
+            self._free_slots += self._slots[entry[2]]
+            insort(self._entries, entry)
 
     def _remove(self, entry: tuple[int, int, int]) -> None:
-        self._free_kv -= max(0, entry[1])
-        self._free_slots -= max(0, self._slots[entry[2]])
-        del self._entries[bisect_left(self._entries, entry)]
+        if self._slots[entry[2]] > 0 and entry[1] > 0:
+            self._free_kv -= entry[1]
+            self._free_slots -= self._slots[entry[2]]
+            del self._entries[bisect_left(self._entries, entry)]
+
+
+def _harmonic(counts: npt.NDArray[np.int64]) -> Numbers:
+    """[n] 1 + 1/2 + ... + 1/count."""
+    out: Numbers = np.cumsum(1 / np.arange(1, counts.max() + 1))[counts - 1]
+    return out
 
 
 def _fresh(survey: Survey) -> list[Held]:

@@ -3,14 +3,14 @@
 Pure; fed by `repack.migration` with what replicas say of themselves and by the flow with finished lengths.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.types import Survey
+from laminar_py.types import Held, Survey
 
 Numbers = npt.NDArray[np.float64]
 
@@ -49,8 +49,8 @@ class RampDown:
     roofline_batch: int
 
     def shows(self, survey: Survey) -> bool:
-        """`C_used < min(C_max, C_prev)` and `N < B` (Laminar, section on dynamic repack)."""
-        limit = min(survey.kv_capacity, self.previous.get(survey.replica, survey.kv_capacity))
+        """`C_used < min(C_max, C_prev)` and `N < B` (Laminar, its dynamic repack); never at the first look."""
+        limit = min(survey.kv_capacity, self.previous.get(survey.replica, 0))
         return not survey.waiting and survey.kv_used < limit and len(survey.running) < self.roofline_batch
 
 
@@ -59,19 +59,18 @@ class RemainingTokens:
 
     Hazard of a bin: responses that ended in it over tokens generated in it, those of running responses included,
     so that the short ones, which end first, do not make all look short. Before there is data the prior says that
-    a response goes on for as long as it has been going; it counts as one response in each bin. Finished samples
-    of the same prompt are averaged in, `SIBLING_PRIOR` of the run's expectation against one of each.
+    a response goes on for as long as it has been going; it counts as one response in each bin. What was seen fades
+    with each finished response, since the policy changes as it learns.
     """
 
     BINS = 48
     FIRST_EDGE = 16
-    SIBLING_PRIOR = 4.0
-    WINDOW = 0.999  # what was seen fades with each finished response: the policy changes as it learns
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, keep: float = 0.999) -> None:
         first = min(self.FIRST_EDGE, max_tokens)
         self._edges = np.unique(np.concatenate([[0.0], np.geomspace(first, max_tokens, self.BINS)]))
         self._widths = np.diff(self._edges)
+        self._keep = keep
         middle = (self._edges[:-1] + self._edges[1:]) / 2
         self._prior_ends, self._prior_tokens = np.ones(len(middle)), middle
         self._ends = np.zeros(len(middle))
@@ -80,19 +79,23 @@ class RemainingTokens:
         self._hazard = np.zeros(len(middle))
         self.look(())
 
+    @property
+    def of_new(self) -> float:
+        """Expected tokens of a response that begins."""
+        return float(self._at_edge[0])
+
     def finished(self, length: int, *, capped: bool) -> None:
         """A response ended, by itself or at the cap on tokens."""
-        self._ends *= self.WINDOW
-        self._tokens *= self.WINDOW
-        self._tokens += self._exposure(np.array([length]))
+        self._ends *= self._keep
+        self._tokens *= self._keep
+        self._tokens += np.clip(length - self._edges[:-1], 0.0, self._widths)
         if not capped:
             place = int(np.searchsorted(self._edges, length, side="left")) - 1
             self._ends[min(max(place, 0), len(self._ends) - 1)] += 1.0
 
-    def look(self, running: Iterable[int]) -> None:
+    def look(self, running: Sequence[int]) -> None:
         """Take the lengths of all running responses into account, until the next look."""
-        lengths = np.fromiter(running, np.float64)
-        tokens = self._prior_tokens + self._tokens + self._exposure(lengths)
+        tokens = self._prior_tokens + self._tokens + self._generated(np.sort(np.array(running, np.float64)))
         self._hazard = (self._prior_ends + self._ends) / tokens
         survives = np.exp(-self._hazard * self._widths)
         self._at_edge[-1] = 0.0
@@ -101,20 +104,42 @@ class RemainingTokens:
             self._at_edge[place] = inside + survives[place] * self._at_edge[place + 1]
 
     def expected(self, lengths: Numbers) -> Numbers:
-        """[n] tokens to come of responses that are [n] tokens long, without knowing their prompts."""
+        """[n] tokens to come of responses that are [n] tokens long."""
         place = np.clip(np.searchsorted(self._edges, lengths, side="right") - 1, 0, len(self._widths) - 1)
         left = np.maximum(self._edges[place + 1] - lengths, 0.0)
         survives = np.exp(-self._hazard[place] * left)
         out: Numbers = (1 - survives) / self._hazard[place] + survives * self._at_edge[place + 1]
         return out
 
-    def of_group(self, length: int, expected: float, siblings: Sequence[int]) -> float:
-        """That expectation with the finished samples of its prompt averaged in, as far as they were longer."""
-        longer = [sibling - length for sibling in siblings if sibling > length]
-        return (self.SIBLING_PRIOR * expected + sum(longer)) / (self.SIBLING_PRIOR + len(longer))
-
-    def _exposure(self, lengths: Numbers) -> Numbers:
+    def _generated(self, ascending: Numbers) -> Numbers:
         """[bins] tokens that responses of these lengths have in each bin."""
-        inside = np.clip(lengths[:, None] - self._edges[:-1], 0.0, self._widths)
-        out: Numbers = inside.sum(axis=0)
+        below = np.searchsorted(ascending, self._edges, side="right")
+        sums = np.concatenate([[0.0], np.cumsum(ascending)])
+        up_to = sums[below] + self._edges * (len(ascending) - below)  # [bins + 1] tokens before each edge
+        out: Numbers = np.diff(up_to)
         return out
+
+
+class GroupForecast:
+    """`RemainingTokens` with what the finished samples of each one's prompt say.
+
+    A group whose finished samples are twice as long as the run's average is expected to be longer altogether; the
+    run's average counts as `PRIOR` samples against them.
+    """
+
+    PRIOR = 4.0
+
+    def __init__(self, remaining: RemainingTokens, finished: Mapping[str, Sequence[int]]) -> None:
+        self._remaining = remaining
+        self._finished = finished  # by trajectory: lengths of its finished siblings
+
+    def __call__(self, held: Sequence[Held], /) -> Numbers:
+        """[n] tokens to come of their responses."""
+        expected = self._remaining.expected(np.array([item.length for item in held], np.float64))
+        average = self._remaining.of_new
+        for place, item in enumerate(held):
+            siblings = self._finished.get(item.trajectory_id)
+            if siblings:
+                prior = self.PRIOR * average
+                expected[place] *= (prior + sum(siblings)) / (prior + len(siblings) * average)
+        return expected

@@ -80,7 +80,7 @@ class Replica:
         self._admitted = 0  # training trajectories admitted under the version in use
         self._received = 0  # of new ones
         self._measuring = False
-        self._expected = 0  # trajectories that are on their way here from other replicas, under this version
+        self._expected: set[str] = set()  # on their way here from other replicas, under the version in use
         self._open = False  # may begin new trajectories under the version in use
         self._stopping = False
         self._serving = asyncio.Event()  # cleared while weights are loaded
@@ -91,7 +91,7 @@ class Replica:
     def submit(self, assignments: Sequence[Assignment]) -> None:
         """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
         self._received += sum(assignment.version is None for assignment in assignments)
-        self._called_off(sum(assignment.version is not None for assignment in assignments))
+        self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
         for assignment in assignments:
             if self._stopping and assignment.kind is Kind.TRAIN:
                 self._return(assignment)
@@ -113,16 +113,18 @@ class Replica:
 
     # ---- repacking
 
-    def survey(self) -> Survey:
+    async def survey(self) -> Survey:
         """What it has at this moment; nothing, if its engine is lost, so that its last report comes first."""
         nothing = Survey(self.index, self._version, self._max_batch, 0, 1, (), settled=False)
         if self._engine_error is not None:
             return nothing
         try:
-            status, held = self._engine.status(), list(self._running.values())
+            status = self._engine.status()
         except EngineLostError as error:
             self._lose_engine(error)
             return nothing
+        await asyncio.sleep(0)  # what the engine has just delivered is taken first
+        held = list(self._running.values())
         training = [running for running in held if running.assignment.kind is Kind.TRAIN]
         return Survey(
             self.index,
@@ -135,32 +137,45 @@ class Replica:
             settled=len(training) == len(held) and not self._pinned and self._keeps_version,
         )
 
-    async def measure_speed(self, *, vocab: int, max_len: int) -> EngineSpeed:
-        """Of its engine, once that has weights; new ones wait meanwhile."""
+    async def measure_speed(self, *, vocab: int, max_len: int) -> tuple[EngineSpeed, bool]:
+        """Of its engine, once that has weights; and whether it had nothing else to do. New ones wait meanwhile."""
         await self._serving.wait()
         self._measuring = True
         try:
             bounds = EngineBounds(vocab, self._max_batch, max_len, self._engine.status().kv_capacity)
-            return await measure_speed(self._engine, bounds, self._clock)
+            idle = not self._running
+            return await measure_speed(self._engine, bounds, self._clock), idle
         finally:
             self._measuring = False
             self._weights_wanted.set()
 
-    def expect(self, version: int, count: int) -> bool:
-        """Whether it promises to keep `version` until so many trajectories have come or are called off."""
+    def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
+        """Whether it promises to keep `version` until all of these have come or are called off."""
         if version != self._version or not self._keeps_version:
             return False
-        self._expected += count
+        self._expected.update(trajectory_ids)
         return True
 
-    def call_off(self, count: int) -> None:
-        """So many of those that it expects will not come."""
-        self._called_off(count)
+    def call_off(self, trajectory_ids: Sequence[str]) -> None:
+        """These will not come."""
+        self._expected.difference_update(trajectory_ids)
         self._weights_wanted.set()
 
+    @property
+    def expected(self) -> frozenset[str]:
+        """Trajectories that it keeps its version for."""
+        return frozenset(self._expected)
+
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
-        """`abort` for those that go on elsewhere: the report is awaited, so it goes out at once."""
+        """`abort` for those that go on elsewhere: the report is awaited, so it goes out with their last words."""
+        streams = [
+            running.task
+            for name in trajectory_ids
+            if (running := self._running.get(name)) is not None and running.in_engine and running.task is not None
+        ]
         await self.abort(trajectory_ids)
+        if streams:
+            await asyncio.wait(streams)
         self._out.at_once()
 
     @property
@@ -168,13 +183,11 @@ class Replica:
         """It serves a version and is not about to leave it."""
         return self._serving.is_set() and not self._stopping and bool(self._running)
 
-    def _called_off(self, count: int) -> None:
-        self._expected = max(0, self._expected - count)
-
     async def stop(self) -> None:
         """Admit nothing more and interrupt all training; partial responses are reported."""
         self._stopping = True
         self._open = False
+        self._expected.clear()
         assignments = [*self._pinned, *(running.assignment for running in self._running.values())]
         await self.abort([item.trajectory_id for item in assignments if item.kind is Kind.TRAIN])
 
@@ -277,6 +290,7 @@ class Replica:
         waiting, self._pinned = self._pinned, deque()
         for assignment in waiting:
             if assignment.version == self._version:
+                self._admitted += assignment.kind is Kind.TRAIN  # this version was loaded for it
                 self._start(assignment)
             elif (assignment.version or 0) < self._version:
                 self._return(assignment)  # its weights were overtaken while it was on its way here

@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from laminar_py.codec import decode, encode
 from laminar_py.config import Device, EngineConfig, EngineKind, OnNewWeights, RunConfig
 from laminar_py.relay.messages import RelayEvent
-from laminar_py.repack.signals import EngineSpeed
 from laminar_py.runtime.placement import Place
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.runtime.specs import (
@@ -140,13 +139,13 @@ class ReplicaActor:
     async def speed(self) -> bytes:
         """`EngineSpeed` of its engine, which is measured unless it is known."""
         from laminar_py.engines.model_sizes import read_sizes
-        from laminar_py.runtime.engine_speed import engine_speed
+        from laminar_py.runtime.engine_speed import Measured, engine_speed
 
         config = self._config
         vocab = read_sizes(config.model.path).vocab_size
 
-        async def measure() -> EngineSpeed:
-            return await self._replica.measure_speed(vocab=vocab, max_len=config.rollout.max_len)
+        async def measure() -> Measured:
+            return Measured(*await self._replica.measure_speed(vocab=vocab, max_len=config.rollout.max_len))
 
         return encode(await engine_speed(config, measure))
 
@@ -160,15 +159,15 @@ class ReplicaActor:
 
     async def survey(self) -> bytes:
         """Its `Survey`."""
-        return encode(self._replica.survey())
+        return encode(await self._replica.survey())
 
-    async def expect(self, version: int, count: int) -> bool:
-        """Whether it keeps that version until so many trajectories have come."""
-        return self._replica.expect(version, count)
+    async def expect(self, version: int, data: bytes) -> bool:
+        """Whether it keeps that version until these trajectories have come."""
+        return self._replica.expect(version, decode(list[str], data))
 
-    async def call_off(self, count: int) -> None:
-        """So many of those that it expects will not come."""
-        self._replica.call_off(count)
+    async def call_off(self, data: bytes) -> None:
+        """These trajectories will not come."""
+        self._replica.call_off(decode(list[str], data))
 
     async def give_up(self, data: bytes) -> None:
         """End these trajectories, which go on elsewhere, and report them at once."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 
-from laminar_py.config import OnNewWeights, RunConfig, StalePolicy
+from laminar_py.config import OnNewWeights, RepackPlanner, RunConfig, StalePolicy
 from laminar_py.control.book import FlowSettings
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.flow import Flow
@@ -107,14 +107,14 @@ class Controller:
         )
         self._migration = Migration(
             MigrationSettings(
-                config.repack.planner,
+                config.repack.planner or RepackPlanner.PREDICTIVE,
                 config.repack.interval_s,
                 config.repack.max_stall_s,
                 config.rollout.sampling.max_new_tokens,
             ),
             flow=self._flow,
             fleet=self._replicas,
-            published=self._versions.next_recorded,
+            published=self._versions.recorded_after,
             clock=clock,
         )
         self._evaluator = Evaluator(
@@ -202,7 +202,7 @@ class Controller:
         await self._replicas.dispatch()
         await trainer.run()
         stats.rl_phase(False)
-        flow.admitting = flow.continuing = False
+        flow.pause()
         await self._replicas.stop()
         finished = not trainer.stop.is_set()
         if finished:
@@ -268,7 +268,8 @@ class Controller:
     # ---- scoring
 
     def _submit_score(self, trajectory: Trajectory, prompt: Prompt) -> None:
-        self._migration.finished(trajectory)
+        if trajectory.kind is Kind.TRAIN:
+            self._migration.finished(trajectory)
         self._stage.submit(
             ScoringRequest(
                 trajectory.id,

@@ -3,8 +3,12 @@
 Measured speeds are kept in `.cache/engine_speed`, by all that they depend on. Called by the replica's actor.
 """
 
+import asyncio
+import logging
+import os
 import subprocess
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -14,10 +18,20 @@ from laminar_py.config import Device, EngineKind, RunConfig
 from laminar_py.engines.emulated_profile import read_profile
 from laminar_py.repack.signals import EngineSpeed
 
+log = logging.getLogger(__name__)
+
 CACHE = Path(".cache/engine_speed")
 
 
-async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[EngineSpeed]]) -> EngineSpeed:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured; on an engine that had other work too it is not kept."""
+
+    speed: EngineSpeed
+    alone: bool
+
+
+async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
     """Of one replica on this host; `repack.roofline_batch` overrides what was measured."""
     speed = _emulated(config) if config.emulation is not None else await _measured(config, measure)
     given = config.repack.roofline_batch
@@ -36,15 +50,25 @@ def _emulated(config: RunConfig) -> EngineSpeed:
     )
 
 
-async def _measured(config: RunConfig, measure: Callable[[], Awaitable[EngineSpeed]]) -> EngineSpeed:
-    path = CACHE / f"{_key(config)}.json"
+async def _measured(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
+    path = CACHE / f"{await asyncio.to_thread(_key, config)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=EngineSpeed)
     except (OSError, msgspec.DecodeError):
-        speed = await measure()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(speed))
-    return speed
+        measured = await measure()
+    if measured.alone:
+        _keep(path, measured.speed)
+    return measured.speed
+
+
+def _keep(path: Path, speed: EngineSpeed) -> None:
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(msgspec.json.encode(speed))
+        partial.rename(path)
+    except OSError as error:
+        log.warning("%s is not kept: %s", path, error)
 
 
 def _key(config: RunConfig) -> str:

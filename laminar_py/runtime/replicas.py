@@ -73,9 +73,8 @@ class Replicas:
                 self._parts[index].send("abort", encode(trajectory_ids))
         for index, assignments in self._flow.dispatch().items():
             self._parts[index].send("submit", encode(assignments))
-        for index, count in self._flow.moves.take_called_off().items():
-            if index in self._parts:
-                self._parts[index].send("call_off", count)
+        for index, trajectory_ids in self._flow.moves.take_called_off().items():
+            self._tell(index, "call_off", trajectory_ids)
         self._stats.generating(any(view.in_flight for view in self._flow.dispatcher.views.values()))
 
     # ---- repacking
@@ -83,7 +82,7 @@ class Replicas:
     async def speed(self) -> EngineSpeed:
         """Of the engines, by the first that is up; it has nothing to do yet."""
         while True:
-            for replica in self._parts:
+            for replica in list(self._parts):
                 answer = await self._ask(replica, "speed", timeout_s=SPEED_S)
                 if isinstance(answer, bytes):
                     return decode(EngineSpeed, answer)
@@ -94,14 +93,18 @@ class Replicas:
         answer = await self._ask(replica, "survey")
         return decode(Survey, answer) if isinstance(answer, bytes) else None
 
-    async def expect(self, replica: int, version: int, count: int) -> bool:
+    async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.Fleet.expect`."""
-        return await self._ask(replica, "expect", version, count) is True
+        return await self._ask(replica, "expect", version, encode(list(trajectory_ids))) is True
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.Fleet.give_up`."""
-        if replica in self._parts:
-            self._parts[replica].send("give_up", encode(list(trajectory_ids)))
+        self._tell(replica, "give_up", trajectory_ids)
+
+    def _tell(self, replica: int, method: str, trajectory_ids: Sequence[str]) -> None:
+        """Unless it is dying or not there yet: then it has none of them."""
+        if replica in self._parts and replica not in self._starting:
+            self._parts[replica].send(method, encode(list(trajectory_ids)))
 
     async def _ask(self, replica: int, method: str, *arguments: object, timeout_s: float | None = None) -> object:
         """Its answer; None if it is dying, which its keeper notices as well."""

@@ -78,10 +78,10 @@ class Versions:
         """Until all are complete and on record, but for those that are `lost`."""
         await self._until(lambda: not self._copied)
 
-    async def next_recorded(self) -> None:
-        """Until one more is on record."""
-        newest = self._ledger.newest_published
-        await self._until(lambda: self._ledger.newest_published > newest)
+    async def recorded_after(self, version: int) -> int:
+        """The newest on record, once that is above `version`."""
+        await self._until(lambda: self._ledger.newest_published > version)
+        return self._ledger.newest_published
 
     async def any_lost(self) -> None:
         """Until the learner has died over a version."""

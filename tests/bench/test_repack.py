@@ -20,14 +20,14 @@ def test_planning_a_fleet_is_measured_on_all_its_trajectories():
     [row] = plan_rows(repeats=1)
     assert row.name == "plan_256x8192_ms"
     assert row.value > 0
-    surveys = make_surveys(replicas=256, trajectories=8192, seed=0)
+    surveys = make_surveys(seed=0)
     assert sum(len(survey.running) for survey in surveys) == 8192
     assert all(survey.kv_used <= survey.kv_capacity for survey in surveys)
 
 
 def test_ratios_are_medians_over_seeds_and_the_gain_is_that_of_the_ceiling():
     none, paper, ours, full = (
-        [Figures(rate, use, 100.0, 0.5)] * 3 for rate, use in ((10, 0.6), (12, 0.7), (13, 0.8), (16, 0.9))
+        [Figures(rate, use, 100.0, 0.5, 0.1)] * 3 for rate, use in ((10, 0.6), (12, 0.7), (13, 0.8), (16, 0.9))
     )
     rows = {
         row.name: row.value for row in table({"none": none, "paper": paper, "predictive": ours, "full": full}, "")

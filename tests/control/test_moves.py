@@ -20,13 +20,13 @@ async def moving(*, replicas=2, tokens=3, **settings):
         await fleet.grow(0, name, tokens=tokens)
     for index in range(1, replicas):
         await fleet.report(index, admissible=0)
-    asked = fleet.flow.move(0, [Move(name, 0, 1, 6)])
-    assert asked == {0: [name]}
+    fleet.round = fleet.flow.move(0, [Move(name, 0, 1, 6)])
+    assert fleet.round.asked == {0: [name]}
     return fleet, name
 
 
 def settled(fleet):
-    return fleet.flow.moves._settled.is_set()
+    return fleet.round.settled.is_set()
 
 
 async def test_it_goes_on_at_its_destination_with_its_prefix_under_its_version():
@@ -61,7 +61,7 @@ async def test_one_that_finishes_before_it_is_asked_stays_and_the_destination_is
     fleet, name = await moving()
     await fleet.finish(0, name)
     assert fleet.flow.book.live[name].status is Status.FINISHED
-    assert fleet.flow.moves.take_called_off() == {1: 1}
+    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
 
@@ -79,7 +79,7 @@ async def test_the_destination_dies_and_another_of_that_version_takes_it():
     await fleet.finish(0, name, tokens=1, reason=FinishReason.ABORT)
     owners = [index for index in (0, 2) if name in fleet.running[index]]
     assert len(owners) == 1
-    assert fleet.flow.moves.take_called_off() == {1: 1}
+    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
 
@@ -98,7 +98,7 @@ async def test_a_group_past_its_deadline_ends_the_moves_of_its_members():
     fleet.clock.time = 2.0
     await fleet.flow.enforce_deadlines()
     assert name not in fleet.flow.book.live
-    assert fleet.flow.moves.take_called_off() == {1: 1}
+    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
 
@@ -129,8 +129,8 @@ async def test_a_plan_is_checked_against_what_is_true_when_it_is_carried_out(wro
     else:
         fleet.versions[1] = 1
         await fleet.report(1, admissible=0)
-    assert fleet.flow.move(version, [Move("g0.0", source, 1, 6)]) == {}
-    assert fleet.flow.moves.take_called_off() == {1: 1}
+    assert fleet.flow.move(version, [Move("g0.0", source, 1, 6)]).asked == {}
+    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
 
 
 async def test_moved_trajectories_take_nothing_from_what_a_replica_admits():
@@ -142,9 +142,35 @@ async def test_moved_trajectories_take_nothing_from_what_a_replica_admits():
 
 async def test_a_round_waits_until_all_that_it_moved_has_settled():
     fleet, name = await moving()
-    waiting = asyncio.create_task(fleet.flow.moves.settled())
+    waiting = asyncio.create_task(fleet.round.settled.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     await fleet.finish(0, name, reason=FinishReason.ABORT)
     await asyncio.wait_for(waiting, 1)
+    assert (fleet.round.num_running, fleet.round.num_waiting) == (1, 0)
+    assert fleet.round.prefill == {1: 3 + 3 + 3}, "prompt, and all of the response that it came with"
     assert Counter(event.epoch for event in fleet.log.events if isinstance(event, Assigned)) == {1: 2, 2: 1}
+
+
+async def test_a_promised_replica_gets_no_work_of_another_version():
+    fleet, _ = await moving(replicas=3)
+    fleet.versions[2] = 1
+    await fleet.report(2, admissible=2)  # it gets a group under version 1, and dies with a prefix
+    other = next(iter(fleet.running[2]), None)
+    assert other is None or fleet.running[2][other].version is None
+    assert fleet.flow.dispatcher.views[1].idle
+    assert fleet.flow._for_pinned(1) is fleet.flow.dispatcher.views[2]
+    await fleet.flow.on_replica_lost(2)
+    assert fleet.flow._for_pinned(1) is None, (
+        "replica 1 is idle, older, and keeps its version for what moves there"
+    )
+    fleet.flow.moves.end_all()
+    assert fleet.flow._for_pinned(1) is fleet.flow.dispatcher.views[1]
+
+
+async def test_nothing_moves_when_training_pauses_and_the_destinations_are_told():
+    fleet, name = await moving()
+    fleet.flow.pause()
+    assert settled(fleet)
+    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
+    assert fleet.flow.move(0, [Move(name, 0, 1, 6)]).asked == {}

@@ -108,7 +108,6 @@ class House:
         self._pace = pace  # factor on how long everything but the engines takes
         self._owner: dict[int, asyncio.Task] = {}
         self._num_replicas = replicas
-        self._published = asyncio.Event()
         step = replicas * BATCH // GROUP
         self.flow = Flow(
             settings=FlowSettings(
@@ -140,7 +139,7 @@ class House:
 
     def append(self, event):
         if isinstance(event, Repacked):
-            self.moved += event.num_running + event.num_waiting
+            self.moved += event.num_running
         elif isinstance(event, Interrupted) and event.reason == "repacked" and event.length:
             self._moved_running.add(event.trajectory_id)
         self.ledger.append(event)
@@ -180,9 +179,8 @@ class House:
                 self.kill(self.random.randrange(self._num_replicas))
 
     async def quiet(self):
-        """Rounds end, and what was called off is told."""
+        """No more rounds; what was moving arrives."""
         self._tasks.pop(1).cancel()
-        await self.flow.moves.settled()
         await asyncio.sleep(2.0 * self._pace)
 
     @property
@@ -193,7 +191,7 @@ class House:
     @property
     def promises(self):
         """Trajectories that replicas still expect."""
-        return sum(replica._expected for replica in self.replicas.values())
+        return sum(len(replica.expected) for replica in self.replicas.values())
 
     def kill(self, index):
         """Its process is gone, with all that it had not reported."""
@@ -235,19 +233,19 @@ class House:
     def _hand_out(self):
         for index, assignments in self.flow.dispatch().items():
             self.replicas[index].submit(assignments)
-        for index, count in self.flow.moves.take_called_off().items():
+        for index, names in self.flow.moves.take_called_off().items():
             if index in self.replicas:
-                self.replicas[index].call_off(count)
+                self.replicas[index].call_off(names)
 
     # ---- `migration.Fleet`
 
     async def survey(self, replica):
         await self._delay()
-        return self.replicas[replica].survey() if replica in self.replicas else None
+        return await self.replicas[replica].survey() if replica in self.replicas else None
 
-    async def expect(self, replica, version, count):
+    async def expect(self, replica, version, names):
         await self._delay()
-        return replica in self.replicas and self.replicas[replica].expect(version, count)
+        return replica in self.replicas and self.replicas[replica].expect(version, names)
 
     def give_up(self, replica, trajectory_ids):
         if replica in self.replicas:
@@ -283,14 +281,12 @@ class House:
             self._publish_event(step, step - 1)
             self.flow.newest_version = step
             await self.weights.publish(step)
-            self._published.set()
 
     def _publish_event(self, version, parent):
         self.append(VersionPublished(version, version, 1, parent, f"digest{version}", 10, 0.0))
 
-    async def _next_version(self):
-        self._published.clear()
-        await self._published.wait()
+    async def _next_version(self, known):
+        return await self.weights.wait_newer(known)
 
 
 def _prompt(index):

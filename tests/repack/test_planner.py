@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.repack.planner import PaperPlanner, PredictivePlanner
-from laminar_py.repack.signals import RampDown
+from laminar_py.repack.signals import EngineSpeed, RampDown
 from laminar_py.types import Held, Survey
 from tests.repack.fleets import KV, PROMPT, SLOTS, SPEED, after, make_survey
 
@@ -21,8 +21,9 @@ def long(held):
     return np.full(len(held), 8000.0)
 
 
-def paper(previous=()):
-    return PaperPlanner(RampDown(dict(previous), SPEED.roofline_batch))
+def paper(previous=None):
+    """By default all had full caches when they were last looked at."""
+    return PaperPlanner(RampDown(dict.fromkeys(range(9), KV + 1) | (previous or {}), SPEED.roofline_batch))
 
 
 def predictive(to_come=long, max_stall_s=0.7):
@@ -84,14 +85,14 @@ def test_the_paper_moves_the_emptiest_whole_to_the_fullest_that_has_room():
         make_survey(2, [9000] * 3),
         make_survey(3, [9500] * 12),
     ]
-    [move] = paper({2: 1}.items()).plan(group)
+    [move] = paper({2: 1}).plan(group)
     assert (move.source, move.destination, move.prefill) == (0, 1, 2400)
 
 
 def test_the_paper_leaves_a_replica_whose_cache_still_fills():
     group = [make_survey(0, [2000]), make_survey(1, [9000] * 5)]
     grows = {0: group[0].kv_used - 1, 1: group[1].kv_used + 1}
-    assert paper(grows.items()).plan(group) == []
+    assert paper(grows).plan(group) == []
 
 
 def test_the_paper_keeps_a_destination_below_the_roofline_batch():
@@ -109,6 +110,25 @@ def test_a_source_that_fits_no_single_destination_is_split():
 def test_a_source_that_all_together_have_no_room_for_stays():
     group = [make_survey(0, [9000] * 4), make_survey(1, [11_600] * 9), make_survey(2, [11_600] * 9)]
     assert predictive().plan(group) == []
+
+
+def test_a_source_with_one_that_nobody_can_take_is_not_stripped_of_the_others():
+    tight = predictive(max_stall_s=0.4)  # 10,000 tokens
+    assert tight.plan([make_survey(0, [12_000, 2000, 2000]), make_survey(1, [12_000] * 5)]) == []
+    assert tight.plan([make_survey(0, [9000, 2000, 2000]), make_survey(1, [12_000] * 5)])
+
+
+def test_nothing_is_emptied_where_a_larger_batch_costs_as_much_as_it_gives():
+    compute_bound = EngineSpeed(0.0006, 0.001, 0.0, 25_000.0, roofline_batch=1)
+    group = [make_survey(0, [3000] * 10), make_survey(1, [3000] * 20)]
+    assert PredictivePlanner(compute_bound, long, max_stall_s=9.0).plan(group) == []
+    assert PredictivePlanner(SPEED, long, max_stall_s=9.0).plan(group)
+
+
+def test_nothing_is_emptied_where_the_freed_would_get_nothing():
+    group = [make_survey(0, [9000] * 4), make_survey(1, [9000] * 6), make_survey(2, [9000] * 12, waiting=4)]
+    planner = PredictivePlanner(SPEED, long, max_stall_s=0.7, empties=False)
+    assert {move.prefill for move in planner.plan(group)} <= {0}
 
 
 def test_a_source_about_to_end_by_itself_stays():

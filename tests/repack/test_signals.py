@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from laminar_py.repack.signals import EngineSpeed, RampDown, RemainingTokens
+from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
+from laminar_py.types import Held
 from tests.repack.fleets import SPEED, make_survey
 
 CAP = 16_384
@@ -15,8 +16,7 @@ def drawn(count, *, seed=0):
 
 
 def trained(lengths, *, running=()):
-    model = RemainingTokens(CAP)
-    model.WINDOW = 1.0
+    model = RemainingTokens(CAP, keep=1.0)
     for length in lengths:
         model.finished(int(length), capped=length >= CAP)
     model.look(running)
@@ -57,11 +57,14 @@ def test_responses_that_still_run_count_so_the_short_ones_do_not_make_all_look_s
     assert abs(seeing - truth) < abs(blind - truth) / 2
 
 
-def test_finished_samples_of_the_prompt_are_averaged_in():
-    model = RemainingTokens(CAP)
-    assert model.of_group(1000, 800.0, []) == 800.0
-    assert model.of_group(1000, 800.0, [500, 900]) == 800.0, "shorter ones say nothing of what is to come"
-    assert model.of_group(1000, 800.0, [5000] * 4) == pytest.approx((800 + 4000) / 2)
+def test_a_prompt_whose_finished_samples_were_long_makes_the_others_look_longer():
+    model = trained(drawn(2000))
+    held = [Held("a", 1400, 1000), Held("b", 1400, 1000), Held("c", 1400, 1000)]
+    average = model.of_new
+    plain, longer, shorter = GroupForecast(model, {"b": [2 * average] * 4, "c": [1] * 4})(held)
+    assert plain == model.expected(np.array([1000.0]))[0]
+    assert longer == pytest.approx(1.5 * plain)
+    assert shorter == pytest.approx(0.5 * plain, rel=0.01)
 
 
 def test_a_policy_that_learns_to_be_short_is_followed():
@@ -76,6 +79,7 @@ def test_ramp_down_is_seen_when_the_cache_has_emptied_and_nothing_waits():
     sign = RampDown({0: 50_000}, roofline_batch=48)
     assert sign.shows(make_survey(0, [4000] * 10))
     assert not sign.shows(make_survey(0, [4000] * 12)), "its cache has grown"
+    assert not sign.shows(make_survey(1, [4000] * 10)), "nobody knows what it had before"
     assert not sign.shows(make_survey(0, [4000] * 10, waiting=1))
     assert not sign.shows(make_survey(0, [100] * 48)), "a full batch"
 

@@ -343,7 +343,7 @@ async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_t
         other.replica.submit([assignment("b", length=2000), assignment("whole", **greedy)])
         source.replica.submit([assignment("a", **greedy)])
         await source.until(lambda s: len(s.ids["a"]) > 0)
-        assert other.replica.expect(0, 1)
+        assert other.replica.expect(0, ["a"])
         await source.replica.give_up(["a"])
         await source.take()
         assert source.ended["a"].finish_reason is FinishReason.ABORT
@@ -358,10 +358,12 @@ async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_t
 async def test_a_survey_says_what_runs_and_what_has_not_begun(folders):
     async with serving(folders, batch=12) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        assert not story.replica.survey().settled, "it has nothing to do and may leave its version at any time"
+        assert not (await story.replica.survey()).settled, (
+            "it has nothing to do and may leave its version at any time"
+        )
         story.replica.submit([assignment(f"a{i}", length=3000) for i in range(10)])
         await story.until(lambda s: sum(map(bool, s.ids.values())) == 8)
-        survey = story.replica.survey()
+        survey = await story.replica.survey()
         assert (survey.settled, survey.version, survey.slots) == (True, 0, 8)
         assert {held.trajectory_id for held in survey.waiting} == {"a8", "a9"}
         assert all(held.context == held.length + 3 > 3 for held in survey.running)
@@ -372,16 +374,30 @@ async def test_a_promise_keeps_the_version_until_all_have_come_or_are_called_off
     async with serving(folders) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
         story.replica.submit([assignment("a")])
-        assert story.replica.expect(0, 2)
-        assert not story.replica.expect(1, 1), "it does not serve that version"
+        assert story.replica.expect(0, ["b", "c"])
+        assert not story.replica.expect(1, ["d"]), "it does not serve that version"
         await weights.publish(1)
         await story.until(lambda s: "a" in s.ended)
         story.replica.submit([assignment("b", version=0)])
         await story.until(lambda s: "b" in s.ended)
         assert story.loads == [0]
         assert story.versions("b") == {0}
-        story.replica.call_off(1)
+        story.replica.submit([assignment("e", version=1)])
+        assert story.replica.expected == {"c"}, "others that come are not those"
+        story.replica.call_off(["c"])
         await story.until(lambda s: s.loads == [0, 1])
+
+
+async def test_one_that_stops_keeps_no_promise(folders):
+    async with serving(folders) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a", length=3000)])
+        assert story.replica.expect(0, ["b"])
+        await story.replica.stop()
+        await weights.publish(1)
+        story.replica.submit([assignment("eval", version=1, kind=Kind.EVAL)])
+        await story.until(lambda s: "eval" in s.ended)
+        assert story.versions("eval") == {1}
 
 
 async def test_what_comes_from_elsewhere_takes_nothing_from_the_batch_of_a_version(folders):
@@ -398,7 +414,8 @@ async def test_the_speed_of_an_engine_is_measured_while_new_weights_wait(folders
         await story.until(lambda s: s.loads == [0])
         await weights.publish(1)
         async with asyncio.timeout(PATIENCE_S):
-            speed = await measuring
+            speed, alone = await measuring
+        assert alone
         assert speed.step_s > 0
         assert speed.prefill_tokens_per_s > 0
         assert 1 <= speed.roofline_batch <= 8

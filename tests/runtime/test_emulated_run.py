@@ -14,7 +14,7 @@ from tests.runtime.runs import LAMINAR, REPO, TrainProcess
 CONFIG = REPO / "configs/emulation/repack.yaml"
 SETTINGS = (
     "warm_start=null",  # of the small settings, which are for the quickstart
-    "steps=3",
+    "steps=4",
     "rollout.replicas=3",
     "rollout.max_batch=8",
     "rollout.batch_per_replica=24",
@@ -32,21 +32,24 @@ def mapped(process) -> set[str]:
     return {Path(region.path).name for region in process.memory_maps()}
 
 
-def test_an_emulated_run_keeps_the_laws_without_torch_in_its_replicas(tmp_path):
+def test_an_emulated_run_repacks_and_keeps_the_laws_without_torch_in_its_replicas(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
         train.wait_for_step(1)
         replicas = [process for process in train.family() if "ReplicaActor" in process.name()]
         assert len(replicas) == 3
         assert not any("libtorch_cpu.so" in mapped(process) for process in replicas)
+        replicas[0].kill()
         code, output = train.finish()
     assert code == 0, output
     rows = list(listing(train.run, Filters(status=Status.CONSUMED, kind=Kind.TRAIN)))
-    assert len(rows) == 3 * 18 * 4
+    assert len(rows) == 4 * 18 * 4
     assert 16 <= min(row.length for row in rows) < max(row.length for row in rows) == 1024
     assert all(row.oldest_version == row.newest_version for row in rows), "they drain"
     assert max(row.newest_version for row in rows) > 0, "they take new weights"
     first = json.loads((train.run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["learner_s"] >= (2 + first["trained_tokens"] / 8675) / 20, "prompts come on top"
+    moved = json.loads((train.run / "summary.json").read_text())["repack"]
+    assert moved["running"] + moved["waiting"] > 0, "they repack"
     assert verify(train.run) == []
     assert accounting(train.run).balanced
 
