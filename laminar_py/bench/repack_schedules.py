@@ -59,6 +59,14 @@ PLANS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """One run, from the end of its warm steps on."""
+
+    tokens_per_s: float  # trained, of an emulated second
+    learner_share: float  # of the time, in which the learner was busy
+
+
+@dataclass(frozen=True, slots=True)
 class Pilot:
     """What the devices were seen to do, in emulated seconds."""
 
@@ -69,22 +77,19 @@ class Pilot:
     rates: dict[str, float]  # tokens/s of all devices as replicas, by arm of the workload
 
 
-def schedule_rows(
-    *, seeds: Sequence[int], sigma: float, tell: Callable[[str], None], folder: Path, only: Sequence[str] = ()
-) -> list[Row]:
-    """The table for lengths with this sigma; `only` some schedules besides `sync`. 15 minutes a seed, 4 before."""
+def schedule_rows(*, seeds: Sequence[int], sigma: float, tell: Callable[[str], None], folder: Path) -> list[Row]:
+    """The table for lengths with this sigma. 15 minutes a seed, and 5 before."""
     check_folder()
-    plans = [plan for plan in PLANS if not only or plan.name in only]
-    pilot, profile = _pilot(seeds[0], sigma, folder, plans)
-    splits = {plan.name: best_split(plan, pilot) for plan in plans}
+    pilot, profile = _pilot(seeds[0], sigma, folder)
+    splits = {plan.name: best_split(plan, pilot) for plan in PLANS}
     tell(f"sigma {sigma:g}: {pilot}; replicas {splits}")
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Measured]] = {}
     for seed in seeds:
-        for plan in [SYNC, *plans]:
+        for plan in [SYNC, *PLANS]:
             replicas = splits.get(plan.name, DEVICES)
             done = _run(plan, replicas, seed=seed, sigma=sigma, profile=profile, folder=folder)
-            found.setdefault(plan.name, []).append(_tokens_per_s(done))
-            tell(f"seed {seed}, {plan.name} on {replicas} replicas: {found[plan.name][-1]:.0f} trained tokens/s")
+            found.setdefault(plan.name, []).append(measured(done))
+            tell(f"seed {seed}, {plan.name} on {replicas} replicas: {found[plan.name][-1]}")
     return _rows(found, splits, seeds, sigma)
 
 
@@ -101,7 +106,7 @@ def _step_s(plan: Plan, replicas: int, pilot: Pilot) -> float:
     return max(generate_s, train_s) if plan.schedule == "one_step" else generate_s + train_s
 
 
-def _pilot(seed: int, sigma: float, folder: Path, plans: Sequence[Plan]) -> tuple[Pilot, Path]:
+def _pilot(seed: int, sigma: float, folder: Path) -> tuple[Pilot, Path]:
     """What the devices do, and a profile whose learner takes its share of a synchronous step."""
     done = _run(SYNC, DEVICES, seed=seed, sigma=sigma, profile=_profile(), folder=folder, steps=2)
     first, last = done.steps[0], done.steps[-1]
@@ -115,10 +120,8 @@ def _pilot(seed: int, sigma: float, folder: Path, plans: Sequence[Plan]) -> tupl
     settings["learner"]["train_tokens_per_s"] *= (seen_s - fixed_s) / (train_s - fixed_s)
     path = folder / f"profile-{sigma:g}.yaml"
     path.write_text(yaml.safe_dump(settings))
-    arms = {plan.arm for plan in plans if plan.arm is not None}
-    rates = {
-        arm: run_arm(arm, seed=seed, folder=folder, window=PILOT, sigma=sigma).tokens_per_s for arm in sorted(arms)
-    }
+    arms = [plan.arm for plan in PLANS if plan.arm is not None]
+    rates = {arm: run_arm(arm, seed=seed, folder=folder, window=PILOT, sigma=sigma).tokens_per_s for arm in arms}
     step_tokens = last.trained_tokens - first.trained_tokens
     return Pilot(full_s, generate_s - full_s, train_s, step_tokens, rates), path
 
@@ -149,13 +152,19 @@ def _run(
     return train(CONFIG, settings)
 
 
-def _tokens_per_s(done: FinishedRun) -> float:
-    """Trained tokens in an emulated second, from the end of the warm steps on."""
+def measured(done: FinishedRun) -> Measured:
+    """What counts of a run."""
     first, last = done.steps[WARM_STEPS - 1], done.steps[-1]
-    return (last.trained_tokens - first.trained_tokens) / (last.rl_s - first.rl_s) / COMPRESSION
+    elapsed_s = last.rl_s - first.rl_s
+    return Measured(
+        (last.trained_tokens - first.trained_tokens) / elapsed_s / COMPRESSION,
+        (last.learner_busy_s - first.learner_busy_s) / elapsed_s,
+    )
 
 
-def _rows(found: dict[str, list[float]], splits: dict[str, int], seeds: Sequence[int], sigma: float) -> list[Row]:
+def _rows(
+    found: dict[str, list[Measured]], splits: dict[str, int], seeds: Sequence[int], sigma: float
+) -> list[Row]:
     skew = "" if sigma < 1.2 else "_20x"
     conditions = (
         f"{DEVICES} devices in all, sync colocated with generation {GENERATION_SHARE:.1%} of its step; replicas of"
@@ -163,12 +172,16 @@ def _rows(found: dict[str, list[float]], splits: dict[str, int], seeds: Sequence
         f" {sigma:g}; steps {WARM_STEPS + 1} to {STEPS} of 3,200 trajectories, compressed {COMPRESSION} times,"
         f" median of seeds {', '.join(map(str, seeds))}"
     )
-    rows = [Row(f"sync_tokens_per_s{skew}", median(found["sync"]), "trained tokens/s, emulated", conditions)]
-    for name in splits:
-        ratios = [one / sync for one, sync in zip(found[name], found["sync"], strict=True)]
-        rows.append(Row(f"{name}_over_sync{skew}", median(ratios), "x trained tokens/s", conditions))
-    if {"async_repack", "async_full"} <= found.keys():
-        pairs = zip(found["async_repack"], found["async_full"], strict=True)
-        ratio = median(ours / full for ours, full in pairs)
-        rows.append(Row(f"async_repack_of_ceiling{skew}", ratio, "of full replicas", conditions))
-    return rows
+
+    def over(name: str, other: str) -> float:
+        pairs = zip(found[name], found[other], strict=True)
+        return median(one.tokens_per_s / two.tokens_per_s for one, two in pairs)
+
+    tokens_per_s = median(run.tokens_per_s for run in found["sync"])
+    generating = median(1 - run.learner_share for run in found["sync"])
+    return [
+        Row(f"sync_tokens_per_s{skew}", tokens_per_s, "trained tokens/s, emulated", conditions),
+        Row(f"sync_generation_share{skew}", generating, "of its step, as measured", conditions),
+        *(Row(f"{name}_over_sync{skew}", over(name, "sync"), "x trained tokens/s", conditions) for name in splits),
+        Row(f"async_repack_of_ceiling{skew}", over("async_repack", "async_full"), "of full replicas", conditions),
+    ]

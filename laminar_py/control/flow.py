@@ -6,7 +6,6 @@ assignments out. Owns no process and no socket. Invariant (law 1): each change o
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from laminar_py.codec import FloatArray
@@ -17,6 +16,7 @@ from laminar_py.control.dispatcher import Dispatcher, ReplicaView
 from laminar_py.control.evaluation import Evaluation, Evaluations
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
+from laminar_py.control.line import Line
 from laminar_py.control.moves import Moves, Round
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.events import Cut, VersionLoaded
@@ -71,9 +71,15 @@ class Flow:
         self._advantages = advantages
         self._clock = clock
         self._next_prompt = 0
-        self._waiting: deque[Lifecycle] = deque()  # interrupted, replacements, evaluations; at most all live
-        self._orphans: list[Lifecycle] = []  # whose replica has just died
-        self._lost: list[Lifecycle] = []  # no replica will serve their version again
+        self._line = Line(
+            dispatcher=dispatcher,
+            moves=self.moves,
+            evaluations=self._evaluations,
+            one_version=settings.one_version,
+            may_go=self._may_go,
+            place_for_one=lambda: self._place_for(1),
+            place_for_orphan=lambda: self._place_for(1) or dispatcher.least_loaded(at_least=self._oldest),
+        )
         self._aborts: dict[int, list[str]] = {}
         self._generating = 0  # groups that are not ready yet
 
@@ -82,85 +88,25 @@ class Flow:
     def dispatch(self) -> dict[int, list[Assignment]]:
         """What to hand to which replica now: orphans first, then those that wait, then new groups."""
         out: dict[int, list[Assignment]] = {}
-        self._rehome(out)
-        self._waiting.extend(self._evaluations.start(self.dispatcher.idle()))
-        for _ in range(len(self._waiting)):
-            self._dispatch_waiting(self._waiting.popleft(), out)
+        self._line.extend(self._evaluations.start(self.dispatcher.idle()))
+        for lifecycle, replica, pin in self._line.leave():
+            self._assign(lifecycle, replica, pin, out)
         if self.admitting:
             self._dispatch_new(out)
         return out
 
     def adopt(self, replica: int) -> list[Assignment]:
-        """For a replica that starts: waiting trajectories whose versions nobody else serves, oldest first.
-
-        Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5.
-        """
+        """For a replica that starts: waiting trajectories whose versions nobody else serves, oldest first."""
         out: dict[int, list[Assignment]] = {}
-        self._waiting.extend(self._orphans)
-        self._orphans = []
-        self._waiting.extend(self._evaluations.start(()))
-        starting = max(1, self.dispatcher.num_starting())
-        versions = [version for version in self._waiting_versions() if self._for_pinned(version) is None]
-        wanted = versions[::starting]
-        for _ in range(len(self._waiting)):
-            lifecycle = self._waiting.popleft()
-            pin = self._pin(lifecycle)
-            if pin in wanted and self._may_go(lifecycle):
-                self._assign(lifecycle, replica, pin, out)
-            else:
-                self._waiting.append(lifecycle)
+        self._line.extend(self._evaluations.start(()))
+        for lifecycle, pin in self._line.leave_for(self.dispatcher.num_starting()):
+            self._assign(lifecycle, replica, pin, out)
         return sorted(out.get(replica, []), key=lambda assignment: assignment.version or 0)
 
     def take_aborts(self) -> dict[int, list[str]]:
         """Dropped trajectories that replicas still run, by replica; each is told once."""
         aborts, self._aborts = self._aborts, {}
         return aborts
-
-    def _rehome(self, out: dict[int, list[Assignment]]) -> None:
-        """Orphans go on at once, also where nothing more is admitted: they are the oldest there are."""
-        orphans, self._orphans = self._orphans, []
-        for lifecycle in orphans:
-            view = None
-            bound = self._pin(lifecycle) is not None or self.moves.destination(lifecycle.id) is not None
-            if lifecycle.kind is Kind.TRAIN and not bound and self._may_go(lifecycle):
-                oldest = self._admission.oldest(self.newest_version)
-                view = self._place_for(1) or self.dispatcher.least_loaded(at_least=oldest)
-            if view is not None:
-                self._assign(lifecycle, view.index, None, out)
-            else:
-                self._waiting.append(lifecycle)
-
-    def _dispatch_waiting(self, lifecycle: Lifecycle, out: dict[int, list[Assignment]]) -> None:
-        if self._may_go(lifecycle):
-            pin, move = self._pin(lifecycle), self.moves.destination(lifecycle.id)
-            view: ReplicaView | None
-            if move is not None and not self.dispatcher.serving(*move):
-                self.moves.ends(lifecycle.id)
-                move = None
-            if move is not None:
-                view, pin = self.dispatcher.views[move[0]], move[1]
-            elif pin is not None:
-                view = self._for_pinned(pin)
-            elif lifecycle.kind is Kind.EVAL:
-                view = self.dispatcher.running(self._evaluations.replica_of(lifecycle))
-            else:
-                view = self._place_for(1)
-            if view is not None:
-                self._assign(lifecycle, view.index, pin, out)
-                return
-            if pin is not None and self.dispatcher.outrun(pin):
-                self._lost.append(lifecycle)
-                return
-        self._waiting.append(lifecycle)
-
-    def _for_pinned(self, version: int) -> ReplicaView | None:
-        """One that can take up work of `version`; one that is promised to another version stays with that."""
-        return self.dispatcher.for_pinned(version, bound=self.moves.expected)
-
-    def _waiting_versions(self) -> list[int]:
-        """Versions that waiting trajectories must run under, oldest first."""
-        going = (lifecycle for lifecycle in self._waiting if self._may_go(lifecycle))
-        return sorted({pin for pin in map(self._pin, going) if pin is not None})
 
     def _may_go(self, lifecycle: Lifecycle) -> bool:
         return lifecycle.kind is Kind.EVAL or self.admitting or self.continuing
@@ -177,15 +123,14 @@ class Flow:
         groups = self._admission.share(len(self.dispatcher.views))
         return self.dispatcher.for_group(
             size,
-            at_least=self._admission.oldest(self.newest_version),
+            at_least=self._oldest,
             share=None if groups is None else groups * self._settings.group_size,
         )
 
-    def _pin(self, lifecycle: Lifecycle) -> int | None:
-        """The only version it may go on under, if there is one."""
-        if lifecycle.kind is Kind.EVAL:
-            return self._evaluations.version_of(lifecycle)
-        return lifecycle.version if self._settings.one_version else None
+    @property
+    def _oldest(self) -> int | None:
+        """Version that what begins now must have at least."""
+        return self._admission.oldest(self.newest_version)
 
     def _assign(
         self, lifecycle: Lifecycle, replica: int, pin: int | None, out: dict[int, list[Assignment]]
@@ -322,7 +267,7 @@ class Flow:
         if progress.finish_reason is FinishReason.ABORT:
             moving = self.moves.destination(lifecycle.id) is not None
             self.book.record(lifecycle.interrupt("repacked" if moving else "returned"))
-            self._waiting.append(lifecycle)
+            self._line.append(lifecycle)
         else:
             self.moves.ends(lifecycle.id)
             self._finish(lifecycle, progress)
@@ -347,11 +292,11 @@ class Flow:
 
     async def _lose_version(self, lifecycle: Lifecycle) -> None:
         """Drop what can go on under no version it knows, and issue its prompt anew."""
-        self.book.drop([lifecycle], DropReason.VERSION_LOST, f"version {self._pin(lifecycle)}")
+        self.book.drop([lifecycle], DropReason.VERSION_LOST, f"version {self._line.pin(lifecycle)}")
         if lifecycle.kind is Kind.EVAL:
             self._evaluations.lose(lifecycle)
         else:
-            self._waiting.append(self.book.issue_member(self.book.groups[lifecycle.group_id]))
+            self._line.append(self.book.issue_member(self.book.groups[lifecycle.group_id]))
         await self._settled(lifecycle)
 
     async def on_replica_lost(self, replica: int) -> None:
@@ -360,7 +305,7 @@ class Flow:
             lifecycle = self.book.live.get(trajectory_id)
             if lifecycle is not None and lifecycle.status is Status.RUNNING:
                 self.book.record(lifecycle.interrupt("replica_died"))
-                self._orphans.append(lifecycle)
+                self._line.append_orphan(lifecycle)
 
     # ---- in: scores
 
@@ -387,8 +332,7 @@ class Flow:
 
     async def enforce_deadlines(self) -> None:
         """Drop what can never go on, and close groups whose stragglers are past the deadline."""
-        lost, self._lost = self._lost, []
-        for lifecycle in lost:
+        for lifecycle in self._line.take_lost():
             await self._lose_version(lifecycle)
         now = self._clock.now()
         for group in list(self.book.groups.values()):
@@ -398,8 +342,7 @@ class Flow:
                     if member.replica is not None:
                         self.dispatcher.returned(member.replica, member.id)
                         self._aborts.setdefault(member.replica, []).append(member.id)
-                self._waiting = deque(item for item in self._waiting if item.group_id != group.id)
-                self._orphans = [item for item in self._orphans if item.group_id != group.id]
+                self._line.drop_group(group.id)
                 self.book.drop(group.pending, DropReason.GROUP_DEADLINE)
                 await self._close(group)
 
@@ -478,6 +421,6 @@ class Flow:
         if lifecycle.status is Status.RUNNING:
             self.book.record(lifecycle.interrupt("controller_died"))
         if lifecycle.status in DISPATCHABLE:
-            self._waiting.append(lifecycle)
+            self._line.append(lifecycle)
         elif lifecycle.status is Status.FINISHED:
             self._submit_score(lifecycle.trajectory(), lifecycle.prompt)

@@ -155,17 +155,17 @@ async def test_a_round_waits_until_all_that_it_moved_has_settled():
 async def test_a_promised_replica_gets_no_work_of_another_version():
     fleet, _ = await moving(replicas=3)
     fleet.versions[2] = 1
-    await fleet.report(2, admissible=2)  # it gets a group under version 1, and dies with a prefix
-    other = next(iter(fleet.running[2]), None)
-    assert other is None or fleet.running[2][other].version is None
-    assert fleet.flow.dispatcher.views[1].idle
-    assert fleet.flow._for_pinned(1) is fleet.flow.dispatcher.views[2]
+    await fleet.report(2, admissible=0)
+
+    def taking(version):
+        return fleet.flow.dispatcher.for_pinned(version, bound=fleet.flow.moves.expected)
+
+    assert taking(1).index == 2
     await fleet.flow.on_replica_lost(2)
-    assert fleet.flow._for_pinned(1) is None, (
-        "replica 1 is idle, older, and keeps its version for what moves there"
-    )
+    assert fleet.flow.dispatcher.views[1].idle
+    assert taking(1) is None, "replica 1 keeps its version for what moves there"
     fleet.flow.moves.end_all()
-    assert fleet.flow._for_pinned(1) is fleet.flow.dispatcher.views[1]
+    assert taking(1).index == 1
 
 
 async def test_nothing_moves_when_training_pauses_and_the_destinations_are_told():
