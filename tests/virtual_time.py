@@ -29,6 +29,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self):
         return self._skipping.skipped_s
 
+    def skip(self, seconds):
+        """So much time passes in which nothing runs."""
+        self._skipping.skipped_s += seconds
+
     def run_in_executor(self, executor, function, *arguments):
         done = self.create_future()
         try:

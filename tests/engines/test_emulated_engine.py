@@ -5,7 +5,6 @@ Everything runs in virtual time: a loop with nothing to do skips to its next tim
 
 import asyncio
 import math
-import selectors
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from laminar_py.interfaces import EngineLostError
 from laminar_py.types import FinishReason, PauseMode
 from tests.engines import engine_conformance as conformance
 from tests.engines.engine_conformance import Rig, caught, collect, make_request, until
+from tests.virtual_time import virtually
 
 PROFILE = Path(__file__).parents[2] / "configs/emulation/h100_7b.yaml"
 VOCAB = 123
@@ -40,36 +40,6 @@ NEED_A_MODEL = {  # law: what of it cannot hold here
     conformance.a_stop_id_ends_a_response_and_belongs_to_it: "a response ends where its seed says, not at a token",
 }
 LAWS = [law for law in conformance.LAWS if law not in NEED_A_MODEL]
-
-
-class _Skipping(selectors.DefaultSelector):
-    """Waits for no time, and says how much of it would have passed."""
-
-    skipped_s = 0.0
-
-    def select(self, timeout=None):
-        self.skipped_s += timeout or 0.0
-        return super().select(None if timeout is None else 0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self):
-        self._skipping = _Skipping()
-        super().__init__(self._skipping)
-
-    def time(self):
-        return self._skipping.skipped_s
-
-
-def virtually(coroutine):
-    """Run it to its end in virtual time, of which it has a day."""
-
-    async def limited():
-        async with asyncio.timeout(86_400):
-            return await coroutine
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(limited())
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +247,7 @@ def test_a_timer_that_fires_late_moves_no_event(folders):
             first = asyncio.create_task(collect(engine, make_request("a", length=100)))
             second = asyncio.create_task(collect(engine, make_request("b", length=100)))
             await until(lambda: engine.status().waiting == 1)
-            asyncio.get_running_loop()._skipping.skipped_s += 3.0  # the machine was busy
+            asyncio.get_running_loop().skip(3.0)  # the machine was busy
             left = engine.status()
             assert (left.running, left.waiting) == (1, 0)
             assert left.kv_used == pytest.approx(3 + 50, abs=2), "the second began when the first ended, at 2 s"

@@ -19,7 +19,6 @@ from laminar_py.engines.emulated import EmulatedEngine
 from laminar_py.engines.emulated_profile import EngineTimes
 from laminar_py.engines.emulated_responses import Responses
 from laminar_py.events import Interrupted, PartDied, PartStarted, Repacked, RunStarted, Stepped, VersionPublished
-from laminar_py.interfaces import PulledVersion, VersionLostError
 from laminar_py.learner.advantage import group_advantages
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.signals import EngineSpeed
@@ -27,6 +26,7 @@ from laminar_py.rollout.replica import Replica
 from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.store.ledger import Ledger
 from laminar_py.types import Prompt, SamplingParams, Score
+from tests.rollout.folders import Folders
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)
 SPEED = EngineSpeed(0.02, 0.0, 8e-8, 25_000.0, roofline_batch=12)
@@ -38,34 +38,6 @@ GROUP, BATCH = 4, 24  # trajectories of a group, and of a replica under one vers
 class LoopClock:
     def now(self):
         return asyncio.get_running_loop().time()
-
-
-class Weights:
-    """Versions that all replicas see at once; the last three stay."""
-
-    def __init__(self, folder):
-        self._folder = folder
-        self.newest = 0
-        self._changed = asyncio.Condition()
-
-    async def publish(self, version):
-        async with self._changed:
-            self.newest = version
-            self._changed.notify_all()
-
-    async def latest(self):
-        return self.newest
-
-    async def wait_newer(self, version):
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.newest > version)
-            return self.newest
-
-    async def pull(self, version=None):
-        version = self.newest if version is None else version
-        if version < self.newest - 2:
-            raise VersionLostError(f"version {version}")
-        return PulledVersion(version, str(self._folder), f"digest{version}")
 
 
 async def emulated():
@@ -99,7 +71,7 @@ class House:
         self.random = random.Random(seed)
         self.clock = LoopClock()
         self.ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=self.clock)
-        self.weights = Weights(folder)
+        self.weights = Folders([folder], keep=3)
         self.replicas: dict[int, Replica] = {}
         self.kills = self.moved = 0
         self.trajectories = {}  # that finished

@@ -74,6 +74,9 @@ def test_nor_when_replicas_die_at_any_moment_of_it(tmp_path, folder, seed):
     assert verify(tmp_path) == []
     account = accounting(tmp_path).train
     assert set(account.dropped) <= {"version_lost"}
+    assert sum(account.dropped.values()) <= house.kills, (
+        "only what no replica serves any more is lost, and issued anew"
+    )
     assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
 
 

@@ -9,42 +9,14 @@ import pytest
 
 from laminar_py.config import OnNewWeights
 from laminar_py.engines.local import LocalEngine
-from laminar_py.interfaces import EngineLostError, PulledVersion, VersionLostError
+from laminar_py.interfaces import EngineLostError
 from laminar_py.rollout.replica import Replica
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.types import Assignment, Break, FinishReason, Kind, SamplingParams
 from tests.learner.builders import make_model_folder
+from tests.rollout.folders import Folders
 
 PATIENCE_S = 20.0
-
-
-class Folders:
-    """A weight source over local folders; the test publishes by hand."""
-
-    def __init__(self, folders):
-        self.folders = folders
-        self.newest = 0
-        self.lost = set()
-        self._changed = asyncio.Condition()
-
-    async def publish(self, version):
-        async with self._changed:
-            self.newest = version
-            self._changed.notify_all()
-
-    async def latest(self):
-        return self.newest
-
-    async def wait_newer(self, version):
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.newest > version)
-            return self.newest
-
-    async def pull(self, version=None):
-        version = self.newest if version is None else version
-        if version in self.lost:
-            raise VersionLostError(f"version {version}")
-        return PulledVersion(version, str(self.folders[version % len(self.folders)]), f"digest {version}")
 
 
 class Story:

@@ -1,0 +1,35 @@
+"""A weight source over local folders; the test publishes by hand."""
+
+import asyncio
+
+from laminar_py.interfaces import PulledVersion, VersionLostError
+
+
+class Folders:
+    """Version N is in folder N modulo their number; of all versions the newest `keep` stay, and none in `lost`."""
+
+    def __init__(self, folders, *, keep=None):
+        self.folders = folders
+        self.newest = 0
+        self.lost = set()
+        self._keep = keep
+        self._changed = asyncio.Condition()
+
+    async def publish(self, version):
+        async with self._changed:
+            self.newest = version
+            self._changed.notify_all()
+
+    async def latest(self):
+        return self.newest
+
+    async def wait_newer(self, version):
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.newest > version)
+            return self.newest
+
+    async def pull(self, version=None):
+        version = self.newest if version is None else version
+        if version in self.lost or (self._keep is not None and version <= self.newest - self._keep):
+            raise VersionLostError(f"version {version}")
+        return PulledVersion(version, str(self.folders[version % len(self.folders)]), f"digest{version}")
