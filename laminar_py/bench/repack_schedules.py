@@ -110,9 +110,12 @@ def _pilot(seed: int, sigma: float, folder: Path) -> tuple[Pilot, Path]:
     """What the devices do, and a profile whose learner takes its share of a synchronous step."""
     done = _run(SYNC, DEVICES, seed=seed, sigma=sigma, profile=_profile(), folder=folder, steps=2)
     first, last = done.steps[0], done.steps[-1]
-    generate_s = COMPRESSION * (last.rl_s - first.rl_s - (last.learner_busy_s - first.learner_busy_s))
-    waits = [row.rl_s for row in done.fleet if row.rl_s > first.rl_s and any(row.waiting)]
-    full_s = COMPRESSION * (max(waits) - first.rl_s)
+    generated_s = last.rl_s - first.rl_s - (last.learner_busy_s - first.learner_busy_s)
+    waits = [row.rl_s - first.rl_s for row in done.fleet if any(row.waiting)]
+    full_s = COMPRESSION * max(
+        wait_s for wait_s in waits if 0 < wait_s < generated_s
+    )  # the next batch waits later
+    generate_s = COMPRESSION * generated_s
     train_s = generate_s * (1 / GENERATION_SHARE - 1)
     settings = yaml.safe_load(_profile().read_text())
     fixed_s = settings["learner"]["optimizer_s"]
