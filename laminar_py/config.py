@@ -294,7 +294,7 @@ class RepackConfig(Section):
     interval_s: Seconds = 5.0
     """Seconds between two rounds; there is one after every publish too."""
     max_stall_s: Seconds = 0.7
-    """Longest time that one round may cost a destination, for the prefill of what it receives."""
+    """Longest time that one round of `predictive` may cost a destination, for the prefill of what it receives."""
     roofline_batch: Count | None = None
     """Decode batch below which a larger one costs an engine no time: `paper` keeps destinations below it. Default:
     measured, like all that planners know of an engine's speed, on an idle one before the first run, and cached."""

@@ -3,7 +3,8 @@
 A round, for each version that several replicas serve: SURVEY (each says what it has at this moment) -> PLAN (pure)
 -> PROMISE (destinations keep their version for what is to come) -> GIVE UP (sources end what still is as it was
 planned, and report it) -> HANDED OVER (the flow assigns each to its destination as its report comes in). Whatever
-happens to a replica in between, `control.flow` knows where each trajectory is, and the round ends.
+happens to a replica in between, `control.flow` knows where each trajectory is. A round ends when all have moved or
+ended otherwise, or after an interval: what is late goes on beside the next round.
 """
 
 import asyncio

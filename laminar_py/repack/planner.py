@@ -1,7 +1,7 @@
 """Which trajectories in flight move where: a pure function of what the replicas of one weight version have.
 
 Called by `repack.migration` for each version that several replicas serve. A plan never fills a replica beyond its
-KV cache or its slots, never costs a destination more than its stall limit, and moves each trajectory once.
+KV cache or its slots, and moves each trajectory once; the predictive one keeps destinations to the stall limit.
 """
 
 from bisect import bisect_left, insort
