@@ -169,8 +169,7 @@ class VersionLoaded(Event, frozen=True):
 class Repacked(Event, frozen=True):
     """A round of repacking among the replicas of `version`, from its plan until all that moved was handed over.
 
-    It waits for `repack.interval_s` at most: what a slow source gives up later moves all the same, but is not
-    counted here. `prefill` is the most tokens that one destination has to compute anew for those that had begun.
+    `prefill` is the most tokens that one destination has to compute anew for those that had begun.
     """
 
     version: int

@@ -3,8 +3,8 @@
 A round, for each version that several replicas serve: SURVEY (each says what it has at this moment) -> PLAN (pure)
 -> PROMISE (destinations keep their version for what is to come) -> GIVE UP (sources end what still is as it was
 planned, and report it) -> HANDED OVER (the flow assigns each to its destination as its report comes in). Whatever
-happens to a replica in between, `control.flow` knows where each trajectory is. A round ends when all have moved or
-ended otherwise, or after an interval: what is late goes on beside the next round.
+happens to a replica in between, `control.flow` knows where each trajectory is. The next round waits an interval at
+most: what a slow source still holds goes on beside it. A round is on record when all of its moves have ended.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from laminar_py.config import RepackPlanner
 from laminar_py.control.flow import Flow
+from laminar_py.control.moves import Round
 from laminar_py.events import Repacked
 from laminar_py.interfaces import Clock
 from laminar_py.repack.planner import Move, PaperPlanner, Planner, PredictivePlanner
@@ -76,11 +77,12 @@ class Migration:
 
     async def run(self, speed: EngineSpeed) -> None:
         """Rounds until cancelled."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.interval_s):
-                    self._newest = await self._published(self._newest)
-            await self._round(speed)
+        async with asyncio.TaskGroup() as self._recording:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.interval_s):
+                        self._newest = await self._published(self._newest)
+                await self._round(speed)
 
     async def _round(self, speed: EngineSpeed) -> None:
         groups = [group for group in self._flow.dispatcher.by_version().values() if len(group) > 1]
@@ -116,12 +118,14 @@ class Migration:
         moving = self._flow.move(version, [move for move in planned if move.destination in willing])
         for source, trajectory_ids in moving.asked.items():
             self._fleet.give_up(source, trajectory_ids)
-        with contextlib.suppress(TimeoutError):  # what a slow source still holds does not hold up the next round
-            async with asyncio.timeout(self._settings.interval_s):
-                await moving.settled.wait()
+        recording = self._recording.create_task(self._record(moving, began), name="record-repack")
+        await asyncio.wait([recording], timeout=self._settings.interval_s)
+
+    async def _record(self, moving: Round, began: float) -> None:
+        await moving.settled.wait()
         if moving.num_running + moving.num_waiting:
             event = Repacked(
-                version,
+                moving.version,
                 moving.num_running,
                 moving.num_waiting,
                 tuple(sorted(moving.asked)),

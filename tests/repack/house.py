@@ -67,6 +67,7 @@ class House:
         sampling=LONG_TAIL,
         interval_s=2.0,
         pace=1.0,
+        publishes=True,
     ):
         self.random = random.Random(seed)
         self.clock = LoopClock()
@@ -78,6 +79,7 @@ class House:
         self._moved_running = set()
         self._open_engine = open_engine
         self._pace = pace  # factor on how long everything but the engines takes
+        self._publishes = publishes  # else all replicas serve version 0 for good
         self._owner: dict[int, asyncio.Task] = {}
         self._num_replicas = replicas
         step = replicas * BATCH // GROUP
@@ -245,14 +247,17 @@ class House:
     async def _learn(self):
         step = 0
         while True:
-            batch = await self.flow.consumption.next_batch(groups=self._step_groups, version=step)
+            batch = await self.flow.consumption.next_batch(
+                groups=self._step_groups, version=step if self._publishes else 0
+            )
             await asyncio.sleep(self._pace)
             step += 1
             self.flow.consumption.commit(batch, step)
             self.append(Stepped(step, 1, len(batch.trajectories), 1, 0.0, 0.0, 0.5, 1.0))
-            self._publish_event(step, step - 1)
-            self.flow.newest_version = step
-            await self.weights.publish(step)
+            if self._publishes:
+                self._publish_event(step, step - 1)
+                self.flow.newest_version = step
+                await self.weights.publish(step)
 
     def _publish_event(self, version, parent):
         self.append(VersionPublished(version, version, 1, parent, f"digest{version}", 10, 0.0))

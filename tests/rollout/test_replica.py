@@ -290,7 +290,7 @@ async def test_after_stop_training_work_is_handed_back_and_an_evaluation_still_r
 async def test_stop_hands_back_what_waits_for_weights(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.replica._serving.clear()  # as while weights are loaded
+        story.replica._streams.serving.clear()  # as while weights are loaded
         story.replica.submit([assignment("a")])
         await story.replica.stop()
         await story.until(lambda s: "a" in s.ended)
