@@ -6,7 +6,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from laminar_py.config import RunConfig, Section
+from laminar_py.config import RunConfig
+from laminar_py.section import Section
 
 HEAD = """# Settings
 

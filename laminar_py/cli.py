@@ -238,7 +238,7 @@ def bench_relay(
     from laminar_py.bench import relay as one_host
     from laminar_py.bench import relay_hosts
     from laminar_py.bench.report import show as show_report
-    from laminar_py.config import ConfigError
+    from laminar_py.section import ConfigError
 
     rows = one_host.rows(repeats=repeats, tell=_tell, shm=shm) if only in (None, RelayBench.HOST) else []
     try:

@@ -8,23 +8,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from laminar_py.algorithm import AlgorithmConfig
+from laminar_py.section import Count, Seconds, Section, Share
 from laminar_py.types import Record
-
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work; the message names the field, the value and the remedy, in one line."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, no silent casts of strings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class Schedule(StrEnum):
@@ -72,13 +60,6 @@ class WithoutSignal(StrEnum):
     TRAIN = "train"
     SKIP = "skip"
     REFILL = "refill"
-
-
-class Aggregation(StrEnum):
-    """How token losses become one number."""
-
-    TOKEN_MEAN = "token_mean"
-    SEQUENCE_MEAN = "sequence_mean"
 
 
 class TopologyKind(StrEnum):
@@ -163,7 +144,7 @@ class EngineConfig(Section):
     """What launched servers run on."""
     tensor_parallel: Count = 1
     """GPUs of one launched server."""
-    flags: dict[str, str | int | float | bool | tuple[str | int | float, ...]] = {}
+    flags: dict[str, str | int | float | bool | tuple[str | int | float, ...]] = Field(default={})
     """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
     one that takes no value, a list for one that takes several."""
     start_timeout_s: Seconds = 900.0
@@ -323,15 +304,6 @@ class LearnerConfig(Section):
     """AdamW's weight decay."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm."""
-    clip_low: Share = 0.2
-    """Ratios below 1 - clip_low are clipped."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Ratios above 1 + clip_high are clipped."""
-    importance_cap: Annotated[float, Field(gt=1)] = 2.0
-    """Truncated importance sampling: ratios are cut here where the clip does not act (bad tokens that became
-    likelier); at least 1 + clip_high."""
-    aggregation: Aggregation = Aggregation.SEQUENCE_MEAN
-    """`sequence_mean`: mean over the tokens of each response, then over responses. `token_mean`: over tokens."""
     world_size: Count = 1
     """Data-parallel ranks (FSDP2), each in a process of its own."""
     publish_every: Count = 1
@@ -350,7 +322,7 @@ class RelayConfig(Section):
     size, `link_gbit_per_s`, `overhead_us` and `zone_gbit_per_s`."""
     fanout: Count = 2
     """Children of a node in a `kary` tree."""
-    zones: dict[str, str] = {}
+    zones: dict[str, str] = Field(default={})
     """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`; a zone is entered by one relay
     alone, which passes versions on inside. Hosts that are not named are one zone together."""
     link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -461,6 +433,8 @@ class RunConfig(Section):
     """Consolidation in flight."""
     packer: PackerConfig = PackerConfig()
     """Microbatches."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The loss."""
     learner: LearnerConfig = LearnerConfig()
     """Optimisation."""
     relay: RelayConfig = RelayConfig()
@@ -549,12 +523,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_learning(self) -> Self:
-        lowest_cap = 1 + self.learner.clip_high
-        if self.learner.importance_cap < lowest_cap:
-            raise ValueError(
-                f"learner.importance_cap={self.learner.importance_cap} is below 1 + learner.clip_high ="
-                f" {lowest_cap}, so the clip would never act; raise it"
-            )
         if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
             raise ValueError(
                 "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"

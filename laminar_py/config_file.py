@@ -11,7 +11,8 @@ from typing import TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from laminar_py.config import ConfigError, RunConfig
+from laminar_py.config import RunConfig
+from laminar_py.section import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
 

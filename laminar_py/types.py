@@ -350,6 +350,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     loss_weights: FloatArray  # [T] sums to 1 over the step, all ranks together (less where staleness reweights)
     behaviour_logprobs: FloatArray  # [T]
     advantages: FloatArray  # [T]
+    staleness: IntArray  # [T] versions between the learner and what made the token
+    teacher_logprobs: FloatArray | None = None  # [T] of another model, for distillation
 
     @property
     def num_tokens(self) -> int:
@@ -363,16 +365,38 @@ class MicroBatch(msgspec.Struct, frozen=True):
         return lengths
 
 
+class TokenMetrics(msgspec.Struct, frozen=True):
+    """What a step did to trained tokens: means with their loss weights, but for the counts named so.
+
+    KL in nats, from the policy named first, on tokens of the behaviour policy, by estimators k1 (may be negative)
+    and k3 (never is).
+    """
+
+    num_tokens: int = 0
+    entropy: float = 0.0
+    ratio_deviation: float = 0.0  # |ratio - 1| of new to proximal probability
+    clip_fraction: float = 0.0  # whose ratio is outside the clip range
+    truncated_fraction: float = 0.0  # whose ratio is above the importance cap
+    kl_behaviour_k1: float = 0.0  # behaviour to new policy
+    kl_behaviour_k3: float = 0.0
+    kl_proximal_k1: float = 0.0  # proximal to new policy
+    kl_proximal_k3: float = 0.0
+    effective_share: float = 1.0  # effective sample size of the weights new / behaviour, of the tokens
+    advantage_mean: float = 0.0
+    advantage_std: float = 0.0
+    mismatch_mean: float = 0.0  # |new - behaviour| log-probability, mean over tokens
+
+
 class StepMetrics(msgspec.Struct, frozen=True):
-    """What one learner step measured, averaged with the loss weights over all its trained tokens."""
+    """What one learner step measured."""
 
     loss: float
     grad_norm: float
-    entropy: float
-    ratio_deviation: float  # mean |ratio - 1| of new to behaviour probability
-    clip_fraction: float  # share of trained tokens outside the clip range
-    truncated_fraction: float  # share of trained tokens at the importance cap
     elapsed_s: float
+    tokens: TokenMetrics = TokenMetrics()
+    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
+    mismatch_p99: float = 0.0  # |new - behaviour| log-probability at staleness 0: engine against learner
+    mismatch_max: float = 0.0
 
 
 class Published(msgspec.Struct, frozen=True):

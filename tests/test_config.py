@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laminar_py.config import ConfigError
 from laminar_py.config_file import dump_config, load_config, parse_config
+from laminar_py.section import ConfigError
 
 REPO = Path(__file__).parent.parent
 MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from laminar_py.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.codec import decode, encode
-from laminar_py.config import Aggregation, LearnerConfig, ModelConfig
+from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.engines.local import LocalEngine
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
@@ -64,7 +65,7 @@ async def through_relays(learner: Learner, root: Path) -> str:
 async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tmp_path):
     """Laws 3 and 4: learner -> relay tree -> engine -> packer -> learner, fp32 within 1e-4."""
     model = make_model_folder(tmp_path / "model")
-    learner = Learner(ModelConfig(path=model), LearnerConfig(lr=1e-2), temperature=1.0, seed=0)
+    learner = Learner(ModelConfig(path=model), LearnerConfig(lr=1e-2), AlgorithmConfig(), temperature=1.0, seed=0)
     weights = await through_relays(learner, tmp_path / "relays")
     engine = LocalEngine(model, max_batch=8, max_len=128, kv_capacity=1024)
     await engine.start()

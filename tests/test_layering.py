@@ -11,6 +11,8 @@ LAYERS = {
     "codec": 0,
     "types": 0,
     "interfaces": 0,
+    "section": 0,
+    "algorithm": 0,
     "config": 0,
     "config_file": 0,
     "events": 0,

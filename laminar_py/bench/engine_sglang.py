@@ -22,10 +22,11 @@ from transformers import Qwen3Config
 
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
-from laminar_py.config import ConfigError, Device
+from laminar_py.config import Device
 from laminar_py.engines.sglang import SGLangEngine
 from laminar_py.engines.sglang_server import Flag, ServerSpec, SGLangServer
 from laminar_py.engines.sglang_stream import Served
+from laminar_py.section import ConfigError
 from laminar_py.types import FinishReason, GenerateRequest, PauseMode, SamplingParams
 
 STREAMS = 32

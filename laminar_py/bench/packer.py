@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from laminar_py.algorithm import Aggregation
 from laminar_py.bench.report import Row
 from laminar_py.codec import decode, encode
-from laminar_py.config import Aggregation
 from laminar_py.repack.balance import attention_share, sequence_cost
 from laminar_py.repack.pack_stream import StreamPacker
 from laminar_py.repack.pack_window import choose
-from laminar_py.repack.packer import Packed, assign, pack
+from laminar_py.repack.packer import Packed, assign, pack, step_terms
 from laminar_py.types import FinishReason, Kind, Span, Trajectory
 
 MAX_TOKENS = 16_384
@@ -206,13 +206,9 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
     for trajectory in trajectories:
         stream.add(trajectory)
     asked = time.perf_counter()
-    packed = assign(
-        stream.bins(),
-        max_tokens=MAX_TOKENS,
-        ranks=RANKS,
-        aggregation=Aggregation.SEQUENCE_MEAN,
-        attention_share=QWEN_7B,
-    )
+    bins = stream.bins()
+    terms = step_terms(bins, aggregation=Aggregation.SEQUENCE_MEAN)
+    packed = assign(bins, terms, max_tokens=MAX_TOKENS, ranks=RANKS, attention_share=QWEN_7B)
     packed.microbatches(0)[0]
     ready = time.perf_counter()
     for rank in range(RANKS):
@@ -220,7 +216,7 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
             continue  # each is freed before the next is written, as in the learner
     written = time.perf_counter()
     for bundles in packed.bundles:
-        decode(Packed, encode(Packed([bundles], packed.weights)))
+        decode(Packed, encode(Packed([bundles], packed.terms)))
     sent = time.perf_counter()
     found = quality(packed, max_tokens=MAX_TOKENS)
     return Streamed(found, asked - began, ready - asked, written - ready, sent - written)

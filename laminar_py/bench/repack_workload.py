@@ -17,8 +17,9 @@ import numpy as np
 
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.config import ConfigError, RepackPlanner
+from laminar_py.config import RepackPlanner
 from laminar_py.events import Assigned, Finished, Interrupted
+from laminar_py.section import ConfigError
 from laminar_py.store.database import reading
 from laminar_py.store.rows import decode_event
 

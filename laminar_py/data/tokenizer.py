@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from laminar_py.codec import IntArray
-from laminar_py.config import ConfigError
+from laminar_py.section import ConfigError
 
 
 class Tokenizer:

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from laminar_py.config import ConfigError, Section
 from laminar_py.config_file import load_settings
+from laminar_py.section import ConfigError, Section
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Extra = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from laminar_py.config import ConfigError, OnNewWeights, RolloutConfig
+from laminar_py.config import OnNewWeights, RolloutConfig
 from laminar_py.engines.model_sizes import ModelSizes, read_sizes
 from laminar_py.engines.sglang_http import headers
 from laminar_py.engines.sglang_server import SPARE_TOKENS
+from laminar_py.section import ConfigError
 from laminar_py.types import Record
 
 log = logging.getLogger(__name__)

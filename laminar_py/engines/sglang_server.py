@@ -20,10 +20,11 @@ from typing import BinaryIO, Self
 import aiohttp
 import psutil
 
-from laminar_py.config import ConfigError, Device
+from laminar_py.config import Device
 from laminar_py.engines import sglang_guard
 from laminar_py.engines.sglang_http import headers
 from laminar_py.interfaces import EngineLostError
+from laminar_py.section import ConfigError
 from laminar_py.types import Record
 
 Flag = str | int | float | bool | Sequence[str | int | float]

@@ -1,65 +1,49 @@
-"""Policy losses: pure functions of log-probabilities, advantages and weights. Called by `step`.
+"""The loss of one microbatch: an objective, a correction, an average. Pure; called by `step`.
 
-Invariant: a loss is a sum over tokens weighted by `loss_weights`, which sum to 1 over the whole step. So packing,
+Invariant: a loss is a sum over tokens weighted by `weights`, which sum to 1 over the whole step. So packing,
 gradient accumulation and data parallelism only split the sum and never change its value.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """A loss and what it did, each a weighted sum over the tokens of one microbatch (scalars)."""
-
-    loss: Tensor  # differentiable
-    ratio_deviation: Tensor  # of |ratio - 1|
-    clip_fraction: Tensor  # of tokens whose ratio is outside [1 - clip_low, 1 + clip_high]
-    truncated_fraction: Tensor  # of tokens whose ratio is above importance_cap
+from laminar_py.algorithm import AlgorithmConfig, Proximal
+from laminar_py.learner.corrections import CORRECTIONS
+from laminar_py.learner.objectives import OBJECTIVES, Terms
 
 
-def grpo_loss(
-    logprobs: Tensor,
-    *,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    loss_weights: Tensor,
-    clip_low: float,
-    clip_high: float,
-    importance_cap: float,
-) -> PolicyLoss:
-    """Clipped policy gradient with the behaviour policy as the ratio's denominator; all tensors are [T].
+def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`-sum_t w_t c_t J_t` with objective J and correction c; a scalar with a gradient to `terms.logprobs`."""
+    objective = OBJECTIVES[settings.objective](terms, settings)
+    correction = CORRECTIONS[settings.correction](terms, settings)
+    return -(terms.weights * correction * objective).sum()
 
-    With r = pi(token) / mu(token), mu the policy that sampled it, and r' = min(r, importance_cap):
 
-        loss = -sum_t w_t min(r'_t A_t, clip(r'_t, 1 - clip_low, 1 + clip_high) A_t)
+def proximal_logprobs(
+    kind: Proximal, own: Tensor, *, behaviour: Tensor, staleness: Tensor, recomputed: Tensor | None
+) -> Tensor:
+    """Log-probabilities [N] of the policy that the trust region is around, without gradient.
 
-    A > 0: the clip stops the gradient above 1 + clip_high; the cap, which is not below that, changes nothing.
-    A < 0: the clip stops it below 1 - clip_low but leaves large r alone, where the plain product is unbounded.
-    There the cap truncates the importance weight: value r' A and gradient r' A grad log pi, so a bad token that
-    the policy came to favour is still pushed down, with bounded force (dual-clip has the same value there and
-    no gradient). A staleness correction needs no further factor, because r already corrects from mu.
+    `own` are those of the policy that is trained, `recomputed` those at the start of the step (None: the same),
+    `staleness` [N] counts versions. `interpolate`: `b + (1 - 1/d) (own - b)` for staleness d >= 1, `own` for 0.
 
-    PPO, Schulman et al. 2017, eq. 7; two clip bounds, DAPO, Yu et al. 2025, section 3.1; truncated importance
-    weights, IMPALA, Espeholt et al. 2018, section 4.1; dual clip, Ye et al. 2020; GRPO, Shao et al. 2024.
+    Decoupled PPO, Hilton et al. 2022; AReaL, Fu et al. 2025; interpolation: A-3PO, Li et al. 2025.
     """
-    low, high = 1.0 - clip_low, 1.0 + clip_high
-    assert importance_cap >= high, (
-        f"importance_cap {importance_cap} below 1 + clip_high {high} would undo the clip"
-    )
-    ratio = (logprobs.detach() - behaviour_logprobs).exp()
-    capped = ratio.clamp(max=importance_cap)
-    # Its value is r' and its gradient r' grad log pi: an importance weight is not differentiated at its cap.
-    weighted = capped * (logprobs - logprobs.detach() + 1.0)
-    objective = torch.minimum(weighted * advantages, weighted.clamp(low, high) * advantages)
-    return PolicyLoss(
-        loss=-(loss_weights * objective).sum(),
-        ratio_deviation=(loss_weights * (ratio - 1.0).abs()).sum(),
-        clip_fraction=loss_weights[(ratio < low) | (ratio > high)].sum(),
-        truncated_fraction=loss_weights[ratio > importance_cap].sum(),
-    )
+    now = own.detach()
+    if kind is Proximal.BEHAVIOUR:
+        return behaviour
+    if kind is Proximal.RECOMPUTE:
+        return now if recomputed is None else recomputed
+    share = 1.0 - torch.where(staleness > 0, 1.0 / staleness.clamp(min=1), 0.0)
+    return behaviour + share * (now - behaviour)
+
+
+def distilled(advantages: Tensor, own: Tensor, teacher: Tensor, *, coef: float) -> Tensor:
+    """`A + coef (log teacher - log own)`: minus the reverse KL to a teacher, token by token, as advantage [N].
+
+    On-policy distillation: Agarwal et al. 2024 (GKD); with one sample of each token, as policy gradient.
+    """
+    return advantages + coef * (teacher - own.detach())
 
 
 def cross_entropy_loss(logprobs: Tensor, *, loss_weights: Tensor) -> Tensor:

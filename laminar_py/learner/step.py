@@ -9,17 +9,22 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from laminar_py.algorithm import AlgorithmConfig, Proximal
+from laminar_py.codec import FloatArray
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.checkpoint import load_checkpoint, save_checkpoint
 from laminar_py.learner.export import export_hf, named_tensors
-from laminar_py.learner.loss import grpo_loss
+from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs
+from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import load_policy, policy_logprobs, shard
+from laminar_py.learner.objectives import Terms
 from laminar_py.types import MicroBatch, StepMetrics
 
 
@@ -33,18 +38,15 @@ class Learner:
         self,
         model: ModelConfig,
         settings: LearnerConfig,
+        algorithm: AlgorithmConfig,
         *,
         temperature: float,
         seed: int,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        if settings.importance_cap < 1 + settings.clip_high:
-            raise ValueError(
-                f"learner.importance_cap={settings.importance_cap} is below 1 + learner.clip_high ="
-                f" {1 + settings.clip_high}, so the clip would never act; raise it"
-            )
         self._source = model.path
         self._settings = settings
+        self._algorithm = algorithm
         self._mesh = mesh
         device = torch.device(mesh.device_type if mesh else "cpu")
         self.model = load_policy(model, seed=seed, temperature=temperature, device=device)
@@ -60,29 +62,39 @@ class Learner:
         self.num_steps = 0
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
-        """One optimizer step; the loss weights of all microbatches of all ranks sum to 1.
+        """A learner step: `updates_per_step` optimizer steps, each on its own microbatches.
 
-        Every rank brings the same number of microbatches (one of zero weights where it has no more): gradients
-        are reduced with the last, and a rank with fewer would leave the others waiting. Raises
-        `FloatingPointError` before anything changes if the gradient is not finite.
+        The loss weights of all microbatches of all ranks sum to 1. Every rank brings equally many (one of zero
+        weights where it has no more): gradients are reduced with the last of an update, and a rank with fewer
+        would leave the others waiting. Raises `FloatingPointError` before an update changes anything if its
+        gradient is not finite.
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
-        sums = torch.zeros(5, device=self.model.device)
-        for index, batch in enumerate(microbatches):
-            self._reduce_gradients(index == len(microbatches) - 1)
-            sums += self._accumulate(batch)
-        grad_norm = self._update()
+        sums = TokenSums(self.model.device)
+        updates = min(self._algorithm.updates_per_step, len(microbatches))
+        parts = [microbatches[first::updates] for first in range(updates)]
+        shares, before = self._shares(parts), [self._recompute(part) for part in parts]
+        losses, norms = [], []
+        for part, share, proximal in zip(parts, shares, before, strict=True):
+            loss = torch.zeros((), device=self.model.device)
+            for place, batch in enumerate(part):
+                self._reduce_gradients(place == len(part) - 1)
+                at_start = None if proximal is None else proximal[place]
+                loss += self._accumulate(batch, sums, proximal=at_start, scale=1.0 / share)
+            losses.append(self._over_ranks(float(loss)))
+            norms.append(self._update())
         self.num_steps += 1
-        loss, entropy, ratio_deviation, clip_fraction, truncated_fraction = self._sum_over_ranks(sums)
+        sums.reduce(self._mesh)
+        mismatch_p99, mismatch_max = sums.mismatch()
         return StepMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            entropy=entropy,
-            ratio_deviation=ratio_deviation,
-            clip_fraction=clip_fraction,
-            truncated_fraction=truncated_fraction,
+            loss=sum(losses) / updates,
+            grad_norm=max(norms),
             elapsed_s=time.perf_counter() - started,
+            tokens=sums.tokens(),
+            by_staleness=sums.by_staleness(),
+            mismatch_p99=mismatch_p99,
+            mismatch_max=mismatch_max,
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -102,31 +114,53 @@ class Learner:
         """Restore a checkpoint. Raises `ValueError` if it is torn."""
         self.num_steps = load_checkpoint(folder, model=self.model, optimizer=self._optimizer, mesh=self._mesh)
 
-    def _accumulate(self, batch: MicroBatch) -> Tensor:
-        """Add the gradient of one microbatch; its part of the step's metrics [5]."""
-        device = self.model.device
-        weights = torch.tensor(batch.loss_weights, device=device)
+    def _accumulate(
+        self, batch: MicroBatch, sums: TokenSums, *, proximal: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """Add the gradient of one microbatch, `scale` times; its loss (scalar)."""
         logprobs, entropy = policy_logprobs(self.model, batch)
-        result = grpo_loss(
-            logprobs,
-            behaviour_logprobs=torch.tensor(batch.behaviour_logprobs, device=device),
-            advantages=torch.tensor(batch.advantages, device=device),
-            loss_weights=weights,
-            clip_low=self._settings.clip_low,
-            clip_high=self._settings.clip_high,
-            importance_cap=self._settings.importance_cap,
+        rows = torch.tensor(np.flatnonzero(batch.loss_weights), device=logprobs.device)  # of trained tokens
+        staleness = torch.tensor(batch.staleness, device=logprobs.device)[rows]
+        terms = self._terms(batch, rows, logprobs[rows], staleness, None if proximal is None else proximal[rows])
+        loss = policy_loss(terms, self._algorithm) * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums.add(terms, entropy=entropy[rows], staleness=staleness, settings=self._algorithm)
+        return loss.detach()
+
+    def _terms(
+        self, batch: MicroBatch, rows: Tensor, logprobs: Tensor, staleness: Tensor, recomputed: Tensor | None
+    ) -> Terms:
+        """What the loss is made of, at these rows of the microbatch."""
+
+        def at_rows(values: FloatArray) -> Tensor:
+            return torch.tensor(values, device=rows.device)[rows]
+
+        behaviour, advantages = at_rows(batch.behaviour_logprobs), at_rows(batch.advantages)
+        if batch.teacher_logprobs is not None:
+            teacher = at_rows(batch.teacher_logprobs)
+            advantages = distilled(advantages, logprobs, teacher, coef=self._algorithm.teacher_coef)
+        proximal = proximal_logprobs(
+            self._algorithm.proximal, logprobs, behaviour=behaviour, staleness=staleness, recomputed=recomputed
         )
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        mean_entropy = (weights * entropy.detach()).sum()
-        return torch.stack(
-            [
-                result.loss.detach(),
-                mean_entropy,
-                result.ratio_deviation,
-                result.clip_fraction,
-                result.truncated_fraction,
-            ]
+        ends = torch.tensor(batch.cu_seqlens[1:], device=rows.device)
+        sequence = torch.bucketize(rows, ends, right=True)
+        return Terms(
+            logprobs, behaviour, proximal, advantages, at_rows(batch.loss_weights), sequence, len(batch.lengths)
         )
+
+    def _shares(self, parts: Sequence[Sequence[MicroBatch]]) -> list[float]:
+        """Of the loss weights of the step, those of all ranks together, what each part has."""
+        if len(parts) == 1:
+            return [1.0]
+        weights = [self._over_ranks(sum(float(batch.loss_weights.sum()) for batch in part)) for part in parts]
+        return [weight / (sum(weights) or 1.0) or 1.0 for weight in weights]
+
+    def _recompute(self, microbatches: Sequence[MicroBatch]) -> list[Tensor] | None:
+        """Log-probabilities before the first update, if the algorithm compares with them and there are more."""
+        if self._algorithm.proximal is not Proximal.RECOMPUTE or self._algorithm.updates_per_step == 1:
+            return None
+        with torch.no_grad():
+            return [policy_logprobs(self.model, batch)[0] for batch in microbatches]
 
     def _reduce_gradients(self, last: bool) -> None:
         """Let FSDP reduce gradients over ranks with the last microbatch only."""
@@ -147,8 +181,10 @@ class Learner:
         self._optimizer.zero_grad()
         return norm
 
-    def _sum_over_ranks(self, sums: Tensor) -> list[float]:
-        if self._mesh:
-            dist.all_reduce(sums, group=self._mesh.get_group())
-        values: list[float] = sums.tolist()
-        return values
+    def _over_ranks(self, value: float) -> float:
+        """Its sum."""
+        if not self._mesh:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.model.device)
+        dist.all_reduce(total, group=self._mesh.get_group())
+        return float(total)

@@ -164,6 +164,7 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
         loss_weights=trained / trained.sum(),
         behaviour_logprobs=unused,
         advantages=unused,
+        staleness=np.zeros(sum(lengths), dtype=np.int32),
     )
 
 

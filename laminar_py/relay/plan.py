@@ -11,11 +11,12 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from laminar_py.config import ConfigError, Count, Section, Share, TopologyKind
+from laminar_py.config import TopologyKind
 from laminar_py.config_file import load_settings
 from laminar_py.relay.cost import PAGE_BYTES, Links, Payload, broadcast_s, routes, settle, versions_at_peak
 from laminar_py.relay.drawing import draw
 from laminar_py.relay.topology import Shape, Topology, grow
+from laminar_py.section import ConfigError, Count, Section, Share
 
 _GIB = 2**30
 _POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

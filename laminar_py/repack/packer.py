@@ -12,50 +12,72 @@ from typing import TypeAlias, overload
 import msgspec
 import numpy as np
 
-from laminar_py.codec import FloatArray
-from laminar_py.config import Aggregation
+from laminar_py.algorithm import Aggregation
+from laminar_py.codec import FloatArray, IntArray
 from laminar_py.repack.balance import Bin, deal, fit, make_entry
 from laminar_py.types import MicroBatch, Trajectory
+
+STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
 
 Bundle: TypeAlias = list[Trajectory]  # of one microbatch; without any it is a microbatch that teaches nothing
 
 
-class TokenWeights(msgspec.Struct, frozen=True):
-    """What each trained token of a step counts, e.g. `TokenWeights(Aggregation.TOKEN_MEAN, 256, 81_920)`.
+class StepTerms(msgspec.Struct, frozen=True):
+    """What each trained token of a step counts, e.g. `StepTerms(Aggregation.TOKEN_MEAN, 256, 81_920, version=7)`.
 
-    `sequence_mean`: `w_i / (n_i * N)` with n_i trained tokens and N trajectories; `token_mean`:
-    `w_i / sum_j n_j`. w_i is the trajectory's staleness weight.
+    With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories: `sequence_mean`
+    `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
     """
 
     aggregation: Aggregation
     num_trajectories: int
     num_trained: int  # tokens of all of them
+    version: int = 0  # the learner's
+    constant: int = 1
+    advantage_scale: float = 1.0  # factor on all advantages
+    teaches: bool = False  # token rewards are a teacher's log-probabilities
 
     def of(self, trajectory: Trajectory) -> FloatArray:
         """[L] loss weight of each response token, 0 where its loss mask is False."""
-        denominator = max(1, self.num_trained)
-        if self.aggregation is Aggregation.SEQUENCE_MEAN:
-            denominator = max(1, int(np.count_nonzero(trajectory.loss_mask))) * self.num_trajectories
-        return trajectory.loss_mask * np.float32(trajectory.weight / denominator)
+        return trajectory.loss_mask * np.float32(trajectory.weight / self._denominator(trajectory))
+
+    def _denominator(self, trajectory: Trajectory) -> int:
+        if self.aggregation is Aggregation.TOKEN_MEAN:
+            return max(1, self.num_trained)
+        if self.aggregation is Aggregation.CONSTANT:
+            return self.constant * self.num_trajectories
+        return max(1, int(np.count_nonzero(trajectory.loss_mask))) * self.num_trajectories
+
+    def advantages(self, trajectory: Trajectory) -> float | FloatArray:
+        """Of each response token, or of all alike."""
+        return trajectory.advantage * self.advantage_scale
+
+    def staleness(self, trajectory: Trajectory) -> IntArray:
+        """[L] versions between the learner and the weights, or the older KV cache, that made each token."""
+        out = np.empty(len(trajectory.response_ids), np.int32)
+        for span in trajectory.spans:
+            made_by = span.version if span.kv_version is None else min(span.version, span.kv_version)
+            out[span.start : span.end] = self.version - made_by
+        return out
 
 
 class Packed(msgspec.Struct, frozen=True):
     """A step: for each rank its bundles, equally many, and what their tokens count."""
 
     bundles: list[list[Bundle]]  # [ranks][n]
-    weights: TokenWeights
+    terms: StepTerms
 
     def microbatches(self, rank: int) -> "MicroBatches":
         """Those of a rank."""
-        return MicroBatches(self.bundles[rank], self.weights)
+        return MicroBatches(self.bundles[rank], self.terms)
 
 
 class MicroBatches(Sequence[MicroBatch]):
     """The microbatches of a rank; each is written when it is asked for and kept by nobody."""
 
-    def __init__(self, bundles: Sequence[Bundle], weights: TokenWeights) -> None:
+    def __init__(self, bundles: Sequence[Bundle], terms: StepTerms) -> None:
         self._bundles = bundles
-        self._weights = weights
+        self._terms = terms
 
     def __len__(self) -> int:
         return len(self._bundles)
@@ -66,8 +88,8 @@ class MicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, index: slice) -> "MicroBatches": ...
     def __getitem__(self, index: int | slice) -> "MicroBatch | MicroBatches":
         if isinstance(index, slice):
-            return MicroBatches(self._bundles[index], self._weights)
-        return microbatch(self._bundles[index], self._weights)
+            return MicroBatches(self._bundles[index], self._terms)
+        return microbatch(self._bundles[index], self._terms)
 
 
 def pack(
@@ -79,21 +101,39 @@ def pack(
     attention_share: float,
 ) -> Packed:
     """A step of trajectories that are all there. Raises ValueError for one above `max_tokens`."""
-    return assign(
-        fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens),
-        max_tokens=max_tokens,
-        ranks=ranks,
-        aggregation=aggregation,
-        attention_share=attention_share,
+    bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens)
+    terms = step_terms(bins, aggregation=aggregation)
+    return assign(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
+
+
+def step_terms(
+    bins: Sequence[Bin],
+    *,
+    aggregation: Aggregation,
+    version: int = 0,
+    constant: int = 1,
+    normalises: bool = False,
+    teaches: bool = False,
+) -> StepTerms:
+    """Terms of the step that these bins are; `normalises` divides advantages by their deviation in the step."""
+    advantages = [entry.trajectory.advantage for item in bins for entry in item.entries]
+    return StepTerms(
+        aggregation,
+        len(advantages),
+        sum([item.num_trained for item in bins]),
+        version,
+        constant,
+        1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
+        teaches,
     )
 
 
 def assign(
     bins: Sequence[Bin],
+    terms: StepTerms,
     *,
     max_tokens: int,
     ranks: int,
-    aggregation: Aggregation,
     attention_share: float,
     reweighted: Mapping[str, Trajectory] | None = None,
 ) -> Packed:
@@ -106,15 +146,10 @@ def assign(
     bundles = [[[entry.trajectory for entry in index[rank].entries] for index in indices] for rank in range(ranks)]
     if reweighted:
         bundles = [[[reweighted.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
-    weights = TokenWeights(
-        aggregation,
-        sum([len(item.entries) for item in bins]),
-        sum([item.num_trained for item in bins]),
-    )
-    return Packed([mine or [[]] for mine in bundles], weights)
+    return Packed([mine or [[]] for mine in bundles], terms)
 
 
-def microbatch(bundle: Bundle, weights: TokenWeights) -> MicroBatch:
+def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     """Its arrays."""
     if not bundle:
         return _nothing()
@@ -122,8 +157,9 @@ def microbatch(bundle: Bundle, weights: TokenWeights) -> MicroBatch:
     cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
     total = int(cu_seqlens[-1])
     ids, labels = np.empty(total, np.int32), np.zeros(total, np.int32)
-    positions = np.empty(total, np.int32)
+    positions, staleness = np.empty(total, np.int32), np.zeros(total, np.int32)
     loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
+    teacher = np.zeros(total, np.float32) if terms.teaches else None
     for trajectory, start, length in zip(bundle, cu_seqlens.tolist(), lengths, strict=False):
         end, first = start + length, start + len(trajectory.prompt_ids)
         ids[start:first] = trajectory.prompt_ids
@@ -131,14 +167,18 @@ def microbatch(bundle: Bundle, weights: TokenWeights) -> MicroBatch:
         positions[start:end] = np.arange(length)
         labels[start : end - 1] = ids[start + 1 : end]
         predicting = slice(first - 1, end - 1)  # where the response tokens are predicted
-        loss_weights[predicting] = weights.of(trajectory)
+        loss_weights[predicting] = terms.of(trajectory)
         logprobs[predicting] = trajectory.logprobs
-        advantages[predicting] = trajectory.advantage
-    return MicroBatch(ids, cu_seqlens, positions, labels, loss_weights, logprobs, advantages)
+        advantages[predicting] = terms.advantages(trajectory)
+        staleness[predicting] = terms.staleness(trajectory)
+        if teacher is not None:
+            assert trajectory.token_rewards is not None, f"{trajectory.id} has no log-probabilities of a teacher"
+            teacher[predicting] = trajectory.token_rewards
+    return MicroBatch(ids, cu_seqlens, positions, labels, loss_weights, logprobs, advantages, staleness, teacher)
 
 
 def _nothing() -> MicroBatch:
     """One token that teaches nothing."""
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)
-    return MicroBatch(zero, np.array([0, 1], np.int32), zero, zero, nothing, nothing, nothing)
+    return MicroBatch(zero, np.array([0, 1], np.int32), zero, zero, nothing, nothing, nothing, zero)

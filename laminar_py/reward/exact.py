@@ -2,7 +2,7 @@
 
 import re
 
-from laminar_py.config import ConfigError
+from laminar_py.section import ConfigError
 from laminar_py.types import FinishReason, ScoringRequest
 
 

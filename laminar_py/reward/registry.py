@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
-from laminar_py.config import ConfigError
 from laminar_py.reward.exact import ExactReward
+from laminar_py.section import ConfigError
 from laminar_py.types import ScoringRequest
 
 RewardFunction: TypeAlias = Callable[[ScoringRequest], float | Sequence[float]]

@@ -18,12 +18,12 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.codec import encode
-from laminar_py.config import ConfigError
 from laminar_py.relay.stored import NoRoomError
 from laminar_py.runtime import WORKERS_READ, use_token_of_cluster
 from laminar_py.runtime.actors import remote
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.placement import Node, Place
+from laminar_py.section import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -252,7 +252,7 @@ class Controller:
             prompt_at=self._inputs.stream.prompt,
             recorder=self._ledger,
             submit_score=self._submit_score,
-            advantages=group_advantages,
+            advantages=group_advantages(self._config.algorithm.advantage),
             dispatcher=Dispatcher(rollout.replicas),
             admission=Admission(
                 self._config.schedule,

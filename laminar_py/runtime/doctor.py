@@ -13,11 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.config import ConfigError, RunConfig
+from laminar_py.config import RunConfig
 from laminar_py.runtime.cluster import nodes, open_cluster
 from laminar_py.runtime.engines import check_engine
 from laminar_py.runtime.placement import Needs, Node, Placement, Plan
 from laminar_py.runtime.survey import faults
+from laminar_py.section import ConfigError
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30

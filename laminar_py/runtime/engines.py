@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from laminar_py.config import ConfigError, Device, EmulationConfig, EngineKind, OnNewWeights, RunConfig
+from laminar_py.config import Device, EmulationConfig, EngineKind, OnNewWeights, RunConfig
 from laminar_py.engines.emulated import EmulatedEngine
 from laminar_py.engines.emulated_profile import read_profile
 from laminar_py.engines.emulated_responses import Responses
@@ -26,6 +26,7 @@ from laminar_py.engines.sglang_attach import MIN_VERSION, check_server, version_
 from laminar_py.engines.sglang_server import Flag, ServerSpec, SGLangServer
 from laminar_py.engines.sglang_stream import Served
 from laminar_py.interfaces import EngineLostError, InferenceEngine
+from laminar_py.section import ConfigError
 from laminar_py.types import Record
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -6,7 +6,7 @@ import signal
 
 from rich.console import Console
 
-from laminar_py.config import ConfigError, RunConfig
+from laminar_py.config import RunConfig
 from laminar_py.runtime.cluster import open_cluster
 from laminar_py.runtime.controller import Controller
 from laminar_py.runtime.errors import RunFailedError
@@ -16,6 +16,7 @@ from laminar_py.runtime.run_folder import RunFolder, new_run
 from laminar_py.runtime.summary import Summary
 from laminar_py.runtime.survey import clear, place
 from laminar_py.runtime.view import make_view
+from laminar_py.section import ConfigError
 
 
 class RunInterruptedError(Exception):

@@ -94,7 +94,7 @@ class LearnerLink:
     async def step(self, packed: Packed, *, version: int | None) -> StepOutcome:
         """One optimizer step; published as `version` if that is set. Raises PartDiedError."""
         # Megabytes for each rank: off the loop, where reports and scores go on coming in.
-        steps = [StepRequest(bundles, packed.weights, version) for bundles in packed.bundles]
+        steps = [StepRequest(bundles, packed.terms, version) for bundles in packed.bundles]
         requests = [await asyncio.to_thread(encode, step) for step in steps]
         return decode(StepOutcome, (await self._all("step", requests))[0])
 

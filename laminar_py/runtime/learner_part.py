@@ -52,7 +52,7 @@ class LearnerPart:
 
     def step(self, request: StepRequest) -> StepOutcome:
         """One optimizer step, then the new weights as the version asked for, if any."""
-        metrics = self._learner.step(MicroBatches(request.bundles, request.weights))
+        metrics = self._learner.step(MicroBatches(request.bundles, request.terms))
         stall_s = 0.0 if request.version is None else self.publish(request.version)
         return StepOutcome(metrics, request.version, stall_s)
 
@@ -87,7 +87,12 @@ def _real_learner(
         model = ModelConfig(path=config.warm_start.cache / key)
     mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
     learner = Learner(
-        model, config.learner, temperature=config.rollout.sampling.temperature, seed=config.seed, mesh=mesh
+        model,
+        config.learner,
+        config.algorithm,
+        temperature=config.rollout.sampling.temperature,
+        seed=config.seed,
+        mesh=mesh,
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config

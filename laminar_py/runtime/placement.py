@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from laminar_py.config import ConfigError, Device, EngineKind, RunConfig
+from laminar_py.config import Device, EngineKind, RunConfig
 from laminar_py.relay import topology
 from laminar_py.runtime.errors import RunFailedError
+from laminar_py.section import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config import ConfigError, RunConfig
+from laminar_py.config import RunConfig
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
@@ -21,6 +21,7 @@ from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.relay.cost import versions_at_peak
 from laminar_py.reward.registry import load_reward
 from laminar_py.runtime.engines import check_engine
+from laminar_py.section import ConfigError
 from laminar_py.types import Prompt
 
 PREPARE_S = 600

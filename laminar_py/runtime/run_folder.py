@@ -15,8 +15,9 @@ from typing import TextIO
 
 import psutil
 
-from laminar_py.config import ConfigError, RunConfig
+from laminar_py.config import RunConfig
 from laminar_py.config_file import dump_config
+from laminar_py.section import ConfigError
 
 
 class RunFolder:

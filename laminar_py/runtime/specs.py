@@ -3,7 +3,7 @@
 import msgspec
 
 from laminar_py.relay.messages import RelayEvent
-from laminar_py.repack.packer import Bundle, TokenWeights
+from laminar_py.repack.packer import Bundle, StepTerms
 from laminar_py.types import Assignment, StepMetrics
 
 
@@ -79,7 +79,7 @@ class StepRequest(msgspec.Struct, frozen=True):
     """One optimizer step on these microbatches of this rank; then publish as `version`, if it is set."""
 
     bundles: list[Bundle]  # one for each microbatch
-    weights: TokenWeights
+    terms: StepTerms
     version: int | None = None
 
 

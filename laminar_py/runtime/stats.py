@@ -53,13 +53,24 @@ class StepRow:
     overlap_s: float  # of it, while some replica was generating
     versions_alive: int
     kv_use: float = 0.0  # share of the replicas' KV caches, mean over the RL phase so far
-    loss: float = 0.0
+    publish_stall_s: float = 0.0
+    loss: float = 0.0  # this and what follows: as in `types.StepMetrics` and `types.TokenMetrics`
     grad_norm: float = 0.0
     entropy: float = 0.0
     ratio_deviation: float = 0.0
     clip_fraction: float = 0.0
     truncated_fraction: float = 0.0
-    publish_stall_s: float = 0.0
+    kl_behaviour_k1: float = 0.0
+    kl_behaviour_k3: float = 0.0
+    kl_proximal_k1: float = 0.0
+    kl_proximal_k3: float = 0.0
+    effective_share: float = 1.0
+    advantage_mean: float = 0.0
+    advantage_std: float = 0.0
+    mismatch_mean: float = 0.0
+    mismatch_p99: float = 0.0
+    mismatch_max: float = 0.0
+    by_staleness: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +221,12 @@ class Stats:
             publish_stall_s=stall_s,
         )
         if metrics is not None:
-            for name in ("loss", "grad_norm", "entropy", "ratio_deviation", "clip_fraction", "truncated_fraction"):
-                setattr(row, name, getattr(metrics, name))
+            row.loss, row.grad_norm = metrics.loss, metrics.grad_norm
+            row.mismatch_p99, row.mismatch_max = metrics.mismatch_p99, metrics.mismatch_max
+            row.by_staleness = {name: msgspec.structs.asdict(one) for name, one in metrics.by_staleness.items()}
+            for name, value in msgspec.structs.asdict(metrics.tokens).items():
+                if name != "num_tokens":  # `trained_tokens` counts
+                    setattr(row, name, value)
         return row
 
     def fleet(self, generated_tokens: int) -> FleetRow:

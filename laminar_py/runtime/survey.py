@@ -13,11 +13,12 @@ import msgspec
 from ray.exceptions import RayError
 
 from laminar_py.codec import decode, encode
-from laminar_py.config import ConfigError, EngineKind, RunConfig
+from laminar_py.config import EngineKind, RunConfig
 from laminar_py.runtime.cluster import nodes, on_node
 from laminar_py.runtime.engines import check_environment, interpreter
 from laminar_py.runtime.placement import Needs, Placement, Plan
 from laminar_py.runtime.preflight import MemoryShare, memory_fault
+from laminar_py.section import ConfigError
 
 LOOK_S = 60.0  # a process starts on the node for it
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from laminar_py.algorithm import Advantage
 from laminar_py.config import RunConfig
 from laminar_py.control.consumption import Batch
 from laminar_py.control.flow import Flow
 from laminar_py.events import Checkpointed, RolledBack, Stepped
 from laminar_py.repack.balance import attention_share
 from laminar_py.repack.pack_stage import Packing
-from laminar_py.repack.packer import assign
+from laminar_py.repack.packer import assign, step_terms
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
@@ -153,13 +154,21 @@ class Trainer:
         """One optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
         if not batch.trajectories:
             return None
-        learner, step = self._config.learner, self.step + 1
+        learner, algorithm, step = self._config.learner, self._config.algorithm, self.step + 1
+        terms = step_terms(
+            batch.bins,
+            aggregation=algorithm.aggregation,
+            version=batch.version,
+            constant=self._config.rollout.sampling.max_new_tokens,
+            normalises=algorithm.advantage is Advantage.BATCH_STD,
+            teaches=algorithm.teacher_coef > 0,
+        )
         packed = assign(
             batch.bins,
+            terms,
             reweighted=batch.reweighted,
             max_tokens=self._config.packer.max_tokens,
             ranks=learner.world_size,
-            aggregation=learner.aggregation,
             attention_share=self._attention_share,
         )
         publishes = step % learner.publish_every == 0 or step == self._config.steps

@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 
+from laminar_py.algorithm import Advantage
 from laminar_py.config import Schedule, WithoutSignal
 from laminar_py.control.book import FlowSettings
 from laminar_py.control.dispatcher import Dispatcher
@@ -81,7 +82,7 @@ class Fleet:
             prompt_at=make_prompt,
             recorder=self.log,
             submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
-            advantages=group_advantages,
+            advantages=group_advantages(Advantage.GROUP_STD),
             dispatcher=Dispatcher(replicas),
             admission=Admission(schedule, batch, capacity, max_staleness),
             bound=StalenessBound(max_staleness, policies),

@@ -9,10 +9,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.config import ConfigError
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.section import ConfigError
 from laminar_py.types import Prompt
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}'

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from laminar_py.config import ConfigError
 from laminar_py.engines.emulated import EmulatedEngine
 from laminar_py.engines.emulated_profile import EngineTimes, read_profile
 from laminar_py.engines.emulated_responses import Responses
 from laminar_py.engines.emulated_scheduler import EmulatedScheduler
 from laminar_py.interfaces import EngineLostError
+from laminar_py.section import ConfigError
 from laminar_py.types import FinishReason, PauseMode
 from tests.engines import engine_conformance as conformance
 from tests.engines.engine_conformance import Rig, caught, collect, make_request, until

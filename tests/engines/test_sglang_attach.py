@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from msgspec import structs
 
-from laminar_py.config import ConfigError, OnNewWeights, RolloutConfig, SamplingConfig
+from laminar_py.config import OnNewWeights, RolloutConfig, SamplingConfig
 from laminar_py.engines.model_sizes import ModelSizes
 from laminar_py.engines.sglang_attach import (
     Answers,
@@ -20,6 +20,7 @@ from laminar_py.engines.sglang_attach import (
     find_warnings,
     is_loopback,
 )
+from laminar_py.section import ConfigError
 from laminar_py.types import Record
 
 SIZES = ModelSizes(320, "qwen3", ["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=2)

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar_py.config import ConfigError, Device
+from laminar_py.config import Device
 from laminar_py.engines.sglang_server import EPHEMERAL_PORTS, ServerSpec, SGLangServer, _free_port, last_words
 from laminar_py.interfaces import EngineLostError
+from laminar_py.section import ConfigError
 from laminar_py.types import Record
 from tests.engines.sglang_owner import owned_server, wait_until_gone
 

@@ -11,9 +11,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from laminar_py.config import ConfigError, OnNewWeights, RolloutConfig
+from laminar_py.config import OnNewWeights, RolloutConfig
 from laminar_py.engines.sglang_attach import check_server
 from laminar_py.interfaces import EngineLostError
+from laminar_py.section import ConfigError
 from tests.engines.sglang_owner import owned_server, wait_until_gone
 from tests.engines.sglang_rig import make_model, make_spec, running_server, sglang_python
 

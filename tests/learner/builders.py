@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.step import Learner
 from laminar_py.types import MicroBatch
@@ -76,11 +77,13 @@ def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
         loss_weights=_join(weights, np.float32),
         behaviour_logprobs=_join([_at_response(s, s.logprobs) for s in sequences], np.float32),
         advantages=_join([np.full(len(s.ids), s.advantage) for s in sequences], np.float32),
+        staleness=np.zeros(sum(lengths), np.int32),
     )
 
 
 def make_learner(folder: Path, **kwargs) -> Learner:
-    return Learner(ModelConfig(path=folder), SETTINGS, temperature=1.0, seed=0, **kwargs)
+    algorithm = kwargs.pop("algorithm", AlgorithmConfig())
+    return Learner(ModelConfig(path=folder), SETTINGS, algorithm, temperature=1.0, seed=0, **kwargs)
 
 
 def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:

@@ -9,34 +9,49 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.learner.advantage import group_advantages, has_signal
+from laminar_py.algorithm import Advantage
+from laminar_py.learner.advantage import group_advantages
 
+grpo = group_advantages(Advantage.GROUP_STD)
 GROUPS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
 def test_advantages_by_hand():
     deviation = (1.0 / 3.0) ** 0.5  # sample deviation of [1, 0, 0, 1]
     expected = 0.5 / (deviation + 1e-4)
-    np.testing.assert_allclose(group_advantages([1, 0, 0, 1]), np.array([1, -1, -1, 1]) * expected, rtol=1e-6)
+    np.testing.assert_allclose(grpo([1, 0, 0, 1]), np.array([1, -1, -1, 1]) * expected, rtol=1e-6)
 
 
 @given(GROUPS)
 def test_advantages_equal_the_torch_formula(rewards: list[float]):
     values = torch.tensor(rewards, dtype=torch.float64)
     expected = (values - values.mean()) / (values.std() + 1e-4)
-    np.testing.assert_allclose(group_advantages(rewards), expected.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grpo(rewards), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", list(Advantage))
+def test_a_group_without_signal_has_no_advantages(kind: Advantage):
+    np.testing.assert_allclose(group_advantages(kind)([0.7] * 5), 0.0, atol=1e-6)
 
 
 @given(GROUPS)
-def test_a_group_without_signal_has_no_advantages(rewards: list[float]):
-    assert has_signal(rewards) == (len(set(rewards)) > 1)
-    if not has_signal(rewards):
-        np.testing.assert_allclose(group_advantages(rewards), 0.0, atol=1e-6)
+def test_leaving_one_out_compares_with_the_mean_of_the_others(rewards: list[float]):
+    found = group_advantages(Advantage.LEAVE_ONE_OUT)(rewards)
+    for index, advantage in enumerate(found):
+        others = rewards[:index] + rewards[index + 1 :]
+        assert advantage == pytest.approx(rewards[index] - sum(others) / len(others), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Advantage.GROUP_MEAN, Advantage.BATCH_STD])
+@given(rewards=GROUPS)
+def test_without_a_deviation_advantages_are_in_units_of_reward(kind: Advantage, rewards: list[float]):
+    expected = np.array(rewards) - np.mean(rewards)
+    np.testing.assert_allclose(group_advantages(kind)(rewards), expected, atol=1e-5)
 
 
 def test_a_group_of_one_has_no_baseline():
     with pytest.raises(AssertionError, match="group of 1"):
-        group_advantages([1.0])
+        grpo([1.0])
 
 
 def test_advantages_do_without_torch():

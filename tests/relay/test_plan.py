@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.config import ConfigError
 from laminar_py.relay.drawing import draw
 from laminar_py.relay.plan import RelayPlan, TreeSpec, make_relay_plan, read_spec, tell
 from laminar_py.relay.topology import ALL, Shape, grow
+from laminar_py.section import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "relay").glob("*.yaml"))
 FILE = "hosts: 8\nlink_gbit_per_s: 100\nparameters: 7B\nshm_gib: 256\n"

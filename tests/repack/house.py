@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from laminar_py.algorithm import Advantage
 from laminar_py.config import OnNewWeights, RepackPlanner, Schedule, WithoutSignal
 from laminar_py.control.book import FlowSettings
 from laminar_py.control.dispatcher import Dispatcher
@@ -94,7 +95,7 @@ class House:
             prompt_at=_prompt,
             recorder=self,
             submit_score=self._submit_score,
-            advantages=group_advantages,
+            advantages=group_advantages(Advantage.GROUP_STD),
             dispatcher=Dispatcher(replicas),
             admission=Admission(Schedule.ASYNC, step, 3 * step),
             bound=StalenessBound(None),

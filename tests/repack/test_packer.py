@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from laminar_py.algorithm import Aggregation
 from laminar_py.codec import decode, encode
-from laminar_py.config import Aggregation
-from laminar_py.repack.packer import Packed, TokenWeights, pack
+from laminar_py.repack.balance import fit, make_entry
+from laminar_py.repack.packer import Packed, StepTerms, assign, pack, step_terms
+from laminar_py.types import Span
 from tests.builders import make_trajectory
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 80)), min_size=1, max_size=40)
@@ -29,8 +32,10 @@ def test_every_trained_token_stands_in_one_microbatch_of_bounded_size(shapes, ra
     assert len({len(bundles) for bundles in packed.bundles}) == 1
     flat = [batch for rank in range(ranks) for batch in packed.microbatches(rank)]
     assert all(batch.num_tokens <= 128 for batch in flat)
-    assert sum(float(b.loss_weights.sum()) for b in flat) == pytest.approx(1.0, rel=1e-5)
-    assert sum(int((b.loss_weights > 0).sum()) for b in flat) == sum(n for _, n in shapes)
+    trained = sum(n for _, n in shapes)
+    total = trained / len(shapes) if aggregation is Aggregation.CONSTANT else 1.0
+    assert sum(float(b.loss_weights.sum()) for b in flat) == pytest.approx(total, rel=1e-5)
+    assert sum(int((b.loss_weights > 0).sum()) for b in flat) == trained
 
 
 @settings(max_examples=30, deadline=None)
@@ -41,7 +46,7 @@ def test_a_packed_sequence_has_the_arrays_that_it_has_alone(shapes):
     packed = pack_here(items)
     alone = {}
     for item in items:
-        (batch,) = Packed([[[item]]], packed.weights).microbatches(0)
+        (batch,) = Packed([[[item]]], packed.terms).microbatches(0)
         alone[item.id] = batch
     for bundle, batch in zip(packed.bundles[0], packed.microbatches(0), strict=True):
         for place, item in enumerate(bundle):
@@ -77,14 +82,41 @@ def test_a_rank_without_sequences_gets_a_token_that_teaches_nothing():
 
 
 def test_sequence_mean_gives_every_response_the_same_weight():
-    weights = TokenWeights(Aggregation.SEQUENCE_MEAN, 2, 100)
+    weights = StepTerms(Aggregation.SEQUENCE_MEAN, 2, 100)
     sums = [float(weights.of(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
     assert sums == pytest.approx([0.5, 0.5])
 
 
+def test_a_constant_length_leaves_every_token_its_weight_however_long_its_response_is():
+    terms = StepTerms(Aggregation.CONSTANT, 2, 100, constant=200)
+    sums = [float(terms.of(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
+    assert sums == pytest.approx([10 / 400, 90 / 400])
+
+
+def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
+    spans = (Span(5, 0, 2), Span(7, 2, 3), Span(7, 3, 4, kv_version=4))
+    item = replace(make_trajectory("a", response=4), spans=spans)
+    assert StepTerms(Aggregation.TOKEN_MEAN, 1, 4, version=8).staleness(item).tolist() == [3, 3, 1, 4]
+
+
+def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
+    items = [make_trajectory(f"a{i}", response=4, advantage=float(a)) for i, a in enumerate([3, -3, 1, -1])]
+    bins = fit([make_entry(item) for item in items], max_tokens=64)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    assert np.std([terms.advantages(item) for item in items]) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_teacher_speaks_where_the_token_is_predicted():
+    item = replace(make_trajectory("a", prompt=2, response=3), token_rewards=np.array([-1, -2, -3], np.float32))
+    bins = fit([make_entry(item)], max_tokens=64)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, teaches=True)
+    packed = assign(bins, terms, max_tokens=64, ranks=1, attention_share=0.0)
+    assert packed.microbatches(0)[0].teacher_logprobs.tolist() == [0, -1, -2, -3, 0]
+
+
 def test_a_reweighted_trajectory_counts_less():
     items = [make_trajectory("a", weight=0.5, response=4), make_trajectory("b", response=4)]
-    weights = TokenWeights(Aggregation.TOKEN_MEAN, 2, 8)
+    weights = StepTerms(Aggregation.TOKEN_MEAN, 2, 8)
     assert [float(weights.of(item).sum()) for item in items] == pytest.approx([0.25, 0.5])
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar_py.config import ConfigError
 from laminar_py.reward.registry import load_reward
+from laminar_py.section import ConfigError
 from laminar_py.types import FinishReason, ScoringRequest
 
 

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from laminar_py.config import ConfigError
 from laminar_py.config_file import load_config
 from laminar_py.runtime.cluster import nodes
 from laminar_py.runtime.doctor import fit
 from laminar_py.runtime.placement import Needs, Placement
 from laminar_py.runtime.survey import faults
+from laminar_py.section import ConfigError
 from tests.runtime.fake_cluster import FakeCluster, joined
 from tests.runtime.runs import LAMINAR, REPO
 

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.codec import decode
-from laminar_py.config import ConfigError, TopologyKind
+from laminar_py.config import TopologyKind
 from laminar_py.config_file import load_config
 from laminar_py.relay import topology
 from laminar_py.runtime.cluster import Part, free_port, nodes, on_node
 from laminar_py.runtime.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.placement import Needs, Node, Place, Placement, Plan, make_plan
+from laminar_py.section import ConfigError
 from tests.runtime.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.runtime.runs import REPO
 

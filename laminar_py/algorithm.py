@@ -1,0 +1,155 @@
+"""Which algorithm learns: settings, and the named algorithms as one line each. Equations: `learner.objectives`.
+
+A name fills in what the file leaves out, so every part of an algorithm can be turned by itself.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from laminar_py.section import Section, Share
+
+
+class Advantage(StrEnum):
+    """How the rewards of a group become advantages."""
+
+    GROUP_STD = "group_std"
+    GROUP_MEAN = "group_mean"
+    LEAVE_ONE_OUT = "leave_one_out"
+    BATCH_STD = "batch_std"
+    NONE = "none"
+
+
+class Objective(StrEnum):
+    """What is maximised."""
+
+    CLIP = "clip"
+    SEQUENCE_CLIP = "sequence_clip"
+    WEIGHTED = "weighted"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"
+    CONSTANT = "constant"
+
+
+class Proximal(StrEnum):
+    """The policy that the trust region is around."""
+
+    BEHAVIOUR = "behaviour"
+    RECOMPUTE = "recompute"
+    INTERPOLATE = "interpolate"
+
+
+class Correction(StrEnum):
+    """What is done about tokens that another policy drew."""
+
+    NONE = "none"
+    TIS = "tis"
+    MIS = "mis"
+    ICEPOP = "icepop"
+    SEQUENCE_MASK = "sequence_mask"
+    NEGATIVE_MASK = "negative_mask"
+
+
+WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # the others are masks
+
+
+class Divergence(StrEnum):
+    """Estimators of the KL divergence to the reference."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+def _weighted(clip_high: float) -> dict[str, Any]:
+    """Truncated importance sampling: ratios are cut at 1 + clip_high, and nowhere below."""
+    return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
+
+
+PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defaults, which are those of GRPO
+    "grpo": {},
+    "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
+    "dapo": {"clip_high": 0.28, "aggregation": Aggregation.TOKEN_MEAN},
+    "rloo": {"advantage": Advantage.LEAVE_ONE_OUT, "aggregation": Aggregation.CONSTANT, **_weighted(4.0)},
+    "reinforce_pp": {"advantage": Advantage.BATCH_STD, "aggregation": Aggregation.TOKEN_MEAN},
+    "gspo": {"objective": Objective.SEQUENCE_CLIP, "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"aggregation": Aggregation.TOKEN_MEAN, **_weighted(4.0)},
+    "aipo": {"advantage": Advantage.GROUP_MEAN, **_weighted(3.0)},
+    "decoupled_ppo": {"proximal": Proximal.RECOMPUTE, "correction": Correction.TIS, "correction_high": 5.0},
+    "distill": {"advantage": Advantage.NONE, "teacher_coef": 1.0, **_weighted(1.0)},
+}
+
+
+class AlgorithmConfig(Section):
+    """The loss. `name` fills in what is left out; the defaults below are those of `grpo`."""
+
+    name: str = "grpo"
+    """`grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo` or `distill`."""
+    advantage: Advantage = Advantage.GROUP_STD
+    """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
+    mean of the others. `batch_std`: r - mean of the group, over the deviation in the whole step. `none`: 0."""
+    objective: Objective = Objective.CLIP
+    """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
+    log-probability times a truncated importance weight, which has a gradient everywhere."""
+    clip_low: Share = 0.2
+    """Ratios below 1 - clip_low are clipped; 1: none are."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """Ratios above 1 + clip_high are clipped."""
+    importance_cap: Annotated[float, Field(gt=1)] | None = None
+    """For `clip`: ratios are cut here where the clip does not act (bad tokens that became likelier); at least
+    1 + clip_high. None: nowhere, as PPO has it."""
+    aggregation: Aggregation = Aggregation.SEQUENCE_MEAN
+    """`sequence_mean`: mean over the tokens of each response, then over responses. `token_mean`: over tokens.
+    `constant`: sum over tokens divided by `rollout.sampling.max_new_tokens`, then mean over responses."""
+    proximal: Proximal = Proximal.BEHAVIOUR
+    """What ratios are against. `behaviour`: the policy that drew the token. `recompute`: the learner's own at the
+    start of the step. `interpolate`: between the two, log-linear in the token's staleness."""
+    correction: Correction = Correction.NONE
+    """Weight of a token: the ratio of proximal to behaviour policy, cut at `correction_high` (`tis`), or 0 above
+    it (`mis`), or 0 outside both bounds (`icepop`). Or 0 for whole responses, by their mean ratio of new to
+    behaviour policy: outside both bounds (`sequence_mask`), or with a negative advantage below
+    1 / `correction_high` (`negative_mask`)."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.5
+    """Lower bound of `icepop` and `sequence_mask`."""
+    correction_high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper bound of `correction`."""
+    updates_per_step: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps on the batch of a learner step, each on its own part of the microbatches."""
+    teacher_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Added to a token's advantage for each nat by which the teacher finds it likelier; the log-probabilities of
+    the teacher are the `token_values` of the reward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        name = given.get("name", "grpo")
+        if name not in PRESETS:
+            raise ValueError(f"algorithm.name={name}: unknown; choose one of {', '.join(PRESETS)}")
+        return PRESETS[name] | given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.importance_cap is not None and self.importance_cap < 1 + self.clip_high:
+            raise ValueError(
+                f"algorithm.importance_cap={self.importance_cap} is below 1 + algorithm.clip_high ="
+                f" {1 + self.clip_high}, so the clip would never act; raise it"
+            )
+        if self.correction in WEIGHTS and self.proximal is Proximal.BEHAVIOUR:
+            raise ValueError(
+                f"algorithm.correction={self.correction}: ratios against the behaviour policy correct by"
+                " themselves; set algorithm.proximal to recompute or interpolate"
+            )
+        if self.correction_low >= self.correction_high:
+            raise ValueError(
+                f"algorithm.correction_low={self.correction_low} is not below algorithm.correction_high ="
+                f" {self.correction_high}; lower it"
+            )
+        return self

@@ -1,0 +1,128 @@
+"""What a step did to its tokens: sums over microbatches and ranks, by staleness. Owned by `step`.
+
+Invariant: everything is a sum, a count or a maximum until the end, so that microbatches and ranks only split it.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from laminar_py.algorithm import AlgorithmConfig
+from laminar_py.learner.objectives import Terms
+from laminar_py.types import TokenMetrics
+
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # versions that a token is behind the learner
+EDGES = (1, 2, 3, 5, 9)
+GAPS = 64  # bins of |engine - learner| log-probability, from 1e-7 to 10 nats
+GAP_FLOOR, GAP_TOP = -7.0, 1.0
+
+
+class TokenSums:
+    """Sums over the trained tokens of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(len(BUCKETS), len(_FIELDS), dtype=torch.float64, device=device)
+        self._gaps = torch.zeros(GAPS, dtype=torch.float64, device=device)
+        self._largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._edges = torch.tensor(EDGES, device=device)
+
+    def add(self, terms: Terms, *, entropy: Tensor, staleness: Tensor, settings: AlgorithmConfig) -> None:
+        """The N trained tokens of one microbatch; tensors are [N]."""
+        own, proximal = terms.logprobs.detach(), terms.proximal
+        weights, advantages = terms.weights, terms.advantages
+        ratio, gap = (own - proximal).exp(), own - terms.behaviour
+        low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+        values = {
+            "tokens": torch.ones_like(own),
+            "weight": weights,
+            "entropy": weights * entropy.detach(),
+            "ratio_deviation": weights * (ratio - 1.0).abs(),
+            "clipped": weights * ((ratio < low) | (ratio > high)),
+            "truncated": weights * (ratio > (settings.importance_cap or torch.inf)),
+            "kl_behaviour_k1": -weights * gap,
+            "kl_behaviour_k3": weights * (gap.expm1() - gap),
+            "kl_proximal_k1": weights * (proximal - own),
+            "kl_proximal_k3": weights * (ratio - 1.0 - (own - proximal)),
+            "importance": gap.exp(),
+            "importance_squares": (2 * gap).exp(),
+            "advantage": weights * advantages,
+            "advantage_squares": weights * advantages.square(),
+            "gap": gap.abs(),
+        }
+        bucket = torch.bucketize(staleness, self._edges, right=True)
+        self._sums.index_add_(0, bucket, torch.stack([values[name].double() for name in _FIELDS], dim=1))
+        fresh = gap[bucket == 0].abs().double()  # what engine and learner computed with the same weights
+        if len(fresh):
+            place = (fresh.clamp(min=1e-30).log10() - GAP_FLOOR) / (GAP_TOP - GAP_FLOOR) * GAPS
+            self._gaps += torch.bincount(place.long().clamp(0, GAPS - 1), minlength=GAPS)
+            self._largest = torch.maximum(self._largest, fresh.max())
+
+    def reduce(self, mesh: DeviceMesh | None) -> None:
+        """Sum over ranks; all of them call it."""
+        if mesh:
+            group = mesh.get_group()
+            for tensor, how in (
+                (self._sums, dist.ReduceOp.SUM),
+                (self._gaps, dist.ReduceOp.SUM),
+                (self._largest, dist.ReduceOp.MAX),
+            ):
+                dist.all_reduce(tensor, op=how, group=group)
+
+    def tokens(self) -> TokenMetrics:
+        """Of all trained tokens."""
+        return _metrics(self._sums.sum(0))
+
+    def by_staleness(self) -> dict[str, TokenMetrics]:
+        """Of those in each bucket that has some, e.g. {"0": ..., "3-4": ...}."""
+        rows = zip(BUCKETS, self._sums, strict=True)
+        return {name: _metrics(row) for name, row in rows if row[_FIELDS.index("tokens")] > 0}
+
+    def mismatch(self) -> tuple[float, float]:
+        """p99 (upper edge of its bin, an eighth of a decade) and maximum of |engine - learner| at staleness 0."""
+        total = self._gaps.sum()
+        if total == 0:
+            return 0.0, 0.0
+        place = int((self._gaps.cumsum(0) < 0.99 * total).sum()) + 1
+        p99 = 10.0 ** (GAP_FLOOR + place / GAPS * (GAP_TOP - GAP_FLOOR))
+        return min(p99, float(self._largest)), float(self._largest)
+
+
+_FIELDS = (
+    "tokens",
+    "weight",
+    "entropy",
+    "ratio_deviation",
+    "clipped",
+    "truncated",
+    "kl_behaviour_k1",
+    "kl_behaviour_k3",
+    "kl_proximal_k1",
+    "kl_proximal_k3",
+    "importance",
+    "importance_squares",
+    "advantage",
+    "advantage_squares",
+    "gap",
+)
+
+
+def _metrics(row: Tensor) -> TokenMetrics:
+    sums = dict(zip(_FIELDS, row.tolist(), strict=True))
+    weight, tokens = sums["weight"] or 1.0, sums["tokens"] or 1.0
+    advantage = sums["advantage"] / weight
+    return TokenMetrics(
+        num_tokens=int(sums["tokens"]),
+        entropy=sums["entropy"] / weight,
+        ratio_deviation=sums["ratio_deviation"] / weight,
+        clip_fraction=sums["clipped"] / weight,
+        truncated_fraction=sums["truncated"] / weight,
+        kl_behaviour_k1=sums["kl_behaviour_k1"] / weight,
+        kl_behaviour_k3=sums["kl_behaviour_k3"] / weight,
+        kl_proximal_k1=sums["kl_proximal_k1"] / weight,
+        kl_proximal_k3=sums["kl_proximal_k3"] / weight,
+        effective_share=sums["importance"] ** 2 / (tokens * (sums["importance_squares"] or 1.0)),
+        advantage_mean=advantage,
+        advantage_std=max(0.0, sums["advantage_squares"] / weight - advantage**2) ** 0.5,
+        mismatch_mean=sums["gap"] / tokens,
+    )

@@ -1,0 +1,85 @@
+"""Policy objectives: what each token adds to the sum that the learner maximises. Pure; called by `loss`.
+
+All take `Terms` of one microbatch and give [N]. With lp the new log-probability, x the proximal one (see
+`algorithm.Proximal`), r = exp(lp - x) and A the advantage of a token. What other policies drew is corrected for
+by `corrections`, how tokens are averaged is in the loss weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from laminar_py.algorithm import AlgorithmConfig, Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a loss is made of, for the N trained tokens of S sequences; only `logprobs` has a gradient."""
+
+    logprobs: Tensor  # [N] of the policy that is trained
+    behaviour: Tensor  # [N] of the policy that drew the token
+    proximal: Tensor  # [N] that the trust region is around
+    advantages: Tensor  # [N]
+    weights: Tensor  # [N] loss weights, above 0
+    sequence: Tensor  # [N] int64, the sequence that each token is in
+    num_sequences: int
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """[N] mean of `values` [N] over the trained tokens of each token's sequence."""
+        sums = values.new_zeros(2, self.num_sequences)
+        sums = sums.index_add(1, self.sequence, torch.stack([values, torch.ones_like(values)]))
+        return (sums[0] / sums[1])[self.sequence]
+
+
+def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, with r cut at `importance_cap` if that is set.
+
+    The cap acts where the clip does not, at r > 1 + clip_high with A < 0, where the product is unbounded: there
+    value and gradient are `cap A` and `cap A grad lp`, so a bad token that became likelier is still pushed down,
+    with bounded force (dual clip has the same value there and no gradient).
+
+    PPO, Schulman et al. 2017, eq. 7; GRPO, Shao et al. 2024, eq. 3; two bounds: DAPO, Yu et al. 2025, section 3.1;
+    truncation: IMPALA, Espeholt et al. 2018, section 4.1; dual clip: Ye et al. 2020.
+    """
+    ratio = (terms.logprobs - terms.proximal).exp()
+    if settings.importance_cap is not None:
+        # Its gradient is the capped ratio's times grad lp: a weight is not differentiated at its cap.
+        capped = ratio.detach().clamp(max=settings.importance_cap)
+        ratio = capped * (terms.logprobs - terms.logprobs.detach() + 1.0)
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+
+
+def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`clip` with one ratio for all tokens of a sequence, the geometric mean `s = exp(mean_t(lp_t - x_t))`.
+
+    Written per token, `s lp_t'` with lp' of value 1 and gradient grad lp, so that advantages may differ inside a
+    sequence; where they do not, value and gradient are those of the sequence form under `sequence_mean`.
+    GSPO, Zheng et al. 2025, eq. 5 and 14.
+    """
+    own = terms.logprobs.detach()
+    ratio = terms.sequence_mean(own - terms.proximal).exp() * (terms.logprobs - own).exp()
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+
+
+def weighted(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`sg(clip(r, 1 - clip_low, 1 + clip_high)) A lp`: no token loses its gradient, its weight is bounded.
+
+    With x = behaviour: CISPO, MiniMax-M1 2025, eq. 4; AIPO, LlamaRL, Wu et al. 2025, section 6 (no lower bound).
+    Where r is 1 it is REINFORCE, e.g. RLOO, Ahmadian et al. 2024.
+    """
+    ratio = (terms.logprobs.detach() - terms.proximal).exp()
+    weight = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return weight * terms.advantages * terms.logprobs
+
+
+PolicyObjective: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]
+OBJECTIVES: dict[Objective, PolicyObjective] = {
+    Objective.CLIP: clip,
+    Objective.SEQUENCE_CLIP: sequence_clip,
+    Objective.WEIGHTED: weighted,
+}
