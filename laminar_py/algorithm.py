@@ -4,6 +4,7 @@ A name fills in what the file leaves out, so every part of an algorithm can be t
 """
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -121,6 +122,12 @@ class AlgorithmConfig(Section):
     """Upper bound of `correction`."""
     updates_per_step: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps on the batch of a learner step, each on its own part of the microbatches."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the reference model, which is loaded only where this is above 0."""
+    kl_estimator: Divergence = Divergence.K3
+    """`k3`, `k2`: added to the loss, token by token. `k1`: taken off the advantage, as its gradient has mean 0."""
+    reference: Path | None = None
+    """Hugging Face folder of the reference model; None: the model that RL begins with. It stays as it is."""
     teacher_coef: Annotated[float, Field(ge=0)] = 0.0
     """Added to a token's advantage for each nat by which the teacher finds it likelier; the log-probabilities of
     the teacher are the `token_values` of the reward."""

@@ -523,6 +523,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_learning(self) -> Self:
+        algorithm = self.algorithm
+        random_start = self.model.from_scratch and self.warm_start is None
+        if algorithm.kl_coef > 0 and algorithm.reference is None and random_start:
+            raise ValueError(
+                f"algorithm.kl_coef={algorithm.kl_coef} keeps the policy near its start, which model.from_scratch"
+                " draws at random; name algorithm.reference or set it to 0"
+            )
         if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
             raise ValueError(
                 "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"

@@ -381,6 +381,7 @@ class TokenMetrics(msgspec.Struct, frozen=True):
     kl_behaviour_k3: float = 0.0
     kl_proximal_k1: float = 0.0  # proximal to new policy
     kl_proximal_k3: float = 0.0
+    kl_reference_k3: float = 0.0  # new policy to reference model; 0 without one
     effective_share: float = 1.0  # effective sample size of the weights new / behaviour, of the tokens
     advantage_mean: float = 0.0
     advantage_std: float = 0.0

@@ -7,16 +7,28 @@ gradient accumulation and data parallelism only split the sum and never change i
 import torch
 from torch import Tensor
 
-from laminar_py.algorithm import AlgorithmConfig, Proximal
+from laminar_py.algorithm import AlgorithmConfig, Divergence, Proximal
 from laminar_py.learner.corrections import CORRECTIONS
+from laminar_py.learner.divergence import ESTIMATORS, k1
 from laminar_py.learner.objectives import OBJECTIVES, Terms
 
 
 def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
-    """`-sum_t w_t c_t J_t` with objective J and correction c; a scalar with a gradient to `terms.logprobs`."""
+    """`-sum_t w_t (c_t J_t - kl_coef k_t)` with objective J, correction c and divergence k from the reference.
+
+    A scalar with a gradient to `terms.logprobs`. k1 is part of the advantages instead, see `regularised`.
+    """
     objective = OBJECTIVES[settings.objective](terms, settings)
     correction = CORRECTIONS[settings.correction](terms, settings)
-    return -(terms.weights * correction * objective).sum()
+    total = correction * objective
+    if terms.reference is not None and settings.kl_estimator is not Divergence.K1:
+        total = total - settings.kl_coef * ESTIMATORS[settings.kl_estimator](terms.logprobs, terms.reference)
+    return -(terms.weights * total).sum()
+
+
+def regularised(advantages: Tensor, own: Tensor, reference: Tensor, *, coef: float) -> Tensor:
+    """`A - coef (log own - log reference)`: k1 as a cost of each token [N]. RLOO, Ahmadian et al. 2024."""
+    return advantages - coef * k1(own.detach(), reference)
 
 
 def proximal_logprobs(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laminar_py.algorithm import AlgorithmConfig
+from laminar_py.learner.divergence import k3
 from laminar_py.learner.objectives import Terms
 from laminar_py.types import TokenMetrics
 
@@ -46,6 +47,7 @@ class TokenSums:
             "kl_proximal_k3": weights * (ratio - 1.0 - (own - proximal)),
             "importance": gap.exp(),
             "importance_squares": (2 * gap).exp(),
+            "kl_reference_k3": weights * (own * 0 if terms.reference is None else k3(own, terms.reference)),
             "advantage": weights * advantages,
             "advantage_squares": weights * advantages.square(),
             "gap": gap.abs(),
@@ -99,6 +101,7 @@ _FIELDS = (
     "kl_behaviour_k3",
     "kl_proximal_k1",
     "kl_proximal_k3",
+    "kl_reference_k3",
     "importance",
     "importance_squares",
     "advantage",
@@ -121,6 +124,7 @@ def _metrics(row: Tensor) -> TokenMetrics:
         kl_behaviour_k3=sums["kl_behaviour_k3"] / weight,
         kl_proximal_k1=sums["kl_proximal_k1"] / weight,
         kl_proximal_k3=sums["kl_proximal_k3"] / weight,
+        kl_reference_k3=sums["kl_reference_k3"] / weight,
         effective_share=sums["importance"] ** 2 / (tokens * (sums["importance_squares"] or 1.0)),
         advantage_mean=advantage,
         advantage_std=max(0.0, sums["advantage_squares"] / weight - advantage**2) ** 0.5,

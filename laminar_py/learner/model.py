@@ -6,6 +6,7 @@ wraps it later; master weights are fp32, and dropout never acts.
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,21 @@ from laminar_py.config import ModelConfig
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.logprob import token_logprobs
 from laminar_py.types import MicroBatch
+
+
+def load_reference(
+    folder: Path, policy: PreTrainedModel, *, temperature: float, device: torch.device
+) -> PreTrainedModel:
+    """A model that stays as it is, for its log-probabilities. Raises `ValueError` if it cannot serve `policy`."""
+    check_model_folder(ModelConfig(path=folder), field="algorithm.reference")
+    model = load_policy(ModelConfig(path=folder), seed=0, temperature=temperature, device=device)
+    if model.config.vocab_size != policy.config.vocab_size:
+        raise ValueError(
+            f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size}, the model one of"
+            f" {policy.config.vocab_size}; name a model with the same tokenizer"
+        )
+    model.requires_grad_(False)
+    return model
 
 
 def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device: torch.device) -> PreTrainedModel:
@@ -49,16 +65,16 @@ def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device:
     return model.to(device).eval()
 
 
-def check_model_folder(settings: ModelConfig) -> None:
+def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> None:
     """Raise `ValueError`, naming the field, the value and the remedy, unless the folder holds a model."""
     path = settings.path
     if not path.is_dir():
-        raise ValueError(f"model.path={path}: no such folder; name a Hugging Face model folder")
+        raise ValueError(f"{field}={path}: no such folder; name a Hugging Face model folder")
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
-            raise ValueError(f"model.path={path}: has no {name}; name a Hugging Face model folder")
+            raise ValueError(f"{field}={path}: has no {name}; name a Hugging Face model folder")
     if not settings.from_scratch and not any(path.glob("*.safetensors")):
-        raise ValueError(f"model.path={path}: has no safetensors; add the weights or set model.from_scratch=true")
+        raise ValueError(f"{field}={path}: has no safetensors; add the weights or set model.from_scratch=true")
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:

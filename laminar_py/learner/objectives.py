@@ -26,6 +26,7 @@ class Terms:
     weights: Tensor  # [N] loss weights, above 0
     sequence: Tensor  # [N] int64, the sequence that each token is in
     num_sequences: int
+    reference: Tensor | None = None  # [N] of the model that the policy is to stay near
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[N] mean of `values` [N] over the trained tokens of each token's sequence."""

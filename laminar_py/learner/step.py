@@ -15,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from laminar_py.algorithm import AlgorithmConfig, Proximal
+from laminar_py.algorithm import AlgorithmConfig, Divergence, Proximal
 from laminar_py.codec import FloatArray
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.checkpoint import load_checkpoint, save_checkpoint
 from laminar_py.learner.export import export_hf, named_tensors
-from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs
+from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.metrics import TokenSums
-from laminar_py.learner.model import load_policy, policy_logprobs, shard
+from laminar_py.learner.model import load_policy, load_reference, policy_logprobs, shard
 from laminar_py.learner.objectives import Terms
 from laminar_py.types import MicroBatch, StepMetrics
 
@@ -52,6 +53,12 @@ class Learner:
         self.model = load_policy(model, seed=seed, temperature=temperature, device=device)
         if mesh:
             shard(self.model, mesh)
+        self._reference: PreTrainedModel | None = None
+        if algorithm.kl_coef > 0:
+            folder = algorithm.reference or model.path
+            self._reference = load_reference(folder, self.model, temperature=temperature, device=device)
+            if mesh:
+                shard(self._reference, mesh)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.lr,
@@ -139,14 +146,30 @@ class Learner:
         if batch.teacher_logprobs is not None:
             teacher = at_rows(batch.teacher_logprobs)
             advantages = distilled(advantages, logprobs, teacher, coef=self._algorithm.teacher_coef)
+        reference = self._reference_logprobs(batch, rows)
+        if reference is not None and self._algorithm.kl_estimator is Divergence.K1:
+            advantages = regularised(advantages, logprobs, reference, coef=self._algorithm.kl_coef)
         proximal = proximal_logprobs(
             self._algorithm.proximal, logprobs, behaviour=behaviour, staleness=staleness, recomputed=recomputed
         )
         ends = torch.tensor(batch.cu_seqlens[1:], device=rows.device)
         sequence = torch.bucketize(rows, ends, right=True)
         return Terms(
-            logprobs, behaviour, proximal, advantages, at_rows(batch.loss_weights), sequence, len(batch.lengths)
+            logprobs,
+            behaviour,
+            proximal,
+            advantages,
+            at_rows(batch.loss_weights),
+            sequence,
+            len(batch.lengths),
+            reference,
         )
+
+    def _reference_logprobs(self, batch: MicroBatch, rows: Tensor) -> Tensor | None:
+        if self._reference is None:
+            return None
+        with torch.no_grad():
+            return policy_logprobs(self._reference, batch)[0][rows]
 
     def _shares(self, parts: Sequence[Sequence[MicroBatch]]) -> list[float]:
         """Of the loss weights of the step, those of all ranks together, what each part has."""

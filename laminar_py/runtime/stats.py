@@ -64,6 +64,7 @@ class StepRow:
     kl_behaviour_k3: float = 0.0
     kl_proximal_k1: float = 0.0
     kl_proximal_k3: float = 0.0
+    kl_reference_k3: float = 0.0
     effective_share: float = 1.0
     advantage_mean: float = 0.0
     advantage_std: float = 0.0

@@ -33,11 +33,11 @@ class Sample:
         return len(self.ids) - self.num_prompt
 
 
-def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0, vocab: int = VOCAB) -> Path:
     """A saved two-layer Qwen3 with grouped heads."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -7,14 +7,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from laminar_py.algorithm import AlgorithmConfig, Correction
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.repack.balance import fit, make_entry
 from laminar_py.repack.packer import assign, step_terms
 from tests.builders import make_trajectory
-from tests.learner.builders import VOCAB, make_learner
+from tests.learner.builders import VOCAB, make_learner, make_model_folder
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -30,6 +30,7 @@ CASES = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
         {"name": "gspo"},
     ),
+    "kl": ({"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False}, {"kl_coef": 0.3}),
     "off-policy sequence mask": (
         {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
         {"correction": Correction.NEGATIVE_MASK, "correction_low": 0.0, "correction_high": float(np.exp(0.05))},
@@ -48,7 +49,16 @@ def samples():
     return items
 
 
-def theirs(folder: Path, options, items):
+def logprobs_under(folder: Path, item):
+    """[L] of the response, by plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(np.concatenate([item.prompt_ids, item.response_ids])).long()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids[None]).logits[0], -1)
+    return logprobs[:-1].gather(1, ids[1:, None])[len(item.prompt_ids) - 1 :, 0].numpy()
+
+
+def theirs(folder: Path, options, items, reference: Path):
     """TRL's loss and gradients [each parameter]."""
     words = {"[pad]": 0, "a": 1}
     tokenizer = PreTrainedTokenizerFast(
@@ -59,7 +69,6 @@ def theirs(folder: Path, options, items):
         use_cpu=True,
         bf16=False,
         report_to=[],
-        beta=0.0,
         max_completion_length=LONGEST,
         per_device_train_batch_size=6,
         num_generations=3,
@@ -73,10 +82,12 @@ def theirs(folder: Path, options, items):
         train_dataset=datasets.Dataset.from_list([{"prompt": "a"}]),
         processing_class=tokenizer,
     )
-    ids, mask, old = (np.zeros((len(items), LONGEST), kind) for kind in (np.int64, np.int64, np.float32))
+    ids, mask = (np.zeros((len(items), LONGEST), np.int64) for _ in range(2))
+    old, referred = (np.zeros((len(items), LONGEST), np.float32) for _ in range(2))
     for row, item in enumerate(items):
         length = len(item.response_ids)
         ids[row, :length], mask[row, :length], old[row, :length] = item.response_ids, 1, item.logprobs
+        referred[row, :length] = logprobs_under(reference, item)
     inputs = {
         "prompt_ids": torch.tensor(np.stack([item.prompt_ids for item in items])).long(),
         "prompt_mask": torch.ones(len(items), 4, dtype=torch.long),
@@ -85,6 +96,7 @@ def theirs(folder: Path, options, items):
         "advantages": torch.tensor([item.advantage for item in items]),
         "old_per_token_logps": torch.tensor(old),
         "num_items_in_batch": torch.tensor(mask.sum()),
+        "ref_per_token_logps": torch.tensor(referred),
     }
     model = trainer.model.eval()
     loss = trainer._compute_loss(model, inputs)
@@ -93,12 +105,13 @@ def theirs(folder: Path, options, items):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_trl(model_folder: Path, case: str):
+def test_loss_and_gradients_are_those_of_trl(model_folder: Path, tmp_path: Path, case: str):
     options, ours = CASES[case]
     items = samples()
-    expected, gradients = theirs(model_folder, options, items)
-    learner = make_learner(model_folder, algorithm=AlgorithmConfig(**ours))
-    algorithm = learner._algorithm
+    reference = make_model_folder(tmp_path / "reference", seed=1)
+    expected, gradients = theirs(model_folder, options, items, reference)
+    algorithm = AlgorithmConfig(reference=reference, **ours)
+    learner = make_learner(model_folder, algorithm=algorithm)
     bins = fit([make_entry(item) for item in items], max_tokens=48)
     terms = step_terms(bins, aggregation=algorithm.aggregation, constant=LONGEST)
     batches = assign(bins, terms, max_tokens=48, ranks=1, attention_share=0.0).microbatches(0)

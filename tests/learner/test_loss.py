@@ -8,7 +8,7 @@ import torch
 
 from laminar_py.algorithm import PRESETS, AlgorithmConfig, Correction, Divergence, Objective, Proximal
 from laminar_py.learner.divergence import ESTIMATORS
-from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs
+from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.objectives import Terms
 
 LENGTHS = (7, 1, 12, 4)
@@ -144,6 +144,25 @@ def test_the_interpolated_policy_lies_nearer_to_the_behaviour_the_fresher_the_to
 def test_a_teacher_adds_the_reverse_kl():
     own = torch.tensor([-1.0, -2.0], requires_grad=True)
     found = distilled(torch.tensor([0.5, 0.5]), own, torch.tensor([-0.5, -4.0]), coef=2.0)
+    assert found.tolist() == [1.5, -3.5]
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("kind", [Divergence.K2, Divergence.K3])
+def test_the_divergence_from_a_reference_is_part_of_the_loss(kind: Divergence):
+    own, *others, sequence = random_terms(0)
+    logprobs, reference = torch.tensor(own), torch.tensor(others[0] + 0.3)
+    terms = Terms(logprobs, *map(torch.tensor, others), torch.tensor(sequence), len(LENGTHS), reference)
+    found = policy_loss(terms, AlgorithmConfig(kl_coef=0.7, kl_estimator=kind))
+    without = policy_loss(terms, AlgorithmConfig())
+    gap = others[0] + 0.3 - own
+    expected = gap**2 / 2 if kind is Divergence.K2 else np.exp(gap) - gap - 1
+    assert float(found - without) == pytest.approx(0.7 * float((others[3] * expected).sum()), rel=1e-9)
+
+
+def test_k1_is_a_cost_in_the_advantage():
+    own = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = regularised(torch.tensor([0.5, 0.5]), own, torch.tensor([-0.5, -4.0]), coef=2.0)
     assert found.tolist() == [1.5, -3.5]
     assert not found.requires_grad
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
-from laminar_py.algorithm import PRESETS, AlgorithmConfig
+from laminar_py.algorithm import PRESETS, AlgorithmConfig, Divergence
 from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.learner.export import named_tensors
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from tests.learner.builders import full_parameters, make_learner, make_sequences, pack
+from tests.learner.builders import VOCAB, full_parameters, make_learner, make_model_folder, make_sequences, pack
 
 
 def test_accumulated_step_equals_the_step_in_one_batch(model_folder: Path):
@@ -125,3 +126,23 @@ def test_every_algorithm_takes_a_step(model_folder: Path, name: str):
     metrics = learner.step([batch])
     assert metrics.grad_norm > 0.0
     assert any(not torch.equal(tensor, before[n]) for n, tensor in full_parameters(learner).items())
+
+
+@pytest.mark.parametrize("estimator", list(Divergence))
+def test_a_policy_is_held_near_its_reference(model_folder: Path, estimator: Divergence):
+    """Without a reward, the divergence alone teaches: from another model back to the reference."""
+    start = make_model_folder(model_folder.parent / f"start-{estimator}", seed=3)
+    algorithm = AlgorithmConfig(kl_coef=1.0, kl_estimator=estimator, reference=model_folder)
+    learner = make_learner(start, algorithm=algorithm)
+    sequences = [dataclasses.replace(s, advantage=0.0) for s in make_sequences()]
+    reference = full_parameters(make_learner(model_folder))
+    divergences = [learner.step([pack(sequences, num_total=6)]).tokens.kl_reference_k3 for _ in range(4)]
+    assert divergences[-1] < divergences[0]
+    frozen = dict(named_tensors(learner._reference, dtype=torch.float32))
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in frozen.items())
+
+
+def test_a_reference_with_another_vocabulary_is_refused(model_folder: Path, tmp_path: Path):
+    other = make_model_folder(tmp_path / "other", vocab=VOCAB + 1)
+    with pytest.raises(ValueError, match=f"algorithm.reference={other}: has a vocabulary of {VOCAB + 1}"):
+        make_learner(model_folder, algorithm=AlgorithmConfig(kl_coef=0.1, reference=other))
