@@ -120,11 +120,18 @@ class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits; 0 is greedy."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Keep the k most probable tokens; 0 keeps all. Training refuses a cut vocabulary."""
+    """Keep the k most probable tokens; 0 keeps all. A cut vocabulary needs `sampling_mask` in `rollout.record`."""
     top_p: Share = 1.0
-    """Keep the smallest set of tokens with this probability; 1 keeps all. Training refuses a cut vocabulary."""
+    """Keep the smallest set of tokens with this probability; 1 keeps all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Keep tokens at least this times as probable as the most probable one; 0 keeps all."""
     max_new_tokens: Count = 1024
     """Cap on response tokens of a trajectory; a response that reaches it is cut, with an event."""
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class EngineConfig(Section):
@@ -451,15 +458,21 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         sampling, max_len = self.rollout.sampling, self.rollout.max_len
-        if Record.SAMPLING_MASK in self.rollout.record:
+        cut, recorded = sampling.cuts_vocabulary, Record.SAMPLING_MASK in self.rollout.record
+        if cut and not recorded:
             raise ValueError(
-                "rollout.record=sampling_mask keeps what a cut vocabulary is, which the learner cannot replay yet;"
-                " leave sampling_mask out, and rollout.sampling.top_k at 0"
+                f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} cut the"
+                " vocabulary, which the learner must know; add sampling_mask to rollout.record"
             )
-        if sampling.top_k or sampling.top_p < 1:
+        if recorded and not cut:
             raise ValueError(
-                f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} cut the vocabulary, which the"
-                " learner cannot replay yet; set top_k to 0 and top_p to 1"
+                "rollout.record=sampling_mask would name the whole vocabulary for each token; leave it out, or set"
+                " rollout.sampling.top_k, top_p or min_p"
+            )
+        if cut and not sampling.top_k and self.rollout.engine.kind is EngineKind.SGLANG:
+            raise ValueError(
+                f"rollout.sampling.top_k=0 top_p={sampling.top_p} min_p={sampling.min_p}: SGLang records sampling"
+                " masks of bounded size alone; set top_k"
             )
         if sampling.temperature == 0:
             raise ValueError("rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0")
@@ -473,9 +486,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         rollout, engine = self.rollout, self.rollout.engine
-        if rollout.record and engine.kind is EngineKind.LOCAL:
-            named = ", ".join(rollout.record)
-            raise ValueError(f"rollout.record={named} is what SGLang records; set rollout.engine.kind=sglang")
+        if Record.ROUTED_EXPERTS in rollout.record and engine.kind is EngineKind.LOCAL:
+            raise ValueError(
+                "rollout.record=routed_experts is what SGLang records; set rollout.engine.kind=sglang"
+            )
         if engine.urls and len(engine.urls) != rollout.replicas:
             raise ValueError(
                 f"rollout.engine.urls has {len(engine.urls)} servers for rollout.replicas={rollout.replicas}; name"

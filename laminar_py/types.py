@@ -125,8 +125,8 @@ class RoutedExperts(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave the vocabulary whole. `max_new_tokens` counts
-    all response tokens, those of a resumed prefix included. One `seed` and one position always give the
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave the vocabulary whole. `max_new_tokens`
+    counts all response tokens, those of a resumed prefix included. One `seed` and one position always give the
     same uniform number, whatever the request is batched with (SGLang draws freely).
     """
 
@@ -134,6 +134,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
 
@@ -277,7 +278,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One finished sample, e.g. 41 tokens under one version; masks and experts stay in the ledger:
+    """One finished sample, e.g. 41 tokens under one version; experts stay in the ledger:
 
     `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.
     """
@@ -297,6 +298,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
     weight: float = 1.0  # factor on its loss (staleness reweighting)
+    sampling_mask: SamplingMask | None = None  # of all L tokens, where the vocabulary is cut; None: the whole
 
     @property
     def num_tokens(self) -> int:
@@ -352,6 +354,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     advantages: FloatArray  # [T]
     staleness: IntArray  # [T] versions between the learner and what made the token
     teacher_logprobs: FloatArray | None = None  # [T] of another model, for distillation
+    support: SamplingMask | None = None  # of T tokens; none of a token: it is the whole vocabulary
 
     @property
     def num_tokens(self) -> int:

@@ -20,7 +20,7 @@ MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t
         ({"steps": "many"}, "steps='many': input should be a valid integer"),
         ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
         ({"rollout": {"replicas": True}}, "rollout.replicas=True"),
-        ({"rollout": {"sampling": {"top_p": 0.9}}}, "top_p=0.9 cut the vocabulary"),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, "add sampling_mask to rollout.record"),
         ({"rollout": {"max_len": 512, "sampling": {"max_new_tokens": 512}}}, "leaves no room for a prompt"),
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),

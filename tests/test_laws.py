@@ -4,7 +4,9 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from msgspec.structs import replace
 
 from laminar_py.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.codec import decode, encode
@@ -17,16 +19,27 @@ from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.transport import RelayKeys
 from laminar_py.repack.packer import Packed, pack
-from laminar_py.types import FinishReason, GenerateRequest, Kind, MicroBatch, SamplingParams, Span, Trajectory
+from laminar_py.store.recording import join_masks
+from laminar_py.types import (
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    MicroBatch,
+    PauseMode,
+    Record,
+    SamplingParams,
+    Span,
+    Trajectory,
+)
 from tests.learner.builders import make_model_folder
 
 PATIENCE_S = 30.0
 
 
-async def generate(engine: LocalEngine, index: int) -> Trajectory:
+async def generate(engine: LocalEngine, index: int, **cut) -> Trajectory:
     """One sampled trajectory of random length, as the engine gives it."""
     prompt = np.arange(3, 6 + index % 4, dtype=np.int32)
-    sampling = SamplingParams(5 + 3 * index, seed=index)
+    sampling = SamplingParams(5 + 3 * index, seed=index, **cut)
     request = GenerateRequest(f"t{index}", f"g{index}", prompt, np.empty(0, np.int32), sampling)
     deltas = [delta async for delta in engine.generate(request)]
     ids = np.concatenate([delta.ids for delta in deltas])
@@ -34,9 +47,11 @@ async def generate(engine: LocalEngine, index: int) -> Trajectory:
     (version,) = {delta.version for delta in deltas}
     span = (Span(version, 0, len(ids)),)
     mask = np.ones(len(ids), np.bool_)
-    return Trajectory(
+    supports = [delta.sampling_mask for delta in deltas if delta.sampling_mask is not None]
+    trajectory = Trajectory(
         f"t{index}", "p", f"g{index}", 0, Kind.TRAIN, prompt, ids, logprobs, mask, span, FinishReason.LENGTH, 1.0
     )
+    return replace(trajectory, sampling_mask=join_masks(supports)) if supports else trajectory
 
 
 async def through_relays(learner: Learner, root: Path) -> str:
@@ -80,6 +95,36 @@ async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tm
     assert len(batches) > 1
     for batch in batches:
         assert_equal_logprobs(learner, batch)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.8}], ids=str
+)
+async def test_with_a_cut_vocabulary_the_ratio_is_1_under_replay_and_far_from_it_without(tmp_path, cut):
+    """Law 4 over what the tokens were drawn from; an interrupted stream goes on with its mask."""
+    model = make_model_folder(tmp_path / "model")
+    learner = Learner(ModelConfig(path=model), LearnerConfig(), AlgorithmConfig(), temperature=1.0, seed=0)
+    room = {"max_batch": 8, "max_len": 128, "kv_capacity": 1024, "stream_interval": 3}
+    engine = LocalEngine(model, record=(Record.SAMPLING_MASK,), **room)
+    await engine.start()
+    try:
+        await engine.load_weights(model, 1)
+        generating = asyncio.gather(*(generate(engine, index, **cut) for index in range(12)))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            await engine.pause(PauseMode.RETRACT)
+            await engine.resume()
+        trajectories = await asyncio.wait_for(generating, PATIENCE_S)
+    finally:
+        await engine.close()
+    packed = pack(trajectories, max_tokens=128, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
+    without = []
+    for batch in decode(Packed, encode(packed)).microbatches(0):
+        assert_equal_logprobs(learner, batch)
+        whole, _ = policy_logprobs(learner.model, replace(batch, support=None))
+        gap = batch.behaviour_logprobs - whole.detach().numpy()
+        without += np.exp(-gap[batch.loss_weights > 0]).tolist()
+    assert np.mean(without) < 0.9, "the ratio without replay"
 
 
 def assert_equal_logprobs(learner: Learner, batch: MicroBatch) -> None:

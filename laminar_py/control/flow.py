@@ -415,6 +415,7 @@ class Flow:
             entry.token_rewards,
             entry.advantage or 0.0,
             routed=0 if response.routed_experts is None else response.routed_experts.positions,
+            masks=[] if response.sampling_mask is None else [response.sampling_mask],
         )
 
     def _take_up(self, lifecycle: Lifecycle) -> None:

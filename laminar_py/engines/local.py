@@ -20,7 +20,7 @@ from laminar_py.engines.local_scheduler import Scheduler
 from laminar_py.engines.local_spec import ModelSpec
 from laminar_py.engines.requests import check_request
 from laminar_py.interfaces import EngineLostError
-from laminar_py.types import Delta, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.types import Delta, EngineStatus, GenerateRequest, PauseMode, Record
 
 
 class LocalEngine:
@@ -39,6 +39,7 @@ class LocalEngine:
         max_len: int,
         kv_capacity: int,
         stream_interval: int = 32,
+        record: tuple[Record, ...] = (),
         device: str = "cpu",
     ) -> None:
         if kv_capacity < max_len:
@@ -54,6 +55,7 @@ class LocalEngine:
             max_len=max_len,
             kv_capacity=kv_capacity,
             stream_interval=stream_interval,
+            records_masks=Record.SAMPLING_MASK in record,
             device=torch.device(device),
         )
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="laminar-engine")

@@ -21,7 +21,7 @@ from laminar_py.engines.local_sampling import PLAIN, Sampler, Seeds, uniforms
 from laminar_py.engines.local_slots import Slots, State
 from laminar_py.engines.local_spec import ModelSpec
 from laminar_py.engines.requests import response_limit
-from laminar_py.types import Delta, EngineStatus, FinishReason, GenerateRequest, PauseMode
+from laminar_py.types import Delta, EngineStatus, FinishReason, GenerateRequest, PauseMode, SamplingMask
 
 ADMISSION_HEADROOM = 16  # steps that everything running can grow by after an admission, against thrashing
 
@@ -67,10 +67,12 @@ class Scheduler:
         max_len: int,
         kv_capacity: int,
         stream_interval: int,
+        records_masks: bool = False,
         device: torch.device,
     ) -> None:
         self._spec, self._device = spec, device
         self._max_len, self._kv_capacity, self._stream_interval = max_len, kv_capacity, stream_interval
+        self._records_masks = records_masks
         self._model = LocalModel(spec, max_len=max_len, device=device)
         self._pool = BlockPool(spec, num_slots=num_slots, max_len=max_len, kv_capacity=kv_capacity, device=device)
         self._slots = Slots(num_slots, max_len=max_len)
@@ -162,8 +164,8 @@ class Scheduler:
         positions = self._slots.num_prompt[rows.slots] + self._slots.num_response[rows.slots] - 1
         self._reserve(rows.slots, positions)
         if rows.slots.size:
-            ids, logprobs = self._decode(rows, positions)
-            self._slots.append(rows.slots, ids, logprobs)
+            ids, logprobs, mask = self._decode(rows, positions)
+            self._slots.append(rows.slots, ids, logprobs, mask)
             self._dispatch(rows, ids)
 
     def _make_room(self) -> None:
@@ -230,7 +232,11 @@ class Scheduler:
         sampler = PLAIN
         if not slots.plain[rows].all():
             sampler = Sampler.build(
-                slots.temperatures[rows], top_k=slots.top_k[rows], top_p=slots.top_p[rows], device=self._device
+                slots.temperatures[rows],
+                top_k=slots.top_k[rows],
+                top_p=slots.top_p[rows],
+                min_p=slots.min_p[rows],
+                device=self._device,
             )
         return _Rows(rows, slots.seeds[rows], slots.limit[rows], slots.stop_ids[rows], sampler)
 
@@ -240,20 +246,20 @@ class Scheduler:
             self._pool.extend(int(slots[index]), int(positions[index]) + 1)
         self._pool.settle()
 
-    def _decode(self, rows: _Rows, positions: Indices) -> tuple[IntArray, FloatArray]:
-        """The next token of each row and its log-probability, `[B]`."""
+    def _decode(self, rows: _Rows, positions: Indices) -> tuple[IntArray, FloatArray, SamplingMask | None]:
+        """The next token of each row and its log-probability, `[B]`, and its sampling mask, if recorded."""
         num_response = self._slots.num_response[rows.slots]
         plan = plan_decode(self._pool, slots=rows.slots, positions=positions, num_heads=self._spec.num_heads)
         last_ids = self._tensor(self._slots.last_ids[rows.slots])
         logits = self._model.decode(last_ids, self._tensor(positions), plan=plan)
         uniform = torch.from_numpy(uniforms(rows.seeds, num_response)).to(self._device)
-        ids, logprobs = rows.sampler.draw(logits, uniform)
-        values = logprobs.cpu().numpy()
+        drawn = rows.sampler.draw(logits, uniform, recorded=self._records_masks)
+        values = drawn.logprobs.cpu().numpy()
         if not np.isfinite(values).all():
             raise FloatingPointError(
                 f"version {self._version} gives logits that are not finite; go back before it"
             )
-        return ids.cpu().numpy(), values
+        return drawn.ids.cpu().numpy(), values, drawn.mask
 
     def _dispatch(self, rows: _Rows, ids: IntArray) -> None:
         """Send what is due after a step and end what has ended."""
@@ -272,7 +278,10 @@ class Scheduler:
         ids, logprobs = self._slots.take_unsent(slot)
         if len(ids) or finish_reason:
             kv_version = job.version if len(ids) and job.version < self._version else None
-            delta = Delta(job.request.rid, ids, logprobs, self._version, finish_reason, kv_version)
+            mask = self._slots.take_unsent_mask(slot) if self._records_masks else None
+            delta = Delta(
+                job.request.rid, ids, logprobs, self._version, finish_reason, kv_version, sampling_mask=mask
+            )
             self._deltas.append((job.ticket, delta))
 
     def _send_nothing(self, job: _Job, finish_reason: FinishReason) -> None:

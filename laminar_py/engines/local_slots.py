@@ -13,7 +13,7 @@ from laminar_py.codec import BoolArray, FloatArray, IntArray
 from laminar_py.engines.local_kv import Indices
 from laminar_py.engines.local_sampling import hash_seeds
 from laminar_py.engines.requests import response_limit
-from laminar_py.types import GenerateRequest
+from laminar_py.types import GenerateRequest, SamplingMask
 
 
 class State(IntEnum):
@@ -41,6 +41,8 @@ class Slots:
         self.temperatures: FloatArray = np.ones(num_slots, np.float32)
         self.top_k: Indices = np.zeros(num_slots, np.int64)
         self.top_p: FloatArray = np.ones(num_slots, np.float32)
+        self.min_p: FloatArray = np.zeros(num_slots, np.float32)
+        self.masks: list[list[IntArray]] = [[] for _ in range(num_slots)]  # [S] of each unsent token, if recorded
         self.plain: BoolArray = np.ones(num_slots, np.bool_)  # temperature 1 and the whole vocabulary
         self.stop_ids: Indices = np.full((num_slots, 1), -1, np.int64)  # [S, most of any], padded with -1
 
@@ -53,10 +55,12 @@ class Slots:
         self.limit[slot] = response_limit(request, max_len=self._max_len)
         self.last_ids[slot] = response[-1] if length else request.prompt_ids[-1]
         self.ids[slot, :length] = response
+        self.masks[slot] = []
         self.seeds[slot] = hash_seeds(np.array([sampling.seed % 2**64], np.uint64))[0]
         self.temperatures[slot] = sampling.temperature
-        self.top_k[slot], self.top_p[slot] = sampling.top_k, sampling.top_p
-        self.plain[slot] = (sampling.temperature, sampling.top_k, sampling.top_p) == (1, 0, 1)
+        cut = (sampling.top_k, sampling.top_p, sampling.min_p)
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = cut
+        self.plain[slot] = sampling.temperature == 1 and cut == (0, 1, 0)
         missing = len(sampling.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
@@ -68,13 +72,16 @@ class Slots:
         self.num_prompt[slot] = self.num_response[slot] = 0
         self.state[slot] = State.FREE  # last, so that `kv_used` is never too high in another thread's eyes
 
-    def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray) -> None:
+    def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None) -> None:
         """One new token for each of the slots `rows [B]`."""
         places = self.num_response[rows]
         self.ids[rows, places] = ids
         self.logprobs[rows, places] = logprobs
         self.last_ids[rows] = ids
         self.num_response[rows] = places + 1
+        if mask is not None:
+            for slot, support in zip(rows.tolist(), np.split(mask.ids, mask.counts.cumsum()[:-1]), strict=True):
+                self.masks[slot].append(support)
 
     def response(self, slot: int) -> IntArray:
         """A copy of all response tokens of the slot, `[L]`."""
@@ -85,6 +92,12 @@ class Slots:
         unsent = slice(self.num_sent[slot], self.num_response[slot])
         self.num_sent[slot] = self.num_response[slot]
         return self.ids[slot, unsent].copy(), self.logprobs[slot, unsent].copy()
+
+    def take_unsent_mask(self, slot: int) -> SamplingMask:
+        """The sampling mask of what leaves."""
+        support, self.masks[slot] = self.masks[slot], []
+        counts = np.array([len(ids) for ids in support], np.int32)
+        return SamplingMask(counts, np.concatenate([np.empty(0, np.int32), *support]))
 
     @property
     def kv_used(self) -> int:

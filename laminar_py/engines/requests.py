@@ -18,7 +18,8 @@ def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None
         raise ValueError(f"rid={rid}: the prompt is empty; give it at least one token")
     if ids.min() < 0 or ids.max() >= vocab:
         raise ValueError(f"rid={rid}: a token id is outside the vocabulary of {vocab}; retokenise it")
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+    cuts = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1
+    if sampling.temperature < 0 or not cuts:
         raise ValueError(f"rid={rid}: {sampling} draws nothing; see rollout.sampling for the bounds")
 
 

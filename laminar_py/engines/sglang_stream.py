@@ -14,7 +14,6 @@ from laminar_py.types import Delta, FinishReason, GenerateRequest, Record, Span
 
 # said in every request, since a server may have been started with preferences of its own
 _NEUTRAL = {
-    "min_p": 0.0,
     "repetition_penalty": 1.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -61,6 +60,7 @@ class Stream:
                 **_NEUTRAL,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
                 "top_k": sampling.top_k or -1,
                 "max_new_tokens": self.room,
                 "stop_token_ids": list(sampling.stop_ids),

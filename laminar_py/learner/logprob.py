@@ -4,25 +4,62 @@ Invariant: logits of at most `chunk` tokens exist at a time, forward and backwar
 them anew.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+LOWEST = -1e4  # log-probability of what is outside the support, where minus infinity times 0 would be NaN
 CHUNK = 512  # tokens: few enough to hold V = 150,000 in 300 MB, enough to keep the matrix product busy
 
 
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The part of the vocabulary that each of T tokens is of: `ids[starts[t]:starts[t + 1]]`; if none, all."""
+
+    starts: list[int]  # [T + 1]
+    ids: Tensor  # [starts[T]] int64
+    rows: Tensor  # [starts[T]] int64, the token that each id belongs to
+
+    @classmethod
+    def build(cls, counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], *, device: torch.device) -> Self:
+        """From the number of ids of each token, [T], and all of them."""
+        rows = np.repeat(np.arange(len(counts)), counts)
+        starts: list[int] = np.concatenate([[0], counts.cumsum(dtype=np.int64)]).tolist()
+        return cls(starts, torch.tensor(ids, dtype=torch.long, device=device), torch.tensor(rows, device=device))
+
+    def cut(self, logits: Tensor, tokens: slice) -> None:
+        """Minus infinity outside the support of these tokens; `logits` is [their number, V]."""
+        inside = slice(self.starts[tokens.start], self.starts[tokens.stop])
+        if inside.start == inside.stop:
+            return
+        rows, ids = self.rows[inside] - tokens.start, self.ids[inside]
+        outside = torch.zeros_like(logits, dtype=torch.bool)
+        outside[rows] = True
+        outside[rows, ids] = False
+        logits.masked_fill_(outside, -torch.inf)
+
+
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    support: Support | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """fp32 `log softmax(hidden @ weight.T / temperature)` at the labels [T], and the entropy there [T].
 
-    `hidden` is [T, H], `weight` the output embedding [V, H], `labels` [T] int64. Both results carry gradients
-    to `hidden` and `weight`.
+    `hidden` is [T, H], `weight` the output embedding [V, H], `labels` [T] int64. The softmax is over `support`,
+    where that names a part of the vocabulary. Both results carry gradients to `hidden` and `weight`.
     """
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, temperature, chunk
+        hidden, weight, labels, temperature, support, chunk
     )
     return result
 
@@ -32,44 +69,55 @@ class _TokenLogprobs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        support: Support | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         for rows in _chunks(len(labels), chunk):
-            logp = _log_softmax(hidden[rows], weight, temperature)
+            logp = _log_softmax(hidden, weight, rows, temperature, support)
             logprobs[rows] = logp.gather(1, labels[rows, None])[:, 0]
-            entropy[rows] = -(logp.exp().mul_(logp)).sum(-1)
+            entropy[rows] = -(logp.exp().mul_(logp.clamp(min=LOWEST))).sum(-1)
         ctx.save_for_backward(hidden, weight, labels, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.support, ctx.chunk = temperature, support, chunk
         ctx.set_materialize_grads(False)  # entropy is often only measured; its backward then costs nothing
         return logprobs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, labels, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(len(labels), ctx.chunk):
-            logp = _log_softmax(hidden[rows], weight, ctx.temperature)
+            logp = _log_softmax(hidden, weight, rows, ctx.temperature, ctx.support)
             grad_logits = torch.zeros_like(logp)
             if grad_logprobs is not None:
                 grad = grad_logprobs[rows, None]
                 grad_logits.addcmul_(logp.exp(), grad, value=-1).scatter_add_(1, labels[rows, None], grad)
             if grad_entropy is not None:
-                surprise = (logp + entropy[rows, None]).mul_(grad_entropy[rows, None])
+                surprise = (logp.clamp(min=LOWEST) + entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad_logits.addcmul_(logp.exp(), surprise, value=-1)
             grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             grad_weight += grad_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, length, chunk)]
+    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax((hidden @ weight.t()).float().div_(temperature), dim=-1)
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, rows: slice, temperature: float, support: Support | None
+) -> Tensor:
+    logits = (hidden[rows] @ weight.t()).float().div_(temperature)
+    if support is not None:
+        support.cut(logits, rows)
+    return torch.log_softmax(logits, dim=-1)

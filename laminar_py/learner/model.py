@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from laminar_py.config import ModelConfig
 from laminar_py.learner.attention import choose_kernel, register_kernel
-from laminar_py.learner.logprob import token_logprobs
+from laminar_py.learner.logprob import Support, token_logprobs
 from laminar_py.types import MicroBatch
 
 
@@ -108,8 +108,15 @@ def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, 
         labels=torch.tensor(batch.labels, dtype=torch.long, device=device),
         cu_seqlens=torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=device),
         longest=max(batch.lengths),
+        support=_support(batch, device),
     )
     return logprobs, entropy
+
+
+def _support(batch: MicroBatch, device: torch.device) -> Support | None:
+    if batch.support is None:
+        return None
+    return Support.build(batch.support.counts, batch.support.ids, device=device)
 
 
 def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -123,6 +130,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         labels: Tensor,
         cu_seqlens: Tensor,
         longest: int,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         hidden = model.base_model(
             input_ids=input_ids[None],
@@ -133,6 +141,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
             max_length_q=longest,
             max_length_k=longest,
         ).last_hidden_state[0]
-        return token_logprobs(hidden, model.get_output_embeddings().weight, labels, temperature=temperature)
+        head = model.get_output_embeddings().weight
+        return token_logprobs(hidden, head, labels, temperature=temperature, support=support)
 
     return forward

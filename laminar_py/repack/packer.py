@@ -15,7 +15,7 @@ import numpy as np
 from laminar_py.algorithm import Aggregation
 from laminar_py.codec import FloatArray, IntArray
 from laminar_py.repack.balance import Bin, deal, fit, make_entry
-from laminar_py.types import MicroBatch, Trajectory
+from laminar_py.types import MicroBatch, SamplingMask, Trajectory
 
 STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
 
@@ -160,6 +160,7 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     positions, staleness = np.empty(total, np.int32), np.zeros(total, np.int32)
     loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
     teacher = np.zeros(total, np.float32) if terms.teaches else None
+    counts = np.zeros(total, np.int32)
     for trajectory, start, length in zip(bundle, cu_seqlens.tolist(), lengths, strict=False):
         end, first = start + length, start + len(trajectory.prompt_ids)
         ids[start:first] = trajectory.prompt_ids
@@ -171,10 +172,16 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
         logprobs[predicting] = trajectory.logprobs
         advantages[predicting] = terms.advantages(trajectory)
         staleness[predicting] = terms.staleness(trajectory)
+        if trajectory.sampling_mask is not None:
+            counts[predicting] = trajectory.sampling_mask.counts
         if teacher is not None:
             assert trajectory.token_rewards is not None, f"{trajectory.id} has no log-probabilities of a teacher"
             teacher[predicting] = trajectory.token_rewards
-    return MicroBatch(ids, cu_seqlens, positions, labels, loss_weights, logprobs, advantages, staleness, teacher)
+    masks = [item.sampling_mask.ids for item in bundle if item.sampling_mask is not None]
+    support = SamplingMask(counts, np.concatenate(masks)) if masks else None
+    return MicroBatch(
+        ids, cu_seqlens, positions, labels, loss_weights, logprobs, advantages, staleness, teacher, support
+    )
 
 
 def _nothing() -> MicroBatch:

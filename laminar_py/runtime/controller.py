@@ -241,6 +241,7 @@ class Controller:
                     sampling.temperature,
                     sampling.top_k,
                     sampling.top_p,
+                    sampling.min_p,
                     self._inputs.tokenizer.eos_ids,
                 ),
                 without_signal=rollout.without_signal,

@@ -159,7 +159,11 @@ async def _open_local(config: RunConfig, model_dir: Path) -> InferenceEngine:
 
     rollout = config.rollout
     engine = LocalEngine(
-        model_dir, max_batch=rollout.max_batch, max_len=rollout.max_len, kv_capacity=config.kv_capacity
+        model_dir,
+        max_batch=rollout.max_batch,
+        max_len=rollout.max_len,
+        kv_capacity=config.kv_capacity,
+        record=rollout.record,
     )
     await engine.start()
     return engine

@@ -205,16 +205,17 @@ def test_blocks_in_use_stay_dense_and_keep_their_tokens(actions):
             ]
 
 
-def draw(logits, uniform, *, temperature=1.0, top_k=0, top_p=1.0):
-    """Ids and log-probabilities, with the same settings on all rows of `logits [B, V]`."""
+def draw(logits, uniform, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, recorded=False):
+    """A token of each row, with the same settings on all rows of `logits [B, V]`."""
     rows = len(logits)
     sampler = Sampler.build(
         np.full(rows, temperature, np.float32),
         top_k=np.full(rows, top_k),
         top_p=np.full(rows, top_p, np.float32),
+        min_p=np.full(rows, min_p, np.float32),
         device=torch.device("cpu"),
     )
-    return sampler.draw(logits, uniform)
+    return sampler.draw(logits, uniform, recorded=recorded)
 
 
 def test_tokens_are_drawn_with_their_probabilities():
@@ -222,27 +223,47 @@ def test_tokens_are_drawn_with_their_probabilities():
     numbers = torch.from_numpy(
         uniforms(hash_seeds(np.arange(40_000, dtype=np.uint64)), np.zeros(40_000, np.int64))
     )
-    ids, logprobs = draw(logits.expand(40_000, -1), numbers)
-    shares = torch.bincount(ids, minlength=5) / 40_000
+    drawn = draw(logits.expand(40_000, -1), numbers)
+    shares = torch.bincount(drawn.ids, minlength=5) / 40_000
     assert shares.tolist() == pytest.approx(torch.softmax(logits, -1).tolist(), abs=0.01)
-    assert torch.equal(logprobs, torch.log_softmax(logits, -1)[ids])
+    assert torch.equal(drawn.logprobs, torch.log_softmax(logits, -1)[drawn.ids])
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [({"top_k": 2}, {0, 3}), ({"top_p": 0.6}, {0}), ({"top_p": 0.7}, {0, 3}), ({"top_k": 1}, {0})],
-)
+CUTS = [
+    ({"top_k": 2}, {0, 3}),
+    ({"top_p": 0.6}, {0}),
+    ({"top_p": 0.7}, {0, 3}),
+    ({"top_k": 1}, {0}),
+    ({"min_p": 0.3}, {0, 3}),
+    ({"min_p": 0.1, "top_k": 3}, {0, 1, 3}),
+]
+
+
+@pytest.mark.parametrize(("settings", "kept"), CUTS)
 def test_a_cut_bounds_the_draw_and_leaves_logprobs_whole(settings, kept):
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])  # probabilities .64 .09 .03 .24
     numbers = torch.linspace(0, 1 - 2**-23, 1000)
-    ids, logprobs = draw(logits.expand(1000, -1), numbers, **settings)
-    assert set(ids.tolist()) == kept
-    assert torch.equal(logprobs, torch.log_softmax(logits, -1)[ids])
+    drawn = draw(logits.expand(1000, -1), numbers, **settings)
+    assert set(drawn.ids.tolist()) == kept
+    assert drawn.mask is None
+    assert torch.equal(drawn.logprobs, torch.log_softmax(logits, -1)[drawn.ids])
+
+
+@pytest.mark.parametrize(("settings", "kept"), CUTS)
+def test_a_recorded_cut_names_what_is_kept_and_has_its_logprobs(settings, kept):
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
+    drawn = draw(logits.expand(1000, -1), torch.linspace(0, 1 - 2**-23, 1000), recorded=True, **settings)
+    assert drawn.mask.counts.tolist() == [len(kept)] * 1000
+    assert drawn.mask.ids.tolist() == sorted(kept) * 1000
+    outside = torch.tensor([token not in kept for token in range(4)])
+    expected = torch.log_softmax(logits.masked_fill(outside, -torch.inf), -1)
+    torch.testing.assert_close(drawn.logprobs, expected[drawn.ids])
 
 
 def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one():
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    ids, logprobs = draw(logits, torch.full((50,), 0.999), temperature=0.0)
+    drawn = draw(logits, torch.full((50,), 0.999), temperature=0.0)
+    ids, logprobs = drawn.ids, drawn.logprobs
     assert torch.equal(ids, logits.argmax(-1))
     assert torch.allclose(logprobs, torch.log_softmax(logits, -1).max(-1).values)
 

@@ -1,9 +1,10 @@
 """Chunked log-probabilities and entropy are those of a plain log_softmax, gradients included."""
 
+import numpy as np
 import pytest
 import torch
 
-from laminar_py.learner.logprob import token_logprobs
+from laminar_py.learner.logprob import Support, token_logprobs
 
 T, H, V = 23, 8, 17
 
@@ -40,3 +41,29 @@ def test_unused_entropy_leaves_the_gradient_of_the_logprobs():
     mine = torch.autograd.grad(token_logprobs(hidden, weight, labels)[0].sum(), (hidden, weight))
     for grad, reference in zip(mine, expected, strict=True):
         torch.testing.assert_close(grad, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_over_a_part_of_the_vocabulary_values_and_gradients_are_those_of_masked_logits():
+    """Rows with some ids, with one alone, and with none, which is the whole vocabulary."""
+    hidden, weight, labels = inputs()
+    generator = np.random.default_rng(0)
+    rows = [
+        [] if t % 5 == 0 else sorted({int(labels[t]), *generator.choice(V, t % 7, replace=False).tolist()})
+        for t in range(T)
+    ]
+    outside = torch.tensor([[bool(row) and token not in row for token in range(V)] for row in rows])
+    logp = torch.log_softmax((hidden @ weight.t() / 0.7).masked_fill(outside, -torch.inf), -1)
+    entropy = -torch.where(outside, 0.0, logp.exp() * logp.masked_fill(outside, 0.0)).sum(-1)
+    plain = (logp.gather(1, labels[:, None])[:, 0], entropy)
+    counts, ids = [len(row) for row in rows], [token for row in rows for token in row]
+    support = Support.build(np.array(counts, np.int32), np.array(ids, np.int32), device=torch.device("cpu"))
+    mine = token_logprobs(hidden, weight, labels, temperature=0.7, support=support, chunk=4)
+    upstream = torch.linspace(-1.0, 1.0, T)
+    for found, expected in zip(mine, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    gradients = [
+        torch.autograd.grad((upstream * one).sum() + (upstream.flip(0) * two).sum(), (hidden, weight))
+        for one, two in (mine, plain)
+    ]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
