@@ -208,6 +208,17 @@ def bench_packer(
     show_report("packer", packer.rows(tell=_tell), as_json=as_json)
 
 
+@bench.command("learner", epilog="Example: laminar bench learner --json")
+def bench_learner(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+) -> None:
+    """Packed gradients against single ones, engine against learner, speed and memory. Takes about ten minutes."""
+    from laminar_py.bench import learner
+    from laminar_py.bench.report import show as show_report
+
+    show_report("learner", learner.rows(tell=_tell), as_json=as_json)
+
+
 @bench.command("repack", epilog="Example: laminar bench repack --only workload --json")
 def bench_repack(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,

@@ -313,6 +313,8 @@ class LearnerConfig(Section):
     """Largest gradient norm."""
     world_size: Count = 1
     """Data-parallel ranks (FSDP2), each in a process of its own."""
+    max_skipped: Count = 3
+    """Steps in a row whose gradient is not finite, and which are skipped, after which the run ends."""
     publish_every: Count = 1
     """Learner steps between two weight versions."""
     checkpoint_every: Count = 20

@@ -234,6 +234,18 @@ class Stepped(Event, frozen=True):
     elapsed_s: float
 
 
+class StepSkipped(Event, frozen=True):
+    """The gradient of `step` was not finite in so many of its updates, and the weights stayed as they were.
+
+    Its trajectories are consumed as those of any step.
+    """
+
+    step: int
+    incarnation: int
+    num_updates: int
+    trajectory_ids: tuple[str, ...]
+
+
 class Checkpointed(Event, frozen=True):
     """Step `step` is on disk at `path`, relative to the run folder."""
 
@@ -296,6 +308,7 @@ AnyEvent = (
     | RelayGaveUp
     | Reattached
     | Stepped
+    | StepSkipped
     | Checkpointed
     | RolledBack
     | PartStarted

@@ -401,6 +401,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
     mismatch_p99: float = 0.0  # |new - behaviour| log-probability at staleness 0: engine against learner
     mismatch_max: float = 0.0
+    skipped: int = 0  # updates whose gradient was not finite; all of the rest is of the others
 
 
 class Published(msgspec.Struct, frozen=True):

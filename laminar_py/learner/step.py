@@ -73,8 +73,8 @@ class Learner:
 
         The loss weights of all microbatches of all ranks sum to 1. Every rank brings equally many (one of zero
         weights where it has no more): gradients are reduced with the last of an update, and a rank with fewer
-        would leave the others waiting. Raises `FloatingPointError` before an update changes anything if its
-        gradient is not finite.
+        would leave the others waiting. An update whose gradient is not finite changes nothing but the count of
+        those skipped.
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
@@ -82,26 +82,32 @@ class Learner:
         updates = min(self._algorithm.updates_per_step, len(microbatches))
         parts = [microbatches[first::updates] for first in range(updates)]
         shares, before = self._shares(parts), [self._recompute(part) for part in parts]
-        losses, norms = [], []
+        losses, norms = [], []  # of updates that took place
         for part, share, proximal in zip(parts, shares, before, strict=True):
             loss = torch.zeros((), device=self.model.device)
             for place, batch in enumerate(part):
                 self._reduce_gradients(place == len(part) - 1)
                 at_start = None if proximal is None else proximal[place]
                 loss += self._accumulate(batch, sums, proximal=at_start, scale=1.0 / share)
-            losses.append(self._over_ranks(float(loss)))
-            norms.append(self._update())
+            total, norm = self._over_ranks(float(loss)), self._update()
+            if norm is not None:
+                losses.append(total)
+                norms.append(norm)
         self.num_steps += 1
         sums.reduce(self._mesh)
+        elapsed_s = time.perf_counter() - started
+        if not losses:
+            return StepMetrics(0.0, 0.0, elapsed_s, skipped=updates)
         mismatch_p99, mismatch_max = sums.mismatch()
         return StepMetrics(
-            loss=sum(losses) / updates,
+            loss=sum(losses) / len(losses),
             grad_norm=max(norms),
-            elapsed_s=time.perf_counter() - started,
+            elapsed_s=elapsed_s,
             tokens=sums.tokens(),
             by_staleness=sums.by_staleness(),
             mismatch_p99=mismatch_p99,
             mismatch_max=mismatch_max,
+            skipped=updates - len(losses),
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -191,14 +197,14 @@ class Learner:
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
 
-    def _update(self) -> float:
-        """Clip, step, clear. Returns the gradient norm before clipping."""
+    def _update(self) -> float | None:
+        """Clip, step, clear. Returns the gradient norm before clipping; None if it is not finite, and no step."""
         parameters = list(self.model.parameters())
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
             self._optimizer.zero_grad()
-            raise FloatingPointError(f"gradient norm {norm} in learner step {self.num_steps + 1}")
+            return None
         torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.grad_clip, total)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -16,11 +16,11 @@ from laminar_py.algorithm import Advantage
 from laminar_py.config import RunConfig
 from laminar_py.control.consumption import Batch
 from laminar_py.control.flow import Flow
-from laminar_py.events import Checkpointed, RolledBack, Stepped
+from laminar_py.events import Checkpointed, RolledBack, Stepped, StepSkipped
 from laminar_py.repack.balance import attention_share
 from laminar_py.repack.pack_stage import Packing
 from laminar_py.repack.packer import assign, step_terms
-from laminar_py.runtime.errors import PartDiedError
+from laminar_py.runtime.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
 from laminar_py.runtime.run_folder import RunFolder
@@ -70,6 +70,7 @@ class Trainer:
         self._checkpoint = checkpoint
         self._attention_share = 0.0
         self._checkpoints = 0
+        self._skipped = 0  # steps in a row without a finite gradient
         packer = config.packer
         flow.consumption.pack(
             Packing(
@@ -116,6 +117,7 @@ class Trainer:
                 await self._go_back(error)
                 continue
             await self._commit(batch, outcome)
+            self._count_skipped(outcome)
             if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
                 await self._save_or_go_back()
         await self._save_last()
@@ -203,6 +205,9 @@ class Trainer:
                 row.learner_s,
             )
         )
+        if outcome is not None and outcome.metrics.skipped:
+            ids = tuple(trajectory.id for trajectory in batch.trajectories)
+            self._ledger.append(StepSkipped(self.step, self._incarnation, outcome.metrics.skipped, ids))
         if outcome is not None and outcome.version is not None:
             self._copied(outcome.version, parent=batch.version)
         # One transaction, since nothing was awaited in between; the next step need not wait for the disk.
@@ -210,6 +215,20 @@ class Trainer:
             file.write(json.dumps(asdict(row)) + "\n")
         self._show(row)
         await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
+
+    def _count_skipped(self, outcome: StepOutcome | None) -> None:
+        """Raises RunFailedError after too many steps in a row that taught nothing."""
+        if outcome is None:
+            return
+        self._skipped = self._skipped + 1 if outcome.metrics.skipped else 0
+        limit = self._config.learner.max_skipped
+        if self._skipped:
+            log.warning("step %d: a gradient that is not finite was skipped", self.step)
+        if self._skipped >= limit:
+            raise RunFailedError(
+                f"learner.max_skipped={limit}: the gradient was not finite in {limit} steps in a row, up to step"
+                f" {self.step}; lower learner.lr, look at the rewards, or raise it and --resume"
+            )
 
     def _copied(self, version: int, *, parent: int | None) -> None:
         """The learner has copied its weights."""

@@ -24,6 +24,7 @@ from laminar_py.events import (
     RunEnded,
     RunStarted,
     Stepped,
+    StepSkipped,
     VersionLoaded,
     VersionPublished,
 )
@@ -184,7 +185,7 @@ def _subject(event: AnyEvent) -> str:
             return event.part
         case VersionPublished() | Evaluated():
             return f"version-{event.version}"
-        case Stepped() | Checkpointed() | RolledBack():
+        case Stepped() | StepSkipped() | Checkpointed() | RolledBack():
             return f"step-{event.step}"
         case _:
             return ""

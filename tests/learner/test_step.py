@@ -55,10 +55,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_folder: Path):
     before = full_parameters(learner)
     batch = pack(make_sequences(), num_total=6)
     broken = msgspec.structs.replace(batch, advantages=np.full_like(batch.advantages, np.nan))
-    with pytest.raises(FloatingPointError, match="learner step 1"):
-        learner.step([broken])
+    metrics = learner.step([broken])
+    assert (metrics.skipped, metrics.loss, metrics.grad_norm) == (1, 0.0, 0.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(learner).items())
-    assert learner.num_steps == 0
+    assert learner.step([batch]).skipped == 0
+    assert learner.num_steps == 2
 
 
 def test_from_scratch_weights_come_from_the_seed(model_folder: Path):
@@ -105,6 +106,20 @@ def test_every_update_of_a_step_learns_from_its_own_part(model_folder: Path):
     parts.step([pack(sequences[2:], num_total=4)])
     for name, tensor in full_parameters(parts).items():
         torch.testing.assert_close(full_parameters(whole)[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_that_is_not_finite_leaves_the_others_of_its_step(model_folder: Path):
+    sequences = make_sequences()
+    good, bad = pack(sequences[:2], num_total=6), pack(sequences[2:], num_total=6)
+    broken = msgspec.structs.replace(bad, advantages=np.full_like(bad.advantages, np.inf))
+    learner = make_learner(model_folder, algorithm=AlgorithmConfig(updates_per_step=2))
+    alone = make_learner(model_folder)
+    metrics = learner.step([good, broken])
+    alone.step([pack(sequences[:2], num_total=2)])
+    assert metrics.skipped == 1
+    assert np.isfinite(metrics.loss)
+    for name, tensor in full_parameters(alone).items():
+        torch.testing.assert_close(full_parameters(learner)[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_the_recomputed_policy_is_that_of_the_start_of_the_step(model_folder: Path):
