@@ -313,6 +313,9 @@ class LearnerConfig(Section):
     """Largest gradient norm."""
     world_size: Count = 1
     """Data-parallel ranks (FSDP2), each in a process of its own."""
+    recompute: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them: a third more work,
+    and memory for one layer instead of all. For long microbatches."""
     max_skipped: Count = 3
     """Steps in a row whose gradient is not finite, and which are skipped, after which the run ends."""
     publish_every: Count = 1

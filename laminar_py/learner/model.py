@@ -6,12 +6,14 @@ wraps it later; master weights are fp32, and dropout never acts.
 
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -75,6 +77,12 @@ def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> N
             raise ValueError(f"{field}={path}: has no {name}; name a Hugging Face model folder")
     if not settings.from_scratch and not any(path.glob("*.safetensors")):
         raise ValueError(f"{field}={path}: has no safetensors; add the weights or set model.from_scratch=true")
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep only the input of each layer for the backward pass. Call it before `shard`."""
+    for layer in model.base_model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:

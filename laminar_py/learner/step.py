@@ -24,7 +24,7 @@ from laminar_py.learner.checkpoint import load_checkpoint, save_checkpoint
 from laminar_py.learner.export import export_hf, named_tensors
 from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.metrics import TokenSums
-from laminar_py.learner.model import load_policy, load_reference, policy_logprobs, shard
+from laminar_py.learner.model import load_policy, load_reference, policy_logprobs, recompute_activations, shard
 from laminar_py.learner.objectives import Terms
 from laminar_py.types import MicroBatch, StepMetrics
 
@@ -51,6 +51,8 @@ class Learner:
         self._mesh = mesh
         device = torch.device(mesh.device_type if mesh else "cpu")
         self.model = load_policy(model, seed=seed, temperature=temperature, device=device)
+        if settings.recompute:
+            recompute_activations(self.model)
         if mesh:
             shard(self.model, mesh)
         self._reference: PreTrainedModel | None = None

@@ -83,7 +83,8 @@ def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
 
 def make_learner(folder: Path, **kwargs) -> Learner:
     algorithm = kwargs.pop("algorithm", AlgorithmConfig())
-    return Learner(ModelConfig(path=folder), SETTINGS, algorithm, temperature=1.0, seed=0, **kwargs)
+    settings = kwargs.pop("settings", SETTINGS)
+    return Learner(ModelConfig(path=folder), settings, algorithm, temperature=1.0, seed=0, **kwargs)
 
 
 def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from laminar_py.learner.step import Learner
 from laminar_py.repack.packer import Packed
 from laminar_py.repack.packer import pack as pack_step
 from tests.builders import make_trajectory
-from tests.learner.builders import LENGTHS, make_learner, make_sequences, pack
+from tests.learner.builders import LENGTHS, SETTINGS, make_learner, make_sequences, pack
 
 
 def gradients(learner, microbatches):
@@ -95,3 +95,16 @@ def test_temperature_divides_the_logits(model_folder: Path):
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     reference = torch.log_softmax(plain(ids[None]).logits[0] / 0.5, dim=-1)
     torch.testing.assert_close(logprobs[:-1], reference[:-1].gather(1, ids[1:, None])[:, 0])
+
+
+def test_activations_that_are_computed_again_give_the_very_same_gradients(model_folder: Path):
+    batch = pack(make_sequences(), num_total=6)
+    plain = make_learner(model_folder)
+    again = make_learner(model_folder, settings=SETTINGS.model_copy(update={"recompute": True}))
+    calls = []
+    again.model.base_model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    loss, grads = gradients(again, [batch])
+    assert len(calls) == 2, "once forward, once backward"
+    expected_loss, expected = gradients(plain, [batch])
+    assert loss == expected_loss
+    assert all(torch.equal(one, other) for one, other in zip(grads, expected, strict=True))

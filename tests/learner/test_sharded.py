@@ -9,7 +9,7 @@ import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
 
 from laminar_py.learner.distributed import join_group, leave_group
-from tests.learner.builders import full_parameters, make_learner, make_sequences, pack
+from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_sequences, pack
 
 SEQUENCES = make_sequences((5, 17, 3, 40, 9, 2, 11, 30))
 WORLD_SIZE = 2
@@ -31,7 +31,8 @@ def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
     """Two steps, a checkpoint, a third step and the same third step from the checkpoint."""
     torch.set_num_threads(1)
     mesh = join_group(str(folder / "rendezvous"), rank=rank, world_size=WORLD_SIZE)
-    learner = make_learner(model_folder, mesh=mesh)
+    settings = SETTINGS.model_copy(update={"recompute": True})  # changes nothing but memory
+    learner = make_learner(model_folder, mesh=mesh, settings=settings)
     metrics = [learner.step(microbatches(rank, WORLD_SIZE)) for _ in range(2)]
     learner.export_hf(folder / "out")
     learner.save(folder / "checkpoint")

@@ -159,3 +159,39 @@ def test_a_second_controller_on_a_run_is_refused(tmp_path):
             code, output = second.finish()
         assert code == 2
         assert "another process runs it" in output
+
+
+def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_resume(tmp_path):
+    """Also a reference model, a recomputed proximal policy and activations that are computed again."""
+    cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
+    (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
+    rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
+    learns = ["algorithm.name=decoupled_ppo", "algorithm.kl_coef=0.1", "learner.recompute=true", rewarded]
+    with TrainProcess(tmp_path, *cut, *learns) as train:
+        train.wait_for_step(2)
+        train.send(signal.SIGINT)
+        assert train.finish()[0] == 130
+    with TrainProcess(tmp_path, *cut, *learns, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert_laws(train.run)
+    rows = [json.loads(line) for line in (train.run / "metrics.jsonl").read_text().splitlines()]
+    fresh = [row["by_staleness"]["0"] for row in rows if "0" in row["by_staleness"]]
+    assert fresh, "the first step is on policy"
+    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(abs(bucket["effective_share"] - 1) for bucket in fresh) < 1e-4
+    assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its start"
+
+
+def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(tmp_path):
+    (tmp_path / "reward.py").write_text("def score(request): return 3e38 * (len(request.response_ids) % 2)")
+    unbounded = ["algorithm.advantage=group_mean", f"reward.function={tmp_path / 'reward.py'}:score", "steps=9"]
+    with TrainProcess(tmp_path, *unbounded) as train:
+        code, output = train.finish()
+    assert code == 1
+    assert "learner.max_skipped=3: the gradient was not finite in 3 steps in a row, up to step 3" in output
+    assert_laws(train.run)
+    with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
+        (skipped,) = ledger.execute("SELECT count(*) FROM event WHERE kind = 'stepskipped'").fetchone()
+        digests = ledger.execute("SELECT DISTINCT digest FROM version").fetchall()
+    assert (skipped, len(digests)) == (3, 1)
