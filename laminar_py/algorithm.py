@@ -28,6 +28,7 @@ class Objective(StrEnum):
     CLIP = "clip"
     SEQUENCE_CLIP = "sequence_clip"
     WEIGHTED = "weighted"
+    BALANCE = "balance"
 
 
 class Aggregation(StrEnum):
@@ -83,6 +84,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defa
     "cispo": {"aggregation": Aggregation.TOKEN_MEAN, **_weighted(4.0)},
     "aipo": {"advantage": Advantage.GROUP_MEAN, **_weighted(3.0)},
     "decoupled_ppo": {"proximal": Proximal.RECOMPUTE, "correction": Correction.TIS, "correction_high": 5.0},
+    "tba": {"advantage": Advantage.NONE, "objective": Objective.BALANCE},
     "distill": {"advantage": Advantage.NONE, "teacher_coef": 1.0, **_weighted(1.0)},
 }
 
@@ -91,13 +93,18 @@ class AlgorithmConfig(Section):
     """The loss. `name` fills in what is left out; the defaults below are those of `grpo`."""
 
     name: str = "grpo"
-    """`grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo` or `distill`."""
+    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba` and
+    `distill`."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
     mean of the others. `batch_std`: r - mean of the group, over the deviation in the whole step. `none`: 0."""
     objective: Objective = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
-    log-probability times a truncated importance weight, which has a gradient everywhere."""
+    log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
+    squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`, with Z estimated from its
+    group; it needs no importance weights, however old the response is."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """For `balance`: the policy it leads to is the reference times exp(reward / beta)."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped; 1: none are."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
@@ -123,7 +130,7 @@ class AlgorithmConfig(Section):
     updates_per_step: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps on the batch of a learner step, each on its own part of the microbatches."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence from the reference model, which is loaded only where this is above 0."""
+    """Weight of the divergence from the reference model, which is loaded if this is above 0, or for `balance`."""
     kl_estimator: Divergence = Divergence.K3
     """`k3`, `k2`: added to the loss, token by token. `k1`: taken off the advantage, as its gradient has mean 0."""
     reference: Path | None = None
@@ -131,6 +138,11 @@ class AlgorithmConfig(Section):
     teacher_coef: Annotated[float, Field(ge=0)] = 0.0
     """Added to a token's advantage for each nat by which the teacher finds it likelier; the log-probabilities of
     the teacher are the `token_values` of the reward."""
+
+    @property
+    def refers(self) -> bool:
+        """Whether there is a reference model."""
+        return self.kl_coef > 0 or self.objective is Objective.BALANCE
 
     @model_validator(mode="before")
     @classmethod
@@ -153,6 +165,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.correction={self.correction}: ratios against the behaviour policy correct by"
                 " themselves; set algorithm.proximal to recompute or interpolate"
+            )
+        if self.objective is Objective.BALANCE and self.aggregation is not Aggregation.SEQUENCE_MEAN:
+            raise ValueError(
+                f"algorithm.aggregation={self.aggregation}: objective=balance weighs whole responses; set it to"
+                " sequence_mean"
             )
         if self.correction_low >= self.correction_high:
             raise ValueError(

@@ -544,10 +544,10 @@ class RunConfig(Section):
     def _check_learning(self) -> Self:
         algorithm = self.algorithm
         random_start = self.model.from_scratch and self.warm_start is None
-        if algorithm.kl_coef > 0 and algorithm.reference is None and random_start:
+        if algorithm.refers and algorithm.reference is None and random_start:
             raise ValueError(
-                f"algorithm.kl_coef={algorithm.kl_coef} keeps the policy near its start, which model.from_scratch"
-                " draws at random; name algorithm.reference or set it to 0"
+                f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the policy is compared with its"
+                " start, which model.from_scratch draws at random; name algorithm.reference"
             )
         if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
             raise ValueError(

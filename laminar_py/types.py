@@ -355,6 +355,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     staleness: IntArray  # [T] versions between the learner and what made the token
     teacher_logprobs: FloatArray | None = None  # [T] of another model, for distillation
     support: SamplingMask | None = None  # of T tokens; none of a token: it is the whole vocabulary
+    rewards: FloatArray | None = None  # [S], as the next, where the algorithm asks for them
+    groups: IntArray | None = None  # place of each sequence's group in the step
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     objective = OBJECTIVES[settings.objective](terms, settings)
     correction = CORRECTIONS[settings.correction](terms, settings)
     total = correction * objective
-    if terms.reference is not None and settings.kl_estimator is not Divergence.K1:
+    if terms.reference is not None and settings.kl_coef > 0 and settings.kl_estimator is not Divergence.K1:
         total = total - settings.kl_coef * ESTIMATORS[settings.kl_estimator](terms.logprobs, terms.reference)
     return -(terms.weights * total).sum()
 

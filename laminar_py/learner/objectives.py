@@ -27,12 +27,16 @@ class Terms:
     sequence: Tensor  # [N] int64, the sequence that each token is in
     num_sequences: int
     reference: Tensor | None = None  # [N] of the model that the policy is to stay near
+    rewards: Tensor | None = None  # [S], as the next
+    log_partition: Tensor | None = None  # estimate for the prompt of each sequence
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[N] mean of `values` [N] over the trained tokens of each token's sequence."""
-        sums = values.new_zeros(2, self.num_sequences)
-        sums = sums.index_add(1, self.sequence, torch.stack([values, torch.ones_like(values)]))
-        return (sums[0] / sums[1])[self.sequence]
+        return (self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values)))[self.sequence]
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """[S] sum of `values` [N] over the trained tokens of each sequence."""
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values)
 
 
 def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
@@ -78,9 +82,28 @@ def weighted(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return weight * terms.advantages * terms.logprobs
 
 
+def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`-(log Z + d)^2` for each token of a response with imbalance `d = sum_t (lp_t - ref_t) - reward / beta`.
+
+    Under `sequence_mean` the loss is the mean square over responses. With `log Z = -mean d` over the group of a
+    response, the gradient is that of the variance of d inside each group: VarGrad.
+    Trajectory balance, Malkin et al. 2022; with asynchrony (TBA), Bartoldson et al. 2025.
+    """
+    assert terms.log_partition is not None, "the partition function is estimated before the loss"
+    return -(terms.log_partition + imbalance(terms, settings)).square()[terms.sequence]
+
+
+def imbalance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """d of each sequence, [S]; see `balance`."""
+    assert terms.reference is not None, "trajectory balance needs a reference model"
+    assert terms.rewards is not None, "trajectory balance needs rewards"
+    return terms.sequence_sum(terms.logprobs - terms.reference) - terms.rewards / settings.beta
+
+
 PolicyObjective: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]
 OBJECTIVES: dict[Objective, PolicyObjective] = {
     Objective.CLIP: clip,
     Objective.SEQUENCE_CLIP: sequence_clip,
     Objective.WEIGHTED: weighted,
+    Objective.BALANCE: balance,
 }

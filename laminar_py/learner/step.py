@@ -7,6 +7,7 @@ microbatches and over ranks (law 5, up to fp32 rounding).
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from laminar_py.algorithm import AlgorithmConfig, Divergence, Proximal
+from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Proximal
 from laminar_py.codec import FloatArray
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.checkpoint import load_checkpoint, save_checkpoint
@@ -25,7 +26,7 @@ from laminar_py.learner.export import export_hf, named_tensors
 from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import load_policy, load_reference, policy_logprobs, recompute_activations, shard
-from laminar_py.learner.objectives import Terms
+from laminar_py.learner.objectives import Terms, imbalance
 from laminar_py.types import MicroBatch, StepMetrics
 
 
@@ -56,7 +57,7 @@ class Learner:
         if mesh:
             shard(self.model, mesh)
         self._reference: PreTrainedModel | None = None
-        if algorithm.kl_coef > 0:
+        if algorithm.refers:
             folder = algorithm.reference or model.path
             self._reference = load_reference(folder, self.model, temperature=temperature, device=device)
             if mesh:
@@ -84,13 +85,16 @@ class Learner:
         updates = min(self._algorithm.updates_per_step, len(microbatches))
         parts = [microbatches[first::updates] for first in range(updates)]
         shares, before = self._shares(parts), [self._recompute(part) for part in parts]
+        partition = self._log_partition(microbatches)
         losses, norms = [], []  # of updates that took place
         for part, share, proximal in zip(parts, shares, before, strict=True):
             loss = torch.zeros((), device=self.model.device)
             for place, batch in enumerate(part):
                 self._reduce_gradients(place == len(part) - 1)
                 at_start = None if proximal is None else proximal[place]
-                loss += self._accumulate(batch, sums, proximal=at_start, scale=1.0 / share)
+                loss += self._accumulate(
+                    batch, sums, proximal=at_start, log_partition=partition, scale=1.0 / share
+                )
             total, norm = self._over_ranks(float(loss)), self._update()
             if norm is not None:
                 losses.append(total)
@@ -130,13 +134,21 @@ class Learner:
         self.num_steps = load_checkpoint(folder, model=self.model, optimizer=self._optimizer, mesh=self._mesh)
 
     def _accumulate(
-        self, batch: MicroBatch, sums: TokenSums, *, proximal: Tensor | None = None, scale: float = 1.0
+        self,
+        batch: MicroBatch,
+        sums: TokenSums,
+        *,
+        proximal: Tensor | None = None,
+        log_partition: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         """Add the gradient of one microbatch, `scale` times; its loss (scalar)."""
         logprobs, entropy = policy_logprobs(self.model, batch)
         rows = torch.tensor(np.flatnonzero(batch.loss_weights), device=logprobs.device)  # of trained tokens
         staleness = torch.tensor(batch.staleness, device=logprobs.device)[rows]
         terms = self._terms(batch, rows, logprobs[rows], staleness, None if proximal is None else proximal[rows])
+        if log_partition is not None:
+            terms = replace(terms, log_partition=log_partition[_groups(batch, rows.device)])
         loss = policy_loss(terms, self._algorithm) * scale
         loss.backward()  # type: ignore[no-untyped-call]
         sums.add(terms, entropy=entropy[rows], staleness=staleness, settings=self._algorithm)
@@ -155,7 +167,7 @@ class Learner:
             teacher = at_rows(batch.teacher_logprobs)
             advantages = distilled(advantages, logprobs, teacher, coef=self._algorithm.teacher_coef)
         reference = self._reference_logprobs(batch, rows)
-        if reference is not None and self._algorithm.kl_estimator is Divergence.K1:
+        if reference is not None and self._algorithm.kl_coef > 0 and self._algorithm.kl_estimator is Divergence.K1:
             advantages = regularised(advantages, logprobs, reference, coef=self._algorithm.kl_coef)
         proximal = proximal_logprobs(
             self._algorithm.proximal, logprobs, behaviour=behaviour, staleness=staleness, recomputed=recomputed
@@ -171,7 +183,28 @@ class Learner:
             sequence,
             len(batch.lengths),
             reference,
+            None if batch.rewards is None else torch.tensor(batch.rewards, device=rows.device),
         )
+
+    def _log_partition(self, microbatches: Sequence[MicroBatch]) -> Tensor | None:
+        """Estimate for each group of the step by the policy at its start, [G], where the algorithm balances."""
+        if self._algorithm.objective is not Objective.BALANCE:
+            return None
+        count = 1 + max(int(batch.groups.max()) for batch in microbatches if batch.groups is not None)
+        device = self.model.device
+        sums = torch.zeros(2, int(self._over_ranks(count, dist.ReduceOp.MAX)), device=device)
+        for batch in microbatches:
+            with torch.no_grad():
+                logprobs, _ = policy_logprobs(self.model, batch)
+            rows = torch.tensor(np.flatnonzero(batch.loss_weights), device=device)
+            staleness = torch.zeros_like(rows)
+            terms = self._terms(batch, rows, logprobs[rows], staleness, logprobs[rows])
+            counts = (terms.sequence_sum(torch.ones_like(terms.weights)) > 0).to(sums.dtype)
+            found = torch.stack([imbalance(terms, self._algorithm) * counts, counts])
+            sums.index_add_(1, _groups(batch, device), found)
+        if self._mesh:
+            dist.all_reduce(sums, group=self._mesh.get_group())
+        return -sums[0] / sums[1].clamp(min=1)
 
     def _reference_logprobs(self, batch: MicroBatch, rows: Tensor) -> Tensor | None:
         if self._reference is None:
@@ -212,10 +245,15 @@ class Learner:
         self._optimizer.zero_grad()
         return norm
 
-    def _over_ranks(self, value: float) -> float:
-        """Its sum."""
+    def _over_ranks(self, value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
+        """Its sum, or what else is asked for."""
         if not self._mesh:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.model.device)
-        dist.all_reduce(total, group=self._mesh.get_group())
+        dist.all_reduce(total, op=how, group=self._mesh.get_group())
         return float(total)
+
+
+def _groups(batch: MicroBatch, device: torch.device) -> Tensor:
+    assert batch.groups is not None, "the packer names groups where the algorithm compares their members"
+    return torch.tensor(batch.groups, device=device)

@@ -36,6 +36,7 @@ class StepTerms(msgspec.Struct, frozen=True):
     constant: int = 1
     advantage_scale: float = 1.0  # factor on all advantages
     teaches: bool = False  # token rewards are a teacher's log-probabilities
+    groups: list[str] | None = None  # of the step, where the algorithm compares their members
 
     def of(self, trajectory: Trajectory) -> FloatArray:
         """[L] loss weight of each response token, 0 where its loss mask is False."""
@@ -51,6 +52,12 @@ class StepTerms(msgspec.Struct, frozen=True):
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
         """Of each response token, or of all alike."""
         return trajectory.advantage * self.advantage_scale
+
+    def places(self, bundle: Bundle) -> IntArray:
+        """[S] of the groups that these trajectories are of."""
+        assert self.groups is not None, "the algorithm compares no groups"
+        place = {group: index for index, group in enumerate(self.groups)}
+        return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
 
     def staleness(self, trajectory: Trajectory) -> IntArray:
         """[L] versions between the learner and the weights, or the older KV cache, that made each token."""
@@ -114,9 +121,14 @@ def step_terms(
     constant: int = 1,
     normalises: bool = False,
     teaches: bool = False,
+    compares: bool = False,
 ) -> StepTerms:
-    """Terms of the step that these bins are; `normalises` divides advantages by their deviation in the step."""
-    advantages = [entry.trajectory.advantage for item in bins for entry in item.entries]
+    """Terms of the step that these bins are.
+
+    `normalises` divides advantages by their deviation in the step, `compares` keeps rewards by group.
+    """
+    trajectories = [entry.trajectory for item in bins for entry in item.entries]
+    advantages = [trajectory.advantage for trajectory in trajectories]
     return StepTerms(
         aggregation,
         len(advantages),
@@ -125,6 +137,7 @@ def step_terms(
         constant,
         1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
         teaches,
+        sorted({trajectory.group_id for trajectory in trajectories}) if compares else None,
     )
 
 
@@ -152,7 +165,7 @@ def assign(
 def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     """Its arrays."""
     if not bundle:
-        return _nothing()
+        return _nothing(terms)
     lengths = [trajectory.num_tokens for trajectory in bundle]
     cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
     total = int(cu_seqlens[-1])
@@ -180,12 +193,26 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     masks = [item.sampling_mask.ids for item in bundle if item.sampling_mask is not None]
     support = SamplingMask(counts, np.concatenate(masks)) if masks else None
     return MicroBatch(
-        ids, cu_seqlens, positions, labels, loss_weights, logprobs, advantages, staleness, teacher, support
+        ids,
+        cu_seqlens,
+        positions,
+        labels,
+        loss_weights,
+        logprobs,
+        advantages,
+        staleness,
+        teacher,
+        support,
+        rewards=None if terms.groups is None else np.array([item.reward or 0.0 for item in bundle], np.float32),
+        groups=None if terms.groups is None else terms.places(bundle),
     )
 
 
-def _nothing() -> MicroBatch:
+def _nothing(terms: StepTerms) -> MicroBatch:
     """One token that teaches nothing."""
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)
-    return MicroBatch(zero, np.array([0, 1], np.int32), zero, zero, nothing, nothing, nothing, zero)
+    empty = MicroBatch(zero, np.array([0, 1], np.int32), zero, zero, nothing, nothing, nothing, zero)
+    if terms.groups is None:
+        return empty
+    return msgspec.structs.replace(empty, rewards=nothing, groups=zero)

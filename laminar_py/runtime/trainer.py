@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from laminar_py.algorithm import Advantage
+from laminar_py.algorithm import Advantage, Objective
 from laminar_py.config import RunConfig
 from laminar_py.control.consumption import Batch
 from laminar_py.control.flow import Flow
@@ -164,6 +164,7 @@ class Trainer:
             constant=self._config.rollout.sampling.max_new_tokens,
             normalises=algorithm.advantage is Advantage.BATCH_STD,
             teaches=algorithm.teacher_coef > 0,
+            compares=algorithm.objective is Objective.BALANCE,
         )
         packed = assign(
             batch.bins,

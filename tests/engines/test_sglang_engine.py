@@ -184,7 +184,7 @@ def as_dict(request):
     return {name: getattr(request, name) for name in request.__struct_fields__}
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 20, "top_p": 0.7}], ids=str)
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 20, "top_p": 0.7}, {"top_k": 50, "min_p": 0.3}], ids=str)
 async def test_a_cut_vocabulary_comes_with_its_mask_and_renormalised_log_probabilities(servers, cut):
     async with client(servers.plain, record=(Record.SAMPLING_MASK,)) as engine:
         await engine.load_weights(servers.weights[0], 1)

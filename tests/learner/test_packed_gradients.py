@@ -13,10 +13,11 @@ from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.repack.packer import Packed
+from laminar_py.repack.balance import fit, make_entry
+from laminar_py.repack.packer import Packed, assign, step_terms
 from laminar_py.repack.packer import pack as pack_step
 from tests.builders import make_trajectory
-from tests.learner.builders import LENGTHS, SETTINGS, make_learner, make_sequences, pack
+from tests.learner.builders import LENGTHS, SETTINGS, make_learner, make_model_folder, make_sequences, pack
 
 
 def gradients(learner, microbatches):
@@ -108,3 +109,35 @@ def test_activations_that_are_computed_again_give_the_very_same_gradients(model_
     expected_loss, expected = gradients(plain, [batch])
     assert loss == expected_loss
     assert all(torch.equal(one, other) for one, other in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("max_tokens", [64, 256])
+def test_trajectory_balance_has_the_gradient_of_the_variance_in_each_group(model_folder, tmp_path, max_tokens):
+    """However its groups lie in microbatches. VarGrad: mean over responses of d - mean d, squared."""
+    reference = make_model_folder(tmp_path / "reference", seed=1)
+    algorithm = AlgorithmConfig(name="tba", reference=reference, beta=0.5)
+    shape = [(f"g{i % 3}.{i}", 5 + 4 * i, i) for i in range(9)]
+    items = [make_trajectory(n, prompt=3, response=length, seed=i, reward=i % 2) for n, length, i in shape]
+    bins = fit([make_entry(item) for item in items], max_tokens=max_tokens)
+    terms = step_terms(bins, aggregation=algorithm.aggregation, compares=True)
+    batches = list(assign(bins, terms, max_tokens=max_tokens, ranks=1, attention_share=0.0).microbatches(0))
+    learner = make_learner(model_folder, algorithm=algorithm)
+    partition = learner._log_partition(batches)
+    sums = TokenSums(learner.model.device)
+    loss = sum(float(learner._accumulate(batch, sums, log_partition=partition)) for batch in batches)
+    found = [parameter.grad.clone() for parameter in learner.model.parameters()]
+    learner.model.zero_grad()
+
+    def imbalance(item):
+        alone = Packed([[[item]]], terms).microbatches(0)[0]
+        with torch.no_grad():
+            fixed, _ = policy_logprobs(learner._reference, alone)
+        own, _ = policy_logprobs(learner.model, alone)
+        return (own - fixed)[alone.loss_weights > 0].sum() - item.reward / 0.5
+
+    groups = [torch.stack([imbalance(item) for item in items if item.group_id == f"g{g}"]) for g in range(3)]
+    expected = sum(((d - d.mean()) ** 2).sum() for d in groups) / len(items)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-4)
+    for grad, parameter in zip(found, learner.model.parameters(), strict=True):
+        assert (grad - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-7

@@ -135,6 +135,9 @@ def test_the_recomputed_policy_is_that_of_the_start_of_the_step(model_folder: Pa
 def test_every_algorithm_takes_a_step(model_folder: Path, name: str):
     learner = make_learner(model_folder, algorithm=AlgorithmConfig(name=name))
     batch = pack(make_sequences(), num_total=6)
+    if name == "tba":
+        rewards, groups = np.array([0, 1, 0, 1, 0, 1], np.float32), np.array([0, 0, 1, 1, 1, 1], np.int32)
+        batch = msgspec.structs.replace(batch, rewards=rewards, groups=groups)
     if name == "distill":
         batch = msgspec.structs.replace(batch, teacher_logprobs=np.full_like(batch.advantages, -1.0))
     before = full_parameters(learner)
