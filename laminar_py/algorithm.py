@@ -93,7 +93,7 @@ class AlgorithmConfig(Section):
     """The loss. `name` fills in what is left out; the defaults below are those of `grpo`."""
 
     name: str = "grpo"
-    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba` and
+    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
     `distill`."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
