@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from laminar_py.codec import BoolArray, FloatArray, IntArray
 
@@ -357,6 +358,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     support: SamplingMask | None = None  # of T tokens; none of a token: it is the whole vocabulary
     rewards: FloatArray | None = None  # [S], as the next, where the algorithm asks for them
     groups: IntArray | None = None  # place of each sequence's group in the step
+    experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not
 
     @property
     def num_tokens(self) -> int:

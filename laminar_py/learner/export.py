@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from laminar_py.learner.model import is_mixture
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -34,10 +37,15 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
     """
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}
+    mixture = is_mixture(model.config)
     for name, tensor in model.state_dict().items():
         if name not in tied:
             cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            yield name, (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()
+            full = (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach()
+            # experts are one tensor in memory, and one for each in files
+            parts = revert_weight_conversion(model, {name: full}) if mixture else {name: full}
+            for part, values in parts.items():
+                yield part, values.contiguous()
 
 
 def export_hf(

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from laminar_py.config import ModelConfig
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.logprob import Support, token_logprobs
+from laminar_py.learner.routing import RouterReplay
 from laminar_py.types import MicroBatch
 
 
@@ -52,8 +53,6 @@ def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device:
     register_kernel(kernel)
     logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
     config = AutoConfig.from_pretrained(settings.path)
-    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
-        raise ValueError(f"model.path={settings.path}: mixture of experts is not supported; name a dense model")
     if settings.from_scratch:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -62,9 +61,16 @@ def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device:
         model = AutoModelForCausalLM.from_pretrained(
             settings.path, attn_implementation=kernel.value, dtype=torch.float32, local_files_only=True
         )
+    if is_mixture(config):
+        model.router_replay = RouterReplay(model)
     model.forward = types.MethodType(_packed_forward(temperature), model)
     # Evaluation mode: the new log-probabilities must be those of the weights, without dropout.
     return model.to(device).eval()
+
+
+def is_mixture(config: PretrainedConfig) -> bool:
+    """Whether the model has experts."""
+    return bool(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None))
 
 
 def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> None:
@@ -110,6 +116,9 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of its distribution, fp32 [T] each, at the model's temperature."""
     device = model.device
+    replay: RouterReplay | None = getattr(model, "router_replay", None)
+    if replay is not None:
+        replay.force(batch, device=device)
     logprobs, entropy = model(
         input_ids=torch.tensor(batch.input_ids, dtype=torch.long, device=device),
         position_ids=torch.tensor(batch.position_ids, dtype=torch.long, device=device),
