@@ -122,6 +122,12 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         """Tokens covered."""
         return len(self.data) // (self.layers * self.top_k * self.width)
 
+    @property
+    def table(self) -> npt.NDArray[np.int16]:
+        """[positions, layers, top_k]."""
+        flat = np.frombuffer(self.data, f"<u{self.width}").astype(np.int16)
+        return flat.reshape(-1, self.layers, self.top_k)
+
 
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
@@ -279,7 +285,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One finished sample, e.g. 41 tokens under one version; experts stay in the ledger:
+    """One finished sample, e.g. 41 tokens under one version; experts stay in the ledger until it trains:
 
     `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.
     """
@@ -300,6 +306,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     advantage: float = 0.0
     weight: float = 1.0  # factor on its loss (staleness reweighting)
     sampling_mask: SamplingMask | None = None  # of all L tokens, where the vocabulary is cut; None: the whole
+    routed_experts: RoutedExperts | None = None  # from position 0 on; on its way to the learner alone
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from typing import TypeAlias, overload
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from laminar_py.algorithm import Aggregation
 from laminar_py.codec import FloatArray, IntArray
@@ -148,17 +149,17 @@ def assign(
     max_tokens: int,
     ranks: int,
     attention_share: float,
-    reweighted: Mapping[str, Trajectory] | None = None,
+    stand_ins: Mapping[str, Trajectory] | None = None,
 ) -> Packed:
     """Bins to ranks, the most costly first, balanced by FLOPs; at least one bundle each.
 
-    `reweighted` trajectories stand in for those of the same id. Where there is too little for all ranks some
+    `stand_ins` take the places of trajectories of the same id. Where there is too little for all ranks some
     bundles are empty, since every rank takes part in every collective.
     """
     indices = deal(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
     bundles = [[[entry.trajectory for entry in index[rank].entries] for index in indices] for rank in range(ranks)]
-    if reweighted:
-        bundles = [[[reweighted.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
+    if stand_ins:
+        bundles = [[[stand_ins.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
     return Packed([mine or [[]] for mine in bundles], terms)
 
 
@@ -205,7 +206,22 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
         support,
         rewards=None if terms.groups is None else np.array([item.reward or 0.0 for item in bundle], np.float32),
         groups=None if terms.groups is None else terms.places(bundle),
+        experts=_experts(bundle, cu_seqlens),
     )
+
+
+def _experts(bundle: Bundle, cu_seqlens: IntArray) -> npt.NDArray[np.int16] | None:
+    """[T, layers, k] of all sequences; -1 where none are recorded, as of a last token, which is never an input."""
+    recorded = [trajectory.routed_experts for trajectory in bundle]
+    shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    out = np.full((int(cu_seqlens[-1]), *shape), -1, np.int16)
+    for experts, start in zip(recorded, cu_seqlens.tolist(), strict=False):
+        if experts is not None:
+            out[start : start + experts.positions] = experts.table
+    return out
 
 
 def _nothing(terms: StepTerms) -> MicroBatch:

@@ -8,9 +8,11 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from laminar_py.algorithm import Advantage, Objective
 from laminar_py.config import RunConfig
@@ -28,7 +30,10 @@ from laminar_py.runtime.specs import StepOutcome
 from laminar_py.runtime.stats import Stats, StepRow, read_totals
 from laminar_py.runtime.supervisor import Supervisor
 from laminar_py.runtime.versions import Versions
+from laminar_py.store.database import reading
 from laminar_py.store.ledger import Ledger
+from laminar_py.store.payload import stored_experts
+from laminar_py.types import Record, RoutedExperts, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +174,7 @@ class Trainer:
         packed = assign(
             batch.bins,
             terms,
-            reweighted=batch.reweighted,
+            stand_ins=await self._stand_ins(batch),
             max_tokens=self._config.packer.max_tokens,
             ranks=learner.world_size,
             attention_share=self._attention_share,
@@ -180,6 +185,19 @@ class Trainer:
             return await self._learner.step(packed, version=self._versions.number() if publishes else None)
         finally:
             self._stats.step_ends()
+
+    async def _stand_ins(self, batch: Batch) -> dict[str, Trajectory]:
+        """What trains in the place of trajectories that are reweighted, or whose experts are replayed."""
+        if Record.ROUTED_EXPERTS not in self._config.rollout.record:
+            return batch.reweighted
+        await self._ledger.commit()
+        experts = await asyncio.to_thread(self._experts, [trajectory.id for trajectory in batch.trajectories])
+        pairs = ((trajectory, experts.get(trajectory.id)) for trajectory in batch.trajectories)
+        return {one.id: msgspec.structs.replace(one, routed_experts=routed) for one, routed in pairs}
+
+    def _experts(self, trajectory_ids: Sequence[str]) -> dict[str, RoutedExperts]:
+        with reading(self._run.path) as connection:
+            return stored_experts(connection, trajectory_ids)
 
     async def _commit(self, batch: Batch, outcome: StepOutcome | None) -> None:
         self.step += 1

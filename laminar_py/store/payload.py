@@ -1,7 +1,7 @@
 """Responses as arrays, joined from the pieces in which they were stored. Called by recovery and the audit."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,8 @@ from laminar_py.store.digests import segment_digest
 from laminar_py.store.recording import join_experts, join_masks, unpack_experts, unpack_mask
 from laminar_py.store.spans import decode_spans, merge_spans
 from laminar_py.types import RoutedExperts, SamplingMask, Span
+
+IDS_AT_A_TIME = 1000  # SQLite bounds the parameters of a statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,21 @@ def join(pieces: Iterable[Piece]) -> Payload:
         join_masks(masks) if whole else None,
         join_experts(experts) if experts else None,
     )
+
+
+def stored_experts(connection: sqlite3.Connection, trajectory_ids: Sequence[str]) -> dict[str, RoutedExperts]:
+    """Routed experts of those of these trajectories that have some, as stored in SQLite."""
+    found: dict[str, list[RoutedExperts]] = {}
+    for first in range(0, len(trajectory_ids), IDS_AT_A_TIME):
+        ids = trajectory_ids[first : first + IDS_AT_A_TIME]
+        rows = connection.execute(
+            "SELECT id, experts FROM segment s JOIN trajectory ON number = s.trajectory WHERE experts IS NOT NULL"
+            f" AND id IN ({', '.join('?' * len(ids))}) ORDER BY s.trajectory, s.start, s.rowid",
+            ids,
+        )
+        for id, experts in rows:
+            found.setdefault(id, []).append(unpack_experts(experts))
+    return {id: join_experts(pieces) for id, pieces in found.items()}
 
 
 def stored_pieces(

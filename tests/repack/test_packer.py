@@ -10,7 +10,7 @@ from laminar_py.algorithm import Aggregation
 from laminar_py.codec import decode, encode
 from laminar_py.repack.balance import fit, make_entry
 from laminar_py.repack.packer import Packed, StepTerms, assign, pack, step_terms
-from laminar_py.types import Span
+from laminar_py.types import RoutedExperts, Span
 from tests.builders import make_trajectory
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 80)), min_size=1, max_size=40)
@@ -112,6 +112,17 @@ def test_a_teacher_speaks_where_the_token_is_predicted():
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, teaches=True)
     packed = assign(bins, terms, max_tokens=64, ranks=1, attention_share=0.0)
     assert packed.microbatches(0)[0].teacher_logprobs.tolist() == [0, -1, -2, -3, 0]
+
+
+def test_experts_stand_at_the_tokens_that_were_routed():
+    items = [make_trajectory("a", prompt=1, response=2), make_trajectory("b", prompt=2, response=2)]
+    table = np.arange(3 * 2 * 2, dtype=np.uint8)  # all tokens but the last, 2 layers, 2 experts
+    items[1] = replace(items[1], routed_experts=RoutedExperts(0, 2, 2, 1, table.tobytes()))
+    [batch] = pack_here(items).microbatches(0)
+    at = {length: start for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths, strict=False)}
+    assert (batch.experts[at[3] : at[3] + 3] == -1).all()
+    assert batch.experts[at[4] : at[4] + 3].ravel().tolist() == table.tolist()
+    assert (batch.experts[at[4] + 3] == -1).all()
 
 
 def test_a_reweighted_trajectory_counts_less():

@@ -8,6 +8,7 @@ from laminar_py.events import Assigned, Dropped, Restamped
 from laminar_py.store import archive
 from laminar_py.store.archive import archived_pieces, write_archive
 from laminar_py.store.database import reading
+from laminar_py.store.payload import stored_experts
 from laminar_py.store.recording import pack_mask
 from laminar_py.types import DropReason, Span
 from tests.builders import make_experts
@@ -77,6 +78,8 @@ async def test_masks_experts_and_corrected_spans_are_in_the_archive_too(tmp_path
         ledger.append(checkpoint(1, 1))
         await ledger.commit()
         stored = story(tmp_path, "g0.0").response
+        with reading(tmp_path) as connection:
+            assert stored_experts(connection, ["g0.0", "g9.9"]) == {"g0.0": make_experts(0, 9)}
         assert await ledger.archive() == 1
     moved = story(tmp_path, "g0.0").response
     assert moved.spans == spans
