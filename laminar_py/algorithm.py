@@ -59,6 +59,7 @@ class Correction(StrEnum):
 
 
 WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # the others are masks
+BOUNDED = (Correction.ICEPOP, Correction.SEQUENCE_MASK)  # on both sides
 
 
 class Divergence(StrEnum):
@@ -83,7 +84,12 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defa
     "gspo": {"objective": Objective.SEQUENCE_CLIP, "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"aggregation": Aggregation.TOKEN_MEAN, **_weighted(4.0)},
     "aipo": {"advantage": Advantage.GROUP_MEAN, **_weighted(3.0)},
-    "decoupled_ppo": {"proximal": Proximal.RECOMPUTE, "correction": Correction.TIS, "correction_high": 5.0},
+    "decoupled_ppo": {
+        "proximal": Proximal.RECOMPUTE,
+        "correction": Correction.TIS,
+        "correction_high": 5.0,
+        "updates_per_step": 4,
+    },
     "tba": {"advantage": Advantage.NONE, "objective": Objective.BALANCE},
     "distill": {"advantage": Advantage.NONE, "teacher_coef": 1.0, **_weighted(1.0)},
 }
@@ -97,7 +103,7 @@ class AlgorithmConfig(Section):
     `distill`."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
-    mean of the others. `batch_std`: r - mean of the group, over the deviation in the whole step. `none`: 0."""
+    mean of the others. `batch_std`: (r - mean) / std of the whole step. `none`: 0."""
     objective: Objective = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
     log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
@@ -128,16 +134,17 @@ class AlgorithmConfig(Section):
     correction_high: Annotated[float, Field(gt=0)] = 2.0
     """Upper bound of `correction`."""
     updates_per_step: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps on the batch of a learner step, each on its own part of the microbatches."""
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Optimizer steps on the batch of a learner step, each on its own part of the microbatches; at most as many as
+    a rank has of these. `recompute` differs from the policy itself only after the first of them."""
+    kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the divergence from the reference model, which is loaded if this is above 0, or for `balance`."""
     kl_estimator: Divergence = Divergence.K3
     """`k3`, `k2`: added to the loss, token by token. `k1`: taken off the advantage, as its gradient has mean 0."""
     reference: Path | None = None
     """Hugging Face folder of the reference model; None: the model that RL begins with. It stays as it is."""
-    teacher_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Added to a token's advantage for each nat by which the teacher finds it likelier; the log-probabilities of
-    the teacher are the `token_values` of the reward."""
+    teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The advantage of a token for each nat by which the teacher finds it likelier. A reward function of yours
+    returns the teacher's log-probability of each token, at the same temperature and over the whole vocabulary."""
 
     @property
     def refers(self) -> bool:
@@ -150,30 +157,62 @@ class AlgorithmConfig(Section):
         if not isinstance(given, dict):
             return given
         name = given.get("name", "grpo")
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"algorithm.name={name}: unknown; choose one of {', '.join(PRESETS)}")
         return PRESETS[name] | given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for fault in (self._fault_of_ratios, self._fault_of_balance, self._fault_of_teaching):
+            if fault is not None:
+                raise ValueError(fault)
+        return self
+
+    @property
+    def _fault_of_ratios(self) -> str | None:
         if self.importance_cap is not None and self.importance_cap < 1 + self.clip_high:
-            raise ValueError(
+            return (
                 f"algorithm.importance_cap={self.importance_cap} is below 1 + algorithm.clip_high ="
                 f" {1 + self.clip_high}, so the clip would never act; raise it"
             )
         if self.correction in WEIGHTS and self.proximal is Proximal.BEHAVIOUR:
-            raise ValueError(
+            return (
                 f"algorithm.correction={self.correction}: ratios against the behaviour policy correct by"
                 " themselves; set algorithm.proximal to recompute or interpolate"
             )
-        if self.objective is Objective.BALANCE and self.aggregation is not Aggregation.SEQUENCE_MEAN:
-            raise ValueError(
-                f"algorithm.aggregation={self.aggregation}: objective=balance weighs whole responses; set it to"
-                " sequence_mean"
-            )
-        if self.correction_low >= self.correction_high:
-            raise ValueError(
+        if self.correction in BOUNDED and self.correction_low >= self.correction_high:
+            return (
                 f"algorithm.correction_low={self.correction_low} is not below algorithm.correction_high ="
                 f" {self.correction_high}; lower it"
             )
-        return self
+        return None
+
+    @property
+    def _fault_of_balance(self) -> str | None:
+        if self.objective is not Objective.BALANCE:
+            return None
+        if self.aggregation is not Aggregation.SEQUENCE_MEAN:
+            return (
+                f"algorithm.aggregation={self.aggregation}: objective=balance weighs whole responses; set it to"
+                " sequence_mean"
+            )
+        if self.correction is not Correction.NONE:
+            return f"algorithm.correction={self.correction}: objective=balance needs no correction; set it to none"
+        if self.teacher_coef or (self.kl_coef and self.kl_estimator is Divergence.K1):
+            return (
+                f"algorithm.teacher_coef={self.teacher_coef} kl_estimator={self.kl_estimator}: objective=balance"
+                " has no advantages that they could change; set teacher_coef to 0, and k2 or k3"
+            )
+        return None
+
+    @property
+    def _fault_of_teaching(self) -> str | None:
+        learns = self.advantage is not Advantage.NONE or self.teacher_coef > 0 or self.refers
+        if not learns:
+            return "algorithm.advantage=none teaches nothing by itself; choose another, or set teacher_coef"
+        if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
+            return (
+                f"algorithm.advantage={self.advantage}: with teacher_coef the scores are the teacher's"
+                " log-probabilities, and no rewards; set it to none"
+            )
+        return None

@@ -10,9 +10,9 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.algorithm import AlgorithmConfig
+from laminar_py.algorithm import AlgorithmConfig, Objective
 from laminar_py.section import Count, Seconds, Section, Share
-from laminar_py.types import Record
+from laminar_py.types import Record, SamplingParams
 
 
 class Schedule(StrEnum):
@@ -128,6 +128,10 @@ class SamplingConfig(Section):
     max_new_tokens: Count = 1024
     """Cap on response tokens of a trajectory; a response that reaches it is cut, with an event."""
 
+    def params(self, *, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
+        """As an engine is told."""
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p, stop_ids)
+
     @property
     def cuts_vocabulary(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary."""
@@ -205,7 +209,7 @@ class RolloutConfig(Section):
     on. `in_place`: pause, load, go on with the KV cache of the old weights; spans record that too."""
     record: tuple[Record, ...] = ()
     """Beside tokens and log-probabilities: `sampling_mask` (the vocabulary each token was drawn from, where it is
-    cut), `routed_experts` (of mixture models). SGLang only."""
+    cut), `routed_experts` (of mixture models, by SGLang only). The learner replays what is recorded."""
     prompts_per_step: Count = 32
     """Groups in a learner step."""
     group_size: Count = 8
@@ -549,12 +553,33 @@ class RunConfig(Section):
                 f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the policy is compared with its"
                 " start, which model.from_scratch draws at random; name algorithm.reference"
             )
+        self._check_teaching()
         if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
             raise ValueError(
                 "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"
                 " choose schedule=sync"
             )
         return self
+
+    def _check_teaching(self) -> None:
+        algorithm, rollout = self.algorithm, self.rollout
+        equal = algorithm.teacher_coef > 0 or algorithm.objective is Objective.BALANCE  # rewards teach too
+        if equal and rollout.without_signal is not WithoutSignal.TRAIN:
+            raise ValueError(
+                f"rollout.without_signal={rollout.without_signal} drops groups whose rewards are equal, which"
+                f" algorithm.name={algorithm.name} learns from; set it to train"
+            )
+        if algorithm.teacher_coef > 0 and ":" not in self.reward.function:
+            raise ValueError(
+                f"reward.function={self.reward.function} gives one score, and"
+                f" algorithm.teacher_coef={algorithm.teacher_coef} needs a teacher's log-probability of each"
+                " token; name a function of yours"
+            )
+        if algorithm.teacher_coef > 0 and rollout.sampling.cuts_vocabulary:
+            raise ValueError(
+                f"algorithm.teacher_coef={algorithm.teacher_coef} compares with a teacher over the whole"
+                " vocabulary, which rollout.sampling cuts; leave top_k, top_p and min_p out"
+            )
 
     @model_validator(mode="after")
     def _check_repack(self) -> Self:

@@ -14,16 +14,25 @@ from pydantic import BaseModel, ValidationError
 from laminar_py.config import RunConfig
 from laminar_py.section import ConfigError
 
+ALGORITHM = "algorithm.name"
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The config of a run, see `load_settings`."""
-    return load_settings(RunConfig, path, overrides, help_at="docs/config.md")
+    """The config of a run, see `load_settings`.
+
+    An override of `algorithm.name` begins that section anew: what the file says of another algorithm goes with it.
+    """
+    return load_settings(RunConfig, path, overrides, help_at="docs/config.md", begins=ALGORITHM)
 
 
-def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, help_at: str) -> Settings:
-    """The settings in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`."""
+def load_settings(
+    kind: type[Settings], path: Path, overrides: list[str], *, help_at: str, begins: str | None = None
+) -> Settings:
+    """The settings in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`.
+
+    An override of the key `begins` comes before the others, and its section holds nothing else then.
+    """
     if not path.is_file():
         raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
     try:
@@ -33,7 +42,10 @@ def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, hel
         raise ConfigError(f"config={path}: not YAML ({line}); mend the file") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
-    for override in overrides:
+    first = [override for override in overrides if begins is not None and override.startswith(f"{begins}=")]
+    for override in first:
+        tree.pop(override.partition(".")[0], None)
+    for override in [*first, *overrides]:
         _apply(tree, override)
     return _check(kind, tree, help_at=help_at)
 

@@ -235,7 +235,7 @@ class Stepped(Event, frozen=True):
 
 
 class StepSkipped(Event, frozen=True):
-    """The gradient of `step` was not finite in so many of its updates, and the weights stayed as they were.
+    """The gradient was not finite in so many updates of `step`, which changed nothing.
 
     Its trajectories are consumed as those of any step.
     """

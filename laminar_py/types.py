@@ -285,7 +285,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One finished sample, e.g. 41 tokens under one version; experts stay in the ledger until it trains:
+    """One finished sample, e.g. 41 tokens under one version; masks and experts join it when it trains:
 
     `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.
     """
@@ -305,8 +305,8 @@ class Trajectory(msgspec.Struct, frozen=True):
     token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
     weight: float = 1.0  # factor on its loss (staleness reweighting)
-    sampling_mask: SamplingMask | None = None  # of all L tokens, where the vocabulary is cut; None: the whole
-    routed_experts: RoutedExperts | None = None  # from position 0 on; on its way to the learner alone
+    sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
+    routed_experts: RoutedExperts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -399,7 +399,18 @@ class TokenMetrics(msgspec.Struct, frozen=True):
     effective_share: float = 1.0  # effective sample size of the weights new / behaviour, of the tokens
     advantage_mean: float = 0.0
     advantage_std: float = 0.0
-    mismatch_mean: float = 0.0  # |new - behaviour| log-probability, mean over tokens
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """|new - behaviour| log-probability of tokens at staleness 0 before the step's first update, in nats.
+
+    It is what engine and learner compute differently; where not every step publishes, also what the policy has
+    moved since it did.
+    """
+
+    mean: float = 0.0
+    p99: float = 0.0  # upper edge of its bin, an eighth of a decade
+    max: float = 0.0
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -410,9 +421,9 @@ class StepMetrics(msgspec.Struct, frozen=True):
     elapsed_s: float
     tokens: TokenMetrics = TokenMetrics()
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
-    mismatch_p99: float = 0.0  # |new - behaviour| log-probability at staleness 0: engine against learner
-    mismatch_max: float = 0.0
-    skipped: int = 0  # updates whose gradient was not finite; all of the rest is of the others
+    mismatch: Mismatch = Mismatch()
+    updates: int = 1
+    skipped: int = 0  # of the updates, whose gradient was not finite; all of the rest is of the others
 
 
 class Published(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.config_file import dump_config, load_config, parse_config
 from laminar_py.section import ConfigError
 
@@ -75,3 +76,47 @@ def test_the_settings_document_is_up_to_date():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (REPO / "docs" / "config.md").read_text() == module.document(), "run `make docs`"
+
+
+def test_an_algorithm_named_on_the_command_line_is_that_of_its_name_whatever_the_file_says_of_another(tmp_path):
+    path = tmp_path / "config.yaml"
+    section = {"name": "grpo", "clip_high": 0.28, "importance_cap": 2.0}
+    path.write_text(yaml.safe_dump({**MINIMAL, "algorithm": section}))
+    chosen = load_config(path, ["algorithm.clip_low=0.5", "algorithm.name=gspo"]).algorithm
+    assert chosen == AlgorithmConfig(name="gspo", clip_low=0.5)
+    assert load_config(path, ["algorithm.clip_low=0.5"]).algorithm.importance_cap == 2.0
+
+
+TEACHER = {"name": "distill"}
+SURE = {"without_signal": "train"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rollout": {"record": ["sampling_mask"]}}, "would name the whole vocabulary"),
+        (
+            {
+                "rollout": {
+                    "record": ["sampling_mask"],
+                    "sampling": {"top_p": 0.9},
+                    "engine": {"kind": "sglang"},
+                }
+            },
+            "set top_k",
+        ),
+        ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set it to train"),
+        ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
+        ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
+        ({"algorithm": TEACHER, "rollout": SURE}, "reward.function=exact gives one score"),
+        ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
+        ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none teaches nothing"),
+        ({"algorithm": {"name": ["a"]}}, "algorithm.name=['a']: unknown"),
+        ({"algorithm": {"kl_coef": 0.1}, "model": {"path": "m", "from_scratch": True}}, "algorithm.reference"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_by_name(change, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**MINIMAL, **change})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

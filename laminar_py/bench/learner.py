@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from laminar_py.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.bench.engine_local import MODEL
@@ -56,6 +56,19 @@ LLAMA = LlamaConfig(
     max_position_embeddings=2048,
 )
 PEAKED = 0.05  # deviation of initial weights with which distributions are as uneven as those of a trained model
+MIXTURE = Qwen3MoeConfig(
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts=16,
+    num_experts_per_tok=4,
+    moe_intermediate_size=48,
+    norm_topk_prob=True,
+    initializer_range=0.1,
+)
+ROUTER_NOISE = 0.02  # on the logits that select experts, not on those that weigh them
 CUT = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}
 
 
@@ -82,6 +95,7 @@ def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
         out = [_gradients(Path(folder))]
         tell("engine against learner")
         out += _mismatch(Path(folder), scale)
+        out += _router_replay(Path(folder))
         tell("packed against padded")
         out += _throughput(Path(folder), scale)
         tell("memory of log-probabilities")
@@ -93,7 +107,7 @@ def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
 
 def _gradients(folder: Path) -> Row:
     worst = 0.0
-    for name, config in (("qwen3", MODEL), ("llama", LLAMA)):
+    for name, config in (("qwen3", MODEL), ("llama", LLAMA), ("mixture", MIXTURE)):
         learner = _learner(write_model(folder / name, config))
         items = [_trajectory(index, length) for index, length in enumerate(_lengths(12, median=40, seed=1))]
         alone = _gradient(learner, pack_here(items, max_tokens=1))
@@ -101,7 +115,7 @@ def _gradients(folder: Path) -> Row:
             packed = _gradient(learner, pack_here(items, max_tokens=max_tokens))
             gaps = [(one - other).norm() / other.norm() for one, other in zip(packed, alone, strict=True)]
             worst = max(worst, float(torch.stack(gaps).max()))
-    setting = "12 sequences in one microbatch and in several, Qwen3 and Llama; largest over parameters, relative"
+    setting = "12 sequences in one microbatch and in several, Qwen3, Llama, Qwen3-MoE; largest over parameters"
     return Row("packed_vs_single_grad", worst, "of its norm", setting)
 
 
@@ -147,6 +161,42 @@ def _mismatch(folder: Path, scale: Scale) -> list[Row]:
             f"{setting}; {kept}; the learner's softmax over the whole vocabulary",
         ),
     ]
+
+
+def _router_replay(folder: Path) -> list[Row]:
+    """The sampler is the learner itself with a perturbed choice of experts: nothing else differs."""
+    learner = _learner(write_model(folder / "routed", MIXTURE))
+    [batch] = pack_here([_trajectory(index, 100) for index in range(20)], max_tokens=2000)
+    perturbed, flipped = _perturbed_choice(learner, batch)
+    sampled = msgspec.structs.replace(batch, experts=perturbed)
+    behaviour, replayed, ignored = (_logprobs(learner, one) for one in (sampled, sampled, batch))
+    setting = f"Qwen3-MoE, 4 of 16 experts; noise on the selecting logits flips {flipped:.1%} of tokens a layer"
+    error = float(np.abs(np.expm1(replayed - behaviour)).max())
+    without = float(np.abs(np.expm1(ignored - behaviour)).max())
+    return [
+        Row("router_replay_ratio_error", error, "of 1", setting),
+        Row("router_replay_ratio_error_without", without, "of 1", setting),
+    ]
+
+
+def _perturbed_choice(learner: Learner, batch: MicroBatch) -> tuple[np.ndarray, float]:
+    """Experts [T, layers, k] under noise on the routers' logits, and the share of tokens whose set is another."""
+    seen: list[Tensor] = []
+    routers = [module for module in learner.model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(lambda _, __, output: seen.append(output[0])) for router in routers]
+    _logprobs(learner, batch)
+    for hook in hooks:
+        hook.remove()
+    logits = torch.stack(seen, 1)
+    noise = ROUTER_NOISE * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    top_k = MIXTURE.num_experts_per_tok
+    own, other = (values.topk(top_k).indices.sort().values for values in (logits, logits + noise))
+    return other.numpy().astype(np.int16), float((own != other).any(-1).float().mean())
+
+
+def _logprobs(learner: Learner, batch: MicroBatch) -> np.ndarray:
+    with torch.no_grad():
+        return policy_logprobs(learner.model, batch)[0].numpy()[batch.loss_weights > 0]
 
 
 async def _generate(

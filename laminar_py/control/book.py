@@ -58,6 +58,7 @@ class FlowSettings:
     sampling: SamplingParams
     without_signal: WithoutSignal
     one_version: bool  # drain: a trajectory continues only under its own version
+    teaches: bool = False  # scores are a teacher's log-probabilities, one for each token
     group_deadline_s: float | None = None
     min_group_survivors: int = 2
     max_seconds: float | None = None

@@ -316,6 +316,8 @@ class Flow:
             return
         if score.value is None:
             self.book.drop([lifecycle], score.failure or DropReason.REWARD_FAILED, score.detail)
+        elif self._settings.teaches and score.token_values is None:
+            self.book.drop([lifecycle], DropReason.REWARD_FAILED, "no score of each token from the teacher")
         else:
             if score.token_values is not None:
                 self.book.recorder.store_token_rewards(lifecycle.id, score.token_values)
@@ -415,7 +417,6 @@ class Flow:
             entry.token_rewards,
             entry.advantage or 0.0,
             routed=0 if response.routed_experts is None else response.routed_experts.positions,
-            masks=[] if response.sampling_mask is None else [response.sampling_mask],
         )
 
     def _take_up(self, lifecycle: Lifecycle) -> None:

@@ -23,7 +23,6 @@ from laminar_py.events import (
     Undone,
 )
 from laminar_py.store.digests import response_digest
-from laminar_py.store.recording import join_masks
 from laminar_py.store.spans import clip_spans, covers, replace_spans
 from laminar_py.types import (
     Assignment,
@@ -32,7 +31,6 @@ from laminar_py.types import (
     Kind,
     Progress,
     Prompt,
-    SamplingMask,
     SamplingParams,
     Span,
     Status,
@@ -67,8 +65,7 @@ class Lifecycle:
     advantage: float = 0.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
-    routed: int = 0  # leading positions whose experts are recorded; these are in the ledger alone
-    masks: list[SamplingMask] = field(default_factory=list)  # same pieces as `ids`, where the vocabulary is cut
+    routed: int = 0  # leading positions whose experts are recorded; these and masks are in the ledger alone
 
     def issued(self) -> Issued:
         """The event of its birth."""
@@ -133,7 +130,6 @@ class Lifecycle:
         if mask is not None:
             rows, count = len(mask.counts), len(progress.ids)
             assert rows == count, f"{self.id}: {count} tokens with {rows} sampling masks"
-            self.masks.append(mask)
         if experts is not None:
             assert experts.start == self.routed, f"{self.id}: experts from {experts.start}, not {self.routed}"
             self.routed += experts.positions
@@ -164,7 +160,6 @@ class Lifecycle:
         self.finish_reason = progress.finish_reason
         self.ids = [np.concatenate(self.ids)]
         self.logprobs = [np.concatenate(self.logprobs)]
-        self.masks = [join_masks(self.masks)] if self.masks else []
         return Finished(
             self.id,
             self.epoch,
@@ -224,7 +219,6 @@ class Lifecycle:
             self.token_rewards,
             self.advantage,
             weight,
-            self.masks[0] if self.masks else None,
         )
 
     def _move(self, allowed: frozenset[Status] | set[Status], to: Status) -> None:

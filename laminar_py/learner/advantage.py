@@ -26,13 +26,18 @@ def over_std(rewards: Rewards) -> Rewards:
 
 
 def centred(rewards: Rewards) -> Rewards:
-    """`r - mean`: Dr. GRPO, Liu et al. 2025. Over the deviation in the whole step: REINFORCE++, Hu et al. 2025."""
+    """`r - mean`: Dr. GRPO, Liu et al. 2025."""
     return rewards - float(rewards.mean())
 
 
 def against_others(rewards: Rewards) -> Rewards:
     """`r_i - mean_{j != i} r_j`: RLOO, Ahmadian et al. 2024; equals `K / (K - 1) (r - mean)`."""
     return centred(rewards) * (len(rewards) / (len(rewards) - 1))
+
+
+def as_they_are(rewards: Rewards) -> Rewards:
+    """`r`; the packer normalises by mean and deviation of the whole step: REINFORCE++, Hu et al. 2025."""
+    return rewards
 
 
 def nothing(rewards: Rewards) -> Rewards:
@@ -45,7 +50,7 @@ ADVANTAGES: dict[Advantage, GroupAdvantage] = {
     Advantage.GROUP_STD: over_std,
     Advantage.GROUP_MEAN: centred,
     Advantage.LEAVE_ONE_OUT: against_others,
-    Advantage.BATCH_STD: centred,
+    Advantage.BATCH_STD: as_they_are,
     Advantage.NONE: nothing,
 }
 

@@ -27,13 +27,14 @@ def truncate(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 def mask_above(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """`c 1[c <= high]`: masked importance sampling (MIS), Liu et al. 2025."""
     ratio = _ratio(terms)
-    return ratio * (ratio <= settings.correction_high)
+    return torch.where(ratio <= settings.correction_high, ratio, 0.0)
 
 
 def mask_outside(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """`c 1[low <= c <= high]`: IcePop, Ring-1T, Ling team 2025."""
     ratio = _ratio(terms)
-    return ratio * ((ratio >= settings.correction_low) & (ratio <= settings.correction_high))
+    inside = (ratio >= settings.correction_low) & (ratio <= settings.correction_high)
+    return torch.where(inside, ratio, 0.0)
 
 
 def mask_sequences(terms: Terms, settings: AlgorithmConfig) -> Tensor:

@@ -1,7 +1,7 @@
 """The loss of one microbatch: an objective, a correction, an average. Pure; called by `step`.
 
-Invariant: a loss is a sum over tokens weighted by `weights`, which sum to 1 over the whole step. So packing,
-gradient accumulation and data parallelism only split the sum and never change its value.
+Invariant: a loss is a sum over tokens weighted by `weights`, which depend on the whole step. So packing, gradient
+accumulation and data parallelism only split the sum and never change its value.
 """
 
 import torch
@@ -27,7 +27,7 @@ def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 
 
 def regularised(advantages: Tensor, own: Tensor, reference: Tensor, *, coef: float) -> Tensor:
-    """`A - coef (log own - log reference)`: k1 as a cost of each token [N]. RLOO, Ahmadian et al. 2024."""
+    """`A - coef (log own - log reference)`: k1 as a cost of each token [N], its own alone, as k2 has it."""
     return advantages - coef * k1(own.detach(), reference)
 
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.learner.divergence import k3
-from laminar_py.learner.objectives import Terms
-from laminar_py.types import TokenMetrics
+from laminar_py.learner.objectives import Terms, clipped_ratio
+from laminar_py.types import Mismatch, TokenMetrics
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # versions that a token is behind the learner
 EDGES = (1, 2, 3, 5, 9)
@@ -25,14 +25,23 @@ class TokenSums:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(BUCKETS), len(_FIELDS), dtype=torch.float64, device=device)
         self._gaps = torch.zeros(GAPS, dtype=torch.float64, device=device)
+        self._gap_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
         self._edges = torch.tensor(EDGES, device=device)
 
-    def add(self, terms: Terms, *, entropy: Tensor, staleness: Tensor, settings: AlgorithmConfig) -> None:
-        """The N trained tokens of one microbatch; tensors are [N]."""
+    def add(
+        self,
+        terms: Terms,
+        *,
+        entropy: Tensor,
+        staleness: Tensor,
+        settings: AlgorithmConfig,
+        untouched: bool = True,
+    ) -> None:
+        """The N trained tokens of one microbatch; tensors are [N]. `untouched`: the step's first update."""
         own, proximal = terms.logprobs.detach(), terms.proximal
         weights, advantages = terms.weights, terms.advantages
-        ratio, gap = (own - proximal).exp(), own - terms.behaviour
+        ratio, gap = clipped_ratio(terms, settings), (own - terms.behaviour).double()
         low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
         values = {
             "tokens": torch.ones_like(own),
@@ -44,21 +53,28 @@ class TokenSums:
             "kl_behaviour_k1": -weights * gap,
             "kl_behaviour_k3": weights * (gap.expm1() - gap),
             "kl_proximal_k1": weights * (proximal - own),
-            "kl_proximal_k3": weights * (ratio - 1.0 - (own - proximal)),
+            "kl_proximal_k3": weights * ((own - proximal).expm1() - (own - proximal)),
             "importance": gap.exp(),
             "importance_squares": (2 * gap).exp(),
             "kl_reference_k3": weights * (own * 0 if terms.reference is None else k3(own, terms.reference)),
             "advantage": weights * advantages,
             "advantage_squares": weights * advantages.square(),
-            "gap": gap.abs(),
         }
         bucket = torch.bucketize(staleness, self._edges, right=True)
         self._sums.index_add_(0, bucket, torch.stack([values[name].double() for name in _FIELDS], dim=1))
-        fresh = gap[bucket == 0].abs().double()  # what engine and learner computed with the same weights
-        if len(fresh):
+        fresh = gap[bucket == 0].abs()  # what engine and learner computed with the same weights
+        if untouched and len(fresh):
+            self._gap_sum += fresh.sum()
             place = (fresh.clamp(min=1e-30).log10() - GAP_FLOOR) / (GAP_TOP - GAP_FLOOR) * GAPS
             self._gaps += torch.bincount(place.long().clamp(0, GAPS - 1), minlength=GAPS)
             self._largest = torch.maximum(self._largest, fresh.max())
+
+    def merge(self, other: "TokenSums") -> None:
+        """Count what `other` counted too."""
+        self._sums += other._sums
+        self._gaps += other._gaps
+        self._gap_sum += other._gap_sum
+        self._largest = torch.maximum(self._largest, other._largest)
 
     def reduce(self, mesh: DeviceMesh | None) -> None:
         """Sum over ranks; all of them call it."""
@@ -67,6 +83,7 @@ class TokenSums:
             for tensor, how in (
                 (self._sums, dist.ReduceOp.SUM),
                 (self._gaps, dist.ReduceOp.SUM),
+                (self._gap_sum, dist.ReduceOp.SUM),
                 (self._largest, dist.ReduceOp.MAX),
             ):
                 dist.all_reduce(tensor, op=how, group=group)
@@ -80,14 +97,15 @@ class TokenSums:
         rows = zip(BUCKETS, self._sums, strict=True)
         return {name: _metrics(row) for name, row in rows if row[_FIELDS.index("tokens")] > 0}
 
-    def mismatch(self) -> tuple[float, float]:
-        """p99 (upper edge of its bin, an eighth of a decade) and maximum of |engine - learner| at staleness 0."""
-        total = self._gaps.sum()
+    def mismatch(self) -> Mismatch:
+        """Between engine and learner; all 0 without tokens that show it."""
+        total = float(self._gaps.sum())
         if total == 0:
-            return 0.0, 0.0
+            return Mismatch()
         place = int((self._gaps.cumsum(0) < 0.99 * total).sum()) + 1
         p99 = 10.0 ** (GAP_FLOOR + place / GAPS * (GAP_TOP - GAP_FLOOR))
-        return min(p99, float(self._largest)), float(self._largest)
+        largest = float(self._largest)
+        return Mismatch(float(self._gap_sum) / total, min(p99, largest), largest)
 
 
 _FIELDS = (
@@ -106,7 +124,6 @@ _FIELDS = (
     "importance_squares",
     "advantage",
     "advantage_squares",
-    "gap",
 )
 
 
@@ -128,5 +145,4 @@ def _metrics(row: Tensor) -> TokenMetrics:
         effective_share=sums["importance"] ** 2 / (tokens * (sums["importance_squares"] or 1.0)),
         advantage_mean=advantage,
         advantage_std=max(0.0, sums["advantage_squares"] / weight - advantage**2) ** 0.5,
-        mismatch_mean=sums["gap"] / tokens,
     )

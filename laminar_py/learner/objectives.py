@@ -100,6 +100,12 @@ def imbalance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return terms.sequence_sum(terms.logprobs - terms.reference) - terms.rewards / settings.beta
 
 
+def clipped_ratio(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """The ratio that the objective clips, [N], without gradient."""
+    gap = terms.logprobs.detach() - terms.proximal
+    return (terms.sequence_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
+
+
 PolicyObjective: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]
 OBJECTIVES: dict[Objective, PolicyObjective] = {
     Objective.CLIP: clip,

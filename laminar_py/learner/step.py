@@ -84,35 +84,41 @@ class Learner:
         sums = TokenSums(self.model.device)
         updates = min(self._algorithm.updates_per_step, len(microbatches))
         parts = [microbatches[first::updates] for first in range(updates)]
-        shares, before = self._shares(parts), [self._recompute(part) for part in parts]
+        shares, before = self._shares(parts), [None, *(self._recompute(part) for part in parts[1:])]
         partition = self._log_partition(microbatches)
-        losses, norms = [], []  # of updates that took place
+        losses: list[float] = []  # of updates that took place
+        norms: list[float] = []
         for part, share, proximal in zip(parts, shares, before, strict=True):
-            loss = torch.zeros((), device=self.model.device)
+            loss, seen = torch.zeros((), device=self.model.device), TokenSums(self.model.device)
             for place, batch in enumerate(part):
                 self._reduce_gradients(place == len(part) - 1)
                 at_start = None if proximal is None else proximal[place]
                 loss += self._accumulate(
-                    batch, sums, proximal=at_start, log_partition=partition, scale=1.0 / share
+                    batch,
+                    seen,
+                    proximal=at_start,
+                    log_partition=partition,
+                    scale=1.0 / share,
+                    untouched=not norms,
                 )
             total, norm = self._over_ranks(float(loss)), self._update()
             if norm is not None:
                 losses.append(total)
                 norms.append(norm)
+                sums.merge(seen)
         self.num_steps += 1
         sums.reduce(self._mesh)
         elapsed_s = time.perf_counter() - started
         if not losses:
-            return StepMetrics(0.0, 0.0, elapsed_s, skipped=updates)
-        mismatch_p99, mismatch_max = sums.mismatch()
+            return StepMetrics(0.0, 0.0, elapsed_s, updates=updates, skipped=updates)
         return StepMetrics(
             loss=sum(losses) / len(losses),
             grad_norm=max(norms),
             elapsed_s=elapsed_s,
             tokens=sums.tokens(),
             by_staleness=sums.by_staleness(),
-            mismatch_p99=mismatch_p99,
-            mismatch_max=mismatch_max,
+            mismatch=sums.mismatch(),
+            updates=updates,
             skipped=updates - len(losses),
         )
 
@@ -141,6 +147,7 @@ class Learner:
         proximal: Tensor | None = None,
         log_partition: Tensor | None = None,
         scale: float = 1.0,
+        untouched: bool = True,
     ) -> Tensor:
         """Add the gradient of one microbatch, `scale` times; its loss (scalar)."""
         logprobs, entropy = policy_logprobs(self.model, batch)
@@ -151,7 +158,7 @@ class Learner:
             terms = replace(terms, log_partition=log_partition[_groups(batch, rows.device)])
         loss = policy_loss(terms, self._algorithm) * scale
         loss.backward()  # type: ignore[no-untyped-call]
-        sums.add(terms, entropy=entropy[rows], staleness=staleness, settings=self._algorithm)
+        sums.add(terms, entropy=entropy[rows], staleness=staleness, settings=self._algorithm, untouched=untouched)
         return loss.detach()
 
     def _terms(

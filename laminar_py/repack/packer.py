@@ -35,7 +35,8 @@ class StepTerms(msgspec.Struct, frozen=True):
     num_trained: int  # tokens of all of them
     version: int = 0  # the learner's
     constant: int = 1
-    advantage_scale: float = 1.0  # factor on all advantages
+    advantage_mean: float = 0.0  # taken off all advantages
+    advantage_scale: float = 1.0  # and then their factor
     teaches: bool = False  # token rewards are a teacher's log-probabilities
     groups: list[str] | None = None  # of the step, where the algorithm compares their members
 
@@ -52,7 +53,7 @@ class StepTerms(msgspec.Struct, frozen=True):
 
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
         """Of each response token, or of all alike."""
-        return trajectory.advantage * self.advantage_scale
+        return (trajectory.advantage - self.advantage_mean) * self.advantage_scale
 
     def places(self, bundle: Bundle) -> IntArray:
         """[S] of the groups that these trajectories are of."""
@@ -126,7 +127,7 @@ def step_terms(
 ) -> StepTerms:
     """Terms of the step that these bins are.
 
-    `normalises` divides advantages by their deviation in the step, `compares` keeps rewards by group.
+    `normalises` advantages by their mean and deviation in the step, `compares` keeps rewards by group.
     """
     trajectories = [entry.trajectory for item in bins for entry in item.entries]
     advantages = [trajectory.advantage for trajectory in trajectories]
@@ -136,6 +137,7 @@ def step_terms(
         sum([item.num_trained for item in bins]),
         version,
         constant,
+        float(np.mean(advantages)) if normalises else 0.0,
         1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
         teaches,
         sorted({trajectory.group_id for trajectory in trajectories}) if compares else None,
@@ -220,7 +222,7 @@ def _experts(bundle: Bundle, cu_seqlens: IntArray) -> npt.NDArray[np.int16] | No
     out = np.full((int(cu_seqlens[-1]), *shape), -1, np.int16)
     for experts, start in zip(recorded, cu_seqlens.tolist(), strict=False):
         if experts is not None:
-            out[start : start + experts.positions] = experts.table
+            out[start + experts.start : start + experts.start + experts.positions] = experts.table
     return out
 
 

@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass
 from statistics import median
 
+import msgspec
 import numpy as np
 
 from laminar_py.interfaces import Clock, InferenceEngine
@@ -31,6 +32,7 @@ class EngineBounds:
     slots: int
     max_len: int
     kv_capacity: int
+    sampling: SamplingParams  # what is drawn from, and recorded of it, costs time too
 
     @property
     def few(self) -> int:
@@ -85,6 +87,6 @@ class _Probe:
         name = f"calibration-{self._num_requests}"
         self._num_requests += 1
         ids = self._rng.integers(0, self._bounds.vocab, prompt).astype(np.int32)
-        sampling = SamplingParams(tokens)
+        sampling = msgspec.structs.replace(self._bounds.sampling, max_new_tokens=tokens, stop_ids=())
         async for _ in self._engine.generate(GenerateRequest(name, name, ids, np.empty(0, np.int32), sampling)):
             continue

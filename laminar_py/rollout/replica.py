@@ -33,6 +33,7 @@ from laminar_py.types import (
     Load,
     PauseMode,
     ReplicaReport,
+    SamplingParams,
     Survey,
 )
 
@@ -131,12 +132,14 @@ class Replica:
             settled=len(training) == len(self._running) and not self._pinned and self._keeps_version,
         )
 
-    async def measure_speed(self, *, vocab: int, max_len: int) -> tuple[EngineSpeed, bool]:
+    async def measure_speed(
+        self, *, vocab: int, max_len: int, sampling: SamplingParams
+    ) -> tuple[EngineSpeed, bool]:
         """Of its engine, once that has weights; and whether it had nothing else to do. New ones wait meanwhile."""
         await self._streams.serving.wait()
         self._measuring = True
         try:
-            bounds = EngineBounds(vocab, self._max_batch, max_len, self._engine.status().kv_capacity)
+            bounds = EngineBounds(vocab, self._max_batch, max_len, self._engine.status().kv_capacity, sampling)
             idle = not self._running
             return await measure_speed(self._engine, bounds, self._clock), idle
         finally:

@@ -145,7 +145,9 @@ class ReplicaActor:
         vocab = read_sizes(config.model.path).vocab_size
 
         async def measure() -> Measured:
-            return Measured(*await self._replica.measure_speed(vocab=vocab, max_len=config.rollout.max_len))
+            sampling = config.rollout.sampling.params()
+            max_len = config.rollout.max_len
+            return Measured(*await self._replica.measure_speed(vocab=vocab, max_len=max_len, sampling=sampling))
 
         return encode(await engine_speed(config, measure))
 

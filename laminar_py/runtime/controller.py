@@ -42,7 +42,7 @@ from laminar_py.runtime.view import View
 from laminar_py.store.database import SCHEMA_VERSION
 from laminar_py.store.ledger import Ledger
 from laminar_py.store.recovery import Recovered, recover
-from laminar_py.types import Kind, Prompt, SamplingParams, Score, ScoringRequest, Trajectory
+from laminar_py.types import Kind, Prompt, Score, ScoringRequest, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -231,19 +231,12 @@ class Controller:
 
     def _make_flow(self, clock: SystemClock) -> Flow:
         rollout, staleness = self._config.rollout, self._config.staleness
-        sampling = rollout.sampling
         return Flow(
             settings=FlowSettings(
                 seed=self._config.seed,
                 group_size=rollout.group_size,
-                sampling=SamplingParams(
-                    sampling.max_new_tokens,
-                    sampling.temperature,
-                    sampling.top_k,
-                    sampling.top_p,
-                    sampling.min_p,
-                    self._inputs.tokenizer.eos_ids,
-                ),
+                sampling=rollout.sampling.params(stop_ids=self._inputs.tokenizer.eos_ids),
+                teaches=self._config.algorithm.teacher_coef > 0,
                 without_signal=rollout.without_signal,
                 one_version=rollout.on_new_weights is OnNewWeights.DRAIN,
                 group_deadline_s=rollout.group_deadline_s,

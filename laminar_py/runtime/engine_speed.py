@@ -75,7 +75,8 @@ def _key(config: RunConfig) -> str:
     rollout = config.rollout
     sizes = f"{rollout.max_batch} {rollout.max_len} {rollout.kv_capacity}"
     model = (config.model.path / "config.json").read_text()
-    parts = (rollout.engine.model_dump_json(), sizes, model, _device(config))
+    drawn = f"{rollout.sampling.model_dump_json()} {rollout.record}"
+    parts = (rollout.engine.model_dump_json(), sizes, drawn, model, _device(config))
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -80,8 +80,8 @@ def _real_learner(
 ) -> tuple[Learner, LearnerStarted]:
     device = learner_device(config).value
     model = config.model
-    # a reference may be the model that RL began with
-    if config.warm_start is not None and (spec.checkpoint is None or config.algorithm.refers):
+    begins = spec.checkpoint is None or (config.algorithm.refers and config.algorithm.reference is None)
+    if config.warm_start is not None and begins:
         if spec.rank == 0:
             _warm_start(config, note)  # the other ranks wait for it in `join_group`
         key = cache_key(config.model, config.warm_start, seed=config.seed)

@@ -77,6 +77,9 @@ def _prepare(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
+    reference = config.algorithm.reference if config.algorithm.refers else None
+    if reference is not None and not list(reference.glob("*.safetensors")):
+        raise ConfigError(f"algorithm.reference={reference}: no *.safetensors in it; name a folder with a model")
     path = config.model.path
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json in it; name a Hugging Face model folder")

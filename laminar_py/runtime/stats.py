@@ -71,6 +71,7 @@ class StepRow:
     mismatch_mean: float = 0.0
     mismatch_p99: float = 0.0
     mismatch_max: float = 0.0
+    skipped: int = 0
     by_staleness: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -223,7 +224,8 @@ class Stats:
         )
         if metrics is not None:
             row.loss, row.grad_norm = metrics.loss, metrics.grad_norm
-            row.mismatch_p99, row.mismatch_max = metrics.mismatch_p99, metrics.mismatch_max
+            row.skipped, mismatch = metrics.skipped, metrics.mismatch
+            row.mismatch_mean, row.mismatch_p99, row.mismatch_max = mismatch.mean, mismatch.p99, mismatch.max
             row.by_staleness = {name: msgspec.structs.asdict(one) for name, one in metrics.by_staleness.items()}
             for name, value in msgspec.structs.asdict(metrics.tokens).items():
                 if name != "num_tokens":  # `trained_tokens` counts

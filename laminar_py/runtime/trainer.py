@@ -32,8 +32,8 @@ from laminar_py.runtime.supervisor import Supervisor
 from laminar_py.runtime.versions import Versions
 from laminar_py.store.database import reading
 from laminar_py.store.ledger import Ledger
-from laminar_py.store.payload import stored_experts
-from laminar_py.types import Record, RoutedExperts, Trajectory
+from laminar_py.store.payload import Recording, stored_recordings
+from laminar_py.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -187,17 +187,23 @@ class Trainer:
             self._stats.step_ends()
 
     async def _stand_ins(self, batch: Batch) -> dict[str, Trajectory]:
-        """What trains in the place of trajectories that are reweighted, or whose experts are replayed."""
-        if Record.ROUTED_EXPERTS not in self._config.rollout.record:
+        """What trains in the place of trajectories that are reweighted, or of which something is recorded."""
+        if not self._config.rollout.record:
             return batch.reweighted
         await self._ledger.commit()
-        experts = await asyncio.to_thread(self._experts, [trajectory.id for trajectory in batch.trajectories])
-        pairs = ((trajectory, experts.get(trajectory.id)) for trajectory in batch.trajectories)
-        return {one.id: msgspec.structs.replace(one, routed_experts=routed) for one, routed in pairs}
+        recorded = await asyncio.to_thread(self._recordings, [one.id for one in batch.trajectories])
+        complete = {
+            one.id: msgspec.structs.replace(
+                one, sampling_mask=recorded[one.id].sampling_mask, routed_experts=recorded[one.id].routed_experts
+            )
+            for one in batch.trajectories
+            if one.id in recorded
+        }
+        return batch.reweighted | complete
 
-    def _experts(self, trajectory_ids: Sequence[str]) -> dict[str, RoutedExperts]:
+    def _recordings(self, trajectory_ids: Sequence[str]) -> dict[str, Recording]:
         with reading(self._run.path) as connection:
-            return stored_experts(connection, trajectory_ids)
+            return stored_recordings(connection, trajectory_ids)
 
     async def _commit(self, batch: Batch, outcome: StepOutcome | None) -> None:
         self.step += 1
@@ -239,7 +245,8 @@ class Trainer:
         """Raises RunFailedError after too many steps in a row that taught nothing."""
         if outcome is None:
             return
-        self._skipped = self._skipped + 1 if outcome.metrics.skipped else 0
+        metrics = outcome.metrics
+        self._skipped = self._skipped + 1 if metrics.skipped == metrics.updates else 0
         limit = self._config.learner.max_skipped
         if self._skipped:
             log.warning("step %d: a gradient that is not finite was skipped", self.step)

@@ -52,6 +52,14 @@ class Payload:
     routed_experts: RoutedExperts | None = None  # from position 0 on
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was recorded beside tokens and log-probabilities."""
+
+    sampling_mask: SamplingMask | None  # L rows, none of a token: the whole vocabulary
+    routed_experts: RoutedExperts | None
+
+
 def join(pieces: Iterable[Piece]) -> Payload:
     """The response that pieces of one trajectory make, in the order of storage; ValueError names a gap.
 
@@ -84,19 +92,31 @@ def join(pieces: Iterable[Piece]) -> Payload:
     )
 
 
-def stored_experts(connection: sqlite3.Connection, trajectory_ids: Sequence[str]) -> dict[str, RoutedExperts]:
-    """Routed experts of those of these trajectories that have some, as stored in SQLite."""
-    found: dict[str, list[RoutedExperts]] = {}
+def stored_recordings(connection: sqlite3.Connection, trajectory_ids: Sequence[str]) -> dict[str, Recording]:
+    """What is recorded of those of these trajectories that have something recorded, as stored in SQLite."""
+    masks: dict[str, list[SamplingMask]] = {}
+    experts: dict[str, list[RoutedExperts]] = {}
     for first in range(0, len(trajectory_ids), IDS_AT_A_TIME):
         ids = trajectory_ids[first : first + IDS_AT_A_TIME]
         rows = connection.execute(
-            "SELECT id, experts FROM segment s JOIN trajectory ON number = s.trajectory WHERE experts IS NOT NULL"
-            f" AND id IN ({', '.join('?' * len(ids))}) ORDER BY s.trajectory, s.start, s.rowid",
+            "SELECT id, length(s.ids) / 4, mask, experts FROM segment s JOIN trajectory ON number = s.trajectory"
+            f" WHERE id IN ({', '.join('?' * len(ids))}) ORDER BY s.trajectory, s.start, s.rowid",
             ids,
         )
-        for id, experts in rows:
-            found.setdefault(id, []).append(unpack_experts(experts))
-    return {id: join_experts(pieces) for id, pieces in found.items()}
+        for id, num_tokens, mask, routed in rows:
+            masks.setdefault(id, []).append(_whole(num_tokens) if mask is None else unpack_mask(mask))
+            if routed is not None:
+                experts.setdefault(id, []).append(unpack_experts(routed))
+    return {
+        id: Recording(joined if len(joined.ids) else None, join_experts(experts[id]) if id in experts else None)
+        for id, joined in ((id, join_masks(pieces)) for id, pieces in masks.items())
+        if len(joined.ids) or id in experts
+    }
+
+
+def _whole(num_tokens: int) -> SamplingMask:
+    """Of tokens that were drawn from the whole vocabulary."""
+    return SamplingMask(np.zeros(num_tokens, np.int32), np.empty(0, np.int32))
 
 
 def stored_pieces(

@@ -10,4 +10,5 @@ def test_all_figures_of_a_tiny_model():
     assert found["packed_vs_single_grad"] < 1e-5
     assert found["engine_mismatch_max"] < 1e-4
     assert found["mask_replay_ratio_error"] < 1e-4 < found["mask_replay_ratio_error_without"]
+    assert found["router_replay_ratio_error"] < 1e-4 < found["router_replay_ratio_error_without"]
     assert {"packed_over_padded", "packed_over_sorted", "logprob_memory_over_naive"} <= set(found)

@@ -189,7 +189,10 @@ def test_k2_has_the_gradient_of_the_divergence():
     [
         ({"importance_cap": 1.1}, "importance_cap=1.1"),
         ({"correction": Correction.TIS}, "correction=tis"),
-        ({"correction_low": 3.0}, "correction_low=3.0"),
+        (
+            {"correction": Correction.ICEPOP, "proximal": Proximal.RECOMPUTE, "correction_low": 3.0},
+            "correction_low=3.0",
+        ),
         ({"name": "ppo"}, "name=ppo"),
     ],
 )

@@ -1,15 +1,21 @@
 """Two ranks over gloo do what one process does. Real processes."""
 
+import math
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from laminar_py.algorithm import AlgorithmConfig, Objective
 from laminar_py.learner.distributed import join_group, leave_group
-from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_sequences, pack
+from laminar_py.repack.balance import fit, make_entry
+from laminar_py.repack.packer import assign, step_terms
+from tests.builders import make_trajectory
+from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder, make_sequences, pack
 
 SEQUENCES = make_sequences((5, 17, 3, 40, 9, 2, 11, 30))
 WORLD_SIZE = 2
@@ -79,3 +85,80 @@ def test_a_checkpoint_of_two_ranks_loads_in_one_process(model_folder: Path, two_
     exported = load_file(two_ranks / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in full_parameters(learner).items())
     assert learner.num_steps == 2
+
+
+CASES = {
+    "tba": AlgorithmConfig(name="tba", beta=0.5),
+    "several updates": AlgorithmConfig(name="decoupled_ppo", updates_per_step=2, kl_coef=0.1),
+    "constant": AlgorithmConfig(name="dr_grpo"),
+}
+ITEMS = [
+    make_trajectory(f"g{i % 3}.{i}", prompt=3, response=4 + 3 * i, seed=i, reward=i % 2, advantage=i - 4)
+    for i in range(8)
+]
+LONE = ITEMS[:1]  # leaves a rank without sequences
+
+
+def step_of(items, algorithm, *, ranks):
+    bins = fit([make_entry(item) for item in items], max_tokens=40)
+    compares = algorithm.objective is Objective.BALANCE
+    terms = step_terms(bins, aggregation=algorithm.aggregation, constant=30, compares=compares)
+    return assign(bins, terms, max_tokens=40, ranks=ranks, attention_share=0.0)
+
+
+def broken(packed):
+    """The same step with an advantage that is no number."""
+    spoilt = [
+        [[replace(item, advantage=math.nan) for item in bundle] for bundle in bundles]
+        for bundles in packed.bundles
+    ]
+    return replace(packed, bundles=spoilt)
+
+
+def algorithms_main(rank: int, model_folder: Path, reference: Path, folder: Path) -> None:
+    """Per case a step of all sequences, one of a single sequence, and one that must change nothing."""
+    torch.set_num_threads(1)
+    mesh = join_group(str(folder / "rendezvous"), rank=rank, world_size=WORLD_SIZE)
+    for name, algorithm in CASES.items():
+        chosen = algorithm.model_copy(update={"reference": reference})
+        learner = make_learner(model_folder, mesh=mesh, algorithm=chosen)
+        for items in (ITEMS, LONE):
+            metrics = learner.step(step_of(items, chosen, ranks=WORLD_SIZE).microbatches(rank))
+            assert metrics.skipped == 0, name
+        before = full_parameters(learner)
+        if chosen.objective is not Objective.BALANCE:  # which takes no advantages
+            skipped = learner.step(broken(step_of(ITEMS, chosen, ranks=WORLD_SIZE)).microbatches(rank))
+            assert skipped.skipped == skipped.updates, name
+        after = full_parameters(learner)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in after.items())
+        if rank == 0:
+            save_file(after | {"loss": torch.tensor(metrics.loss)}, folder / f"{name}.safetensors")
+    leave_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks_of_every_kind(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("algorithms")
+    reference = make_model_folder(folder / "reference", seed=1)
+    context = multiprocessing.spawn(
+        algorithms_main, (model_folder, reference, folder), nprocs=WORLD_SIZE, join=False
+    )
+    done = any(context.join(timeout=JOIN_S) for _ in range(WORLD_SIZE))
+    for process in context.processes:
+        process.terminate()
+    assert done, "a rank hangs"
+    return folder, reference
+
+
+@pytest.mark.parametrize("name", set(CASES) - {"several updates"})
+def test_two_ranks_learn_what_one_process_does_whatever_the_algorithm(name, model_folder, two_ranks_of_every_kind):
+    """With several updates each has another part of the sequences, so there two ranks only have to agree."""
+    folder, reference = two_ranks_of_every_kind
+    algorithm = CASES[name].model_copy(update={"reference": reference})
+    learner = make_learner(model_folder, algorithm=algorithm)
+    for items in (ITEMS, LONE):
+        metrics = learner.step(step_of(items, algorithm, ranks=1).microbatches(0))
+    found = load_file(folder / f"{name}.safetensors")
+    assert float(found.pop("loss")) == pytest.approx(metrics.loss, rel=1e-4, abs=1e-6)
+    for key, tensor in full_parameters(learner).items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)

@@ -38,7 +38,7 @@ def test_on_policy_step_has_ratio_one(model_folder: Path):
     metrics = learner.step([msgspec.structs.replace(batch, behaviour_logprobs=logprobs.detach().numpy())])
     assert metrics.tokens.ratio_deviation == pytest.approx(0.0, abs=1e-6)
     assert metrics.tokens.clip_fraction == metrics.tokens.truncated_fraction == 0.0
-    assert metrics.mismatch_p99 <= metrics.mismatch_max < 1e-6
+    assert metrics.mismatch.max < 1e-6
     assert metrics.tokens.effective_share == pytest.approx(1.0)
     assert metrics.loss == pytest.approx(-1.0, rel=1e-5)
 
@@ -115,6 +115,8 @@ def test_an_update_that_is_not_finite_leaves_the_others_of_its_step(model_folder
     learner = make_learner(model_folder, algorithm=AlgorithmConfig(updates_per_step=2))
     alone = make_learner(model_folder)
     metrics = learner.step([good, broken])
+    assert all(np.isfinite(value) for value in asdict(metrics.tokens).values())
+    assert metrics.tokens.num_tokens == np.count_nonzero(good.loss_weights)
     alone.step([pack(sequences[:2], num_total=2)])
     assert metrics.skipped == 1
     assert np.isfinite(metrics.loss)

@@ -100,10 +100,11 @@ def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
 
 
 def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
-    items = [make_trajectory(f"a{i}", response=4, advantage=float(a)) for i, a in enumerate([3, -3, 1, -1])]
+    items = [make_trajectory(f"a{i}", response=4, advantage=float(a)) for i, a in enumerate([5, -1, 3, 1])]
     bins = fit([make_entry(item) for item in items], max_tokens=64)
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
-    assert np.std([terms.advantages(item) for item in items]) == pytest.approx(1.0, rel=1e-3)
+    found = [terms.advantages(item) for item in items]
+    assert (np.mean(found), np.std(found)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0, rel=1e-3))
 
 
 def test_a_teacher_speaks_where_the_token_is_predicted():

@@ -382,7 +382,8 @@ async def test_what_comes_from_elsewhere_takes_nothing_from_the_batch_of_a_versi
 
 async def test_the_speed_of_an_engine_is_measured_while_new_weights_wait(folders):
     async with serving(folders) as (story, weights):
-        measuring = asyncio.create_task(story.replica.measure_speed(vocab=61, max_len=128))
+        settings = {"vocab": 61, "max_len": 128, "sampling": SamplingParams(1)}
+        measuring = asyncio.create_task(story.replica.measure_speed(**settings))
         await story.until(lambda s: s.loads == [0])
         await weights.publish(1)
         async with asyncio.timeout(PATIENCE_S):

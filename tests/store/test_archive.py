@@ -2,15 +2,17 @@
 
 import os
 
+import numpy as np
+
 from laminar_py.audit.queries import story
 from laminar_py.audit.verify import verify
 from laminar_py.events import Assigned, Dropped, Restamped
 from laminar_py.store import archive
 from laminar_py.store.archive import archived_pieces, write_archive
 from laminar_py.store.database import reading
-from laminar_py.store.payload import stored_experts
+from laminar_py.store.payload import stored_recordings
 from laminar_py.store.recording import pack_mask
-from laminar_py.types import DropReason, Span
+from laminar_py.types import DropReason, SamplingMask, Span
 from tests.builders import make_experts
 from tests.store.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
 
@@ -79,7 +81,10 @@ async def test_masks_experts_and_corrected_spans_are_in_the_archive_too(tmp_path
         await ledger.commit()
         stored = story(tmp_path, "g0.0").response
         with reading(tmp_path) as connection:
-            assert stored_experts(connection, ["g0.0", "g9.9"]) == {"g0.0": make_experts(0, 9)}
+            found = stored_recordings(connection, ["g0.0", "g9.9"])
+            assert list(found) == ["g0.0"]
+            assert pack_mask(found["g0.0"].sampling_mask) == pack_mask(stored.sampling_mask)
+            assert found["g0.0"].routed_experts == make_experts(0, 9)
         assert await ledger.archive() == 1
     moved = story(tmp_path, "g0.0").response
     assert moved.spans == spans
@@ -104,3 +109,21 @@ async def test_experts_that_came_without_tokens_survive_a_crash_of_the_archive(t
     assert len(list(archived_pieces(tmp_path))) == 6
     assert story(tmp_path, "g0.0").response.routed_experts == make_experts(0, 7)
     assert verify(tmp_path) == []
+
+
+async def test_tokens_without_a_mask_were_drawn_from_the_whole_vocabulary(tmp_path):
+    """As of a run that was resumed with a cut that it had not before."""
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        ledger.append(Assigned("g0.0", 0, 1, 0))
+        mask = SamplingMask(np.array([2, 1], np.int32), np.array([3, 5, 9], np.int32))
+        for start, end, recorded in ((0, 3, None), (3, 5, mask)):
+            spans = (Span(0, start, end),)
+            ledger.store_segment("g0.0", start, spans, *tokens("g0.0", start, end), sampling_mask=recorded)
+        await ledger.commit()
+        with reading(tmp_path) as connection:
+            [found] = stored_recordings(connection, ["g0.0"]).values()
+    assert found.sampling_mask.counts.tolist() == [0, 0, 0, 2, 1]
+    assert found.sampling_mask.ids.tolist() == [3, 5, 9]
+    assert found.routed_experts is None
