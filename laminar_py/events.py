@@ -117,6 +117,7 @@ class Ready(Event, frozen=True):
 
     trajectory_id: str
     advantage: float
+    advantage_scale: float = 1.0  # what a unit of reward is in it
 
 
 class Consumed(Event, frozen=True):

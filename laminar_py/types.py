@@ -304,6 +304,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     reward: float | None = None
     token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
+    advantage_scale: float = 1.0  # what a unit of reward is in it
     weight: float = 1.0  # factor on its loss (staleness reweighting)
     sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
     routed_experts: RoutedExperts | None = None

@@ -30,6 +30,7 @@ def make_trajectory(
         reward,
         None,
         advantage,
+        1.0,
         weight,
     )
 

@@ -49,7 +49,7 @@ class Flow:
         prompt_at: Callable[[int], Prompt],
         recorder: Recorder,
         submit_score: Callable[[Trajectory, Prompt], None],
-        advantages: Callable[[Sequence[float]], FloatArray],
+        advantages: Callable[[Sequence[float]], tuple[FloatArray, float]],
         dispatcher: Dispatcher,
         admission: Admission,
         bound: StalenessBound,
@@ -365,8 +365,9 @@ class Flow:
             else:
                 del self.book.groups[group.id]
             return
-        for member, advantage in zip(survivors, self._advantages(rewards).tolist(), strict=True):
-            self.book.record(member.make_ready(advantage))
+        advantages, scale = self._advantages(rewards)
+        for member, advantage in zip(survivors, advantages.tolist(), strict=True):
+            self.book.record(member.make_ready(advantage, scale))
         await self.consumption.put(group)
 
     # ---- after a crash
@@ -416,6 +417,7 @@ class Flow:
             entry.reward,
             entry.token_rewards,
             entry.advantage or 0.0,
+            1.0 if entry.advantage_scale is None else entry.advantage_scale,
             routed=0 if response.routed_experts is None else response.routed_experts.positions,
         )
 

@@ -63,6 +63,7 @@ class Lifecycle:
     reward: float | None = None
     token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
+    advantage_scale: float = 1.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
     routed: int = 0  # leading positions whose experts are recorded; these and masks are in the ledger alone
@@ -177,11 +178,11 @@ class Lifecycle:
         self.reward, self.token_rewards = reward, token_rewards
         return Scored(self.id, reward, elapsed_s)
 
-    def make_ready(self, advantage: float) -> Ready:
+    def make_ready(self, advantage: float, scale: float = 1.0) -> Ready:
         """SCORED -> READY."""
         self._move({Status.SCORED}, Status.READY)
-        self.advantage = advantage
-        return Ready(self.id, advantage)
+        self.advantage, self.advantage_scale = advantage, scale
+        return Ready(self.id, advantage, scale)
 
     def consume(self, *, step: int, version: int, weight: float) -> Consumed:
         """READY -> CONSUMED by learner step `step` at learner version `version`."""
@@ -218,6 +219,7 @@ class Lifecycle:
             self.reward,
             self.token_rewards,
             self.advantage,
+            self.advantage_scale,
             weight,
         )
 

@@ -13,39 +13,40 @@ from laminar_py.algorithm import Advantage
 from laminar_py.codec import FloatArray
 
 Rewards: TypeAlias = npt.NDArray[np.float64]
+Advantages: TypeAlias = tuple[Rewards, float]
 STD_FLOOR = 1e-4  # added to the deviation; rewards are of the order of 1
 
 
-def over_std(rewards: Rewards) -> Rewards:
+def over_std(rewards: Rewards) -> Advantages:
     """`(r - mean) / (std + 1e-4)` with the sample deviation (K - 1): GRPO, Shao et al. 2024, section 4.1.2.
 
     E.g. `[1, 0, 0, 1]` gives about `[0.866, -0.866, -0.866, 0.866]`.
     """
-    deviation = float(rewards.std(ddof=1))
-    return centred(rewards) / (deviation + STD_FLOOR)
+    scale = 1.0 / (float(rewards.std(ddof=1)) + STD_FLOOR)
+    return (rewards - float(rewards.mean())) * scale, scale
 
 
-def centred(rewards: Rewards) -> Rewards:
+def centred(rewards: Rewards) -> Advantages:
     """`r - mean`: Dr. GRPO, Liu et al. 2025."""
-    return rewards - float(rewards.mean())
+    return rewards - float(rewards.mean()), 1.0
 
 
-def against_others(rewards: Rewards) -> Rewards:
+def against_others(rewards: Rewards) -> Advantages:
     """`r_i - mean_{j != i} r_j`: RLOO, Ahmadian et al. 2024; equals `K / (K - 1) (r - mean)`."""
-    return centred(rewards) * (len(rewards) / (len(rewards) - 1))
+    return (rewards - float(rewards.mean())) * (len(rewards) / (len(rewards) - 1)), 1.0
 
 
-def as_they_are(rewards: Rewards) -> Rewards:
+def as_they_are(rewards: Rewards) -> Advantages:
     """`r`; the packer normalises by mean and deviation of the whole step: REINFORCE++, Hu et al. 2025."""
-    return rewards
+    return rewards, 1.0
 
 
-def nothing(rewards: Rewards) -> Rewards:
-    """0: only a teacher teaches."""
-    return np.zeros_like(rewards)
+def nothing(rewards: Rewards) -> Advantages:
+    """0: only a teacher, a reference or a balance teaches."""
+    return np.zeros_like(rewards), 0.0
 
 
-GroupAdvantage: TypeAlias = Callable[[Rewards], Rewards]
+GroupAdvantage: TypeAlias = Callable[[Rewards], Advantages]
 ADVANTAGES: dict[Advantage, GroupAdvantage] = {
     Advantage.GROUP_STD: over_std,
     Advantage.GROUP_MEAN: centred,
@@ -55,11 +56,16 @@ ADVANTAGES: dict[Advantage, GroupAdvantage] = {
 }
 
 
-def group_advantages(kind: Advantage) -> Callable[[Sequence[float]], FloatArray]:
-    """Of the K >= 2 rewards of one prompt [K], their advantages [K]."""
+def group_advantages(kind: Advantage) -> Callable[[Sequence[float]], tuple[FloatArray, float]]:
+    """Of the K >= 2 rewards of one prompt [K]: their advantages [K], and what a unit of reward is in them.
 
-    def advantages(rewards: Sequence[float]) -> FloatArray:
+    Rewards are those of whole responses; where each token has its own, the advantage of token t is that of its
+    response less `scale * sum_{s < t} r_s`: the return from there on against the same baseline (`repack.packer`).
+    """
+
+    def advantages(rewards: Sequence[float]) -> tuple[FloatArray, float]:
         assert len(rewards) >= 2, f"a group of {len(rewards)} has no baseline"
-        return ADVANTAGES[kind](np.asarray(rewards, dtype=np.float64)).astype(np.float32)
+        values, scale = ADVANTAGES[kind](np.asarray(rewards, dtype=np.float64))
+        return values.astype(np.float32), scale
 
     return advantages

@@ -53,7 +53,13 @@ class StepTerms(msgspec.Struct, frozen=True):
 
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
         """Of each response token, or of all alike."""
-        return (trajectory.advantage - self.advantage_mean) * self.advantage_scale
+        advantage = (trajectory.advantage - self.advantage_mean) * self.advantage_scale
+        rewards = trajectory.token_rewards
+        if rewards is None or self.teaches:
+            return advantage
+        earlier = np.cumsum(rewards, dtype=np.float64) - rewards
+        scale = trajectory.advantage_scale * self.advantage_scale
+        return (advantage - scale * earlier).astype(np.float32)
 
     def places(self, bundle: Bundle) -> IntArray:
         """[S] of the groups that these trajectories are of."""

@@ -220,8 +220,9 @@ class Machine:
 
     def _ready(self, event: Ready) -> TrajectoryRow:
         row = self._find(event, Status.SCORED)
-        _finite(event, event.advantage)
-        row.status, row.advantage = Status.READY, event.advantage
+        _finite(event, event.advantage, event.advantage_scale)
+        row.status = Status.READY
+        row.advantage, row.advantage_scale = event.advantage, event.advantage_scale
         return row
 
     def _consumed(self, event: Consumed) -> TrajectoryRow:

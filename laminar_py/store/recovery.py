@@ -37,6 +37,7 @@ class LiveTrajectory:
     reward: float | None
     token_rewards: FloatArray | None  # [L]
     advantage: float | None
+    advantage_scale: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
             row.reward,
             np.frombuffer(rewards[0], np.float32) if rewards else None,
             row.advantage,
+            row.advantage_scale,
         )
 
 

@@ -42,6 +42,7 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False):
     cap: str | None = None  # the cap that cut it: `tokens` or `seconds`
     reward: float | None = None
     advantage: float | None = None
+    advantage_scale: float | None = None
     drop_reason: DropReason | None = None
     drop_detail: str | None = None
     step: int | None = None  # the learner step that consumed it

@@ -48,6 +48,7 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     cap TEXT,                     -- the cap that cut it, if any
     reward REAL,
     advantage REAL,
+    advantage_scale REAL,
     drop_reason TEXT,
     drop_detail TEXT,
     step INTEGER,                 -- the learner step that consumed it, and the version it was at

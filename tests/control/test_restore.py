@@ -22,7 +22,7 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
     replica = 0 if status is Status.RUNNING else None
     prompt = make_prompt(int(group[1:]))
     return LiveTrajectory(
-        name, group, int(index), kind, prompt, status, 2, replica, response, reason, reward, None, 0.5
+        name, group, int(index), kind, prompt, status, 2, replica, response, reason, reward, None, 0.5, 1.0
     )
 
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from laminar_py.algorithm import Advantage
 from laminar_py.learner.advantage import group_advantages
 
-grpo = group_advantages(Advantage.GROUP_STD)
+
+def advantages(kind, rewards):
+    return group_advantages(kind)(rewards)[0]
+
+
+def grpo(rewards):
+    return advantages(Advantage.GROUP_STD, rewards)
+
+
 GROUPS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
@@ -31,12 +39,12 @@ def test_advantages_equal_the_torch_formula(rewards: list[float]):
 
 @pytest.mark.parametrize("kind", set(Advantage) - {Advantage.BATCH_STD})
 def test_a_group_without_signal_has_no_advantages(kind: Advantage):
-    np.testing.assert_allclose(group_advantages(kind)([0.7] * 5), 0.0, atol=1e-6)
+    np.testing.assert_allclose(advantages(kind, [0.7] * 5), 0.0, atol=1e-6)
 
 
 @given(GROUPS)
 def test_leaving_one_out_compares_with_the_mean_of_the_others(rewards: list[float]):
-    found = group_advantages(Advantage.LEAVE_ONE_OUT)(rewards)
+    found = advantages(Advantage.LEAVE_ONE_OUT, rewards)
     for index, advantage in enumerate(found):
         others = rewards[:index] + rewards[index + 1 :]
         assert advantage == pytest.approx(rewards[index] - sum(others) / len(others), abs=1e-5)
@@ -45,7 +53,7 @@ def test_leaving_one_out_compares_with_the_mean_of_the_others(rewards: list[floa
 @given(rewards=GROUPS)
 def test_without_a_deviation_advantages_are_in_units_of_reward(rewards: list[float]):
     expected = np.array(rewards) - np.mean(rewards)
-    np.testing.assert_allclose(group_advantages(Advantage.GROUP_MEAN)(rewards), expected, atol=1e-5)
+    np.testing.assert_allclose(advantages(Advantage.GROUP_MEAN, rewards), expected, atol=1e-5)
 
 
 def test_a_group_of_one_has_no_baseline():
@@ -56,3 +64,12 @@ def test_a_group_of_one_has_no_baseline():
 def test_advantages_do_without_torch():
     code = "import sys, laminar_py.learner.advantage; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("kind", [Advantage.GROUP_STD, Advantage.GROUP_MEAN, Advantage.LEAVE_ONE_OUT])
+def test_the_scale_is_what_a_unit_of_reward_is(kind: Advantage):
+    """Between members, since the baseline of one depends on the others alone or is common to all."""
+    rewards = [1.0, 0.25, 0.0, 3.0]
+    found, scale = group_advantages(kind)(rewards)
+    others = len(rewards) / (len(rewards) - 1) if kind is Advantage.LEAVE_ONE_OUT else 1.0
+    assert found[3] - found[1] == pytest.approx(2.75 * scale * others, rel=1e-5)

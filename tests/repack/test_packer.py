@@ -107,6 +107,14 @@ def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
     assert (np.mean(found), np.std(found)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0, rel=1e-3))
 
 
+def test_rewards_of_tokens_become_the_return_from_there_on():
+    """Against the same baseline: what came before a token is no credit of it."""
+    item = make_trajectory("a", prompt=2, response=4, advantage=1.5)
+    item = replace(item, token_rewards=np.array([0.0, 1.0, 0.0, 2.0], np.float32), advantage_scale=0.5)
+    [batch] = pack_here([item]).microbatches(0)
+    assert batch.advantages.tolist() == [0, 1.5, 1.5, 1.0, 1.0, 0]
+
+
 def test_a_teacher_speaks_where_the_token_is_predicted():
     item = replace(make_trajectory("a", prompt=2, response=3), token_rewards=np.array([-1, -2, -3], np.float32))
     bins = fit([make_entry(item)], max_tokens=64)
