@@ -1,7 +1,8 @@
-"""The learner: one optimizer step on packed microbatches. Called by the learner's process in `runtime`.
+"""The learner: a step on packed microbatches. Called by the learner's process in `runtime`.
 
-Invariant: a step depends on its tokens and their loss weights alone, not on how they are split into
-microbatches and over ranks (law 5, up to fp32 rounding).
+Invariant: an update depends on its tokens and their loss weights alone, not on how they are split into
+microbatches and over ranks (law 5, up to fp32 rounding). Which tokens are in which update of a step follows from
+that split.
 """
 
 import math

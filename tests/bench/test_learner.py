@@ -1,6 +1,7 @@
 """The learner's benchmark on a tiny model: every figure is there, and the exact ones hold at any size."""
 
-from laminar_py.bench.learner import LLAMA, Scale, rows
+from laminar_py.bench.learner import Scale, rows
+from laminar_py.bench.learner_agreement import LLAMA
 
 TINY = Scale(model=LLAMA, sequences=16, median=16, repeats=1, engine_tokens=400, memory=(2048, 4096, 32))
 

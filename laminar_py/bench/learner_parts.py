@@ -1,0 +1,69 @@
+"""What the learner's benchmarks share: learners, lengths and trajectories."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from laminar_py.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.step import Learner
+from laminar_py.repack.packer import pack
+from laminar_py.types import FinishReason, Kind, MicroBatch, Span, Trajectory
+
+MAX_TOKENS = 2048
+SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50
+
+
+def pack_here(items: Sequence[Trajectory], *, max_tokens: int) -> list[MicroBatch]:
+    """Microbatches of one rank; one for each sequence where `max_tokens` holds none."""
+    if max_tokens < max(item.num_tokens for item in items):
+        step = pack(items, max_tokens=10**9, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0)
+        return [msgspec.structs.replace(step, bundles=[[[item]]]).microbatches(0)[0] for item in items]
+    packed = pack(items, max_tokens=max_tokens, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0)
+    return list(packed.microbatches(0))
+
+
+def gradient(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    for batch in batches:
+        logprobs, _ = policy_logprobs(learner.model, batch)
+        (torch.tensor(batch.loss_weights * batch.advantages) * logprobs).sum().backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
+    learner.model.zero_grad()
+    return gradients
+
+
+def make_learner(folder: Path) -> Learner:
+    return Learner(ModelConfig(path=folder), LearnerConfig(), AlgorithmConfig(), temperature=1.0, seed=0)
+
+
+def draw_lengths(count: int, *, median: int, seed: int) -> list[int]:
+    """Prompt and response together."""
+    normal = np.random.default_rng(seed).standard_normal(count)
+    lengths: list[int] = np.clip(np.rint(median * np.exp(SIGMA * normal)), 4, 1024).astype(int).tolist()
+    return lengths
+
+
+def make_trajectory(index: int, length: int, *, vocab: int = 512, prompt: np.ndarray | None = None) -> Trajectory:
+    generator = np.random.default_rng(index)
+    first = generator.integers(1, vocab, max(1, length // 8)).astype(np.int32) if prompt is None else prompt
+    count = length - len(first)
+    return Trajectory(
+        f"t{index}.0",
+        f"p{index}",
+        f"t{index}",
+        0,
+        Kind.TRAIN,
+        first,
+        generator.integers(1, vocab, count).astype(np.int32),
+        np.zeros(count, np.float32),
+        np.ones(count, np.bool_),
+        (Span(0, 0, count),),
+        FinishReason.STOP,
+        1.0,
+        advantage=float(generator.normal()),
+    )
