@@ -149,6 +149,7 @@ class Flow:
         for move in planned:
             if self._may_move(move, version):
                 moving.open[move.trajectory_id] = move.destination
+                moving.planned[move.trajectory_id] = move.prefill
                 moving.asked.setdefault(move.source, []).append(move.trajectory_id)
             else:
                 self.moves.refuse(move.destination, move.trajectory_id)

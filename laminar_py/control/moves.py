@@ -18,6 +18,8 @@ class Round:
     version: int
     open: dict[str, int]  # trajectory -> destination, of those under way
     asked: dict[int, list[str]] = field(default_factory=dict)  # by source
+    planned: dict[str, int] = field(default_factory=dict)  # tokens that the plan counted for each
+    growth: list[int] = field(default_factory=list)  # by how many more each arrived with
     num_running: int = 0  # that have arrived with what they had
     num_waiting: int = 0  # that have arrived and had not begun
     prefill: Counter[int] = field(default_factory=Counter)  # tokens that each destination computes for them
@@ -54,6 +56,8 @@ class Moves:
             moving.num_running += length > 0
             moving.num_waiting += length == 0
             moving.prefill[replica] += prefill
+            if moving.planned[trajectory_id]:
+                moving.growth.append(prefill - moving.planned[trajectory_id])
         self.ends(trajectory_id, at=replica)
 
     def ends(self, trajectory_id: str, *, at: int | None = None) -> None:

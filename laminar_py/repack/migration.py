@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Protocol
 
 from laminar_py.config import RepackPlanner
@@ -21,6 +22,9 @@ from laminar_py.interfaces import Clock
 from laminar_py.repack.planner import Move, PaperPlanner, Planner, PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
 from laminar_py.types import FinishReason, Survey, Trajectory
+
+MARGIN = 1.2  # on what responses were seen to add between survey and hand-over
+FORGET = 0.95  # what is left of that with each round in which they added less
 
 
 class Fleet(Protocol):
@@ -68,6 +72,7 @@ class Migration:
         self._published = published
         self._remaining = RemainingTokens(settings.max_tokens)
         self._newest = -1  # version on record when the last round began
+        self._growth: float | None = None  # tokens that responses added on their way, lately at most
         self._previous: dict[int, int] = {}  # KV tokens of each replica when it was last looked at
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -100,8 +105,14 @@ class Migration:
             return PaperPlanner(RampDown(self._previous, speed.roofline_batch))
         self._remaining.look([held.length for survey in surveys for held in survey.running])
         forecast = GroupForecast(self._remaining, self._flow.book.finished_by_group())
+        if self._growth is None:  # before any has moved: what one adds in an interval
+            self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
         return PredictivePlanner(
-            speed, forecast, max_stall_s=self._settings.max_stall_s, empties=self._flow.hungry
+            speed,
+            forecast,
+            max_stall_s=self._settings.max_stall_s,
+            growth=1 + int(MARGIN * self._growth),
+            empties=self._flow.hungry,
         )
 
     async def _carry_out(self, version: int, planned: Sequence[Move]) -> None:
@@ -123,6 +134,8 @@ class Migration:
 
     async def _record(self, moving: Round, began: float) -> None:
         await moving.settled.wait()
+        if moving.growth:
+            self._growth = max(mean(moving.growth), FORGET * (self._growth or 0.0))
         if moving.num_running + moving.num_waiting:
             event = Repacked(
                 moving.version,

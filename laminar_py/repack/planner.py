@@ -15,8 +15,6 @@ import numpy.typing as npt
 from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown
 from laminar_py.types import Held, Survey
 
-GROWTH = 64  # tokens that a response may add between the survey and its hand-over
-
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -86,15 +84,23 @@ class PredictivePlanner:
        is freed for as long as its longest response is expected to go on; destinations stand still for prefill
        and are slower afterwards. Not where a freed replica would get nothing (`empties` is False).
 
-    `to_come(held [n]) -> [n]` predicts the tokens of their responses that are still to come.
+    `to_come(held [n]) -> [n]` predicts the tokens of their responses that are still to come; `growth` is what each
+    adds between the survey and its hand-over.
     """
 
     def __init__(
-        self, speed: EngineSpeed, to_come: "Forecast", *, max_stall_s: float, empties: bool = True
+        self,
+        speed: EngineSpeed,
+        to_come: "Forecast",
+        *,
+        max_stall_s: float,
+        growth: int = 64,
+        empties: bool = True,
     ) -> None:
         self._speed = speed
         self._to_come = to_come
         self._stall_tokens = int(max_stall_s * speed.prefill_tokens_per_s)
+        self._growth = growth
         self._empties = empties
 
     def plan(self, group: Sequence[Survey]) -> list[Move]:
@@ -139,7 +145,7 @@ class PredictivePlanner:
         ordered = sorted(tail, key=lambda survey: (survey.kv_used, survey.replica))
         if len(ordered) < 2:
             return []
-        rooms = _Rooms(ordered, self._stall_tokens)
+        rooms = _Rooms(ordered, self._stall_tokens, self._growth)
         gains = self._gains(ordered)
         moves: list[Move] = []
         for source, gain in zip(ordered, gains, strict=True):
@@ -150,7 +156,7 @@ class PredictivePlanner:
                 rooms.come_back(source.replica)
                 continue
             for held in sorted(source.running, key=lambda held: -held.context):
-                destination = rooms.place(held.context + GROWTH)
+                destination = rooms.place(held.context + self._growth)
                 if destination is not None:
                     moves.append(_move(held, source, destination))
         return moves
@@ -197,8 +203,9 @@ class _Rooms:
     the stall limit leaves.
     """
 
-    def __init__(self, surveys: Sequence[Survey], stall_tokens: int) -> None:
+    def __init__(self, surveys: Sequence[Survey], stall_tokens: int, growth: int) -> None:
         self._stall_tokens = stall_tokens
+        self._growth = growth
         self._slots = {survey.replica: survey.slots - len(survey.running) for survey in surveys}
         self._entries: list[tuple[int, int, int]] = []
         self._entry: dict[int, tuple[int, int, int]] = {}
@@ -225,7 +232,7 @@ class _Rooms:
 
         One that no destination can ever take would stay behind, alone.
         """
-        longest = max(held.context for held in source.running) + GROWTH
+        longest = max(held.context for held in source.running) + self._growth
         widest = max((entry[1] for entry in self._entries), default=0)
         fits = longest <= min(self._stall_tokens, widest)
         return fits and source.kv_used <= self._free_kv and len(source.running) <= self._free_slots

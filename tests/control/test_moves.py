@@ -39,6 +39,9 @@ async def test_it_goes_on_at_its_destination_with_its_prefix_under_its_version()
     assert fleet.flow.moves.take_called_off() == {}
     reasons = [event.reason for event in fleet.log.events if isinstance(event, Interrupted)]
     assert reasons == ["repacked"]
+    prefill = len(item.prompt_ids) + 5
+    assert fleet.round.prefill == {1: prefill}
+    assert fleet.round.growth == [prefill - 6], "the plan counted 6 tokens"
 
 
 async def test_one_that_has_not_begun_keeps_the_version_that_it_was_given():
