@@ -23,7 +23,7 @@ from laminar_py.repack.planner import Move, PaperPlanner, Planner, PredictivePla
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
 from laminar_py.types import FinishReason, Survey, Trajectory
 
-MARGIN = 1.2  # on what responses were seen to add between survey and hand-over
+MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
 FORGET = 0.95  # what is left of that with each round in which they added less
 
 
