@@ -36,6 +36,7 @@ def load_reference(
             f" {policy.config.vocab_size}; name a model with the same tokenizer"
         )
     model.requires_grad_(False)
+    model.router_replay = None  # its experts are its own choice
     return model
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
+from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from tests.learner.builders import VOCAB, make_learner, make_sequences, pack
@@ -118,3 +119,13 @@ def test_rows_that_are_not_recorded_are_routed_as_ever(mixture: Path):
     nothing = np.full((batch.num_tokens, LAYERS, TOP_K), -1, np.int16)
     plain = policy_logprobs(learner.model, batch)[0]
     assert torch.equal(policy_logprobs(learner.model, msgspec.structs.replace(batch, experts=nothing))[0], plain)
+
+
+def test_a_reference_routes_by_itself_whatever_is_recorded_of_the_policy(mixture: Path):
+    learner = make_learner(mixture, algorithm=AlgorithmConfig(kl_coef=0.1, reference=mixture))
+    batch = pack(make_sequences(), num_total=6)
+    forced = msgspec.structs.replace(batch, experts=np.zeros((batch.num_tokens, LAYERS, TOP_K), np.int16))
+    rows = torch.tensor(np.flatnonzero(batch.loss_weights))
+    plain = learner._reference_logprobs(batch, rows)
+    assert torch.equal(learner._reference_logprobs(forced, rows), plain)
+    assert not torch.equal(policy_logprobs(learner.model, forced)[0][rows], plain)
