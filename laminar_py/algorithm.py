@@ -39,6 +39,13 @@ class Aggregation(StrEnum):
     CONSTANT = "constant"
 
 
+class Partition(StrEnum):
+    """Where the partition function of trajectory balance comes from."""
+
+    GROUP = "group"
+    LEARNED = "learned"
+
+
 class Proximal(StrEnum):
     """The policy that the trust region is around."""
 
@@ -107,10 +114,15 @@ class AlgorithmConfig(Section):
     objective: Objective = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
     log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
-    squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`, with Z estimated from its
-    group; it needs no importance weights, however old the response is."""
+    squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`; it needs no importance
+    weights, however old the response is."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """For `balance`: the policy it leads to is the reference times exp(reward / beta)."""
+    partition: Partition = Partition.GROUP
+    """For `balance`: log Z of a prompt. `group`: minus the mean imbalance of its responses in the step, for which
+    there is one more forward pass. `learned`: a linear head on the policy's state at the prompt's last token."""
+    partition_lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate of the `learned` partition function."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped; 1: none are."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2

@@ -71,6 +71,22 @@ class TopologyKind(StrEnum):
     AUTO = "auto"
 
 
+class Decay(StrEnum):
+    """How the learning rate falls after its warm-up."""
+
+    NONE = "none"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Recompute(StrEnum):
+    """Which activations are computed again in the backward pass."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    ALL = "all"
+
+
 class RepackPlanner(StrEnum):
     """What consolidates trajectories in flight."""
 
@@ -308,7 +324,11 @@ class LearnerConfig(Section):
     """Optimisation."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate of AdamW."""
+    """Learning rate of AdamW, after its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises to `lr`, linearly."""
+    decay: Decay = Decay.NONE
+    """`linear` or `cosine`: the learning rate falls from there to 0 at the last of `steps`. `none`: it stays."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -317,9 +337,15 @@ class LearnerConfig(Section):
     """Largest gradient norm."""
     world_size: Count = 1
     """Data-parallel ranks (FSDP2), each in a process of its own."""
-    recompute: bool = False
-    """Compute the activations of each layer again in the backward pass instead of keeping them: a third more work,
-    and memory for one layer instead of all. For long microbatches."""
+    recompute: Recompute = Recompute.NONE
+    """Activations that the backward pass computes again instead of keeping them, for long microbatches. `all` of a
+    layer: a third more work, and memory for one layer instead of all. `selective`: attention and every second
+    matrix product are kept; about a sixth more work."""
+    compile: bool = False
+    """Compile each layer (`torch.compile`): faster on GPUs, after some minutes at the start."""
+    offload: bool = False
+    """Keep master weights, gradients and optimizer in the memory of the host, and update them there: 16 bytes a
+    parameter less on GPUs, and a slower step. Only with a learner on GPUs."""
     max_skipped: Count = 3
     """Steps in a row whose gradient is not finite, and which are skipped, after which the run ends."""
     publish_every: Count = 1

@@ -30,9 +30,8 @@ def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str 
     store, interface = _meet(rendezvous, rank, world_size)
     # Gloo and NCCL read their interface from the environment only.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size
-    )
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # gloo for what is offloaded to the host
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from laminar_py.learner.model import is_mixture
+from laminar_py.learner.optimizer import PARTITION
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -39,7 +40,7 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
     tied = every - {name for name, _ in model.named_parameters()}
     mixture = is_mixture(model.config)
     for name, tensor in model.state_dict().items():
-        if name not in tied:
+        if name not in tied and not name.startswith(PARTITION):
             cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
             full = (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach()
             # experts are one tensor in memory, and one for each in files

@@ -6,20 +6,25 @@ wraps it later; master weights are fp32, and dropout never acts.
 
 import types
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from laminar_py.config import ModelConfig
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.logprob import Support, token_logprobs
+from laminar_py.learner.optimizer import PARTITION
 from laminar_py.learner.routing import RouterReplay
 from laminar_py.types import MicroBatch
 
@@ -65,6 +70,7 @@ def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device:
     if is_mixture(config):
         model.router_replay = RouterReplay(model)
     model.forward = types.MethodType(_packed_forward(temperature), model)
+    model.compute_device = device  # `model.device` is the host's where FSDP offloads to it
     # Evaluation mode: the new log-probabilities must be those of the weights, without dropout.
     return model.to(device).eval()
 
@@ -86,23 +92,36 @@ def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> N
         raise ValueError(f"{field}={path}: has no safetensors; add the weights or set model.from_scratch=true")
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep only the input of each layer for the backward pass. Call it before `shard`."""
-    for layer in model.base_model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+def add_partition(model: PreTrainedModel) -> None:
+    """A linear head that gives log Z of a prompt by the model's state at its last token; 0 at first.
+
+    Call it before `shard`. It is trained and kept in checkpoints, and no part of what is published.
+    """
+    head = nn.Linear(model.config.hidden_size, 1, device=model.compute_device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    model.add_module(PARTITION, head)
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def shard(model: PreTrainedModel, mesh: DeviceMesh, *, offload: bool = False) -> None:
     """FSDP2 over the data-parallel `mesh`: each layer, then the rest; gradients are summed over ranks.
 
-    On CUDA the layers compute in bf16 and reduce in fp32; on a CPU all is fp32.
+    On CUDA the layers compute in bf16 and reduce in fp32; on a CPU all is fp32. With `offload`, parameters and
+    gradients are in the host's memory between their uses.
     """
+    on_gpu = mesh.device_type == "cuda"
     precision = MixedPrecisionPolicy()
-    if mesh.device_type == "cuda":
+    if on_gpu:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    where = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
+    layers = list(getattr(model.base_model, "layers", ()))
+    if not layers:
+        raise ValueError(
+            f"model.path={model.name_or_path}: a {model.config.model_type} model names no list of layers, which is"
+            " what is sharded; train a decoder of transformers that has one, or set learner.world_size=1 on a CPU"
+        )
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
     # Neither setting is recursive: a layer left out would divide its gradients by the world size.
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
@@ -116,11 +135,17 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of its distribution, fp32 [T] each, at the model's temperature."""
-    device = model.device
+    logprobs, entropy, _ = policy_outputs(model, batch)
+    return logprobs, entropy
+
+
+def policy_outputs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same, and log Z of what follows each token, fp32 [T], where the model has a head for it."""
+    device = model.compute_device
     replay: RouterReplay | None = getattr(model, "router_replay", None)
     if replay is not None:
         replay.force(batch, device=device)
-    logprobs, entropy = model(
+    outputs: tuple[Tensor, Tensor, Tensor | None] = model(
         input_ids=torch.tensor(batch.input_ids, dtype=torch.long, device=device),
         position_ids=torch.tensor(batch.position_ids, dtype=torch.long, device=device),
         labels=torch.tensor(batch.labels, dtype=torch.long, device=device),
@@ -128,7 +153,7 @@ def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, 
         longest=max(batch.lengths),
         support=_support(batch, device),
     )
-    return logprobs, entropy
+    return outputs
 
 
 def _support(batch: MicroBatch, device: torch.device) -> Support | None:
@@ -137,7 +162,7 @@ def _support(batch: MicroBatch, device: torch.device) -> Support | None:
     return Support.build(batch.support.counts, batch.support.ids, device=device)
 
 
-def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
+def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
     """The forward that is bound before sharding, so that FSDP's hooks gather the output embedding too."""
 
     def forward(
@@ -149,7 +174,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         cu_seqlens: Tensor,
         longest: int,
         support: Support | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         hidden = model.base_model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -160,6 +185,9 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
             max_length_k=longest,
         ).last_hidden_state[0]
         head = model.get_output_embeddings().weight
-        return token_logprobs(hidden, head, labels, temperature=temperature, support=support)
+        logprobs, entropy = token_logprobs(hidden, head, labels, temperature=temperature, support=support)
+        partition: nn.Module | None = getattr(model, PARTITION, None)
+        # The policy's own features are not bent towards log Z.
+        return logprobs, entropy, None if partition is None else partition(hidden.detach())[:, 0].float()
 
     return forward

@@ -5,7 +5,6 @@ microbatches and over ranks (law 5, up to fp32 rounding). Which tokens are in wh
 that split.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,18 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Proximal
+from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Partition, Proximal
 from laminar_py.codec import FloatArray
 from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.learner.activations import compile_layers, recompute_activations
 from laminar_py.learner.checkpoint import load_checkpoint, save_checkpoint
 from laminar_py.learner.export import export_hf, named_tensors
 from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.metrics import TokenSums
-from laminar_py.learner.model import load_policy, load_reference, policy_logprobs, recompute_activations, shard
+from laminar_py.learner.model import (
+    add_partition,
+    is_mixture,
+    load_policy,
+    load_reference,
+    policy_logprobs,
+    policy_outputs,
+    shard,
+)
 from laminar_py.learner.objectives import Terms, imbalance
+from laminar_py.learner.optimizer import Optimizer
 from laminar_py.types import MicroBatch, StepMetrics
 
 
@@ -45,31 +53,37 @@ class Learner:
         *,
         temperature: float,
         seed: int,
+        num_steps: int = 1,
         mesh: DeviceMesh | None = None,
     ) -> None:
+        """`num_steps` of the whole run, over which the learning rate decays."""
         self._source = model.path
-        self._settings = settings
         self._algorithm = algorithm
         self._mesh = mesh
-        device = torch.device(mesh.device_type if mesh else "cpu")
+        self._device = device = torch.device(mesh.device_type if mesh else "cpu")
         self.model = load_policy(model, seed=seed, temperature=temperature, device=device)
-        if settings.recompute:
-            recompute_activations(self.model)
+        self._learns_partition = (
+            algorithm.objective is Objective.BALANCE and algorithm.partition is Partition.LEARNED
+        )
+        if self._learns_partition:
+            add_partition(self.model)
+        recompute_activations(self.model, settings.recompute)
+        if settings.compile:
+            if is_mixture(self.model.config):
+                raise ValueError(
+                    "learner.compile=true: layers with experts are not compiled, since each step has other shapes"
+                    " and may force other experts; set it to false"
+                )
+            compile_layers(self.model)
         if mesh:
-            shard(self.model, mesh)
+            shard(self.model, mesh, offload=settings.offload)
         self._reference: PreTrainedModel | None = None
         if algorithm.refers:
             folder = algorithm.reference or model.path
             self._reference = load_reference(folder, self.model, temperature=temperature, device=device)
             if mesh:
-                shard(self._reference, mesh)
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+                shard(self._reference, mesh, offload=settings.offload)
+        self._optimizer = Optimizer(self.model, settings, num_steps=num_steps, partition_lr=algorithm.partition_lr)
         self.num_steps = 0
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
@@ -82,7 +96,7 @@ class Learner:
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
-        sums = TokenSums(self.model.device)
+        sums = TokenSums(self._device)
         updates = min(self._algorithm.updates_per_step, len(microbatches))
         parts = [microbatches[first::updates] for first in range(updates)]
         shares, before = self._shares(parts), [None, *(self._recompute(part) for part in parts[1:])]
@@ -90,7 +104,7 @@ class Learner:
         losses: list[float] = []  # of updates that took place
         norms: list[float] = []
         for part, share, proximal in zip(parts, shares, before, strict=True):
-            loss, seen = torch.zeros((), device=self.model.device), TokenSums(self.model.device)
+            loss, seen = torch.zeros((), device=self._device), TokenSums(self._device)
             for place, batch in enumerate(part):
                 self._reduce_gradients(place == len(part) - 1)
                 at_start = None if proximal is None else proximal[place]
@@ -102,7 +116,7 @@ class Learner:
                     scale=1.0 / share,
                     untouched=not norms,
                 )
-            total, norm = self._over_ranks(float(loss)), self._update()
+            total, norm = self._over_ranks(float(loss)), self._optimizer.update(self.num_steps)
             if norm is not None:
                 losses.append(total)
                 norms.append(norm)
@@ -134,11 +148,15 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; a later `load` continues bit-identically."""
-        save_checkpoint(folder, model=self.model, optimizer=self._optimizer, step=self.num_steps, mesh=self._mesh)
+        save_checkpoint(
+            folder, model=self.model, optimizer=self._optimizer.adamw, step=self.num_steps, mesh=self._mesh
+        )
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint. Raises `ValueError` if it is torn."""
-        self.num_steps = load_checkpoint(folder, model=self.model, optimizer=self._optimizer, mesh=self._mesh)
+        self.num_steps = load_checkpoint(
+            folder, model=self.model, optimizer=self._optimizer.adamw, mesh=self._mesh
+        )
 
     def _accumulate(
         self,
@@ -151,12 +169,14 @@ class Learner:
         untouched: bool = True,
     ) -> Tensor:
         """Add the gradient of one microbatch, `scale` times; its loss (scalar)."""
-        logprobs, entropy = policy_logprobs(self.model, batch)
+        logprobs, entropy, partition = policy_outputs(self.model, batch)
         rows = torch.tensor(np.flatnonzero(batch.loss_weights), device=logprobs.device)  # of trained tokens
         staleness = torch.tensor(batch.staleness, device=logprobs.device)[rows]
         terms = self._terms(batch, rows, logprobs[rows], staleness, None if proximal is None else proximal[rows])
         if log_partition is not None:
             terms = replace(terms, log_partition=log_partition[_groups(batch, rows.device)])
+        if partition is not None:
+            terms = replace(terms, log_partition=partition[_first(terms, rows, length=len(partition))])
         loss = policy_loss(terms, self._algorithm) * scale
         loss.backward()  # type: ignore[no-untyped-call]
         sums.add(terms, entropy=entropy[rows], staleness=staleness, settings=self._algorithm, untouched=untouched)
@@ -195,11 +215,11 @@ class Learner:
         )
 
     def _log_partition(self, microbatches: Sequence[MicroBatch]) -> Tensor | None:
-        """Estimate for each group of the step by the policy at its start, [G], where the algorithm balances."""
-        if self._algorithm.objective is not Objective.BALANCE:
+        """Estimate for each group of the step by the policy at its start, [G], if the algorithm asks for it."""
+        if self._algorithm.objective is not Objective.BALANCE or self._learns_partition:
             return None
         count = 1 + max(int(batch.groups.max()) for batch in microbatches if batch.groups is not None)
-        device = self.model.device
+        device = self._device
         sums = torch.zeros(2, int(self._over_ranks(count, dist.ReduceOp.MAX)), device=device)
         for batch in microbatches:
             with torch.no_grad():
@@ -240,24 +260,11 @@ class Learner:
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
 
-    def _update(self) -> float | None:
-        """Clip, step, clear. Returns the gradient norm before clipping; None if it is not finite, and no step."""
-        parameters = list(self.model.parameters())
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        if not math.isfinite(norm):
-            self._optimizer.zero_grad()
-            return None
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.grad_clip, total)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return norm
-
     def _over_ranks(self, value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
         """Its sum, or what else is asked for."""
         if not self._mesh:
             return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.model.device)
+        total = torch.tensor(value, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, op=how, group=self._mesh.get_group())
         return float(total)
 
@@ -265,3 +272,9 @@ class Learner:
 def _groups(batch: MicroBatch, device: torch.device) -> Tensor:
     assert batch.groups is not None, "the packer names groups where the algorithm compares their members"
     return torch.tensor(batch.groups, device=device)
+
+
+def _first(terms: Terms, rows: Tensor, *, length: int) -> Tensor:
+    """Where each sequence's first trained token is predicted, [S]: at its prompt's end; the last if none is."""
+    first = torch.full((terms.num_sequences,), length - 1, device=rows.device)
+    return first.scatter_reduce(0, terms.sequence, rows, "amin")

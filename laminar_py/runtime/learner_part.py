@@ -93,6 +93,7 @@ def _real_learner(
         config.algorithm,
         temperature=config.rollout.sampling.temperature,
         seed=config.seed,
+        num_steps=config.steps,
         mesh=mesh,
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())

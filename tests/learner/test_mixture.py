@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from laminar_py.algorithm import AlgorithmConfig
+from laminar_py.config import Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from tests.learner.builders import VOCAB, make_learner, make_sequences, pack
+from tests.learner.builders import SETTINGS, VOCAB, make_learner, make_sequences, pack
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -78,12 +79,12 @@ def test_files_have_the_names_and_values_that_transformers_gives_them(mixture: P
     assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_replaying_its_own_choice_changes_nothing(mixture: Path, recompute: bool):
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_replaying_its_own_choice_changes_nothing(mixture: Path, recompute: Recompute):
     learner = make_learner(mixture)
     batch = pack(make_sequences(), num_total=6)
     logprobs, plain = gradients(learner, batch)
-    settings = learner._settings.model_copy(update={"recompute": recompute})
+    settings = SETTINGS.model_copy(update={"recompute": recompute})
     replayed = msgspec.structs.replace(batch, experts=chosen(learner, batch))
     again, found = gradients(make_learner(mixture, settings=settings), replayed)
     assert torch.equal(again, logprobs)

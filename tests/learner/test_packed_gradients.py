@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from laminar_py.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.codec import decode, encode
-from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.config import LearnerConfig, ModelConfig, Recompute
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
@@ -98,10 +98,11 @@ def test_temperature_divides_the_logits(model_folder: Path):
     torch.testing.assert_close(logprobs[:-1], reference[:-1].gather(1, ids[1:, None])[:, 0])
 
 
-def test_activations_that_are_computed_again_give_the_very_same_gradients(model_folder: Path):
+@pytest.mark.parametrize("recompute", [Recompute.ALL, Recompute.SELECTIVE])
+def test_activations_that_are_computed_again_give_the_very_same_gradients(model_folder: Path, recompute):
     batch = pack(make_sequences(), num_total=6)
     plain = make_learner(model_folder)
-    again = make_learner(model_folder, settings=SETTINGS.model_copy(update={"recompute": True}))
+    again = make_learner(model_folder, settings=SETTINGS.model_copy(update={"recompute": recompute}))
     calls = []
     again.model.base_model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     loss, grads = gradients(again, [batch])

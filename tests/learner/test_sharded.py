@@ -10,7 +10,8 @@ import torch.multiprocessing as multiprocessing
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from laminar_py.algorithm import AlgorithmConfig, Objective
+from laminar_py.algorithm import AlgorithmConfig, Objective, Partition
+from laminar_py.config import Recompute
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.repack.balance import fit, make_entry
 from laminar_py.repack.packer import assign, step_terms
@@ -37,14 +38,14 @@ def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
     """Two steps, a checkpoint, a third step and the same third step from the checkpoint."""
     torch.set_num_threads(1)
     mesh = join_group(str(folder / "rendezvous"), rank=rank, world_size=WORLD_SIZE)
-    settings = SETTINGS.model_copy(update={"recompute": True})  # changes nothing but memory
+    settings = SETTINGS.model_copy(update={"recompute": Recompute.ALL})  # changes nothing but memory
     learner = make_learner(model_folder, mesh=mesh, settings=settings)
     metrics = [learner.step(microbatches(rank, WORLD_SIZE)) for _ in range(2)]
     learner.export_hf(folder / "out")
     learner.save(folder / "checkpoint")
     learner.step(microbatches(rank, WORLD_SIZE))
     third = full_parameters(learner)
-    resumed = make_learner(model_folder, mesh=mesh)
+    resumed = make_learner(model_folder, mesh=mesh, settings=SETTINGS.model_copy(update={"offload": True}))
     resumed.load(folder / "checkpoint")
     resumed.step(microbatches(rank, WORLD_SIZE))
     assert all(torch.equal(tensor, third[name]) for name, tensor in full_parameters(resumed).items())
@@ -90,6 +91,7 @@ def test_a_checkpoint_of_two_ranks_loads_in_one_process(model_folder: Path, two_
 CASES = {
     "tba": AlgorithmConfig(name="tba", beta=0.5),
     "several updates": AlgorithmConfig(name="decoupled_ppo", updates_per_step=2, kl_coef=0.1),
+    "learned partition": AlgorithmConfig(name="tba", beta=0.5, partition=Partition.LEARNED),
     "constant": AlgorithmConfig(name="dr_grpo"),
 }
 ITEMS = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
-from laminar_py.algorithm import PRESETS, AlgorithmConfig, Divergence
+from laminar_py.algorithm import PRESETS, AlgorithmConfig, Divergence, Partition
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.model import policy_logprobs
@@ -60,6 +60,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_folder: Path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(learner).items())
     assert learner.step([batch]).skipped == 0
     assert learner.num_steps == 2
+
+
+def test_a_learned_partition_function_approaches_that_of_the_prompts(model_folder: Path):
+    """While the policy is still its reference, what is left of the imbalance is log Z - reward / beta."""
+    reward = 3.0
+    algorithm = AlgorithmConfig(
+        name="tba", beta=1.0, partition=Partition.LEARNED, partition_lr=1e-2, reference=model_folder
+    )
+    learner = make_learner(model_folder, algorithm=algorithm, settings=LearnerConfig(lr=1e-9))
+    rewards = np.full(6, reward, np.float32)
+    batch = msgspec.structs.replace(pack(make_sequences(), num_total=6), rewards=rewards)
+    losses = [learner.step([batch]).loss for _ in range(60)]
+    assert losses[0] == pytest.approx(reward**2, rel=1e-3), "log Z begins at 0"
+    assert losses[-1] < 0.05 * losses[0]
+    published = {name for name, _ in named_tensors(learner.model, dtype=torch.float32)}
+    assert not any("partition" in name for name in published)
 
 
 def test_from_scratch_weights_come_from_the_seed(model_folder: Path):

@@ -166,7 +166,7 @@ def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_res
     cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
     rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
-    learns = ["algorithm.name=decoupled_ppo", "algorithm.kl_coef=0.1", "learner.recompute=true", rewarded]
+    learns = ["algorithm.name=decoupled_ppo", "algorithm.kl_coef=0.1", "learner.recompute=all", rewarded]
     with TrainProcess(tmp_path, *cut, *learns) as train:
         train.wait_for_step(2)
         train.send(signal.SIGINT)

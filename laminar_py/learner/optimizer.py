@@ -1,0 +1,78 @@
+"""AdamW and what surrounds it: schedule of the learning rate, clipping, refusal of bad gradients. Owned by `step`.
+
+Invariant: the learning rate is a function of the number of steps alone, so that a resumed run need not be told it;
+an update whose gradient is not finite changes nothing.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laminar_py.config import Decay, LearnerConfig
+
+PARTITION = "log_partition"  # begins the names of the parameters that learn at a rate of their own
+
+DECAYS: dict[Decay, Callable[[float], float]] = {  # of the share of the decay that is behind, in [0, 1]
+    Decay.NONE: lambda share: 1.0,
+    Decay.LINEAR: lambda share: 1.0 - share,
+    Decay.COSINE: lambda share: (1.0 + math.cos(math.pi * share)) / 2.0,
+}
+
+
+class Optimizer:
+    """AdamW on the trained parameters of a model; `adamw` is what a checkpoint keeps."""
+
+    def __init__(
+        self, model: nn.Module, settings: LearnerConfig, *, num_steps: int, partition_lr: float = 0.0
+    ) -> None:
+        """`num_steps` of the whole run; `partition_lr` is the rate of a learned partition function."""
+        self._settings = settings
+        self._num_steps = num_steps
+        trained = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+        self._policy = [value for name, value in trained if not name.startswith(PARTITION)]
+        self._partition = [value for name, value in trained if name.startswith(PARTITION)]
+        self._rates = [settings.lr, partition_lr]
+        groups = [{"params": group} for group in (self._policy, self._partition) if group]
+        self.adamw = torch.optim.AdamW(
+            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
+
+    def update(self, step: int) -> float | None:
+        """Clip, step, clear, as part of step `step` (0 for the first of the run).
+
+        Returns the policy's gradient norm before clipping; None if a gradient is not finite, and nothing has
+        changed.
+        """
+        total = torch.nn.utils.get_total_norm(_gradients(self._policy))
+        norm, other = _number(total), _number(torch.nn.utils.get_total_norm(_gradients(self._partition)))
+        finite = math.isfinite(norm) and math.isfinite(other)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(self._policy, self._settings.grad_clip, total)
+            factor = schedule(step, self._settings, num_steps=self._num_steps)
+            for group, rate in zip(self.adamw.param_groups, self._rates, strict=False):
+                group["lr"] = rate * factor
+            self.adamw.step()
+        self.adamw.zero_grad()
+        return norm if finite else None
+
+
+def schedule(step: int, settings: LearnerConfig, *, num_steps: int) -> float:
+    """Factor on the learning rate at a step (0 for the first): linear warm-up, then the decay, to 0 at the end.
+
+    With 2 of 10 steps of warm-up and `linear` it is 0.5, 1, 1, 0.875, ..., 0.125.
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    behind = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
+    return DECAYS[settings.decay](min(1.0, behind))
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _number(value: Tensor) -> float:
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)

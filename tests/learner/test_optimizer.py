@@ -1,0 +1,51 @@
+"""The schedule of the learning rate, and what an update refuses."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from laminar_py.config import Decay, LearnerConfig
+from laminar_py.learner.optimizer import Optimizer, schedule
+from tests.learner.builders import SETTINGS, make_learner, make_sequences, pack
+
+
+def factors(*, num_steps: int, **settings) -> list[float]:
+    return [schedule(step, LearnerConfig(**settings), num_steps=num_steps) for step in range(num_steps)]
+
+
+def test_the_rate_rises_stays_and_falls_as_it_is_told():
+    assert factors(num_steps=4) == [1.0] * 4
+    assert factors(num_steps=4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert factors(num_steps=10, warmup_steps=2, decay=Decay.LINEAR)[:4] == [0.5, 1.0, 1.0, 0.875]
+    cosine = factors(num_steps=8, decay=Decay.COSINE)
+    assert cosine[4] == pytest.approx(0.5)
+    assert cosine == sorted(cosine, reverse=True)
+    assert schedule(99, LearnerConfig(decay=Decay.COSINE), num_steps=10) == pytest.approx(0.0)
+
+
+def test_a_step_at_a_tenth_of_the_rate_goes_a_tenth_of_the_way():
+    way = []
+    for warmup in (0, 10):
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = Optimizer(model, LearnerConfig(lr=1e-2, warmup_steps=warmup), num_steps=20)
+        model(torch.ones(1, 3)).sum().backward()
+        assert optimizer.update(0) == pytest.approx(math.sqrt(3))
+        way.append(float((1 - model.weight).mean().detach()))
+    assert way[1] == pytest.approx(way[0] / 10, rel=1e-3)
+
+
+def test_a_resumed_learner_has_the_rate_of_its_step(model_folder: Path, tmp_path: Path):
+    settings = SETTINGS.model_copy(update={"decay": Decay.LINEAR, "warmup_steps": 1})
+    batch = pack(make_sequences(), num_total=6)
+    first = make_learner(model_folder, settings=settings, num_steps=5)
+    first.step([batch])
+    first.save(tmp_path / "checkpoint")
+    resumed = make_learner(model_folder, settings=settings, num_steps=5)
+    resumed.load(tmp_path / "checkpoint")
+    for learner in (first, resumed):
+        learner.step([batch])
+    pairs = zip(first.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
