@@ -289,6 +289,9 @@ class RewardConfig(Section):
     """Scoring processes."""
     timeout_s: Seconds = 10.0
     """Longest time for one trajectory; above it is dropped as `reward_timeout`."""
+    overlong_tokens: Count | None = None
+    """In training, the last so many of `rollout.sampling.max_new_tokens` cost reward: 0 before them, 1 at the cap,
+    linear between (DAPO's overlong shaping). None: no cost."""
 
 
 class RepackConfig(Section):
@@ -551,6 +554,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_overlong(self) -> Self:
+        tokens, cap = self.reward.overlong_tokens, self.rollout.sampling.max_new_tokens
+        if tokens is not None and tokens > cap:
+            raise ValueError(
+                f"reward.overlong_tokens={tokens} is more than rollout.sampling.max_new_tokens={cap}; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_capacity(self) -> Self:
         max_len = self.rollout.max_len
         if max_len > self.packer.max_tokens:
@@ -600,6 +612,11 @@ class RunConfig(Section):
                 f"reward.function={self.reward.function} gives one score, and"
                 f" algorithm.teacher_coef={algorithm.teacher_coef} needs a teacher's log-probability of each"
                 " token; name a function of yours"
+            )
+        if algorithm.teacher_coef > 0 and self.reward.overlong_tokens is not None:
+            raise ValueError(
+                f"reward.overlong_tokens={self.reward.overlong_tokens}: with algorithm.teacher_coef the scores are"
+                " the teacher's log-probabilities, and no rewards; leave it out"
             )
         if algorithm.teacher_coef > 0 and rollout.sampling.cuts_vocabulary:
             raise ValueError(

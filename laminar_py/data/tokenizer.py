@@ -24,6 +24,11 @@ class Tokenizer:
         self._backend = backend
         self.eos_ids = eos_ids
 
+    @property
+    def num_ids(self) -> int:
+        """One more than the highest id it can make, added tokens included."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+
     def encode(self, text: str) -> IntArray:
         """[n] token ids of `text`, none added."""
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)

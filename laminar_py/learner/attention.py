@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -27,17 +28,36 @@ class PackedKernel(StrEnum):
     SDPA = "packed_sdpa"
     VARLEN = "packed_varlen"
     FLASH = "packed_flash"
+    FLASH4 = "packed_flash4"
+
+
+FLASH4_CAPABILITIES = (9, 10)  # Hopper and Blackwell
 
 
 def choose_kernel(device: torch.device) -> PackedKernel:
-    """The kernel for a device: per-sequence SDPA on a CPU, flash-attn on CUDA, torch's own where it is missing."""
+    """The kernel for a device: per-sequence SDPA on a CPU; on CUDA the first that is installed of flash-attn 2,
+    FlashAttention-4 and torch's own.
+    """
     if device.type == "cpu":
         return PackedKernel.SDPA
-    return PackedKernel.FLASH if importlib.util.find_spec("flash_attn") else PackedKernel.VARLEN
+    if _installed("flash_attn.flash_attn_interface"):
+        return PackedKernel.FLASH
+    major, _ = torch.cuda.get_device_capability(device)
+    if major in FLASH4_CAPABILITIES and _installed("flash_attn.cute.interface"):
+        return PackedKernel.FLASH4
+    return PackedKernel.VARLEN
+
+
+def _installed(module: str) -> bool:
+    """Both packages put their modules under `flash_attn`, so the name of that says nothing."""
+    package = module.partition(".")[0]
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 def register_kernel(kernel: PackedKernel) -> None:
     """Make `attn_implementation=kernel` known to transformers, without a mask. Registering twice is harmless."""
+    if kernel is PackedKernel.FLASH4 and current_flash_attention_impl() != "FA4":
+        activate_flash_attention_impl("FA4")
     AttentionInterface.register(kernel.value, _through_transformers(_KERNELS[kernel]))
     AttentionMaskInterface.register(kernel.value, _no_mask)
 
@@ -57,7 +77,7 @@ def sdpa_per_sequence(
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
-    """Torch's built-in varlen FlashAttention; a window without a right side is causal."""
+    """Torch's varlen FlashAttention, its own or the one activated; a window without a right side is causal."""
     output = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True
     )
@@ -78,6 +98,7 @@ _KERNELS: dict[PackedKernel, VarlenKernel] = {
     PackedKernel.SDPA: sdpa_per_sequence,
     PackedKernel.VARLEN: torch_varlen,
     PackedKernel.FLASH: flash_varlen,
+    PackedKernel.FLASH4: torch_varlen,  # by torch's own dispatch, once it is activated
 }
 
 

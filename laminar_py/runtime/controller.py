@@ -272,6 +272,7 @@ class Controller:
                 prompt.answer,
                 trajectory.finish_reason,
                 trajectory.response_ids,
+                trajectory.kind,
             )
         )
 

@@ -41,6 +41,7 @@ def check(config: RunConfig) -> Inputs:
     _prepare(config)
     _check_model(config)
     tokenizer = load_tokenizer(config.model.path)
+    _check_vocabulary(config, tokenizer)
     limit = config.rollout.max_len - config.rollout.sampling.max_new_tokens
     train_source = Source(config.data.train, "data.train")
     train = read_prompts(train_source, tokenizer=tokenizer, max_prompt_tokens=limit)
@@ -86,6 +87,17 @@ def _check_model(config: RunConfig) -> None:
     if not config.model.from_scratch and not list(path.glob("*.safetensors")):
         raise ConfigError(
             f"model.path={path}: no *.safetensors in it; name a folder with weights or set model.from_scratch=true"
+        )
+
+
+def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Every id that the tokenizer makes has a row in the embeddings, which are often padded to more."""
+    path = config.model.path
+    rows = json.loads((path / "config.json").read_text()).get("vocab_size")
+    if isinstance(rows, int) and tokenizer.num_ids > rows:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer has {tokenizer.num_ids} ids and its model a vocab_size of {rows};"
+            " name a folder whose tokenizer.json belongs to its config.json"
         )
 
 

@@ -1,5 +1,6 @@
 """Bad input: one line that names field, value and remedy, exit code 2, no process and no run left behind."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from tests.runtime.runs import LAMINAR, REPO
 
 CONFIG = "configs/quickstart.yaml"
+MODEL = REPO / "experiments/quickstart/data/model"
 
 
 def train(*settings):
@@ -35,6 +37,7 @@ def children():
         ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),
         ("data.train=/nowhere.jsonl", "data.train=/nowhere.jsonl: no such file"),
         ("reward.function=best", "reward.function=best: unknown"),
+        ("reward.overlong_tokens=9999", "reward.overlong_tokens=9999 is more than rollout.sampling."),
         ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),
         ("relay.keep_versions=100000000", "relay.shm=/dev/shm:"),
         ("data.prepare=/nowhere.py", "data.prepare=/nowhere.py: no such file"),
@@ -64,6 +67,16 @@ def test_a_broken_line_of_a_prompt_file_is_named(tmp_path):
     assert code == 2
     assert len(lines) == 1
     assert f"data.train={path}:2" in lines[0]
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    sizes = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | {"vocab_size": 7}))
+    code, lines = train(f"runs={tmp_path / 'runs'}", f"model.path={folder}")
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith(f"laminar: model.path={folder}: its tokenizer has ")
 
 
 def test_a_port_in_use_is_named(tmp_path):
