@@ -41,10 +41,10 @@ def make_learner(folder: Path) -> Learner:
     return Learner(ModelConfig(path=folder), LearnerConfig(), AlgorithmConfig(), temperature=1.0, seed=0)
 
 
-def draw_lengths(count: int, *, median: int, seed: int) -> list[int]:
+def draw_lengths(count: int, *, median: int, seed: int, longest: int = 1024) -> list[int]:
     """Prompt and response together."""
     normal = np.random.default_rng(seed).standard_normal(count)
-    lengths: list[int] = np.clip(np.rint(median * np.exp(SIGMA * normal)), 4, 1024).astype(int).tolist()
+    lengths: list[int] = np.clip(np.rint(median * np.exp(SIGMA * normal)), 4, longest).astype(int).tolist()
     return lengths
 
 

@@ -9,10 +9,12 @@ import torch
 import torch.multiprocessing as multiprocessing
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from laminar_py.algorithm import AlgorithmConfig, Objective, Partition
 from laminar_py.config import Recompute
 from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.model import shard
 from laminar_py.repack.balance import fit, make_entry
 from laminar_py.repack.packer import assign, step_terms
 from tests.builders import make_trajectory
@@ -164,3 +166,14 @@ def test_two_ranks_learn_what_one_process_does_whatever_the_algorithm(name, mode
     assert float(found.pop("loss")) == pytest.approx(metrics.loss, rel=1e-4, abs=1e-6)
     for key, tensor in full_parameters(learner).items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=8))
+    model.name_or_path = "models/old"
+    mesh = join_group(str(tmp_path / "rendezvous"), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"^model\.path=models/old: a gpt2 model names no list of layers.*; "):
+            shard(model, mesh)
+    finally:
+        leave_group()
