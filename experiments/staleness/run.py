@@ -27,7 +27,7 @@ Found = Mapping[tuple[str, int], list[FinishedRun]]
 
 
 def run(algorithm: str, bound: int, *, seed: int, seconds: int) -> FinishedRun:
-    """One run; admission lets trajectories get as old as the bound allows, and no older."""
+    """One run, with enough trajectories in flight to be as old as the bound allows."""
     return train(
         CONFIG,
         [
@@ -37,6 +37,9 @@ def run(algorithm: str, bound: int, *, seed: int, seconds: int) -> FinishedRun:
             f"max_rl_seconds={seconds}",
             "eval.every_steps=null",
             f"staleness.max_staleness={bound}",
+            "staleness.policies=[wait,drop]",  # nothing older is trained on
+            "rollout.batch_per_replica=1024",  # enough in flight to be as old as any of the bounds
+            "buffer.capacity=4096",
             "packer.max_tokens=2048",  # several microbatches, so that a step can have several updates
             *ALGORITHMS[algorithm],
         ],
