@@ -77,6 +77,13 @@ class Divergence(StrEnum):
     K3 = "k3"
 
 
+class ReferencePass(StrEnum):
+    """Where the reference model computes its log-probabilities."""
+
+    LEARNER = "learner"
+    STAGE = "stage"
+
+
 def _weighted(clip_high: float) -> dict[str, Any]:
     """Truncated importance sampling: ratios are cut at 1 + clip_high, and nowhere below."""
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
@@ -154,6 +161,10 @@ class AlgorithmConfig(Section):
     """`k3`, `k2`: added to the loss, token by token. `k1`: taken off the advantage, as its gradient has mean 0."""
     reference: Path | None = None
     """Hugging Face folder of the reference model; None: the model that RL begins with. It stays as it is."""
+    reference_pass: ReferencePass = ReferencePass.LEARNER
+    """`learner`: each rank has the reference beside the policy and asks it at the start of a step. `stage`: a
+    process of its own, on a device of the learner's kind, has it and takes up each trajectory when it is finished,
+    while others are generated and trained on."""
     teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """The advantage of a token for each nat by which the teacher finds it likelier. A reward function of yours
     returns the teacher's log-probability of each token, at the same temperature and over the whole vocabulary."""
@@ -162,6 +173,11 @@ class AlgorithmConfig(Section):
     def refers(self) -> bool:
         """Whether there is a reference model."""
         return self.kl_coef > 0 or self.objective is Objective.BALANCE
+
+    @property
+    def refers_in_stage(self) -> bool:
+        """Whether there is one, in a process of its own."""
+        return self.reference_pass is ReferencePass.STAGE
 
     @model_validator(mode="before")
     @classmethod
@@ -175,7 +191,8 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for fault in (self._fault_of_ratios, self._fault_of_balance, self._fault_of_teaching):
+        faults = (self._fault_of_ratios, self._fault_of_balance, self._fault_of_teaching, self._fault_of_reference)
+        for fault in faults:
             if fault is not None:
                 raise ValueError(fault)
         return self
@@ -226,5 +243,14 @@ class AlgorithmConfig(Section):
             return (
                 f"algorithm.advantage={self.advantage}: with teacher_coef the scores are the teacher's"
                 " log-probabilities, and no rewards; set it to none"
+            )
+        return None
+
+    @property
+    def _fault_of_reference(self) -> str | None:
+        if self.refers_in_stage and not self.refers:
+            return (
+                f"algorithm.reference_pass=stage: there is no reference model with algorithm.kl_coef=0 and"
+                f" algorithm.objective={self.objective}; set kl_coef above 0, or leave reference_pass out"
             )
         return None

@@ -399,8 +399,8 @@ class ClusterConfig(Section):
     """A running cluster to join: `host:port`, or `auto` for that of this machine; none: start one. All its nodes
     must see the working directory and the folders named here under the same paths; `laminar doctor` checks it."""
     learner_device: Device | None = None
-    """What the learner's ranks run on, with `cuda` one GPU each; default: GPUs where launched SGLang servers run
-    on them, CPUs otherwise."""
+    """What the learner's ranks, and a reference stage, run on, with `cuda` one GPU each; default: GPUs where
+    launched SGLang servers run on them, CPUs otherwise."""
     shared_nodes: bool = True
     """Learner and replicas may be on one node (never on one GPU); `false`: on nodes of their own."""
 
@@ -649,6 +649,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"warm_start.data={self.warm_start.data}: an emulated learner has no model to warm up; leave"
                 " warm_start out"
+            )
+        if self.algorithm.refers_in_stage:
+            raise ValueError(
+                "algorithm.reference_pass=stage: an emulated learner has no reference model; leave it out"
             )
         if self.learner.world_size > 1 or self.cluster.learner_device is Device.CUDA:
             raise ValueError(

@@ -308,6 +308,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     weight: float = 1.0  # factor on its loss (staleness reweighting)
     sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
     routed_experts: RoutedExperts | None = None
+    reference_logprobs: FloatArray | None = None  # [L] of the reference model, where that is a stage
 
     @property
     def num_tokens(self) -> int:
@@ -368,6 +369,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     rewards: FloatArray | None = None  # [S], as the next, where the algorithm asks for them
     groups: IntArray | None = None  # place of each sequence's group in the step
     experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not
+    reference_logprobs: FloatArray | None = None  # [T] of the reference model
 
     @property
     def num_tokens(self) -> int:
@@ -426,6 +428,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     mismatch: Mismatch = Mismatch()
     updates: int = 1
     skipped: int = 0  # of the updates, whose gradient was not finite; all of the rest is of the others
+    reference_s: float = 0.0  # of `elapsed_s`, in the reference model
 
 
 class Published(msgspec.Struct, frozen=True):

@@ -111,6 +111,11 @@ SURE = {"without_signal": "train"}
         ({"algorithm": TEACHER, "rollout": SURE}, "reward.function=exact gives one score"),
         ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none teaches nothing"),
+        ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),
+        (
+            {"algorithm": {"kl_coef": 0.1, "reference_pass": "stage"}, "emulation": {"profile": "p.yaml"}},
+            "an emulated learner has no reference model",
+        ),
         ({"algorithm": {"name": ["a"]}}, "algorithm.name=['a']: unknown"),
         ({"algorithm": {"kl_coef": 0.1}, "model": {"path": "m", "from_scratch": True}}, "algorithm.reference"),
     ],

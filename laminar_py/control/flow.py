@@ -6,7 +6,7 @@ assignments out. Owns no process and no socket. Invariant (law 1): each change o
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from laminar_py.codec import FloatArray
 from laminar_py.config import WithoutSignal
@@ -54,6 +54,7 @@ class Flow:
         admission: Admission,
         bound: StalenessBound,
         clock: Clock,
+        submit_reference: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self.book = Book(settings, recorder)
         self.consumption = Consumption(self.book, bound)
@@ -68,6 +69,7 @@ class Flow:
         self._admission = admission
         self._prompt_at = prompt_at
         self._submit_score = submit_score
+        self._submit_reference = submit_reference  # None: there is no stage for the reference model
         self._advantages = advantages
         self._clock = clock
         self._next_prompt = 0
@@ -283,6 +285,7 @@ class Flow:
         if group is not None and group.first_finished_s is None:
             group.first_finished_s = self._clock.now()
         self._submit_score(lifecycle.trajectory(), lifecycle.prompt)
+        self._refer(lifecycle)
 
     async def _on_version_lost(self, replica: int, trajectory_id: str) -> None:
         lifecycle = self.book.live.get(trajectory_id)
@@ -308,7 +311,7 @@ class Flow:
                 self.book.record(lifecycle.interrupt("replica_died"))
                 self._line.append_orphan(lifecycle)
 
-    # ---- in: scores
+    # ---- in: scores, and what the reference model finds
 
     async def on_score(self, score: Score) -> None:
         """Take in a verdict; it may complete its group."""
@@ -324,6 +327,30 @@ class Flow:
                 self.book.recorder.store_token_rewards(lifecycle.id, score.token_values)
             self.book.record(lifecycle.score(score.value, score.token_values, score.elapsed_s))
         await self._settled(lifecycle)
+
+    async def on_reference(self, trajectory_id: str, logprobs: FloatArray) -> None:
+        """Take in the reference's log-probabilities [L] of a finished one, for which its group may have waited."""
+        lifecycle = self.book.live.get(trajectory_id)
+        if lifecycle is None:
+            return
+        lifecycle.reference_logprobs = logprobs
+        group = self.book.groups[lifecycle.group_id]
+        if group.is_ready:
+            await self._put(group)
+        elif not group.pending:
+            await self._close(group)
+
+    def _refer(self, lifecycle: Lifecycle) -> None:
+        if self._submit_reference is not None and lifecycle.kind is Kind.TRAIN:
+            self._submit_reference(lifecycle.trajectory())
+
+    def _awaits_reference(self, members: Iterable[Lifecycle]) -> bool:
+        return self._submit_reference is not None and any(m.reference_logprobs is None for m in members)
+
+    async def _put(self, group: Group) -> None:
+        """The learner may have it, once it has all that it needs."""
+        if not self._awaits_reference(group.members.values()):
+            await self.consumption.put(group)
 
     async def _settled(self, lifecycle: Lifecycle) -> None:
         if lifecycle.kind is Kind.EVAL:
@@ -350,15 +377,19 @@ class Flow:
                 await self._close(group)
 
     async def _close(self, group: Group) -> None:
-        """All members are scored or dropped: advantages, or none."""
-        self._generating -= 1
+        """All members are scored or dropped: advantages, or none. What has some waits for the reference model."""
         survivors, policy = group.survivors, self._settings.without_signal
         if len(survivors) < self._settings.min_group_survivors:
+            self._generating -= 1
             self.book.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
             del self.book.groups[group.id]
             return
         rewards = [member.reward or 0.0 for member in survivors]
-        if max(rewards) == min(rewards) and policy is not WithoutSignal.TRAIN:
+        teaches = max(rewards) > min(rewards) or policy is WithoutSignal.TRAIN
+        if teaches and self._awaits_reference(survivors):
+            return
+        self._generating -= 1
+        if not teaches:
             self.book.drop(survivors, DropReason.NO_SIGNAL, f"reward {rewards[0]:g}")
             if policy is WithoutSignal.SKIP:
                 oldest = min(member.spans[0].version for member in survivors)
@@ -390,8 +421,8 @@ class Flow:
             group.members[lifecycle.id] = lifecycle
             self._take_up(lifecycle)
         for group in list(self.book.groups.values()):
-            if all(member.status is Status.READY for member in group.members.values()):
-                await self.consumption.put(group)
+            if group.is_ready:
+                await self._put(group)
                 continue
             self._generating += 1
             group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
@@ -427,5 +458,7 @@ class Flow:
             self.book.record(lifecycle.interrupt("controller_died"))
         if lifecycle.status in DISPATCHABLE:
             self._line.append(lifecycle)
-        elif lifecycle.status is Status.FINISHED:
+            return
+        if lifecycle.status is Status.FINISHED:
             self._submit_score(lifecycle.trajectory(), lifecycle.prompt)
+        self._refer(lifecycle)  # what it found before is on no record

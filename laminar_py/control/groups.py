@@ -30,6 +30,11 @@ class Group:
         """Scored members."""
         return [member for member in self.members.values() if member.status is Status.SCORED]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all members are, as of a group that a resumed run takes up."""
+        return all(member.status is Status.READY for member in self.members.values())
+
     def overdue(self, now: float, deadline_s: float | None) -> bool:
         """Whether its deadline has passed with members still pending."""
         if deadline_s is None or self.first_finished_s is None:

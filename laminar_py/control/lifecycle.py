@@ -67,6 +67,7 @@ class Lifecycle:
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
     routed: int = 0  # leading positions whose experts are recorded; these and masks are in the ledger alone
+    reference_logprobs: FloatArray | None = None  # [L], where a stage computes them; nothing stores them
 
     def issued(self) -> Issued:
         """The event of its birth."""
@@ -221,6 +222,7 @@ class Lifecycle:
             self.advantage,
             self.advantage_scale,
             weight,
+            reference_logprobs=self.reference_logprobs,
         )
 
     def _move(self, allowed: frozenset[Status] | set[Status], to: Status) -> None:

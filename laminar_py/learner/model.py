@@ -29,16 +29,17 @@ from laminar_py.learner.routing import RouterReplay
 from laminar_py.types import MicroBatch
 
 
-def load_reference(
-    folder: Path, policy: PreTrainedModel, *, temperature: float, device: torch.device
-) -> PreTrainedModel:
-    """A model that stays as it is, for its log-probabilities. Raises `ValueError` if it cannot serve `policy`."""
+def load_reference(folder: Path, *, vocab_size: int, temperature: float, device: torch.device) -> PreTrainedModel:
+    """A model that stays as it is, for its log-probabilities.
+
+    Raises `ValueError` if it cannot serve, or if `vocab_size`, the policy's, is not its own.
+    """
     check_model_folder(ModelConfig(path=folder), field="algorithm.reference")
     model = load_policy(ModelConfig(path=folder), seed=0, temperature=temperature, device=device)
-    if model.config.vocab_size != policy.config.vocab_size:
+    if model.config.vocab_size != vocab_size:
         raise ValueError(
             f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size}, the model one of"
-            f" {policy.config.vocab_size}; name a model with the same tokenizer"
+            f" {vocab_size}; name a model with the same tokenizer"
         )
     model.requires_grad_(False)
     model.router_replay = None  # its experts are its own choice

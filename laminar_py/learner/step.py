@@ -36,6 +36,7 @@ from laminar_py.learner.model import (
 )
 from laminar_py.learner.objectives import Terms, imbalance
 from laminar_py.learner.optimizer import Optimizer
+from laminar_py.learner.reference import refer
 from laminar_py.types import MicroBatch, StepMetrics
 
 
@@ -78,9 +79,9 @@ class Learner:
         if mesh:
             shard(self.model, mesh, offload=settings.offload)
         self._reference: PreTrainedModel | None = None
-        if algorithm.refers:
-            folder = algorithm.reference or model.path
-            self._reference = load_reference(folder, self.model, temperature=temperature, device=device)
+        if algorithm.refers and not algorithm.refers_in_stage:
+            folder, vocab = algorithm.reference or model.path, self.model.config.vocab_size
+            self._reference = load_reference(folder, vocab_size=vocab, temperature=temperature, device=device)
             if mesh:
                 shard(self._reference, mesh, offload=settings.offload)
         self._optimizer = Optimizer(self.model, settings, num_steps=num_steps, partition_lr=algorithm.partition_lr)
@@ -96,6 +97,9 @@ class Learner:
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
+        if self._reference is not None:
+            microbatches = refer(self._reference, microbatches)
+        reference_s = time.perf_counter() - started
         sums = TokenSums(self._device)
         updates = min(self._algorithm.updates_per_step, len(microbatches))
         parts = [microbatches[first::updates] for first in range(updates)]
@@ -125,7 +129,7 @@ class Learner:
         sums.reduce(self._mesh)
         elapsed_s = time.perf_counter() - started
         if not losses:
-            return StepMetrics(0.0, 0.0, elapsed_s, updates=updates, skipped=updates)
+            return StepMetrics(0.0, 0.0, elapsed_s, updates=updates, skipped=updates, reference_s=reference_s)
         return StepMetrics(
             loss=sum(losses) / len(losses),
             grad_norm=max(norms),
@@ -135,6 +139,7 @@ class Learner:
             mismatch=sums.mismatch(),
             updates=updates,
             skipped=updates - len(losses),
+            reference_s=reference_s,
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +199,8 @@ class Learner:
         if batch.teacher_logprobs is not None:
             teacher = at_rows(batch.teacher_logprobs)
             advantages = distilled(advantages, logprobs, teacher, coef=self._algorithm.teacher_coef)
-        reference = self._reference_logprobs(batch, rows)
+        assert batch.reference_logprobs is not None or not self._algorithm.refers, "the reference was not asked"
+        reference = None if batch.reference_logprobs is None else at_rows(batch.reference_logprobs)
         if reference is not None and self._algorithm.kl_coef > 0 and self._algorithm.kl_estimator is Divergence.K1:
             advantages = regularised(advantages, logprobs, reference, coef=self._algorithm.kl_coef)
         proximal = proximal_logprobs(
@@ -233,12 +239,6 @@ class Learner:
         if self._mesh:
             dist.all_reduce(sums, group=self._mesh.get_group())
         return -sums[0] / sums[1].clamp(min=1)
-
-    def _reference_logprobs(self, batch: MicroBatch, rows: Tensor) -> Tensor | None:
-        if self._reference is None:
-            return None
-        with torch.no_grad():
-            return policy_logprobs(self._reference, batch)[0][rows]
 
     def _shares(self, parts: Sequence[Sequence[MicroBatch]]) -> list[float]:
         """Of the loss weights of the step, those of all ranks together, what each part has."""

@@ -39,6 +39,7 @@ class StepTerms(msgspec.Struct, frozen=True):
     advantage_scale: float = 1.0  # and then their factor
     teaches: bool = False  # token rewards are a teacher's log-probabilities
     groups: list[str] | None = None  # of the step, where the algorithm compares their members
+    refers: bool = False  # trajectories have log-probabilities of the reference model
 
     def of(self, trajectory: Trajectory) -> FloatArray:
         """[L] loss weight of each response token, 0 where its loss mask is False."""
@@ -130,10 +131,12 @@ def step_terms(
     normalises: bool = False,
     teaches: bool = False,
     compares: bool = False,
+    refers: bool = False,
 ) -> StepTerms:
     """Terms of the step that these bins are.
 
-    `normalises` advantages by their mean and deviation in the step, `compares` keeps rewards by group.
+    `normalises` advantages by their mean and deviation in the step, `compares` keeps rewards by group, `refers` to
+    what trajectories have of the reference model.
     """
     trajectories = [entry.trajectory for item in bins for entry in item.entries]
     advantages = [trajectory.advantage for trajectory in trajectories]
@@ -147,6 +150,7 @@ def step_terms(
         1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
         teaches,
         sorted({trajectory.group_id for trajectory in trajectories}) if compares else None,
+        refers,
     )
 
 
@@ -181,7 +185,6 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     ids, labels = np.empty(total, np.int32), np.zeros(total, np.int32)
     positions, staleness = np.empty(total, np.int32), np.zeros(total, np.int32)
     loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
-    teacher = np.zeros(total, np.float32) if terms.teaches else None
     counts = np.zeros(total, np.int32)
     for trajectory, start, length in zip(bundle, cu_seqlens.tolist(), lengths, strict=False):
         end, first = start + length, start + len(trajectory.prompt_ids)
@@ -196,9 +199,6 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
         staleness[predicting] = terms.staleness(trajectory)
         if trajectory.sampling_mask is not None:
             counts[predicting] = trajectory.sampling_mask.counts
-        if teacher is not None:
-            assert trajectory.token_rewards is not None, f"{trajectory.id} has no log-probabilities of a teacher"
-            teacher[predicting] = trajectory.token_rewards
     masks = [item.sampling_mask.ids for item in bundle if item.sampling_mask is not None]
     support = SamplingMask(counts, np.concatenate(masks)) if masks else None
     return MicroBatch(
@@ -210,12 +210,24 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
         logprobs,
         advantages,
         staleness,
-        teacher,
+        _column(bundle, [item.token_rewards for item in bundle]) if terms.teaches else None,
         support,
         rewards=None if terms.groups is None else np.array([item.reward or 0.0 for item in bundle], np.float32),
         groups=None if terms.groups is None else terms.places(bundle),
         experts=_experts(bundle, cu_seqlens),
+        reference_logprobs=_column(bundle, [item.reference_logprobs for item in bundle]) if terms.refers else None,
     )
+
+
+def _column(bundle: Bundle, logprobs: Sequence[FloatArray | None]) -> FloatArray:
+    """[T] log-probabilities by another model, [L] of each response, where its tokens are predicted."""
+    out = np.zeros(sum(trajectory.num_tokens for trajectory in bundle), np.float32)
+    end = 0
+    for trajectory, own in zip(bundle, logprobs, strict=True):
+        assert own is not None, f"{trajectory.id} has no log-probabilities of the other model"
+        end += trajectory.num_tokens
+        out[end - 1 - len(own) : end - 1] = own
+    return out
 
 
 def _experts(bundle: Bundle, cu_seqlens: IntArray) -> npt.NDArray[np.int16] | None:
@@ -237,6 +249,8 @@ def _nothing(terms: StepTerms) -> MicroBatch:
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)
     empty = MicroBatch(zero, np.array([0, 1], np.int32), zero, zero, nothing, nothing, nothing, zero)
+    if terms.refers:
+        empty = msgspec.structs.replace(empty, reference_logprobs=nothing)
     if terms.groups is None:
         return empty
     return msgspec.structs.replace(empty, rewards=nothing, groups=zero)

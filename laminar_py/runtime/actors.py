@@ -21,13 +21,14 @@ from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.runtime.specs import (
     LearnerProgress,
     LearnerSpec,
+    ReferenceSpec,
     RelayNews,
     RelaySpec,
     ReplicaSpec,
     ScorerSpec,
     StepRequest,
 )
-from laminar_py.types import Assignment, ScoringRequest
+from laminar_py.types import Assignment, ScoringRequest, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +267,28 @@ class ScorerActor:
             for request in decode(list[ScoringRequest], data)
         ]
         return encode(self._worker.score(requests))
+
+
+class ReferenceActor:
+    """The reference model in a process of its own. Calls run on threads: `pid` can be asked beside a pass."""
+
+    def start(self, data: bytes) -> int:
+        """Load the model; its process id."""
+        from laminar_py.runtime.reference_part import ReferencePart
+
+        _one_thread()
+        spec = decode(ReferenceSpec, data)
+        _log_to(spec.run_dir, "reference-0")
+        self._part = ReferencePart(spec)
+        return self.pid()
+
+    def pid(self) -> int:
+        """Its process id."""
+        return os.getpid()
+
+    def logprobs(self, data: bytes) -> bytes:
+        """`ReferenceAnswer` for a list of `Trajectory`."""
+        return encode(self._part.logprobs(decode(list[Trajectory], data)))
 
 
 def remote(kind: type, *, concurrency: int, place: Place) -> "ray.actor.ActorClass":

@@ -10,8 +10,9 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -27,6 +28,7 @@ from laminar_py.section import ConfigError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 CONNECT_S = 5.0
 ANYWHERE = Place()
 
@@ -80,6 +82,20 @@ class Part:
         """End its process."""
         with contextlib.suppress(RayError):
             ray.kill(self._handle)
+
+
+async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, object, None]) -> T:
+    """The result of `work`, which has no limit of its own; `watch` beside it never ends but by an error."""
+    working, watching = asyncio.create_task(work, name="work"), asyncio.create_task(watch, name="watch")
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            watching.result()
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from laminar_py.runtime.learner_link import LearnerLink
 from laminar_py.runtime.memory import processes, used_bytes
 from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.preflight import Inputs
+from laminar_py.runtime.reference import ReferenceStage
 from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.replicas import Replicas
 from laminar_py.runtime.run_folder import RunFolder, SystemClock
@@ -78,6 +79,7 @@ class Controller:
         self._ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)
         self._stats = Stats(clock, replicas=config.rollout.replicas, totals=read_totals(run.metrics, step))
         self._supervisor = Supervisor(record=self._ledger.append, max_restarts=config.supervisor.max_restarts)
+        self._reference = self._make_reference()
         self._flow = self._make_flow(clock)
         self._relays = Relays(
             config,
@@ -182,6 +184,11 @@ class Controller:
                     tasks.create_task(self._replicas.keep(), name="keep-replicas"),
                 ]
                 await self._trainer.start()
+                if self._reference is not None:
+                    serving = self._reference.run(
+                        wanted=self._flow.book.live.__contains__, deliver=self._flow.on_reference
+                    )
+                    background.append(tasks.create_task(serving, name="reference"))
                 if self._config.repacks:
                     speed = await self._replicas.speed()
                     log.info("engine: %s", speed)
@@ -257,6 +264,19 @@ class Controller:
             ),
             bound=StalenessBound(staleness.max_staleness, staleness.policies),
             clock=clock,
+            submit_reference=None if self._reference is None else self._reference.submit,
+        )
+
+    def _make_reference(self) -> ReferenceStage | None:
+        if not self._config.algorithm.refers_in_stage:
+            return None
+        return ReferenceStage(
+            self._config,
+            run=self._run,
+            ledger=self._ledger,
+            supervisor=self._supervisor,
+            placement=self._placement,
+            busy=self._stats.referred,
         )
 
     # ---- scoring

@@ -64,6 +64,7 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
     """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
     places = {
         "learner": [(place.node, place.gpus) for place in plan.learner],
+        "reference": [(place.node, place.gpus) for place in (plan.reference,) if place is not None],
         "replica": [(place.node, place.gpus) for place in plan.replicas if place is not None],
         "relay": [(node, 0) for node in plan.relays],
     }
@@ -79,7 +80,7 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
     learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
-    idle = sum(node.gpus for node in seen) - learner - rollout
+    idle = sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus
     lines = []
     if learner > rollout > 0:
         lines.append(

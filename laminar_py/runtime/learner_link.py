@@ -11,7 +11,7 @@ from laminar_py.codec import decode, encode
 from laminar_py.config import RunConfig
 from laminar_py.repack.packer import Packed
 from laminar_py.runtime.actors import LearnerActor
-from laminar_py.runtime.cluster import Part, free_port, on_node
+from laminar_py.runtime.cluster import Part, free_port, on_node, watched
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.placement import Placement
 from laminar_py.runtime.relays import Relays
@@ -144,20 +144,11 @@ class LearnerLink:
         """
         parts = self._parts
         assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
-        work = asyncio.create_task(self._call_ranks(method, arguments), name=f"learner-{method}")
-        watch = asyncio.create_task(self._watch(starting=method == "start"), name="watch-learner")
         try:
-            await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                watch.result()
-            return work.result()
+            return await watched(self._call_ranks(method, arguments), self._watch(starting=method == "start"))
         except PartDiedError:
             _kill(parts)  # the other ranks wait in a collective that will never complete
             raise
-        finally:
-            work.cancel()
-            watch.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
 
     async def _call_ranks(self, method: str, arguments: Sequence[object]) -> list[object]:
         calls = [

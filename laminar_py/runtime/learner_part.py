@@ -84,8 +84,7 @@ def _real_learner(
     if config.warm_start is not None and begins:
         if spec.rank == 0:
             _warm_start(config, note)  # the other ranks wait for it in `join_group`
-        key = cache_key(config.model, config.warm_start, seed=config.seed)
-        model = ModelConfig(path=config.warm_start.cache / key)
+        model = start_model(config)
     mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
     learner = Learner(
         model,
@@ -99,6 +98,14 @@ def _real_learner(
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
     return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
+
+
+def start_model(config: RunConfig) -> ModelConfig:
+    """What RL begins with: the model, or its warm start, which must be in the cache."""
+    if config.warm_start is None:
+        return config.model
+    key = cache_key(config.model, config.warm_start, seed=config.seed)
+    return ModelConfig(path=config.warm_start.cache / key)
 
 
 def _emulated_learner(emulation: EmulationConfig) -> tuple[EmulatedLearner, LearnerStarted]:

@@ -1,9 +1,9 @@
 """Where a run's parts go: which Ray node, and how many of its GPUs. Pure; `runtime.cluster` shows it the nodes.
 
-Asked by the owners of the parts (relays, replicas, learner, scorers) when they start one, and by `laminar doctor`.
-Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is beside learner rank 0,
-and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own accounting: it sets
-CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
+Asked by the owners of the parts (relays, replicas, learner, reference, scorers) when they start one, and by
+`laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is beside
+learner rank 0, and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own
+accounting: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
 """
 
 import logging
@@ -55,6 +55,7 @@ class Needs:
     hosts: tuple[
         str, ...
     ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
+    reference: bool = False  # a process with as many GPUs as a rank
 
     @classmethod
     def of(cls, config: RunConfig) -> "Needs":
@@ -68,6 +69,7 @@ class Needs:
             relays=config.relay.nodes,
             shared_nodes=cluster.shared_nodes,
             hosts=tuple(urlsplit(url).hostname or "" for url in engine.urls),
+            reference=config.algorithm.refers_in_stage,
         )
 
 
@@ -91,11 +93,13 @@ class Plan:
     learner: tuple[Place, ...]  # [ranks]
     replicas: tuple[Place | None, ...]  # [replicas]
     relays: tuple[str | None, ...]  # [relay nodes] Ray node of each
+    reference: Place | None = None  # where it is a stage
 
     @property
     def nodes(self) -> frozenset[str]:
         """Ray nodes in use."""
-        places = (place.node for place in (*self.learner, *self.replicas) if place is not None)
+        parts = (*self.learner, *self.replicas, self.reference)
+        places = (place.node for place in parts if place is not None)
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
     def relay_of(self, replica: int, tree: topology.Topology) -> int:
@@ -118,12 +122,16 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     free = Counter({node.id: node.gpus for node in nodes})
     lived = enumerate(keep.replicas if keep else ())
     replicas = {i: place for i, place in lived if place is not None and place.node in alive}
-    _take(free, replicas.values())
+    reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
+    _take(free, [*replicas.values(), reference])
     learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
     if learner is None:
         occupied = {place.node for place in replicas.values()} if not needs.shared_nodes else set()
         learner = _place_learner(needs, [node for node in nodes if node.id not in occupied], free)
     _take(free, learner)
+    if needs.reference and reference is None:
+        reference = _place_reference(needs, nodes, free, learner)
+        _take(free, [reference])
     apart = {place.node for place in learner} if not needs.shared_nodes else set()
     pool = [node for node in nodes if node.id not in apart]
     for index in range(needs.replicas):
@@ -137,11 +145,11 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
                 continue
             _take(free, [replicas[index]])
     placed = tuple(replicas.get(index) for index in range(needs.replicas))
-    return Plan(learner, placed, _place_relays(needs, learner, placed, alive, keep))
+    return Plan(learner, placed, _place_relays(needs, learner, placed, alive, keep), reference)
 
 
-def _take(free: Counter[str], places: Iterable[Place]) -> None:
-    for place in places:
+def _take(free: Counter[str], places: Iterable[Place | None]) -> None:
+    for place in filter(None, places):
         assert place.node is not None, "a plan names a node for every part"
         free[place.node] -= place.gpus
 
@@ -171,6 +179,27 @@ def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int])
     return (*chosen, *[Place(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen)))
 
 
+def _place_reference(
+    needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
+) -> Place:
+    """Beside the learner if there is room, else where it costs the fewest replicas."""
+    if not needs.rank_gpus:
+        return Place(learner[0].node)
+    beside, size = {place.node for place in learner}, needs.replica_gpus
+
+    def cost(node: Node) -> tuple[bool, bool, int]:
+        """Whether it is not the learner's; whether one replica less finds room on it; its GPUs."""
+        return (node.id not in beside, bool(size) and free[node.id] % size == 0, free[node.id])
+
+    room = [node for node in nodes if free[node.id]]
+    if not room:
+        raise ConfigError(
+            f"algorithm.reference_pass=stage: needs a GPU beside the learner's {needs.ranks}, and none is left;"
+            " set it to learner, lower learner.world_size, or join a cluster with more (cluster.address)"
+        )
+    return Place(min(room, key=cost).id, needs.rank_gpus)
+
+
 def _place_replica(
     needs: Needs, index: int, pool: Sequence[Node], free: Mapping[str, int], residents: Counter[str | None]
 ) -> Place:
@@ -189,10 +218,11 @@ def _place_replica(
     if fitting:
         return Place(max(fitting, key=lambda node: (residents[node.id] > 0, free[node.id] // size)).id, size)
     most = max(free[node.id] for node in pool)
+    beside = f" and the reference's {needs.rank_gpus}" if needs.reference else ""
     raise ConfigError(
         f"rollout.replicas={needs.replicas}: there is room for {residents.total() - needs.ranks}; each needs"
         f" rollout.engine.tensor_parallel={size} GPUs of one node, and no node has more than {most} left beside"
-        f" the learner's {needs.ranks * needs.rank_gpus}; lower one of these, or join a cluster with more"
+        f" the learner's {needs.ranks * needs.rank_gpus}{beside}; lower one of these, or join a cluster with more"
         " (cluster.address)"
     )
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from laminar_py.codec import FloatArray
 from laminar_py.relay.messages import RelayEvent
 from laminar_py.repack.packer import Bundle, StepTerms
 from laminar_py.types import Assignment, StepMetrics
@@ -97,3 +98,18 @@ class ScorerSpec(msgspec.Struct, frozen=True):
     config: str
     run_dir: str
     index: int
+
+
+class ReferenceSpec(msgspec.Struct, frozen=True):
+    """The process of the reference model."""
+
+    config: str
+    run_dir: str
+    rendezvous: str  # a file that does not exist yet, for a group of one
+
+
+class ReferenceAnswer(msgspec.Struct, frozen=True):
+    """What the reference model finds of some trajectories."""
+
+    logprobs: list[FloatArray]  # [L] of each
+    elapsed_s: float

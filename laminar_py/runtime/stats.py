@@ -54,6 +54,7 @@ class StepRow:
     versions_alive: int
     kv_use: float = 0.0  # share of the replicas' KV caches, mean over the RL phase so far
     publish_stall_s: float = 0.0
+    reference_busy_s: float = 0.0  # sum so far, of a stage or, inside `learner_busy_s`, of the learner's own pass
     loss: float = 0.0  # this and what follows: as in `types.StepMetrics` and `types.TokenMetrics`
     grad_norm: float = 0.0
     entropy: float = 0.0
@@ -125,6 +126,7 @@ class Totals:
     generated_tokens: int = 0
     learner_busy_s: float = 0.0
     overlap_s: float = 0.0
+    reference_busy_s: float = 0.0
     kv_s: float = 0.0  # seconds of RL times the share of KV caches in use
     staleness: Counter[int] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
@@ -171,6 +173,10 @@ class Stats:
         self._rewards.append(reward)
         self.totals.lengths[length] += 1
 
+    def referred(self, busy_s: float) -> None:
+        """The reference model was busy for so long."""
+        self.totals.reference_busy_s += busy_s
+
     def step_begins(self) -> None:
         """The learner has its batch."""
         self._step_began = self._clock.now(), self._generating.total_s
@@ -201,6 +207,7 @@ class Stats:
         totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
         totals.generated_tokens = self._generated_before + generated_tokens
         totals.versions_alive_max = max(totals.versions_alive_max, versions_alive)
+        totals.reference_busy_s += metrics.reference_s if metrics else 0.0
         rewards, self._rewards = self._rewards, []
         row = StepRow(
             step=step,
@@ -221,6 +228,7 @@ class Stats:
             versions_alive=versions_alive,
             kv_use=self.kv_use,
             publish_stall_s=stall_s,
+            reference_busy_s=totals.reference_busy_s,
         )
         if metrics is not None:
             row.loss, row.grad_norm = metrics.loss, metrics.grad_norm
@@ -281,6 +289,7 @@ def read_totals(metrics: Path, step: int) -> Totals:
         row = msgspec.json.decode(line, type=StepRow)
         totals.rl_s, totals.generated_tokens = row.rl_s, row.generated_tokens
         totals.learner_busy_s, totals.overlap_s = row.learner_busy_s, row.overlap_s
+        totals.reference_busy_s = row.reference_busy_s
         totals.kv_s = row.kv_use * row.rl_s
         totals.versions_alive_max = max(totals.versions_alive_max, row.versions_alive)
         if row.step <= step:

@@ -8,11 +8,9 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-
-import msgspec
 
 from laminar_py.algorithm import Advantage, Objective
 from laminar_py.config import RunConfig
@@ -25,14 +23,13 @@ from laminar_py.repack.packer import assign, step_terms
 from laminar_py.runtime.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
+from laminar_py.runtime.recordings import join_recordings
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.runtime.specs import StepOutcome
 from laminar_py.runtime.stats import Stats, StepRow, read_totals
 from laminar_py.runtime.supervisor import Supervisor
 from laminar_py.runtime.versions import Versions
-from laminar_py.store.database import reading
 from laminar_py.store.ledger import Ledger
-from laminar_py.store.payload import Recording, stored_recordings
 from laminar_py.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -170,6 +167,7 @@ class Trainer:
             normalises=algorithm.advantage is Advantage.BATCH_STD,
             teaches=algorithm.teacher_coef > 0,
             compares=algorithm.objective is Objective.BALANCE,
+            refers=algorithm.refers_in_stage,
         )
         packed = assign(
             batch.bins,
@@ -190,20 +188,7 @@ class Trainer:
         """What trains in the place of trajectories that are reweighted, or of which something is recorded."""
         if not self._config.rollout.record:
             return batch.reweighted
-        await self._ledger.commit()
-        recorded = await asyncio.to_thread(self._recordings, [one.id for one in batch.trajectories])
-        complete = {
-            one.id: msgspec.structs.replace(
-                one, sampling_mask=recorded[one.id].sampling_mask, routed_experts=recorded[one.id].routed_experts
-            )
-            for one in batch.trajectories
-            if one.id in recorded
-        }
-        return batch.reweighted | complete
-
-    def _recordings(self, trajectory_ids: Sequence[str]) -> dict[str, Recording]:
-        with reading(self._run.path) as connection:
-            return stored_recordings(connection, trajectory_ids)
+        return batch.reweighted | await join_recordings(self._ledger, self._run.path, batch.trajectories)
 
     async def _commit(self, batch: Batch, outcome: StepOutcome | None) -> None:
         self.step += 1

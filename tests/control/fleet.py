@@ -68,11 +68,13 @@ class Fleet:
         max_staleness=None,
         policies=(),
         recorder=None,
+        refers=False,
         **settings,
     ):
         self.clock = ManualClock()
         self.log = recorder or Log()
         self.unscored = []
+        self.unreferred = []
         self.versions = dict.fromkeys(range(replicas), 0)
         self.received = dict.fromkeys(range(replicas), 0)
         self.running = {index: {} for index in range(replicas)}
@@ -87,6 +89,7 @@ class Fleet:
             admission=Admission(schedule, batch, capacity, max_staleness),
             bound=StalenessBound(max_staleness, policies),
             clock=self.clock,
+            submit_reference=self.unreferred.append if refers else None,
         )
         self.flow.admitting = True
         self.flow.newest_version = 0
@@ -103,6 +106,12 @@ class Fleet:
         for index, assignments in self.flow.dispatch().items():
             self.received[index] += sum(item.version is None for item in assignments)
             self.running[index].update({item.trajectory_id: item for item in assignments})
+
+    async def refer_all(self):
+        """The reference stage delivers all that it was given."""
+        while self.unreferred:
+            trajectory = self.unreferred.pop()
+            await self.flow.on_reference(trajectory.id, np.full_like(trajectory.logprobs, -2.0))
 
     async def grow(self, index, trajectory_id, *, tokens):
         """A replica reports `tokens` more of a trajectory that goes on."""

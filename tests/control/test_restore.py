@@ -26,8 +26,8 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
     )
 
 
-async def restored(*live):
-    fleet = Fleet(replicas=1, group_size=2)
+async def restored(*live, **settings):
+    fleet = Fleet(replicas=1, group_size=2, **settings)
     groups = {entry.group_id: 2 for entry in live}
     fleet.flow.admitting = False
     await fleet.flow.restore(Recovered(2, None, (), (), tuple(live), 9, 1, groups))
@@ -74,3 +74,14 @@ async def test_an_evaluation_is_dropped_and_new_prompts_follow_the_last_one():
     fleet.flow.admitting = True
     await fleet.report(0)
     assert {name.split(".")[0] for name in fleet.running[0]} >= {"g9"}
+
+
+async def test_the_reference_is_asked_anew_before_the_learner_gets_what_was_finished():
+    scored = [left("g1.0", Status.SCORED, reward=1.0), left("g1.1", Status.SCORED, reward=0.0)]
+    ready = [left("g2.0", Status.READY, reward=1.0), left("g2.1", Status.READY, reward=0.0)]
+    fleet = await restored(*scored, *ready, left("g3.0", Status.RUNNING), refers=True)
+    assert {trajectory.id for trajectory in fleet.unreferred} == {"g1.0", "g1.1", "g2.0", "g2.1"}
+    assert len(fleet.flow.consumption.buffer) == 0
+    await fleet.refer_all()
+    assert len(fleet.flow.consumption.buffer) == 2
+    assert all(m.reference_logprobs is not None for g in fleet.flow.consumption.buffer.first(2) for m in g.members)

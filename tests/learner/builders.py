@@ -1,5 +1,6 @@
 """Builders of tiny models, sequences and microbatches for the learner's tests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.learner.reference import refer
 from laminar_py.learner.step import Learner
 from laminar_py.types import MicroBatch
 
@@ -84,7 +86,13 @@ def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
 def make_learner(folder: Path, **kwargs) -> Learner:
     algorithm = kwargs.pop("algorithm", AlgorithmConfig())
     settings = kwargs.pop("settings", SETTINGS)
-    return Learner(ModelConfig(path=folder), settings, algorithm, temperature=1.0, seed=0, **kwargs)
+    temperature = kwargs.pop("temperature", 1.0)
+    return Learner(ModelConfig(path=folder), settings, algorithm, temperature=temperature, seed=0, **kwargs)
+
+
+def referred(learner: Learner, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """As `Learner.step` has them."""
+    return batches if learner._reference is None else refer(learner._reference, batches)
 
 
 def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:

@@ -17,7 +17,15 @@ from laminar_py.repack.balance import fit, make_entry
 from laminar_py.repack.packer import Packed, assign, step_terms
 from laminar_py.repack.packer import pack as pack_step
 from tests.builders import make_trajectory
-from tests.learner.builders import LENGTHS, SETTINGS, make_learner, make_model_folder, make_sequences, pack
+from tests.learner.builders import (
+    LENGTHS,
+    SETTINGS,
+    make_learner,
+    make_model_folder,
+    make_sequences,
+    pack,
+    referred,
+)
 
 
 def gradients(learner, microbatches):
@@ -123,6 +131,7 @@ def test_trajectory_balance_has_the_gradient_of_the_variance_in_each_group(model
     terms = step_terms(bins, aggregation=algorithm.aggregation, compares=True)
     batches = list(assign(bins, terms, max_tokens=max_tokens, ranks=1, attention_share=0.0).microbatches(0))
     learner = make_learner(model_folder, algorithm=algorithm)
+    batches = referred(learner, batches)
     partition = learner._log_partition(batches)
     sums = TokenSums(learner.model.device)
     loss = sum(float(learner._accumulate(batch, sums, log_partition=partition)) for batch in batches)

@@ -183,6 +183,29 @@ def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_res
     assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its start"
 
 
+def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_death_or_a_resume(tmp_path):
+    cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
+    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage", *cut]
+    with TrainProcess(tmp_path, "steps=10000", *refers) as train:
+        train.wait_for_step(2)
+        os.kill(pids_of(train.run)["reference-0"], signal.SIGKILL)
+        train.wait_for_step(5)
+        train.send(signal.SIGINT)
+        assert train.finish()[0] == 130
+    assert summary_of(train.run)["restarts"] == {"reference-0": 1}
+    steps = summary_of(train.run)["steps"] + 2
+    with TrainProcess(tmp_path, f"steps={steps}", *refers, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert_laws(train.run)
+    rows = [json.loads(line) for line in (train.run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["kl_reference_k3"] < 1e-6, "the first step's policy is the reference, over the same vocabulary"
+    assert rows[-1]["kl_reference_k3"] > 1e-4, "the last one's is not"
+    busy = [row["reference_busy_s"] for row in rows]
+    assert busy[0] > 0
+    assert sorted(busy) == busy
+
+
 def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(tmp_path):
     (tmp_path / "reward.py").write_text("def score(request): return 3e38 * (len(request.response_ids) % 2)")
     unbounded = ["algorithm.advantage=group_mean", f"reward.function={tmp_path / 'reward.py'}:score", "steps=9"]

@@ -1,0 +1,61 @@
+"""Groups that wait for a reference stage, which may be slower or faster than scoring."""
+
+from laminar_py.config import WithoutSignal
+from laminar_py.events import Dropped, Ready
+from laminar_py.types import DropReason
+from tests.control.fleet import Fleet
+
+
+async def finished(**settings):
+    """A group of four that is finished and neither scored nor referred."""
+    fleet = Fleet(replicas=1, capacity=1, refers=True, **settings)
+    await fleet.report(0)
+    await fleet.finish_all(0)
+    return fleet
+
+
+def ready(fleet):
+    return [event.trajectory_id for event in fleet.log.events if isinstance(event, Ready)]
+
+
+async def test_a_group_is_ready_when_it_is_scored_and_referred_in_either_order():
+    for scored_first in (True, False):
+        fleet = await finished()
+        steps = [fleet.score_all, fleet.refer_all]
+        first, second = steps if scored_first else reversed(steps)
+        await first()
+        assert not ready(fleet)
+        await second()
+        assert len(ready(fleet)) == 4
+        [group] = fleet.flow.consumption.buffer.first(1)
+        assert all((member.reference_logprobs == -2.0).all() for member in group.members)
+
+
+async def test_a_group_that_teaches_nothing_waits_for_no_reference():
+    fleet = await finished(without_signal=WithoutSignal.REFILL)
+    await fleet.score_all(lambda index: 1.0)
+    dropped = [event.reason for event in fleet.log.events if isinstance(event, Dropped)]
+    assert dropped == [DropReason.NO_SIGNAL] * 4
+    await fleet.refer_all()
+    assert not ready(fleet)
+    assert not fleet.flow.book.live.keys() & {f"g0.{index}" for index in range(4)}
+
+
+async def test_no_deadline_counts_while_only_the_reference_is_missing():
+    fleet = await finished(group_deadline_s=5.0)
+    await fleet.score_all()
+    fleet.clock.time = 100.0
+    await fleet.flow.enforce_deadlines()
+    await fleet.refer_all()
+    assert len(ready(fleet)) == 4
+
+
+async def test_what_was_undone_keeps_what_the_reference_found():
+    fleet = await finished(batch=1)
+    await fleet.score_all()
+    await fleet.refer_all()
+    batch = await fleet.flow.consumption.next_batch(groups=1, version=0)
+    fleet.flow.consumption.commit(batch, 1)
+    assert await fleet.flow.consumption.roll_back() == 4
+    again = await fleet.flow.consumption.next_batch(groups=1, version=0)
+    assert all(trajectory.reference_logprobs is not None for trajectory in again.trajectories)

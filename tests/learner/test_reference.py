@@ -1,0 +1,130 @@
+"""The reference model as a stage before the packer is the one inside the learner."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, ReferencePass
+from laminar_py.codec import decode, encode
+from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.reference import ReferenceModel
+from laminar_py.repack.balance import fit, make_entry
+from laminar_py.repack.packer import Packed, assign, step_terms
+from laminar_py.types import SamplingMask
+from tests.builders import make_trajectory
+from tests.learner.builders import VOCAB, make_learner, make_model_folder, referred
+
+TEMPERATURE = 0.7
+CASES = {f"kl {kind}": AlgorithmConfig(kl_coef=0.3, kl_estimator=kind) for kind in Divergence} | {
+    "balance": AlgorithmConfig(name="tba"),
+    "balance and kl, two updates": AlgorithmConfig(name="tba", kl_coef=0.3, updates_per_step=2),
+}
+
+
+def masked(item):
+    """Drawn from its own tokens and one more each."""
+    ids = np.stack([item.response_ids, (item.response_ids + 7) % VOCAB], axis=1)
+    return replace(item, sampling_mask=SamplingMask(np.full(len(ids), 2, np.int32), ids.ravel().astype(np.int32)))
+
+
+def samples():
+    """Three groups of three; one group was drawn from a cut vocabulary."""
+    items = [
+        make_trajectory(f"g{i % 3}.{i}", prompt=2 + i, response=5 + 6 * i, seed=i, reward=i % 2, advantage=i - 4)
+        for i in range(9)
+    ]
+    return [masked(item) if item.group_id == "g1" else item for item in items]
+
+
+def batches_of(items, algorithm, *, ranks=1):
+    """As they reach the learner, over the wire."""
+    bins = fit([make_entry(item) for item in items], max_tokens=100)
+    terms = step_terms(
+        bins,
+        aggregation=algorithm.aggregation,
+        compares=algorithm.objective is Objective.BALANCE,
+        refers=algorithm.refers_in_stage,
+    )
+    packed = assign(bins, terms, max_tokens=100, ranks=ranks, attention_share=0.0)
+    return [decode(Packed, encode(packed)).microbatches(rank) for rank in range(ranks)]
+
+
+@pytest.fixture
+def stage(tmp_path):
+    """Runs the stage's model, on some trajectories a pass."""
+
+    def answer(items, *, together=2):
+        mesh = join_group(str(tmp_path / "rendezvous"), rank=0, world_size=1)
+        try:
+            model = ReferenceModel(folder, vocab_size=VOCAB, temperature=TEMPERATURE, mesh=mesh)
+            passes = [items[start : start + together] for start in range(0, len(items), together)]
+            found = [logprobs for one in passes for logprobs in model.logprobs(one)]
+        finally:
+            leave_group()
+        return [replace(item, reference_logprobs=own) for item, own in zip(items, found, strict=True)]
+
+    folder = make_model_folder(tmp_path / "reference", seed=1)
+    answer.folder = folder
+    return answer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_a_reference_in_the_learner(model_folder, stage, monkeypatch, case):
+    inside = AlgorithmConfig(**{**CASES[case].model_dump(), "reference": stage.folder})
+    before = AlgorithmConfig(**{**inside.model_dump(), "reference_pass": ReferencePass.STAGE})
+    items = stage(samples())
+    found = []
+    for algorithm in (inside, before):
+        learner = make_learner(model_folder, algorithm=algorithm, temperature=TEMPERATURE)
+        gradients = []
+        update = learner._update
+
+        def keep(learner=learner, gradients=gradients, update=update):
+            gradients.extend(parameter.grad.clone() for parameter in learner.model.parameters())
+            return update()
+
+        monkeypatch.setattr(learner, "_update", keep)
+        [batches] = batches_of(items, algorithm)
+        found.append((learner.step(batches), gradients))
+    (own, own_gradients), (sent, gradients) = found
+    assert sent.loss == pytest.approx(own.loss, abs=1e-6, rel=1e-6)
+    assert len(gradients) == len(own_gradients) > 0
+    for grad, expected in zip(gradients, own_gradients, strict=True):
+        assert (grad - expected).norm() <= 1e-6 * max(1.0, float(expected.norm()))
+    assert sent.tokens.kl_reference_k3 == pytest.approx(own.tokens.kl_reference_k3, rel=1e-5)
+    assert own.reference_s > sent.reference_s
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_asks_its_reference_once_for_each_microbatch(model_folder, stage, case):
+    algorithm = AlgorithmConfig(**{**CASES[case].model_dump(), "reference": stage.folder})
+    learner = make_learner(model_folder, algorithm=algorithm)
+    asked = []
+    learner._reference.base_model.register_forward_hook(lambda *_: asked.append(1))
+    [batches] = batches_of(samples(), algorithm)
+    learner.step(batches)
+    assert len(batches) > 1
+    assert len(asked) == len(batches)
+
+
+def test_microbatches_with_their_reference_are_sliced_as_they_are(model_folder, stage):
+    algorithm = AlgorithmConfig(kl_coef=0.1, reference=stage.folder)
+    learner = make_learner(model_folder, algorithm=algorithm)
+    [batches] = batches_of(samples(), algorithm)
+    whole = referred(learner, batches)
+    for one, other in zip(whole[1::2], list(whole)[1::2], strict=True):
+        assert np.array_equal(one.input_ids, other.input_ids)
+        assert np.array_equal(one.reference_logprobs, other.reference_logprobs)
+
+
+def test_a_rank_with_nothing_to_train_takes_part(model_folder, stage):
+    """One trajectory for two ranks: the other one's microbatch has a reference of its own length too."""
+    algorithm = AlgorithmConfig(
+        name="tba", kl_coef=0.1, reference=stage.folder, reference_pass=ReferencePass.STAGE
+    )
+    [item] = stage(samples()[:1])
+    for batches in batches_of([item], algorithm, ranks=2):
+        assert all(batch.reference_logprobs.shape == batch.input_ids.shape for batch in batches)
+        learner = make_learner(model_folder, algorithm=algorithm)
+        assert learner._reference is None
+        assert np.isfinite(learner.step(batches).loss)
