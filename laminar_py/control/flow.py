@@ -177,6 +177,10 @@ class Flow:
             self.admitting and self._admission.allowed(live=len(self.book.groups), generating=self._generating) > 0
         )
 
+    def is_live(self, trajectory_id: str) -> bool:
+        """Whether it is neither consumed nor dropped."""
+        return trajectory_id in self.book.live
+
     def pause(self) -> None:
         """Nothing of training is handed out any more, and nothing moves."""
         self.admitting = self.continuing = False

@@ -185,10 +185,8 @@ class Controller:
                 ]
                 await self._trainer.start()
                 if self._reference is not None:
-                    serving = self._reference.run(
-                        wanted=self._flow.book.live.__contains__, deliver=self._flow.on_reference
-                    )
-                    background.append(tasks.create_task(serving, name="reference"))
+                    referring = self._reference.run(wanted=self._flow.is_live, deliver=self._flow.on_reference)
+                    background.append(tasks.create_task(referring, name="reference"))
                 if self._config.repacks:
                     speed = await self._replicas.speed()
                     log.info("engine: %s", speed)

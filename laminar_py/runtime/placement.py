@@ -182,14 +182,15 @@ def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int])
 def _place_reference(
     needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
 ) -> Place:
-    """Beside the learner if there is room, else where it costs the fewest replicas."""
+    """Where it costs no replica, if there is such a node, and beside the learner, if there is a choice."""
     if not needs.rank_gpus:
         return Place(learner[0].node)
     beside, size = {place.node for place in learner}, needs.replica_gpus
 
     def cost(node: Node) -> tuple[bool, bool, int]:
-        """Whether it is not the learner's; whether one replica less finds room on it; its GPUs."""
-        return (node.id not in beside, bool(size) and free[node.id] % size == 0, free[node.id])
+        """Whether one replica less finds room on it; whether it is not the learner's; its GPUs."""
+        serves = size > 0 and (needs.shared_nodes or node.id not in beside)
+        return (serves and free[node.id] % size == 0, node.id not in beside, free[node.id])
 
     room = [node for node in nodes if free[node.id]]
     if not room:

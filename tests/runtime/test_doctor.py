@@ -74,9 +74,10 @@ def test_a_config_that_does_not_fit_this_machine_is_one_line_and_exit_code_2():
 
 
 def test_the_laptops_config_fits_and_is_shown():
-    code, output, lines = doctor("configs/quickstart.yaml")
+    refers = ("algorithm.kl_coef=0.1", "algorithm.reference_pass=stage")
+    code, output, lines = doctor("configs/quickstart.yaml", *refers)
     assert (code, lines) == (0, [])
-    for part in ("learner-0", "replica-0 to 1", "relay-0 to 2"):
+    for part in ("learner-0", "reference-0", "replica-0 to 1", "relay-0 to 2"):
         assert part in output
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -58,6 +59,22 @@ def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
 
 
 @pytest.mark.parametrize(
+    ("gpus", "needs", "reference"),
+    [
+        ((0, 0), Needs(2, 0, 2, 0, reference=True), "a"),  # on CPUs, beside the learner
+        ((8,), Needs(2, 1, 5, 1, reference=True), "a"),
+        ((8, 8), Needs(8, 1, 7, 1, reference=True), "b"),
+        ((8, 8, 8), Needs(7, 1, 16, 1, shared_nodes=False, reference=True), "a"),  # where no replica can be
+        ((8, 9), Needs(4, 1, 3, 4, reference=True), "b"),  # beside the learner it would cost a replica
+    ],
+)
+def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, needs, reference):
+    plan = make_plan(needs, hosts(*gpus))
+    assert plan.reference == Place(reference, needs.rank_gpus)
+    assert None not in plan.replicas
+
+
+@pytest.mark.parametrize(
     ("gpus", "needs", "message"),
     [
         ((4,), Needs(8, 1, 1, 1), r"learner\.world_size=8: needs 8 GPUs, 4 are free on 1 nodes; lower it"),
@@ -71,6 +88,8 @@ def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
             Needs(1, 1, 1, 8),
             r"there is room for 0; each needs rollout\.engine\.tensor_parallel=8 .* than 4",
         ),
+        ((4,), Needs(4, 1, 1, 0, reference=True), r"algorithm\.reference_pass=stage: needs .* the learner's 4"),
+        ((8,), Needs(2, 1, 6, 1, reference=True), r"the learner's 2 and the reference's 1; lower"),
         ((8,), Needs(2, 1, 2, 1, shared_nodes=False), r"cluster\.shared_nodes=false: the learner has every node"),
         (
             (0, 0),
@@ -98,6 +117,9 @@ NEEDS = st.builds(
 )
 
 
+REFERRING = st.builds(replace, NEEDS, reference=st.booleans())
+
+
 def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Plan | None:
     try:
         return make_plan(needs, found, keep=keep)
@@ -107,7 +129,7 @@ def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Pla
 
 def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     promised = Counter()
-    for place in filter(None, (*plan.learner, *plan.replicas)):
+    for place in filter(None, (*plan.learner, *plan.replicas, plan.reference)):
         promised[place.node] += place.gpus
     for node in found:
         assert promised[node.id] <= node.gpus, f"{node} promises {promised[node.id]}"
@@ -115,6 +137,7 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     assert [place.gpus for place in plan.learner] == [needs.rank_gpus] * needs.ranks
     assert {place.gpus for place in plan.replicas if place} <= {needs.replica_gpus}
     assert len(plan.replicas) == needs.replicas
+    assert [plan.reference and plan.reference.gpus] == [needs.rank_gpus if needs.reference else None]
     if not needs.shared_nodes:
         assert not set(on(plan.learner)) & set(on(plan.replicas))
     assert plan.relays[0] == plan.learner[0].node
@@ -124,7 +147,7 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
             assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"
 
 
-@given(needs=NEEDS, found=CLUSTERS)
+@given(needs=REFERRING, found=CLUSTERS)
 def test_a_plan_keeps_its_laws(needs, found):
     plan = planned(needs, found)
     if plan is None:
@@ -164,7 +187,7 @@ def test_a_learner_of_one_node_never_takes_the_room_that_replicas_need(needs, fo
         assert (planned(needs, found) is not None) == any(map(fits, found))
 
 
-@given(needs=NEEDS, found=CLUSTERS, data=st.data())
+@given(needs=REFERRING, found=CLUSTERS, data=st.data())
 def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
     """One node dies after the other."""
     plan = planned(needs, found)
@@ -180,6 +203,8 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
             assert new == old or old is None or old.node not in living
         if {place.node for place in before.learner} <= living:
             assert plan.learner == before.learner
+        if before.reference and before.reference.node in living:
+            assert plan.reference == before.reference
 
 
 def test_a_placement_is_made_anew_from_the_nodes_alive():

@@ -185,7 +185,9 @@ def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_res
 
 def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_death_or_a_resume(tmp_path):
     cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
-    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage", *cut]
+    (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
+    rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
+    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage", rewarded, *cut]
     with TrainProcess(tmp_path, "steps=10000", *refers) as train:
         train.wait_for_step(2)
         os.kill(pids_of(train.run)["reference-0"], signal.SIGKILL)
