@@ -51,13 +51,18 @@ def refer(reference: PreTrainedModel, batches: Sequence[MicroBatch]) -> Referred
 class ReferenceModel:
     """The reference alone: the model in `folder`, on the device that `mesh`, of one rank, is of.
 
-    Raises `ValueError` as `load_reference` does.
+    With `offload` its weights are in the host's memory between their uses. Raises `ValueError` as `load_reference`
+    does.
     """
 
-    def __init__(self, folder: Path, *, vocab_size: int, temperature: float, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, folder: Path, *, vocab_size: int, temperature: float, mesh: DeviceMesh, offload: bool = False
+    ) -> None:
         device = torch.device(mesh.device_type)
         self._model = load_reference(folder, vocab_size=vocab_size, temperature=temperature, device=device)
-        shard(self._model, mesh)  # for the learner's precision, which on CUDA is not that of the weights
+        shard(
+            self._model, mesh, offload=offload
+        )  # for the learner's precision, which on CUDA is not that of the weights
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """[L] of each one's response tokens, from one packed forward."""

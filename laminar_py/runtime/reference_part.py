@@ -24,6 +24,7 @@ class ReferencePart:
             vocab_size=read_sizes(config.model.path).vocab_size,
             temperature=config.rollout.sampling.temperature,
             mesh=join_group(spec.rendezvous, rank=0, world_size=1, device_type=device),
+            offload=config.learner.offload,
         )
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> ReferenceAnswer:

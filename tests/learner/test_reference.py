@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, ReferencePass
+from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Partition, ReferencePass
 from laminar_py.codec import decode, encode
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.reference import ReferenceModel
@@ -17,6 +17,7 @@ from tests.learner.builders import VOCAB, make_learner, make_model_folder, refer
 TEMPERATURE = 0.7
 CASES = {f"kl {kind}": AlgorithmConfig(kl_coef=0.3, kl_estimator=kind) for kind in Divergence} | {
     "balance": AlgorithmConfig(name="tba"),
+    "balance, learned partition": AlgorithmConfig(name="tba", partition=Partition.LEARNED),
     "balance and kl, two updates": AlgorithmConfig(name="tba", kl_coef=0.3, updates_per_step=2),
 }
 
@@ -77,13 +78,13 @@ def test_loss_and_gradients_are_those_of_a_reference_in_the_learner(model_folder
     for algorithm in (inside, before):
         learner = make_learner(model_folder, algorithm=algorithm, temperature=TEMPERATURE)
         gradients = []
-        update = learner._update
+        update = learner._optimizer.update
 
-        def keep(learner=learner, gradients=gradients, update=update):
+        def keep(step, learner=learner, gradients=gradients, update=update):
             gradients.extend(parameter.grad.clone() for parameter in learner.model.parameters())
-            return update()
+            return update(step)
 
-        monkeypatch.setattr(learner, "_update", keep)
+        monkeypatch.setattr(learner._optimizer, "update", keep)
         [batches] = batches_of(items, algorithm)
         found.append((learner.step(batches), gradients))
     (own, own_gradients), (sent, gradients) = found
