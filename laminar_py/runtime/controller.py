@@ -185,6 +185,7 @@ class Controller:
                 ]
                 await self._trainer.start()
                 if self._reference is not None:
+                    await self._reference.start()
                     referring = self._reference.run(wanted=self._flow.is_live, deliver=self._flow.on_reference)
                     background.append(tasks.create_task(referring, name="reference"))
                 if self._config.repacks:

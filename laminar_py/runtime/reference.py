@@ -56,14 +56,17 @@ class ReferenceStage:
         """Take it up as soon as the process is free."""
         self._queue.put(trajectory)
 
-    async def run(
-        self, *, wanted: Callable[[str], bool], deliver: Callable[[str, FloatArray], Awaitable[None]]
-    ) -> None:
-        """Serve until cancelled. What RL begins with must exist by now, since it may be the reference.
+    async def start(self) -> None:
+        """Bring the process up. What RL begins with must exist by now, since it may be the reference.
 
         Raises ConfigError if the model cannot serve, RunFailedError if its process dies too often.
         """
         await self._up()
+
+    async def run(
+        self, *, wanted: Callable[[str], bool], deliver: Callable[[str, FloatArray], Awaitable[None]]
+    ) -> None:
+        """Serve until cancelled. Raises RunFailedError as `start` does."""
         while True:
             bundle = await self._queue.take(wanted=wanted)
             for trajectory, logprobs in zip(bundle, await self._logprobs(bundle), strict=True):
