@@ -194,7 +194,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
         train.wait_for_step(5)
         train.send(signal.SIGINT)
         assert train.finish()[0] == 130
-    assert summary_of(train.run)["restarts"] == {"reference-0": 1}
+    assert summary_of(train.run)["restarts"]["reference-0"] == 1
     steps = summary_of(train.run)["steps"] + 2
     with TrainProcess(tmp_path, f"steps={steps}", *refers, resume=True) as train:
         code, output = train.finish()
