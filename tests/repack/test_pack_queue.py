@@ -2,7 +2,7 @@
 
 import asyncio
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.repack.pack_queue import PackQueue
@@ -25,6 +25,7 @@ async def taken(queue, *, wanted=lambda id: True):
     return out
 
 
+@settings(deadline=None)
 @given(LENGTHS)
 def test_all_go_once_in_order_and_together_as_far_as_they_fit(lengths):
     bundles = asyncio.run(taken(filled(lengths)))
