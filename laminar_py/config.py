@@ -95,6 +95,14 @@ class RepackPlanner(StrEnum):
     PREDICTIVE = "predictive"
 
 
+class TrackerKind(StrEnum):
+    """Where metrics go besides `metrics.jsonl`; the value is the package."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
 class ModelConfig(Section):
     """The model that is trained: a Hugging Face folder."""
 
@@ -435,6 +443,22 @@ class EvalConfig(Section):
     """Keep the weights in shared memory and evaluate when RL is over, off its clock, instead of meanwhile."""
 
 
+class TrackingConfig(Section):
+    """Where metrics go besides `metrics.jsonl`, see docs/metrics.md. Servers and keys are what the packages' own
+    environment variables say."""
+
+    kinds: tuple[TrackerKind, ...] = ()
+    """Any of `tensorboard` (files in the run folder), `wandb`, and `mlflow` (a server, or `runs/mlflow.db`)."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """Project in wandb, experiment in MLflow; default: `name`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.kinds)) < len(self.kinds):
+            raise ValueError(f"tracking.kinds={','.join(self.kinds)}: one is named twice; name each once")
+        return self
+
+
 class SupervisorConfig(Section):
     """Detection and revival of dead parts."""
 
@@ -488,6 +512,8 @@ class RunConfig(Section):
     """Where all of it runs."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Metrics elsewhere."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Revival of dead parts."""
     emulation: EmulationConfig | None = None

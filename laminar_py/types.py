@@ -392,7 +392,9 @@ class TokenMetrics(msgspec.Struct, frozen=True):
 
     num_tokens: int = 0
     entropy: float = 0.0
-    ratio_deviation: float = 0.0  # |ratio - 1| of new to proximal probability
+    ratio: float = 1.0  # of new to proximal probability
+    ratio_deviation: float = 0.0  # |ratio - 1|
+    ratio_max: float = 0.0  # the largest of any token
     clip_fraction: float = 0.0  # whose ratio is outside the clip range
     truncated_fraction: float = 0.0  # whose ratio is above the importance cap
     kl_behaviour_k1: float = 0.0  # behaviour to new policy
@@ -403,6 +405,7 @@ class TokenMetrics(msgspec.Struct, frozen=True):
     effective_share: float = 1.0  # effective sample size of the weights new / behaviour, of the tokens
     advantage_mean: float = 0.0
     advantage_std: float = 0.0
+    advantage_max: float = 0.0  # the largest |advantage| of any token
 
 
 class Mismatch(msgspec.Struct, frozen=True):
@@ -417,6 +420,14 @@ class Mismatch(msgspec.Struct, frozen=True):
     max: float = 0.0
 
 
+class Work(msgspec.Struct, frozen=True):
+    """What all ranks computed in a step, e.g. `Work(65536, 2.9e15, 7.9e15)`."""
+
+    num_tokens: int = 0  # of prompts and responses, each counted once
+    flops: float = 0.0  # model FLOPs, see `learner.flops`
+    peak_flops: float | None = None  # per second, of their devices together; None where that is not known
+
+
 class StepMetrics(msgspec.Struct, frozen=True):
     """What one learner step measured."""
 
@@ -427,8 +438,25 @@ class StepMetrics(msgspec.Struct, frozen=True):
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
     mismatch: Mismatch = Mismatch()
     updates: int = 1
-    skipped: int = 0  # of the updates, whose gradient was not finite; all of the rest is of the others
+    skipped: int = 0  # of the updates, whose gradient was not finite; losses, norms and tokens are of the others
     reference_s: float = 0.0  # of `elapsed_s`, in the reference model
+    work: Work = Work()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """All tokens of the step, prompts too, over its seconds."""
+        return self.work.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def flops_per_s(self) -> float:
+        """Model FLOPs over its seconds."""
+        return self.work.flops / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of what the devices could compute; None where that is not known."""
+        peak = self.work.peak_flops
+        return None if peak is None else self.flops_per_s / peak
 
 
 class Published(msgspec.Struct, frozen=True):

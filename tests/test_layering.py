@@ -48,6 +48,9 @@ ROOMS = {
     "transformers": ("learner/", "bench/"),
     "aiohttp": ("engines/sglang", "bench/"),
     "sqlite3": ("store/", "audit/", "runtime/summary.py"),
+    "tensorboard": ("runtime/trackers.py",),
+    "wandb": ("runtime/trackers.py",),
+    "mlflow": ("runtime/trackers.py",),
     "pickle": (),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

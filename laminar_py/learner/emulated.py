@@ -19,7 +19,7 @@ from torch import Tensor
 from laminar_py.engines.emulated_profile import LearnerTimes
 from laminar_py.learner.checkpoint import MARKER, Marker, read_marker
 from laminar_py.repack.balance import attention_share, sequence_cost
-from laminar_py.types import StepMetrics
+from laminar_py.types import StepMetrics, Work
 
 NUM_TENSORS = 4
 SHAPE = (64, 64)
@@ -56,20 +56,22 @@ class EmulatedLearner:
     def step(self, microbatches: Sequence[Packed]) -> StepMetrics:
         """One optimizer step: stand still for as long as the GPUs would take, reading `microbatches` included."""
         began = self._now()
-        elapsed_s = self.step_s(microbatches) / self._compression
+        lengths = [batch.lengths for batch in microbatches]
+        elapsed_s = self.step_s(lengths) / self._compression
         self._sleep(max(0.0, began + elapsed_s - self._now()))
         self.num_steps += 1
-        return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s)
+        return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))
 
-    def step_s(self, microbatches: Sequence[Packed]) -> float:
-        """Emulated seconds: each microbatch runs whole on one device, and the busiest device is waited for."""
+    def step_s(self, lengths: Sequence[Sequence[int]]) -> float:
+        """Emulated seconds: each microbatch runs whole on one device, and the busiest device is waited for.
+
+        `lengths` are the tokens of each sequence of each microbatch.
+        """
         times = self._times
         share = attention_share(
             hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
         )
-        costs = [
-            sum(sequence_cost(length, attention_share=share) for length in batch.lengths) for batch in microbatches
-        ]
+        costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
         loads = [0.0] * self._devices
         for cost in sorted(costs, reverse=True):
             heapq.heapreplace(loads, loads[0] + cost)  # to the device that has least

@@ -27,6 +27,7 @@ class TokenSums:
         self._gaps = torch.zeros(GAPS, dtype=torch.float64, device=device)
         self._gap_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._peaks = torch.zeros(len(BUCKETS), len(_PEAKS), dtype=torch.float64, device=device)
         self._edges = torch.tensor(EDGES, device=device)
 
     def add(
@@ -47,6 +48,7 @@ class TokenSums:
             "tokens": torch.ones_like(own),
             "weight": weights,
             "entropy": weights * entropy.detach(),
+            "ratio": weights * ratio,
             "ratio_deviation": weights * (ratio - 1.0).abs(),
             "clipped": weights * ((ratio < low) | (ratio > high)),
             "truncated": weights * (ratio > (settings.importance_cap or torch.inf)),
@@ -62,6 +64,8 @@ class TokenSums:
         }
         bucket = torch.bucketize(staleness, self._edges, right=True)
         self._sums.index_add_(0, bucket, torch.stack([values[name].double() for name in _FIELDS], dim=1))
+        peaks = torch.stack([ratio, advantages.abs()], dim=1)  # as in `_PEAKS`
+        self._peaks.scatter_reduce_(0, bucket[:, None].expand_as(peaks), peaks.double(), "amax")
         fresh = gap[bucket == 0].abs()  # what engine and learner computed with the same weights
         if untouched and len(fresh):
             self._gap_sum += fresh.sum()
@@ -75,6 +79,7 @@ class TokenSums:
         self._gaps += other._gaps
         self._gap_sum += other._gap_sum
         self._largest = torch.maximum(self._largest, other._largest)
+        self._peaks = torch.maximum(self._peaks, other._peaks)
 
     def reduce(self, mesh: DeviceMesh | None) -> None:
         """Sum over ranks; all of them call it."""
@@ -85,17 +90,18 @@ class TokenSums:
                 (self._gaps, dist.ReduceOp.SUM),
                 (self._gap_sum, dist.ReduceOp.SUM),
                 (self._largest, dist.ReduceOp.MAX),
+                (self._peaks, dist.ReduceOp.MAX),
             ):
                 dist.all_reduce(tensor, op=how, group=group)
 
     def tokens(self) -> TokenMetrics:
         """Of all trained tokens."""
-        return _metrics(self._sums.sum(0))
+        return _metrics(self._sums.sum(0), self._peaks.amax(0))
 
     def by_staleness(self) -> dict[str, TokenMetrics]:
         """Of those in each bucket that has some, e.g. {"0": ..., "3-4": ...}."""
-        rows = zip(BUCKETS, self._sums, strict=True)
-        return {name: _metrics(row) for name, row in rows if row[_FIELDS.index("tokens")] > 0}
+        rows = zip(BUCKETS, self._sums, self._peaks, strict=True)
+        return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_FIELDS.index("tokens")] > 0}
 
     def mismatch(self) -> Mismatch:
         """Between engine and learner; all 0 without tokens that show it."""
@@ -112,6 +118,7 @@ _FIELDS = (
     "tokens",
     "weight",
     "entropy",
+    "ratio",
     "ratio_deviation",
     "clipped",
     "truncated",
@@ -125,15 +132,17 @@ _FIELDS = (
     "advantage",
     "advantage_squares",
 )
+_PEAKS = ("ratio_max", "advantage_max")
 
 
-def _metrics(row: Tensor) -> TokenMetrics:
+def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
     sums = dict(zip(_FIELDS, row.tolist(), strict=True))
     weight, tokens = sums["weight"] or 1.0, sums["tokens"] or 1.0
     advantage = sums["advantage"] / weight
     return TokenMetrics(
         num_tokens=int(sums["tokens"]),
         entropy=sums["entropy"] / weight,
+        ratio=sums["ratio"] / weight,
         ratio_deviation=sums["ratio_deviation"] / weight,
         clip_fraction=sums["clipped"] / weight,
         truncated_fraction=sums["truncated"] / weight,
@@ -145,4 +154,5 @@ def _metrics(row: Tensor) -> TokenMetrics:
         effective_share=sums["importance"] ** 2 / (tokens * (sums["importance_squares"] or 1.0)),
         advantage_mean=advantage,
         advantage_std=max(0.0, sums["advantage_squares"] / weight - advantage**2) ** 0.5,
+        **dict(zip(_PEAKS, peaks.tolist(), strict=True)),
     )

@@ -23,6 +23,7 @@ from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.activations import compile_layers, recompute_activations
 from laminar_py.learner.checkpoint import load_checkpoint, save_checkpoint
 from laminar_py.learner.export import export_hf, named_tensors
+from laminar_py.learner.flops import peak_flops, training_cost
 from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import (
@@ -37,7 +38,7 @@ from laminar_py.learner.model import (
 from laminar_py.learner.objectives import Terms, imbalance
 from laminar_py.learner.optimizer import Optimizer
 from laminar_py.learner.reference import refer
-from laminar_py.types import MicroBatch, StepMetrics
+from laminar_py.types import MicroBatch, StepMetrics, Work
 
 
 class Learner:
@@ -84,6 +85,8 @@ class Learner:
             self._reference = load_reference(folder, vocab_size=vocab, temperature=temperature, device=device)
             if mesh:
                 shard(self._reference, mesh, offload=settings.offload)
+        self._cost = training_cost(self.model)
+        self._peak_flops = peak_flops(device)
         self._optimizer = Optimizer(self.model, settings, num_steps=num_steps, partition_lr=algorithm.partition_lr)
         self.num_steps = 0
 
@@ -107,9 +110,11 @@ class Learner:
         partition = self._log_partition(microbatches)
         losses: list[float] = []  # of updates that took place
         norms: list[float] = []
+        lengths: list[int] = []  # of all sequences
         for part, share, proximal in zip(parts, shares, before, strict=True):
             loss, seen = torch.zeros((), device=self._device), TokenSums(self._device)
             for place, batch in enumerate(part):
+                lengths += batch.lengths
                 self._reduce_gradients(place == len(part) - 1)
                 at_start = None if proximal is None else proximal[place]
                 loss += self._accumulate(
@@ -127,9 +132,12 @@ class Learner:
                 sums.merge(seen)
         self.num_steps += 1
         sums.reduce(self._mesh)
+        work = self._work(lengths)  # on CUDA it waits for all before it
         elapsed_s = time.perf_counter() - started
         if not losses:
-            return StepMetrics(0.0, 0.0, elapsed_s, updates=updates, skipped=updates, reference_s=reference_s)
+            return StepMetrics(
+                0.0, 0.0, elapsed_s, updates=updates, skipped=updates, reference_s=reference_s, work=work
+            )
         return StepMetrics(
             loss=sum(losses) / len(losses),
             grad_norm=max(norms),
@@ -140,6 +148,7 @@ class Learner:
             updates=updates,
             skipped=updates - len(losses),
             reference_s=reference_s,
+            work=work,
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -259,6 +268,15 @@ class Learner:
         if self._mesh:
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
+
+    def _work(self, lengths: Sequence[int]) -> Work:
+        """What all ranks computed, given this one's sequences."""
+        num_ranks = self._mesh.size() if self._mesh else 1
+        return Work(
+            int(self._over_ranks(sum(lengths))),
+            self._over_ranks(self._cost.flops(lengths)),
+            None if self._peak_flops is None else self._peak_flops * num_ranks,
+        )
 
     def _over_ranks(self, value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
         """Its sum, or what else is asked for."""

@@ -34,9 +34,10 @@ from laminar_py.runtime.relays import Relays
 from laminar_py.runtime.replicas import Replicas
 from laminar_py.runtime.run_folder import RunFolder, SystemClock
 from laminar_py.runtime.scoring import Scorers
-from laminar_py.runtime.stats import Stats, read_totals
+from laminar_py.runtime.stats import Stats, StepRow, read_totals
 from laminar_py.runtime.summary import Summary, summarise
 from laminar_py.runtime.supervisor import Supervisor
+from laminar_py.runtime.tracking import Tracking
 from laminar_py.runtime.trainer import Trainer
 from laminar_py.runtime.versions import Versions
 from laminar_py.runtime.view import View
@@ -70,6 +71,7 @@ class Controller:
         self._run = run
         self._inputs = inputs
         self._view = view
+        self._tracking = Tracking(config, run)
         self._placement = placement
         self._recovered: Recovered | None = recover(run.path) if resume and run.ledger.is_file() else None
         recovered, clock = self._recovered, SystemClock()
@@ -140,7 +142,7 @@ class Controller:
             versions=self._versions,
             incarnation=self._incarnation,
             checkpoint=recovered.checkpoint if recovered else None,
-            show=view.step,
+            show=self._stepped,
         )
 
     def interrupt(self) -> None:
@@ -150,6 +152,8 @@ class Controller:
     async def lead(self) -> Summary:
         """Run to the end, or to the step in hand after `interrupt`."""
         await self._ledger.start()
+        self._tracking.start()
+        summary: Summary | None = None
         try:
             await self._record_start()
             scorers = Scorers(
@@ -198,6 +202,7 @@ class Controller:
             return summary
         finally:
             await self._ledger.close()
+            await self._tracking.close(summary)
 
     async def _lead_rl(self) -> Summary:
         trainer, stats, flow = self._trainer, self._stats, self._flow
@@ -320,6 +325,11 @@ class Controller:
     def _evaluated(self, result: Evaluated) -> None:
         self._ledger.append(result)
         self._view.evaluated(result)
+        self._tracking.evaluated(result)
+
+    def _stepped(self, row: StepRow) -> None:
+        self._view.step(row)
+        self._tracking.step(row)
 
     # ---- behind
 

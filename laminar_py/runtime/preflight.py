@@ -21,6 +21,7 @@ from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.relay.cost import versions_at_peak
 from laminar_py.reward.registry import load_reward
 from laminar_py.runtime.engines import check_engine
+from laminar_py.runtime.trackers import check_trackers
 from laminar_py.section import ConfigError
 from laminar_py.types import Prompt
 
@@ -38,6 +39,7 @@ class Inputs:
 
 def check(config: RunConfig) -> Inputs:
     """Prepare the run's files if it has a script for that, then check files, reward, ports and memory."""
+    check_trackers(config.tracking.kinds)
     _prepare(config)
     _check_model(config)
     tokenizer = load_tokenizer(config.model.path)

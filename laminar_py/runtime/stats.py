@@ -55,10 +55,15 @@ class StepRow:
     kv_use: float = 0.0  # share of the replicas' KV caches, mean over the RL phase so far
     publish_stall_s: float = 0.0
     reference_busy_s: float = 0.0  # sum so far, of a stage or, inside `learner_busy_s`, of the learner's own pass
+    learner_tokens_per_s: float = 0.0  # of this step, prompts too
+    learner_flops_per_s: float = 0.0
+    mfu: float | None = None
     loss: float = 0.0  # this and what follows: as in `types.StepMetrics` and `types.TokenMetrics`
     grad_norm: float = 0.0
     entropy: float = 0.0
+    ratio: float = 1.0
     ratio_deviation: float = 0.0
+    ratio_max: float = 0.0
     clip_fraction: float = 0.0
     truncated_fraction: float = 0.0
     kl_behaviour_k1: float = 0.0
@@ -69,6 +74,7 @@ class StepRow:
     effective_share: float = 1.0
     advantage_mean: float = 0.0
     advantage_std: float = 0.0
+    advantage_max: float = 0.0
     mismatch_mean: float = 0.0
     mismatch_p99: float = 0.0
     mismatch_max: float = 0.0
@@ -233,6 +239,8 @@ class Stats:
         if metrics is not None:
             row.loss, row.grad_norm = metrics.loss, metrics.grad_norm
             row.skipped, mismatch = metrics.skipped, metrics.mismatch
+            row.learner_tokens_per_s, row.learner_flops_per_s = metrics.tokens_per_s, metrics.flops_per_s
+            row.mfu = metrics.mfu
             row.mismatch_mean, row.mismatch_p99, row.mismatch_max = mismatch.mean, mismatch.p99, mismatch.max
             row.by_staleness = {name: msgspec.structs.asdict(one) for name, one in metrics.by_staleness.items()}
             for name, value in msgspec.structs.asdict(metrics.tokens).items():

@@ -49,10 +49,12 @@ def test_a_step_takes_the_time_of_its_tokens_and_the_optimizers():
     clock = Clock()
     metrics = make_learner(clock, compression=20.0).step([Packed([300, 200]), Packed([500])])
     assert clock.now_s == metrics.elapsed_s == pytest.approx((2 + 1) / 20)
+    assert metrics.tokens_per_s == pytest.approx(1000 * 20 / 3)
+    assert metrics.mfu is None, "what it stands for computes nothing"
 
 
 def test_devices_share_whole_microbatches():
-    batches = [Packed([length]) for length in (4000, 3000, 2000, 1000)]
+    batches = [[length] for length in (4000, 3000, 2000, 1000)]
     assert make_learner(devices=2).step_s(batches) == pytest.approx(2 + 5)
     assert make_learner(devices=8).step_s(batches) == pytest.approx(2 + 4)
 
@@ -60,7 +62,7 @@ def test_devices_share_whole_microbatches():
 def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens():
     times = TIMES.model_copy(update={"num_parameters": 7_600_000_000, "hidden_size": 3584, "num_layers": 28})
     learner = make_learner(times=times)
-    assert learner.step_s([Packed([16_000])]) > 1.1 * learner.step_s([Packed([400] * 40)])
+    assert learner.step_s([[16_000]]) > 1.1 * learner.step_s([[400] * 40])
 
 
 def test_the_time_that_reading_the_microbatches_takes_is_not_added():

@@ -32,8 +32,10 @@ def microbatches(rank: int, world_size: int):
 
 
 def measured(metrics) -> torch.Tensor:
-    """[steps, 3]. AdamW can hide a wrong factor on the gradients; their norm shows it."""
-    return torch.tensor([(m.loss, m.grad_norm, m.tokens.entropy) for m in metrics])
+    """[steps, 5]. AdamW can hide a wrong factor on the gradients; their norm shows it."""
+    return torch.tensor(
+        [(m.loss, m.grad_norm, m.tokens.entropy, m.work.num_tokens, m.work.flops) for m in metrics]
+    )
 
 
 def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
