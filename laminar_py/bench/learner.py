@@ -1,6 +1,6 @@
 """What `laminar bench learner` measures: that packing is right, what it saves, how near engine and learner are.
 
-Everything runs on the CPU, one thread a process, fp32. Speed is in CPU seconds, taken in turns, so that a busy
+All but `mfu` runs on the CPU, one thread a process, fp32. Speed is in CPU seconds, taken in turns, so that a busy
 machine changes ratios little.
 """
 
@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from laminar_py.bench.engine_local import MODEL
 from laminar_py.bench.learner_agreement import agreement_rows
+from laminar_py.bench.learner_mfu import mfu_row
 from laminar_py.bench.learner_speed import memory_row, throughput_rows
 from laminar_py.bench.report import Row
 
@@ -48,4 +49,6 @@ def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
             repeats=scale.repeats,
         )
         tell("memory of log-probabilities")
-        return [*out, memory_row(scale.memory)]
+        out.append(memory_row(scale.memory))
+        tell("use of the GPU, if there is one")
+        return [*out, mfu_row(Path(folder))]

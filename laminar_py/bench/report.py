@@ -16,7 +16,7 @@ class Row(msgspec.Struct, frozen=True):
     """One figure, e.g. `Row("async_over_sync", 1.3, "x", "quickstart, seed 0, 60 s of RL each")`."""
 
     name: str
-    value: float
+    value: float | None  # None: not measured, and `conditions` say why
     unit: str
     conditions: str
 
@@ -46,7 +46,8 @@ def show(bench: str, rows: list[Row], *, as_json: bool) -> None:
         return
     table = Table("figure", "value", "unit", title=f"{bench} on {report.machine}")
     for row in rows:
-        table.add_row(row.name, f"{row.value:,.3f}".rstrip("0").rstrip("."), row.unit)
+        value = "-" if row.value is None else f"{row.value:,.3f}".rstrip("0").rstrip(".")
+        table.add_row(row.name, value, row.unit)
     console.print(table)
     for conditions in dict.fromkeys(row.conditions for row in rows):
         console.print(conditions, soft_wrap=True, highlight=False)

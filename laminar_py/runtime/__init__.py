@@ -1,10 +1,10 @@
 """Processes: the only room that knows Ray.
 
 Ray reads these variables when it is imported, so they are set here, before any module of the room can import it:
-token authentication with a token of this run's own, no usage reports, parts that rank with the controller
-(replicas lower themselves; on a cluster that the run joins, Ray's own niceness holds), no GPU in sight of a part
-that has none, no second OpenMP thread in any worker, and an allocator that keeps its pages (a learner step hands
-tensors of megabytes back and forth: 6 to 14 % of its time).
+token authentication with a token of this run's own, no usage reports (from trackers neither), parts that rank with
+the controller (replicas lower themselves; on a cluster that the run joins, Ray's own niceness holds), no GPU in
+sight of a part that has none, no second OpenMP thread in any worker, and an allocator that keeps its pages (a
+learner step hands tensors of megabytes back and forth: 6 to 14 % of its time).
 """
 
 import os
@@ -15,6 +15,8 @@ _RUN_TOKEN = secrets.token_hex(32)  # of a cluster that this run starts
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", _RUN_TOKEN)
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from laminar_py.codec import decode, encode
-from laminar_py.runtime.trackers import TRACKERS, Opening
+from laminar_py.runtime.trackers import TRACKERS, Opening, Tracker
 
 GRACE_S = 30  # to say goodbye when the controller is gone
 NICENESS = 10
@@ -63,6 +63,31 @@ def read(kind: type[T]) -> T | None:
     return decode(kind, body) if len(body) == length else None
 
 
+def serve(tracker: Tracker, answers: int) -> bool:
+    """Until the tracker is closed; False if the controller is gone before."""
+    while answer(answers):
+        match read(Message):  # type: ignore[arg-type]
+            case Values(step, values):
+                tracker.log(step, values)
+            case Undone(step):
+                tracker.undo(step)
+            case Closing(summary):
+                tracker.close(summary)
+                answer(answers)
+                return True
+            case None:
+                return False
+    return False
+
+
+def answer(answers: int) -> bool:
+    """Say that it is done; whether somebody is there to hear it."""
+    try:
+        return os.write(answers, ANSWER) > 0
+    except BrokenPipeError:
+        return False
+
+
 def main() -> None:
     """Until the run is over, or one side is gone."""
     os.nice(NICENESS)
@@ -72,23 +97,9 @@ def main() -> None:
     if opening is None:
         return
     tracker = TRACKERS[opening.kind](opening)
-    os.write(answers, ANSWER)
-    while True:
-        message = read(Message)  # type: ignore[arg-type]
-        match message:
-            case Values(step, values):
-                tracker.log(step, values)
-            case Undone(step):
-                tracker.undo(step)
-            case Closing(summary):
-                tracker.close(summary)
-                os.write(answers, ANSWER)
-                return
-            case None:
-                signal.alarm(GRACE_S)
-                tracker.close(None)
-                return
-        os.write(answers, ANSWER)
+    if not serve(tracker, answers):
+        signal.alarm(GRACE_S)
+        tracker.close(None)
 
 
 if __name__ == "__main__":

@@ -36,14 +36,20 @@ class TrackerLink:
     """One tracker in a process of its own; messages go one by one, each is answered."""
 
     def __init__(self, opening: Opening, *, errors: Path, queued: int = QUEUED, retry_s: float = RETRY_S) -> None:
-        self.dropped = 0
         self._opening = opening
         self._errors = errors
         self._retry_s = retry_s
         self._queue: asyncio.Queue[Message] = asyncio.Queue(queued)
+        self._told = self._delivered = 0  # messages
+        self._warned = False
         self._closing = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def undelivered(self) -> int:
+        """Messages that were dropped, or wait."""
+        return self._told - self._delivered
 
     def start(self) -> None:
         """Begin to deliver. Not a task of the run's group: its fate must not be the run's."""
@@ -51,25 +57,28 @@ class TrackerLink:
 
     def tell(self, message: Message) -> None:
         """Never waits."""
+        self._told += 1
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
-            self._drop(1, f"{self._queue.qsize()} messages wait for it")
+            self._warn(f"{self._queue.qsize()} wait for it")
 
     async def close(self, summary: dict[str, float] | None, *, limit_s: float) -> None:
         """Deliver what is queued and the summary, in this time at most; then its process is gone."""
         assert self._task is not None, "a tracker is started before it is closed"
         self._closing.set()
+        self._told += 1
         try:
             async with asyncio.timeout(limit_s):
                 await self._queue.put(Closing(summary))
                 await self._task
         except TimeoutError:
-            self._drop(self._queue.qsize() + 1, f"it was not done {limit_s:g} s after the run")
+            self._warn(f"it was not done {limit_s:g} s after the run")
         finally:
+            self._task.cancel()
             await self._end()
-        if self.dropped:
-            log.warning("tracker %s: %d messages were dropped in all", self._opening.kind, self.dropped)
+        if self.undelivered:
+            log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
 
     async def _run(self) -> None:
         message: Message | None = None
@@ -77,15 +86,26 @@ class TrackerLink:
             message = await self._queue.get()
             try:
                 await self._deliver(message)
+                self._delivered += 1
             except (OSError, EOFError):  # its process is gone
                 await self._end()
-                self._drop(1, self._last_words())
-                if self._closing.is_set():
-                    self._drop(self._queue.qsize(), "its process died")
-                    return
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._retry_s):
-                        await self._closing.wait()
+                self._warn(self._last_words())
+            finally:
+                self._queue.task_done()
+            if self._process is None and not await self._may_retry():
+                return
+
+        if self._process is not None:
+            await self._process.wait()
+
+    async def _may_retry(self) -> bool:
+        """After a while; not once the run is over."""
+        if self._closing.is_set():
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._retry_s):
+                await self._closing.wait()
+        return True
 
     async def _deliver(self, message: Message) -> None:
         if self._process is None:
@@ -117,10 +137,10 @@ class TrackerLink:
                 process.kill()
             await process.wait()
 
-    def _drop(self, count: int, reason: str) -> None:
-        if count and not self.dropped:
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
             log.warning("tracker %s: messages are dropped: %s", self._opening.kind, reason)
-        self.dropped += count
+        self._warned = True
 
     def _last_words(self) -> str:
         lines = self._errors.read_text(errors="replace").splitlines() if self._errors.is_file() else []

@@ -1,7 +1,13 @@
 """The learner's benchmark on a tiny model: every figure is there, and the exact ones hold at any size."""
 
+from dataclasses import replace
+
+import pytest
+import torch
+
 from laminar_py.bench.learner import Scale, rows
 from laminar_py.bench.learner_agreement import LLAMA
+from laminar_py.bench.learner_mfu import FULL, measure_steps
 
 TINY = Scale(model=LLAMA, sequences=16, median=16, repeats=1, engine_tokens=400, memory=(2048, 4096, 32))
 
@@ -12,4 +18,16 @@ def test_all_figures_of_a_tiny_model():
     assert found["engine_mismatch_max"] < 1e-4
     assert found["mask_replay_ratio_error"] < 1e-4 < found["mask_replay_ratio_error_without"]
     assert found["router_replay_ratio_error"] < 1e-4 < found["router_replay_ratio_error_without"]
+    assert torch.cuda.is_available() or found["mfu"] is None
     assert {"packed_over_padded", "packed_over_sorted", "logprob_memory_over_naive"} <= set(found)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_mfu_is_measured_on_whole_steps(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    steps = measure_steps(
+        tmp_path, replace(FULL, model=LLAMA, sequences=4, median=16, longest=64, steps=2), device_type=device
+    )
+    assert len(steps) == 2
+    assert all(step.skipped == 0 and step.work.flops > 0 and step.tokens_per_s > 0 for step in steps)

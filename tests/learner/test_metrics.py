@@ -47,6 +47,7 @@ def test_means_have_the_loss_weights_of_their_tokens():
     assert found.num_tokens == 4
     assert found.clip_fraction == pytest.approx(0.6)
     assert found.truncated_fraction == pytest.approx(0.1)
+    assert found.ratio == pytest.approx(0.4 + 0.3 * 1.5 + 0.2 * 0.5 + 0.1 * 5.0)
     assert found.ratio_deviation == pytest.approx(0.3 * 0.5 + 0.2 * 0.5 + 0.1 * 4.0)
     assert found.entropy == pytest.approx(0.3 * 1 + 0.2 * 2 + 0.1 * 3)
     assert found.advantage_mean == pytest.approx(0.3)
@@ -74,6 +75,16 @@ def test_tokens_are_told_apart_by_how_old_they_are():
     add(sums, terms([1.0] * 8), staleness=[0, 1, 2, 3, 4, 5, 8, 9])
     counts = {name: one.num_tokens for name, one in sums.by_staleness().items()}
     assert counts == {"0": 1, "1": 1, "2": 1, "3-4": 2, "5-8": 2, "9+": 1}
+
+
+def test_the_largest_ratio_and_advantage_are_of_any_token_of_that_age():
+    sums = TokenSums(CPU)
+    add(sums, terms([1.0, 3.0, 0.5], advantages=[0.5, 1.0, -2.0]), staleness=[0, 1, 1])
+    add(sums, terms([2.0], advantages=[0.1]))
+    assert (sums.tokens().ratio_max, sums.tokens().advantage_max) == pytest.approx((3.0, 2.0))
+    fresh, older = (sums.by_staleness()[name] for name in ("0", "1"))
+    assert (fresh.ratio_max, fresh.advantage_max) == pytest.approx((2.0, 0.5))
+    assert (older.ratio_max, older.advantage_max) == pytest.approx((3.0, 2.0))
 
 
 def test_the_mismatch_is_that_of_fresh_tokens_before_the_first_update():

@@ -32,10 +32,16 @@ def microbatches(rank: int, world_size: int):
 
 
 def measured(metrics) -> torch.Tensor:
-    """[steps, 5]. AdamW can hide a wrong factor on the gradients; their norm shows it."""
-    return torch.tensor(
-        [(m.loss, m.grad_norm, m.tokens.entropy, m.work.num_tokens, m.work.flops) for m in metrics]
-    )
+    """[steps, figures]. AdamW can hide a wrong factor on the gradients; their norm shows it."""
+    rows = [
+        (m.loss, m.grad_norm, m.tokens.entropy, m.tokens.ratio_max, m.tokens.advantage_max, *work_of(m))
+        for m in metrics
+    ]
+    return torch.tensor(rows)
+
+
+def work_of(metrics) -> tuple[float, float]:
+    return metrics.work.num_tokens, metrics.work.flops
 
 
 def rank_main(rank: int, model_folder: Path, folder: Path) -> None:

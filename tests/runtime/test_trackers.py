@@ -6,14 +6,18 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from laminar_py.config import TrackerKind
+from laminar_py.config_file import load_config
+from laminar_py.runtime.preflight import check
 from laminar_py.runtime.tracker_process import Closing, Undone, Values, frame
 from laminar_py.runtime.trackers import Opening, check_trackers
 from laminar_py.section import ConfigError
 
+REPO = Path(__file__).parent.parent.parent
 SUMMARY = {"summary/finished": 1.0, "summary/rl_seconds": 60.0}
 BLOCK = 32768  # of wandb's files: records of LevelDB's log format after a header
 
@@ -138,9 +142,18 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     check_trackers([])
 
 
+def test_it_is_refused_before_anything_is_prepared(tmp_path, monkeypatch):
+    (tmp_path / "prepare.py").write_text("raise SystemExit('begun')")
+    changes = ["tracking.kinds=[wandb]", f"data.prepare={tmp_path / 'prepare.py'}"]
+    config = load_config(REPO / "configs/quickstart.yaml", changes)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tracking.kinds=wandb: .*; pip install wandb, or"):
+        check(config)
+
+
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ConfigError, match="tracking.kinds=wandb: the package wandb is not installed"):
+    with pytest.raises(ConfigError, match=r"tracking.kinds=wandb: the package wandb is not installed"):
         check_trackers([TrackerKind.WANDB])

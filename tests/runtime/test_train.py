@@ -6,6 +6,7 @@ import shutil
 import signal
 import sqlite3
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -110,19 +111,36 @@ def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on
 
 @pytest.mark.parametrize("everything", [False, True], ids=["controller", "everything"])
 def test_a_killed_run_resumes_where_the_ledger_says(tmp_path, everything):
-    with TrainProcess(tmp_path, "steps=12") as train:
+    tracked = [f"tracking.kinds=[{'tensorboard' if find_spec('tensorboard') else ''}]"]
+    with TrainProcess(tmp_path, "steps=12", *tracked) as train:
         train.wait_for_step(5)
         family = train.family()
         for process in family if everything else family[:1]:
             process.kill()
         train.process.wait()
         assert accounting(train.run).balanced
-    with TrainProcess(tmp_path, "steps=12", resume=True) as again:
+    with TrainProcess(tmp_path, "steps=12", *tracked, resume=True) as again:
         code, output = again.finish()
         assert code == 0, output
         assert wait_until_gone(family) == []
     assert summary_of(again.run)["steps"] == 12
     assert_laws(again.run)
+    if find_spec("tensorboard"):
+        assert_tracked(again.run, steps=12)
+
+
+def assert_tracked(run, *, steps):
+    """No step twice, each as metrics.jsonl has it last. What was queued when the controller was killed is lost."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+    found = EventAccumulator(str(run / "tensorboard")).Reload()
+    entropies = [(event.step, event.value) for event in found.Scalars("tokens/entropy")]
+    assert len(dict(entropies)) == len(entropies)
+    assert dict(entropies) == pytest.approx({step: rows[step]["entropy"] for step, _ in entropies})
+    assert {steps - 1, steps} <= set(dict(entropies)), "which came after the resume"
+    assert found.Scalars("eval/accuracy")[-1].step == steps
+    assert [event.value for event in found.Scalars("summary/steps")] == [steps]
 
 
 def test_ctrl_c_finishes_the_step_checkpoints_and_says_how_to_go_on(tmp_path):
