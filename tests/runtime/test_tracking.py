@@ -55,6 +55,11 @@ def scalars(folder, name):
     return [(event.step, event.value) for event in found.Scalars(name)]
 
 
+def tracker_processes():
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "laminar_py.runtime.tracker_process" in child.cmdline()]
+
+
 async def handled(link):
     """All that it was told arrived, or is lost."""
     async with asyncio.timeout(ENOUGH_S):
@@ -80,7 +85,7 @@ async def test_a_run_with_a_roll_back_is_in_its_tracker_as_it_went_in_the_end(tm
     assert scalars(run.path, "run/mfu") == [(1, 0.25), (2, 0.25), (3, 0.25)]
     assert scalars(run.path, "eval/accuracy") == [(1, 0.75)]
     assert scalars(run.path, "summary/finished") == [(3, 1.0)]
-    assert not psutil.Process().children(recursive=True)
+    assert tracker_processes() == []
 
 
 @needs_tensorboard
@@ -111,7 +116,7 @@ async def test_a_server_that_never_answers_holds_nothing_up(tmp_path, monkeypatc
         await link.close({"summary/finished": 1.0}, limit_s=0.1)
     assert link.undelivered == 5, "four rows and the end"
     assert "5 messages did not arrive" in caplog.text
-    assert not psutil.Process().children(recursive=True)
+    assert tracker_processes() == []
 
 
 def set_nonblocking(server):
@@ -125,7 +130,7 @@ async def test_a_tracker_that_is_killed_comes_back_and_goes_on(tmp_path):
     link.start()
     link.tell(Values(1, {"tokens/entropy": 1.0}))
     await handled(link)
-    (child,) = psutil.Process().children()
+    (child,) = tracker_processes()
     child.kill()
     link.tell(Values(2, {"tokens/entropy": 2.0}))  # lost with it
     await handled(link)
