@@ -56,9 +56,8 @@ def training_cost(model: PreTrainedModel) -> TrainingCost:
     """Of a Hugging Face decoder, sharded or not."""
     config = model.config
     per_token = _per_token(model)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = attention_share(
-        hidden_size=size * config.num_attention_heads,
+        hidden_size=_head_size(config) * config.num_attention_heads,
         num_layers=config.num_hidden_layers,
         num_parameters=round(per_token / 6),
     )
@@ -70,6 +69,14 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return PEAKS.get(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    """Mean of what a head compares and what it sums up, which latent attention has apart."""
+    compared: int | None = getattr(config, "qk_head_dim", None)
+    if compared is not None:
+        return int(compared + config.v_head_dim) // 2
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _per_token(model: PreTrainedModel) -> float:

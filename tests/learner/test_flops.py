@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from laminar_py.learner.flops import PEAKS, TrainingCost, peak_flops, training_cost
 from laminar_py.types import StepMetrics, Work
@@ -24,6 +24,16 @@ CONFIGS = {
     "tied": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "mixture": Qwen3MoeConfig(**SIZES, **MIXED, head_dim=32),
     "partly mixture": Qwen3MoeConfig(**SIZES, **MIXED, head_dim=32, mlp_only_layers=[1]),
+    "latent attention, mixture": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        **MIXED | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=40,
+        first_k_dense_replace=1,
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=1),
 }
 
