@@ -28,7 +28,12 @@ class LocalEngine:
 
     It decodes `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
     `kv_capacity` tokens, and sends a request's tokens every `stream_interval` of them. `ValueError` if the
-    model is none it knows or the cache cannot hold one request.
+    model is none it knows, has not what is to be recorded, or the cache cannot hold one request.
+
+    `router_noise [max_len, layers, experts]` is for measurements of router replay: at each position it is added
+    to the logits by which a mixture chooses experts, and not to those that weigh them. It stands for a sampler
+    that computes a little differently, and moves a choice the same way in every engine and after every
+    interruption.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class LocalEngine:
         kv_capacity: int,
         stream_interval: int = 32,
         record: tuple[Record, ...] = (),
+        router_noise: torch.Tensor | None = None,
         device: str = "cpu",
     ) -> None:
         if kv_capacity < max_len:
@@ -49,13 +55,18 @@ class LocalEngine:
             )
         self._max_len = max_len
         self._spec = ModelSpec.read(model_dir)
+        if Record.ROUTED_EXPERTS in record and self._spec.mixture is None:
+            raise ValueError(
+                f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"
+            )
         self._scheduler = Scheduler(
             self._spec,
             num_slots=max_batch,
             max_len=max_len,
             kv_capacity=kv_capacity,
             stream_interval=stream_interval,
-            records_masks=Record.SAMPLING_MASK in record,
+            record=record,
+            router_noise=router_noise,
             device=torch.device(device),
         )
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="laminar-engine")

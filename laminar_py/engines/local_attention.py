@@ -93,7 +93,7 @@ class PrefillAttention:
     def __init__(self, pool: BlockPool, *, slots: Indices, starts: Indices, lengths: Indices) -> None:
         """Sequence i puts `lengths[i]` tokens at `starts[i]` and on; all arrays are `[n]`."""
         device = pool.keys.device
-        self._keys, self._values = pool.keys, pool.values
+        self._pool, self._keys, self._values = pool, pool.keys, pool.values
         num_sequences, width = len(slots), int(lengths.max())
         positions = starts[:, None] + np.arange(width)  # [n, S]
         real = np.arange(width) < lengths[:, None]
@@ -111,6 +111,15 @@ class PrefillAttention:
         """Put keys and values `[n * S, K, D]` into the blocks, without the padding."""
         self._keys[layer][self._write_blocks, :, :, self._write_offsets] = k[self._real]
         self._values[layer][self._write_blocks, :, self._write_offsets] = v[self._real]
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether `record` is to be called."""
+        return self._pool.records_experts
+
+    def record(self, experts: Tensor) -> None:
+        """Put experts `[n * S, L, k]` beside the keys and values, without the padding."""
+        self._pool.record(self._write_blocks, self._write_offsets, experts[self._real])
 
     def mix(self, layer: int, q: Tensor) -> Tensor:
         """Attention of queries `[n * S, H, D]`, as `[n * S, H * D]`; padding gets what it gets."""

@@ -17,11 +17,21 @@ from laminar_py.engines.local_attention import plan_decode
 from laminar_py.engines.local_kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local_model import LocalModel
 from laminar_py.engines.local_prefill import Prefill, PrefillQueue
-from laminar_py.engines.local_sampling import PLAIN, Sampler, Seeds, uniforms
-from laminar_py.engines.local_slots import Slots, State
+from laminar_py.engines.local_sampling import uniforms
+from laminar_py.engines.local_slots import Rows, Slots, State
 from laminar_py.engines.local_spec import ModelSpec
 from laminar_py.engines.requests import response_limit
-from laminar_py.types import Delta, EngineStatus, FinishReason, GenerateRequest, PauseMode, SamplingMask
+from laminar_py.store.recording import join_experts
+from laminar_py.types import (
+    Delta,
+    EngineStatus,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    Record,
+    RoutedExperts,
+    SamplingMask,
+)
 
 ADMISSION_HEADROOM = 16  # steps that everything running can grow by after an admission, against thrashing
 
@@ -36,6 +46,7 @@ class _Job:
     ticket: int  # the stream that its deltas go to
     request: GenerateRequest
     response: IntArray  # [L] what it had when it last joined the waiting queue
+    experts: RoutedExperts | None = None  # recorded before that, from `request.routed` on
     version: int = -1  # the oldest weights in its KV cache, once that is complete
     prefill: Prefill | None = None
 
@@ -43,17 +54,6 @@ class _Job:
     def cached_ids(self) -> IntArray:
         """Tokens that must be in the cache before it decodes: all but the last."""
         return np.concatenate([self.request.prompt_ids, self.response])[:-1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The decoding slots and what stays the same for them from step to step."""
-
-    slots: Indices  # [B]
-    seeds: Seeds  # [B]
-    limits: Indices  # [B]
-    stop_ids: Indices  # [B, most of any]
-    sampler: Sampler
 
 
 class Scheduler:
@@ -67,21 +67,30 @@ class Scheduler:
         max_len: int,
         kv_capacity: int,
         stream_interval: int,
-        records_masks: bool = False,
+        record: tuple[Record, ...] = (),
+        router_noise: torch.Tensor | None = None,
         device: torch.device,
     ) -> None:
+        """`router_noise` as in `LocalEngine`."""
         self._spec, self._device = spec, device
         self._max_len, self._kv_capacity, self._stream_interval = max_len, kv_capacity, stream_interval
-        self._records_masks = records_masks
-        self._model = LocalModel(spec, max_len=max_len, device=device)
-        self._pool = BlockPool(spec, num_slots=num_slots, max_len=max_len, kv_capacity=kv_capacity, device=device)
+        self._records_masks = Record.SAMPLING_MASK in record
+        self._model = LocalModel(spec, max_len=max_len, router_noise=router_noise, device=device)
+        self._pool = BlockPool(
+            spec,
+            num_slots=num_slots,
+            max_len=max_len,
+            kv_capacity=kv_capacity,
+            records_experts=Record.ROUTED_EXPERTS in record,
+            device=device,
+        )
         self._slots = Slots(num_slots, max_len=max_len)
         self._free = list(range(num_slots))
         self._running: dict[int, _Job] = {}  # by slot, the oldest admission first
         self._groups: defaultdict[str, list[int]] = defaultdict(list)  # slots by group
         self._waiting: deque[_Job] = deque()
         self._prefills = PrefillQueue(self._model, self._pool, max_len=max_len, device=device)
-        self._rows: _Rows | None = None  # None: the decoding slots have changed
+        self._rows: Rows | None = None  # None: the decoding slots have changed
         self._deltas: list[tuple[int, Delta]] = []
         self._paused = False
         self._version = -1
@@ -160,7 +169,7 @@ class Scheduler:
         self._make_room()
         self._admit()
         self._prefill()
-        rows = self._rows = self._rows or self._collect_rows()
+        rows = self._rows = self._rows or self._slots.decoding(self._device)
         positions = self._slots.num_prompt[rows.slots] + self._slots.num_response[rows.slots] - 1
         self._reserve(rows.slots, positions)
         if rows.slots.size:
@@ -226,32 +235,20 @@ class Scheduler:
         self._slots.state[slot] = State.DECODING
         self._rows = None
 
-    def _collect_rows(self) -> _Rows:
-        slots = self._slots
-        rows = np.flatnonzero(slots.state == State.DECODING)
-        sampler = PLAIN
-        if not slots.plain[rows].all():
-            sampler = Sampler.build(
-                slots.temperatures[rows],
-                top_k=slots.top_k[rows],
-                top_p=slots.top_p[rows],
-                min_p=slots.min_p[rows],
-                device=self._device,
-            )
-        return _Rows(rows, slots.seeds[rows], slots.limit[rows], slots.stop_ids[rows], sampler)
-
     def _reserve(self, slots: Indices, positions: Indices) -> None:
         """A place in the cache for one token of each of `slots [B]`, at `positions [B]`."""
         for index in np.flatnonzero(positions % BLOCK == 0).tolist():
             self._pool.extend(int(slots[index]), int(positions[index]) + 1)
         self._pool.settle()
 
-    def _decode(self, rows: _Rows, positions: Indices) -> tuple[IntArray, FloatArray, SamplingMask | None]:
+    def _decode(self, rows: Rows, positions: Indices) -> tuple[IntArray, FloatArray, SamplingMask | None]:
         """The next token of each row and its log-probability, `[B]`, and its sampling mask, if recorded."""
         num_response = self._slots.num_response[rows.slots]
         plan = plan_decode(self._pool, slots=rows.slots, positions=positions, num_heads=self._spec.num_heads)
         last_ids = self._tensor(self._slots.last_ids[rows.slots])
-        logits = self._model.decode(last_ids, self._tensor(positions), plan=plan)
+        logits, experts = self._model.decode(last_ids, self._tensor(positions), plan=plan)
+        if experts is not None:
+            self._pool.record(plan.write_blocks, plan.write_offsets, experts)
         uniform = torch.from_numpy(uniforms(rows.seeds, num_response)).to(self._device)
         drawn = rows.sampler.draw(logits, uniform, recorded=self._records_masks)
         values = drawn.logprobs.cpu().numpy()
@@ -261,7 +258,7 @@ class Scheduler:
             )
         return drawn.ids.cpu().numpy(), values, drawn.mask
 
-    def _dispatch(self, rows: _Rows, ids: IntArray) -> None:
+    def _dispatch(self, rows: Rows, ids: IntArray) -> None:
         """Send what is due after a step and end what has ended."""
         slots = rows.slots
         num_response = self._slots.num_response[slots]
@@ -278,14 +275,35 @@ class Scheduler:
         ids, logprobs = self._slots.take_unsent(slot)
         if len(ids) or finish_reason:
             kv_version = job.version if len(ids) and job.version < self._version else None
-            mask = self._slots.take_unsent_mask(slot) if self._records_masks else None
             delta = Delta(
-                job.request.rid, ids, logprobs, self._version, finish_reason, kv_version, sampling_mask=mask
+                job.request.rid,
+                ids,
+                logprobs,
+                self._version,
+                finish_reason,
+                kv_version,
+                sampling_mask=self._slots.take_unsent_mask(slot) if self._records_masks else None,
+                routed_experts=self._recorded(slot, job) if finish_reason else None,
             )
             self._deltas.append((job.ticket, delta))
 
+    def _recorded(self, slot: int, job: _Job) -> RoutedExperts | None:
+        """The experts of all positions but the last, from `request.routed` on, as they were first chosen.
+
+        What a retraction computes again may choose others, which had no part in the tokens that were there.
+        """
+        before = job.experts
+        start = job.request.routed if before is None else before.start + before.positions
+        end = len(job.request.prompt_ids) + int(self._slots.num_response[slot]) - 1
+        if not self._pool.records_experts or job.prefill is not None or start >= end:
+            return before
+        since = self._pool.recorded(slot, start, end)
+        return since if before is None else join_experts([before, since])
+
     def _send_nothing(self, job: _Job, finish_reason: FinishReason) -> None:
-        delta = Delta(job.request.rid, _NO_IDS, _NO_LOGPROBS, self._version, finish_reason)
+        delta = Delta(
+            job.request.rid, _NO_IDS, _NO_LOGPROBS, self._version, finish_reason, routed_experts=job.experts
+        )
         self._deltas.append((job.ticket, delta))
 
     def _end(self, slot: int, finish_reason: FinishReason) -> None:
@@ -295,9 +313,9 @@ class Scheduler:
     def _retract(self, slot: int) -> None:
         """Back to the head of the waiting queue with all its tokens; its KV is computed again later."""
         self._send(slot)
-        response = self._slots.response(slot)
+        response, experts = self._slots.response(slot), self._recorded(slot, self._running[slot])
         job = self._vacate(slot)
-        self._waiting.appendleft(_Job(job.ticket, job.request, response))
+        self._waiting.appendleft(_Job(job.ticket, job.request, response, experts))
 
     def _vacate(self, slot: int) -> _Job:
         job = self._running.pop(slot)

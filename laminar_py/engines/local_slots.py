@@ -4,14 +4,16 @@ Called by the scheduler alone. A slot is FREE, PREFILLING (its prompt is not who
 Invariant: a decoding slot has all its tokens but the last in the cache; the next step feeds that one.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from laminar_py.codec import BoolArray, FloatArray, IntArray
 from laminar_py.engines.local_kv import Indices
-from laminar_py.engines.local_sampling import hash_seeds
+from laminar_py.engines.local_sampling import PLAIN, Sampler, Seeds, hash_seeds
 from laminar_py.engines.requests import response_limit
 from laminar_py.types import GenerateRequest, SamplingMask
 
@@ -22,6 +24,17 @@ class State(IntEnum):
     FREE = 0
     PREFILLING = 1
     DECODING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The decoding slots, B of them, and what stays the same for them from step to step."""
+
+    slots: Indices  # [B]
+    seeds: Seeds  # [B]
+    limits: Indices  # [B]
+    stop_ids: Indices  # [B, most of any]
+    sampler: Sampler
 
 
 class Slots:
@@ -71,6 +84,20 @@ class Slots:
         """The slot is free again."""
         self.num_prompt[slot] = self.num_response[slot] = 0
         self.state[slot] = State.FREE  # last, so that `kv_used` is never too high in another thread's eyes
+
+    def decoding(self, device: torch.device) -> Rows:
+        """The slots that a step decodes."""
+        rows = np.flatnonzero(self.state == State.DECODING)
+        sampler = PLAIN
+        if not self.plain[rows].all():
+            sampler = Sampler.build(
+                self.temperatures[rows],
+                top_k=self.top_k[rows],
+                top_p=self.top_p[rows],
+                min_p=self.min_p[rows],
+                device=device,
+            )
+        return Rows(rows, self.seeds[rows], self.limit[rows], self.stop_ids[rows], sampler)
 
     def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None) -> None:
         """One new token for each of the slots `rows [B]`."""

@@ -13,7 +13,8 @@ import torch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _QWEN3, _QWEN2, _LLAMA = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"
-_BY_MODEL_TYPE = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _LLAMA}
+_QWEN3_MOE = "Qwen3MoeForCausalLM"
+_BY_MODEL_TYPE = {"qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE, "qwen2": _QWEN2, "llama": _LLAMA}
 
 
 class _Rope(msgspec.Struct, frozen=True):
@@ -46,6 +47,13 @@ class _Config(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
     use_sliding_window: bool = False
     tie_word_embeddings: bool = False
+    num_experts: int | None = None
+    num_local_experts: int | None = None  # the newer name of num_experts
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
 
@@ -55,6 +63,23 @@ class _Config(msgspec.Struct, frozen=True):
         default = _BY_MODEL_TYPE.get(self.model_type, self.model_type)
         return self.architectures[0] if self.architectures else default
 
+    @property
+    def mixture(self) -> "Mixture | None":
+        """The experts of a model that has some."""
+        if self.architecture != _QWEN3_MOE:
+            return None
+        count = self.num_experts or self.num_local_experts or 128
+        return Mixture(count, self.num_experts_per_tok, renormalises=self.norm_topk_prob)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts that every layer has, e.g. `Mixture(128, 8, renormalises=True)`."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    renormalises: bool  # the weights of those sum to 1
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -62,7 +87,7 @@ class ModelSpec:
 
     num_layers: int
     hidden: int
-    intermediate: int
+    intermediate: int  # of each expert, in a mixture
     vocab: int
     num_heads: int
     num_kv_heads: int
@@ -75,6 +100,7 @@ class ModelSpec:
     mlp_bias: bool
     tied: bool  # the output head is the embedding
     dtype: torch.dtype
+    mixture: Mixture | None = None
 
     @property
     def num_queries_per_kv(self) -> int:
@@ -93,24 +119,25 @@ class ModelSpec:
         _refuse(config, model_dir=model_dir)
         architecture = config.architecture
         rope = config.rope_parameters
-        heads = config.num_attention_heads
+        heads, mixture = config.num_attention_heads, config.mixture
         default_head_dim = 128 if architecture == _QWEN3 else config.hidden_size // heads
         return cls(
             num_layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
+            intermediate=config.moe_intermediate_size if mixture else config.intermediate_size,
             vocab=config.vocab_size,
             num_heads=heads,
             num_kv_heads=config.num_key_value_heads or heads,
             head_dim=config.head_dim or default_head_dim,
             eps=config.rms_norm_eps,
             rope_theta=rope.rope_theta if rope and rope.rope_theta else config.rope_theta,
-            qk_norm=architecture == _QWEN3,
+            qk_norm=architecture in (_QWEN3, _QWEN3_MOE),
             qkv_bias=architecture == _QWEN2 or config.attention_bias,
             out_bias=architecture != _QWEN2 and config.attention_bias,
             mlp_bias=architecture == _LLAMA and config.mlp_bias,
             tied=config.tie_word_embeddings,
             dtype=_DTYPES[config.dtype or config.torch_dtype or "float32"],
+            mixture=mixture,
         )
 
 
@@ -121,14 +148,19 @@ def _refuse(config: _Config, *, model_dir: Path) -> None:
     dtype = config.dtype or config.torch_dtype or "float32"
     rope_type = rope.type if rope.rope_type == "default" else rope.rope_type
     problem = None
-    if architecture not in (_QWEN3, _QWEN2, _LLAMA):
-        problem = f"architecture {architecture} is not Qwen3, Qwen2 or Llama"
+    if architecture not in _BY_MODEL_TYPE.values():
+        problem = f"architecture {architecture} is none of {', '.join(_BY_MODEL_TYPE.values())}"
     elif rope_type != "default" or rope.partial_rotary_factor != 1:
         problem = f"{architecture} with rope type {rope_type} is not implemented, only the default"
     elif config.hidden_act != "silu":
         problem = f"{architecture} with hidden_act {config.hidden_act} is not implemented, only silu"
     elif config.use_sliding_window:
         problem = f"{architecture} with a sliding window is not implemented"
+    elif config.decoder_sparse_step != 1 or config.mlp_only_layers:
+        problem = f"{architecture} with layers that have no experts is not implemented"
+    elif config.mixture and (config.hidden_size % 8 or config.moe_intermediate_size % 8):
+        sizes = f"hidden_size {config.hidden_size} and moe_intermediate_size {config.moe_intermediate_size}"
+        problem = f"{architecture} with {sizes} is not implemented, only multiples of 8"
     elif dtype not in _DTYPES:
         problem = f"{architecture} in dtype {dtype} is not implemented, only {' and '.join(_DTYPES)}"
     if problem:

@@ -7,7 +7,7 @@ Invariant: nothing read here refers to the files afterwards, so a version's fold
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -45,7 +45,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`."""
+    """One decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
+
+    In a mixture `up_gate` and `down` are those of all E experts, `[E, C, 2F]` and `[E, F, C]`.
+    """
 
     attention_norm: Norm  # [C]
     qkv: Tensor  # [C, (H + 2K) * D] queries, keys, values
@@ -54,6 +57,7 @@ class LayerWeights:
     out: Tensor  # [H * D, C]
     out_bias: Tensor | None  # [C]
     mlp_norm: Norm  # [C]
+    router: Tensor | None  # [C, E], of a mixture
     up_gate: Tensor  # [C, 2F] the up projection, then the gate
     up_gate_bias: Tensor | None  # [2F]
     down: Tensor  # [F, C]
@@ -130,7 +134,7 @@ class _Folder:
 
 
 def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights:
-    hidden, intermediate, head_dim = spec.hidden, spec.intermediate, spec.head_dim
+    hidden, intermediate, head_dim, mixture = spec.hidden, spec.intermediate, spec.head_dim, spec.mixture
     size_q, size_kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
 
     def read(name: str, *shape: int) -> Tensor:
@@ -144,13 +148,18 @@ def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights
         k, v = (read(f"self_attn.{name}_proj.{kind}", size_kv, *size_in) for name in "kv")
         return torch.cat([_interleaved(q, head_dim), _interleaved(k, head_dim), v])
 
-    def up_gate(kind: str, *size_in: int) -> Tensor:
-        return torch.cat([read(f"mlp.{name}_proj.{kind}", intermediate, *size_in) for name in ("up", "gate")])
+    def up_gate(mlp: str, kind: str, *size_in: int) -> Tensor:
+        return torch.cat([read(f"{mlp}.{name}_proj.{kind}", intermediate, *size_in) for name in ("up", "gate")])
 
     def qk_norm() -> Norm:
         q, k = (_interleaved(read(f"self_attn.{name}_norm.weight", head_dim), head_dim) for name in "qk")
         rows = [q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)]
         return Norm.of(torch.cat(rows), eps=spec.eps)
+
+    def of_experts(read_one: Callable[[str], Tensor]) -> Tensor:
+        if mixture is None:
+            return _packed(read_one("mlp"))
+        return torch.stack([_packed(read_one(f"mlp.experts.{i}")) for i in range(mixture.num_experts)])
 
     return LayerWeights(
         attention_norm=norm("input_layernorm"),
@@ -160,9 +169,10 @@ def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights
         out=_packed(read("self_attn.o_proj.weight", hidden, size_q)),
         out_bias=read("self_attn.o_proj.bias", hidden).clone() if spec.out_bias else None,
         mlp_norm=norm("post_attention_layernorm"),
-        up_gate=_packed(up_gate("weight", hidden)),
-        up_gate_bias=up_gate("bias") if spec.mlp_bias else None,
-        down=_packed(read("mlp.down_proj.weight", hidden, intermediate)),
+        router=_packed(read("mlp.gate.weight", mixture.num_experts, hidden)) if mixture else None,
+        up_gate=of_experts(lambda mlp: up_gate(mlp, "weight", hidden)),
+        up_gate_bias=up_gate("mlp", "bias") if spec.mlp_bias else None,
+        down=of_experts(lambda mlp: read(f"{mlp}.down_proj.weight", hidden, intermediate)),
         down_bias=read("mlp.down_proj.bias", hidden).clone() if spec.mlp_bias else None,
     )
 

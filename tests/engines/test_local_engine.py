@@ -17,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from laminar_py.engines.local import LocalEngine
@@ -38,6 +40,7 @@ SIZES = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.1,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROPE = {"rope_type": "default", "rope_theta": 50_000.0}
 MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
@@ -51,6 +54,11 @@ MODELS = {
             rope_parameters=ROPE,
             rms_norm_eps=1e-3,
         ),
+    ),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True)),
+    "qwen3_moe_bias": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, head_dim=16)),
