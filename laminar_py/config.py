@@ -233,7 +233,7 @@ class RolloutConfig(Section):
     on. `in_place`: pause, load, go on with the KV cache of the old weights; spans record that too."""
     record: tuple[Record, ...] = ()
     """Beside tokens and log-probabilities: `sampling_mask` (the vocabulary each token was drawn from, where it is
-    cut), `routed_experts` (of mixture models, by SGLang only). The learner replays what is recorded."""
+    cut), `routed_experts` (of mixture models). The learner replays what is recorded."""
     prompts_per_step: Count = 32
     """Groups in a learner step."""
     group_size: Count = 8
@@ -550,10 +550,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         rollout, engine = self.rollout, self.rollout.engine
-        if Record.ROUTED_EXPERTS in rollout.record and engine.kind is EngineKind.LOCAL:
-            raise ValueError(
-                "rollout.record=routed_experts is what SGLang records; set rollout.engine.kind=sglang"
-            )
+        if Record.ROUTED_EXPERTS in rollout.record and self.emulation is not None:
+            raise ValueError("rollout.record=routed_experts: emulated engines have no experts; leave it out")
         if engine.urls and len(engine.urls) != rollout.replicas:
             raise ValueError(
                 f"rollout.engine.urls has {len(engine.urls)} servers for rollout.replicas={rollout.replicas}; name"

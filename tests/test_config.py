@@ -105,6 +105,10 @@ SURE = {"without_signal": "train"}
             },
             "set top_k",
         ),
+        (
+            {"rollout": {"record": ["routed_experts"]}, "emulation": {"profile": "p"}},
+            "emulated engines have no experts",
+        ),
         ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set it to train"),
         ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),

@@ -38,16 +38,16 @@ def check_engine(config: RunConfig) -> None:
     rollout, settings = config.rollout, config.rollout.engine
     if config.emulation is not None:
         read_profile(config.emulation.profile)
+    sizes = read_sizes(config.model.path)
+    if Record.ROUTED_EXPERTS in rollout.record and sizes.num_experts_per_tok is None:
+        raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
     if settings.kind is EngineKind.LOCAL:
         return
-    sizes = read_sizes(config.model.path)
     positions = sizes.max_position_embeddings
     if positions is not None and rollout.max_len > positions:
         raise ConfigError(
             f"rollout.max_len={rollout.max_len}: the model in model.path has {positions} positions; lower max_len"
         )
-    if Record.ROUTED_EXPERTS in rollout.record and sizes.num_experts_per_tok is None:
-        raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
     if settings.urls:
         asyncio.run(_check_servers(config))
     else:

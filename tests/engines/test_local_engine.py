@@ -23,8 +23,9 @@ from transformers import (
 
 from laminar_py.engines.local import LocalEngine
 from laminar_py.engines.local_model import LocalModel
-from laminar_py.types import FinishReason, PauseMode
+from laminar_py.types import FinishReason, PauseMode, Record
 from tests.engines.engine_conformance import LAWS, PATIENCE_S, Response, Rig, caught, collect, make_request, until
+from tests.engines.recording_conformance import RECORDING_LAWS, experts_of, own_choice
 
 torch.set_num_threads(1)
 
@@ -85,6 +86,13 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     return save_model(root / "a"), save_model(root / "b", seed=1)
 
 
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> tuple[Path, Path]:
+    """Two versions of the same mixture."""
+    root = tmp_path_factory.mktemp("mixtures")
+    return save_model(root / "a", "qwen3_moe"), save_model(root / "b", "qwen3_moe", seed=1)
+
+
 @asynccontextmanager
 async def serving(folder: Path, **room):
     """A started engine that serves `folder` as version 1."""
@@ -115,14 +123,24 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-async def test_the_embedded_engine_keeps_the_law(law, folders):
+def factory(folders, **room):
     @asynccontextmanager
     async def make():
-        async with serving(folders[0]) as engine:
+        async with serving(folders[0], **room) as engine:
             yield Rig(engine, folders, VOCAB, ROOM["max_batch"], ROOM["max_len"])
 
-    await law(make)
+    return make
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+async def test_the_embedded_engine_keeps_the_law(law, kind, folders, mixtures):
+    await law(factory(folders if kind == "dense" else mixtures))
+
+
+@pytest.mark.parametrize("law", RECORDING_LAWS, ids=lambda law: law.__name__)
+async def test_the_embedded_engine_keeps_the_law_of_recording(law, mixtures):
+    await law(factory(mixtures, record=(Record.ROUTED_EXPERTS,)))
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -251,6 +269,39 @@ async def test_a_sibling_does_not_copy_the_cache_of_older_weights(folders):
     assert_law_4(folders[1], prompt, new)
 
 
+async def test_experts_are_those_that_the_tokens_were_drawn_with_whatever_a_retraction_computes_again(mixtures):
+    async with serving(mixtures[0], record=(Record.ROUTED_EXPERTS,)) as engine:
+        request = await caught(engine, make_request(length=900, temperature=1.0))
+        await engine.pause(PauseMode.RETRACT)
+        await engine.load_weights(mixtures[1], 2)
+        await engine.resume()
+        response = await request.response()
+    cut = 2 + response.versions.index(2)  # positions that were inputs under the old weights
+    before, after = (own_choice(folder, [3, 4, 5, *response.ids]) for folder in mixtures)
+    assert not np.array_equal(before[:cut], after[:cut])
+    found = np.sort(experts_of(response).table, -1)
+    np.testing.assert_array_equal(found, np.concatenate([before[:cut], after[cut:]]))
+
+
+async def test_a_retracted_request_that_is_aborted_in_the_queue_gives_the_experts_it_has(mixtures):
+    async with serving(mixtures[0], record=(Record.ROUTED_EXPERTS,)) as engine:
+        request = await caught(engine, make_request(length=1900))
+        await engine.pause(PauseMode.RETRACT)
+        await engine.abort("r")
+        response = await request.response()
+    assert experts_of(response).positions == 3 + len(response.ids) - 1
+
+
+async def test_of_many_experts_each_takes_two_bytes(tmp_path):
+    sizes = {**SIZES, **EXPERTS, "num_experts": 300}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path)
+    async with serving(tmp_path, record=(Record.ROUTED_EXPERTS,)) as engine:
+        response = await collect(engine, make_request(length=40))
+    experts = experts_of(response)
+    assert experts.width == 2
+    np.testing.assert_array_equal(np.sort(experts.table, -1), own_choice(tmp_path, [3, 4, 5, *response.ids]))
+
+
 async def test_files_that_do_not_fit_leave_the_old_weights_serving(folders, tmp_path):
     tensors = load_file(folders[1] / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -331,6 +382,8 @@ async def test_closing_ends_streams_with_their_partial(folders):
         ({"hidden_act": "gelu"}, "gelu"),
         ({"dtype": "float16"}, "float16"),
         ({"hidden_size": "large"}, "hidden_size"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]}, "layers that have no experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 20}, "moe_intermediate_size 20"),
     ],
 )
 def test_a_model_it_cannot_compute_is_refused_by_name(folders, tmp_path, changes, message):
@@ -338,6 +391,11 @@ def test_a_model_it_cannot_compute_is_refused_by_name(folders, tmp_path, changes
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ValueError, match=rf"model\.path={tmp_path}.*{message}"):
         LocalEngine(tmp_path, **ROOM)
+
+
+def test_experts_of_a_model_without_any_are_refused(folders):
+    with pytest.raises(ValueError, match=r"rollout\.record=routed_experts: .* has no experts"):
+        LocalEngine(folders[0], **ROOM, record=(Record.ROUTED_EXPERTS,))
 
 
 def test_a_cache_too_small_for_one_trajectory_is_refused(folders):

@@ -18,6 +18,7 @@ from laminar_py.interfaces import EngineLostError
 from laminar_py.types import PauseMode, Record
 from tests.engines import engine_conformance as laws
 from tests.engines.engine_conformance import LAWS, Caught, Rig, caught, collect, make_request
+from tests.engines.recording_conformance import RECORDING_LAWS
 from tests.engines.sglang_rig import make_model, make_spec
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="session")]
@@ -79,10 +80,10 @@ async def client(server, **served):
         await engine.close()
 
 
-def factory(server, weights):
+def factory(server, weights, **served):
     @asynccontextmanager
     async def make():
-        async with client(server) as engine:
+        async with client(server, **served) as engine:
             await engine.load_weights(weights[0], 1)
             yield Rig(engine, weights, VOCAB, MAX_BATCH, MAX_LEN)
 
@@ -143,45 +144,12 @@ async def test_load_is_told_while_requests_run(servers):
 # ---- what is recorded
 
 
-def experts_of(deltas):
-    return [delta.routed_experts for delta in deltas if delta.routed_experts is not None]
-
-
-def table(experts):
-    flat = np.frombuffer(experts.data, f"<u{experts.width}")
-    return flat.reshape(experts.positions, experts.layers, experts.top_k)
-
-
-@torch.inference_mode()
-def router_choices(folder, ids):
-    """[tokens, layers, 2] as the Hugging Face model chooses them, each row sorted."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
-    return torch.stack([layer.topk(2).indices.sort().values for layer in logits], 1).numpy()
-
-
-async def test_routed_experts_are_the_models_own_and_join_across_an_abort(servers):
+@pytest.mark.parametrize("law", RECORDING_LAWS, ids=lambda law: law.__name__)
+async def test_law_of_recording(law, servers):
+    weights = (servers.mixture_model, servers.mixture_model)
     settings = {"record": (Record.ROUTED_EXPERTS,), "experts_top_k": 2}
-    async with client(servers.mixture, **settings) as engine:
-        await engine.load_weights(servers.mixture_model, 1)
-        stream = await caught(engine, make_request(length=1000, temperature=1.0))
-        await engine.abort("r")
-        partial = await stream.response()
-        (begun,) = experts_of(partial.deltas)
-        assert begun.positions == 3 + len(partial.ids) - 1
-        length = len(partial.ids) + 20
-        request = make_request(prefix=partial.ids, length=length, temperature=1.0)
-        rest = await collect(engine, type(request)(**{**as_dict(request), "routed": begun.positions}))
-        (joined,) = experts_of(rest.deltas)
-    assert (joined.start, begun.start) == (begun.positions, 0)
-    assert begun.positions + joined.positions == 3 + length - 1
-    ids = [3, 4, 5, *partial.ids, *rest.ids]
-    chosen = np.sort(np.concatenate([table(begun), table(joined)]), -1)
-    np.testing.assert_array_equal(chosen, router_choices(servers.mixture_model, ids)[:-1])
-
-
-def as_dict(request):
-    return {name: getattr(request, name) for name in request.__struct_fields__}
+    async with asyncio.timeout(LAW_S):
+        await law(factory(servers.mixture, weights, **settings))
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 20, "top_p": 0.7}, {"top_k": 50, "min_p": 0.3}], ids=str)
