@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.config import LearnerConfig, ModelConfig
@@ -51,6 +51,28 @@ def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0, vocab:
         tie_word_embeddings=tied,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+def make_mixture_folder(folder: Path, *, seed: int = 0) -> Path:
+    """A saved two-layer Qwen3-MoE: eight experts, two to a token."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     return folder
 

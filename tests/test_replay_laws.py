@@ -1,0 +1,172 @@
+"""Law 4 for what is replayed: with its recordings the learner is the sampler, however trajectories were broken up.
+
+The sampler chooses experts by noisy logits and draws from a cut vocabulary; both stand for a sampler that differs
+from the learner, as a bf16 one on other kernels does. Without the recordings the ratio of new to behaviour
+probability is far from 1.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from laminar_py.algorithm import Aggregation
+from laminar_py.audit.verify import verify
+from laminar_py.engines.local import LocalEngine
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.step import Learner
+from laminar_py.repack.packer import pack
+from laminar_py.rollout.running import begin
+from laminar_py.store.database import reading
+from laminar_py.store.payload import stored_recordings
+from laminar_py.types import (
+    Assignment,
+    FinishReason,
+    Kind,
+    MicroBatch,
+    PauseMode,
+    Record,
+    SamplingParams,
+    Trajectory,
+)
+from tests.learner.builders import make_learner, make_mixture_folder
+from tests.repack.house import SLOTS, House
+
+PATIENCE_S = 60.0
+MAX_LEN, LAYERS, EXPERTS, TOP_K = 400, 2, 8, 2
+NOISE = 0.05 * torch.randn(MAX_LEN, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(0))
+
+
+async def open_engine(folder: Path, *, slots=8, kv_capacity=None) -> LocalEngine:
+    """A started one, without weights, that records everything."""
+    room = {"max_batch": slots, "max_len": MAX_LEN, "kv_capacity": kv_capacity or slots * MAX_LEN}
+    engine = LocalEngine(folder, **room, stream_interval=3, record=tuple(Record), router_noise=NOISE)
+    await engine.start()
+    return engine
+
+
+@dataclass
+class Road:
+    """A trajectory on its way through engines, as replicas would hand it on."""
+
+    assignment: Assignment
+    streams: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # its first tokens are here
+
+    async def through(self, engines: list[LocalEngine]) -> Trajectory:
+        """Until it finishes; after every abort it goes on at the next engine."""
+        running = begin(self.assignment, 0.0)
+        while True:
+            engine = engines[self.streams % len(engines)]
+            self.streams += 1
+            async for delta in engine.generate(running.request()):
+                running.take(delta, 0.0)
+                self.begun.set()
+            if delta.finish_reason is not FinishReason.ABORT:
+                break
+        end, item = running.progress(delta.finish_reason, 0.0), self.assignment
+        name, whole = item.trajectory_id, np.ones(len(end.ids), np.bool_)
+        given = (item.prompt_ids, end.ids, end.logprobs, whole, end.spans, FinishReason.LENGTH, 1.0)
+        recorded = {"sampling_mask": end.sampling_mask, "routed_experts": end.routed_experts}
+        return replace(Trajectory(name, "p", item.group_id, 0, Kind.TRAIN, *given), **recorded)
+
+
+def roads(count: int) -> list[Road]:
+    """Prompts of several lengths; neighbours are siblings."""
+    out = []
+    for index in range(count):
+        prompt = np.random.default_rng(index // 2).integers(3, 60, 4 + index // 2).astype(np.int32)
+        sampling = SamplingParams(150 + index, top_k=30, top_p=0.9, seed=index)
+        nothing = np.empty(0, np.int32)
+        out.append(Road(Assignment(f"t{index}", 1, f"g{index // 2}", Kind.TRAIN, prompt, nothing, sampling)))
+    return out
+
+
+def batches(items: list[Trajectory]) -> list[MicroBatch]:
+    longest = max(item.num_tokens for item in items)
+    packed = pack(items, max_tokens=longest, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0)
+    return list(packed.microbatches(0))
+
+
+def deviations(learner: Learner, items: list[Trajectory]) -> np.ndarray:
+    """|ratio - 1| of every token."""
+    out = []
+    for batch in batches(items):
+        with torch.no_grad():
+            logprobs = policy_logprobs(learner.model, batch)[0].numpy()
+        out.append(np.abs(np.expm1(logprobs - batch.behaviour_logprobs))[batch.loss_weights > 0])
+    return np.concatenate(out)
+
+
+def flipped(learner: Learner, items: list[Trajectory]) -> float:
+    """Share of positions whose recorded experts are not those of the learner's own logits, layer by layer."""
+    seen = []
+    routers = [module for module in learner.model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(lambda _, __, output: seen.append(output[0])) for router in routers]
+    shares = []
+    for batch in batches(items):
+        seen.clear()
+        with torch.no_grad():
+            policy_logprobs(learner.model, batch)
+        own = torch.stack(seen, 1).topk(TOP_K).indices.sort().values.numpy()
+        routed = (batch.experts >= 0).all((1, 2))
+        shares.append((np.sort(batch.experts, -1) != own).any(-1)[routed])
+    for hook in hooks:
+        hook.remove()
+    return float(np.concatenate(shares).mean())
+
+
+def assert_replayed(learner: Learner, items: list[Trajectory]) -> None:
+    """Ratio 1 with all that is recorded, and not without either part of it."""
+    for item in items:
+        assert len(item.sampling_mask.counts) == len(item.response_ids)
+        assert item.routed_experts.positions == item.num_tokens - 1
+    assert deviations(learner, items).max() < 1e-4
+    assert flipped(learner, items) > 0.01
+    assert deviations(learner, [replace(item, routed_experts=None) for item in items]).max() > 1e-2
+    assert deviations(learner, [replace(item, sampling_mask=None) for item in items]).mean() > 1e-2
+
+
+@pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.RETRACT])
+async def test_replay_holds_across_interruptions_and_engines(mode, tmp_path):
+    """One of the engines has too little cache, so that it retracts by itself too."""
+    folder = make_mixture_folder(tmp_path / "model")
+    engines = [await open_engine(folder), await open_engine(folder, kv_capacity=500)]
+    ways = roads(12)
+    try:
+        for engine in engines:
+            await engine.load_weights(folder, 1)
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(way.through(engines)) for way in ways]
+            await ways[0].begun.wait()
+            await engines[0].pause(mode)
+            await engines[0].resume()
+    finally:
+        for engine in engines:
+            await engine.close()
+    if mode is PauseMode.ABORT:
+        assert {way.streams for way in ways} == {2}
+    assert_replayed(make_learner(folder), [task.result() for task in running])
+
+
+async def test_replay_holds_for_trajectories_that_repacking_moved(tmp_path):
+    folder = make_mixture_folder(tmp_path / "model")
+    sampling = SamplingParams(300, top_k=30, top_p=0.9, stop_ids=(2, 3))
+    where = {"replicas": 3, "interval_s": 0.05, "pace": 0.1, "sampling": sampling}
+    house = House(tmp_path, folder, open_engine=lambda: open_engine(folder, slots=SLOTS), **where)
+    async with asyncio.timeout(4 * PATIENCE_S), house:
+        await house.run_until(lambda: len(house.finished_after_a_move) >= 10)
+        moved = house.finished_after_a_move
+    assert verify(tmp_path) == []
+    with reading(tmp_path) as connection:
+        recorded = stored_recordings(connection, [item.id for item in moved])
+    parts = [recorded[item.id] for item in moved]
+    items = [
+        replace(item, sampling_mask=part.sampling_mask, routed_experts=part.routed_experts)
+        for item, part in zip(moved, parts, strict=True)
+    ]
+    assert_replayed(make_learner(folder), items)
