@@ -6,6 +6,8 @@ probability is far from 1.
 """
 
 import asyncio
+import itertools
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from msgspec.structs import replace
 from laminar_py.algorithm import Aggregation
 from laminar_py.audit.verify import verify
 from laminar_py.engines.local import LocalEngine
+from laminar_py.engines.sglang import SGLangEngine
+from laminar_py.engines.sglang_stream import Served
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.repack.packer import pack
@@ -33,12 +37,19 @@ from laminar_py.types import (
     SamplingParams,
     Trajectory,
 )
+from tests.engines.sglang_rig import make_model, running_server
 from tests.learner.builders import make_learner, make_mixture_folder
 from tests.repack.house import SLOTS, House
 
 PATIENCE_S = 60.0
 MAX_LEN, LAYERS, EXPERTS, TOP_K = 400, 2, 8, 2
 NOISE = 0.05 * torch.randn(MAX_LEN, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(0))
+
+HOUSE = {
+    "interval_s": 0.05,
+    "pace": 0.1,
+    "sampling": SamplingParams(300, top_k=30, top_p=0.9, stop_ids=(2, 3)),
+}
 
 
 async def open_engine(folder: Path, *, slots=8, kv_capacity=None) -> LocalEngine:
@@ -120,11 +131,16 @@ def flipped(learner: Learner, items: list[Trajectory]) -> float:
     return float(np.concatenate(shares).mean())
 
 
-def assert_replayed(learner: Learner, items: list[Trajectory]) -> None:
-    """Ratio 1 with all that is recorded, and not without either part of it."""
+def assert_whole(items: list[Trajectory]) -> None:
+    """Every token has its mask, every input its experts."""
     for item in items:
         assert len(item.sampling_mask.counts) == len(item.response_ids)
         assert item.routed_experts.positions == item.num_tokens - 1
+
+
+def assert_replayed(learner: Learner, items: list[Trajectory]) -> None:
+    """Ratio 1 with all that is recorded, and not without either part of it."""
+    assert_whole(items)
     assert deviations(learner, items).max() < 1e-4
     assert flipped(learner, items) > 0.01
     assert deviations(learner, [replace(item, routed_experts=None) for item in items]).max() > 1e-2
@@ -155,18 +171,50 @@ async def test_replay_holds_across_interruptions_and_engines(mode, tmp_path):
 
 async def test_replay_holds_for_trajectories_that_repacking_moved(tmp_path):
     folder = make_mixture_folder(tmp_path / "model")
-    sampling = SamplingParams(300, top_k=30, top_p=0.9, stop_ids=(2, 3))
-    where = {"replicas": 3, "interval_s": 0.05, "pace": 0.1, "sampling": sampling}
-    house = House(tmp_path, folder, open_engine=lambda: open_engine(folder, slots=SLOTS), **where)
+    house = House(tmp_path, folder, open_engine=lambda: open_engine(folder, slots=SLOTS), replicas=3, **HOUSE)
+    assert_replayed(make_learner(folder), await moved(house, tmp_path, count=10))
+
+
+async def moved(house: House, run: Path, *, count: int) -> list[Trajectory]:
+    """So many trajectories that finished after a move with tokens of theirs; with what the ledger has of them."""
     async with asyncio.timeout(4 * PATIENCE_S), house:
-        await house.run_until(lambda: len(house.finished_after_a_move) >= 10)
-        moved = house.finished_after_a_move
-    assert verify(tmp_path) == []
-    with reading(tmp_path) as connection:
-        recorded = stored_recordings(connection, [item.id for item in moved])
-    parts = [recorded[item.id] for item in moved]
-    items = [
+        await house.run_until(lambda: len(house.finished_after_a_move) >= count)
+        found = house.finished_after_a_move
+    assert verify(run) == []
+    with reading(run) as connection:
+        recorded = stored_recordings(connection, [item.id for item in found])
+    parts = [recorded[item.id] for item in found]
+    return [
         replace(item, sampling_mask=part.sampling_mask, routed_experts=part.routed_experts)
-        for item, part in zip(moved, parts, strict=True)
+        for item, part in zip(found, parts, strict=True)
     ]
-    assert_replayed(make_learner(folder), items)
+
+
+@pytest.mark.sglang
+async def test_replay_holds_for_trajectories_that_repacking_moved_between_sglang_servers(tmp_path):
+    """Their choice of experts is not perturbed, so that only their masks show the difference."""
+    folder = make_model(tmp_path / "model", seed=0, experts=EXPERTS)
+    (folder / "tokenizer.json").write_text("{}")
+    async with AsyncExitStack() as stack:
+        logs = [tmp_path / f"sglang-{index}.log" for index in range(2)]
+        servers = [
+            await stack.enter_async_context(running_server(folder, tmp_path, log=log, record=tuple(Record)))
+            for log in logs
+        ]
+        turn = itertools.cycle(servers)
+
+        async def open_client():
+            server = next(turn)
+            served = Served(320, 2040, TOP_K, tuple(Record))
+            engine = SGLangEngine(
+                server.url, api_key=server.api_key, served=served, stall_timeout_s=60, watch_server=server.watch
+            )
+            await engine.start()
+            return engine
+
+        house = House(tmp_path, folder, open_engine=open_client, replicas=2, publishes=False, **HOUSE)
+        items = await moved(house, tmp_path, count=5)
+    assert_whole(items)
+    learner = make_learner(folder)
+    assert deviations(learner, items).max() < 1e-4
+    assert deviations(learner, [replace(item, sampling_mask=None) for item in items]).mean() > 1e-2

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from laminar_py.bench.engine_local import MODEL
 from laminar_py.bench.learner_agreement import agreement_rows
 from laminar_py.bench.learner_mfu import mfu_row
+from laminar_py.bench.learner_samples import find_sglang
 from laminar_py.bench.learner_speed import memory_row, throughput_rows
 from laminar_py.bench.report import Row
 
@@ -28,6 +29,7 @@ class Scale:
     median: int = 128
     repeats: int = 3
     engine_tokens: int = 10_000
+    sglang: bool = True  # as well, where there is one
     memory: tuple[int, int, int] = (8192, 32_768, 512)  # T, V, H
 
 
@@ -38,8 +40,9 @@ def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
     """All figures; `tell` hears of each part. About ten minutes."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        tell("packed against one by one, engine against learner, replay")
-        out = agreement_rows(Path(folder), model=scale.model, engine_tokens=scale.engine_tokens)
+        tell("packed against one by one, engines against learner, replay")
+        python = find_sglang(tell) if scale.sglang else None
+        out = agreement_rows(Path(folder), model=scale.model, engine_tokens=scale.engine_tokens, python=python)
         tell("packed against padded")
         out += throughput_rows(
             Path(folder),

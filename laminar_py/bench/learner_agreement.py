@@ -1,10 +1,10 @@
-"""Whether the learner is right: packed against single gradients, engine against learner, replay against none.
+"""Whether the learner is right: packed against single gradients, engines against learner, replay against none.
 
-Rows `packed_vs_single_grad`, `engine_mismatch_max` and `*_ratio_error*` of `laminar bench learner`.
+Rows `packed_vs_single_grad`, `engine_mismatch_max` and `*_ratio_error*` of `laminar bench learner`. A ratio is of
+the learner's probability of a sampled token to the engine's.
 """
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 
@@ -23,13 +23,13 @@ from laminar_py.bench.learner_parts import (
     make_trajectory,
     pack_here,
 )
+from laminar_py.bench.learner_samples import MAX_LEN, Draw, sample_embedded, sample_sglang
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
-from laminar_py.engines.local import LocalEngine
+from laminar_py.codec import FloatArray
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.store.recording import join_masks
-from laminar_py.types import GenerateRequest, MicroBatch, Record, SamplingParams, Trajectory
+from laminar_py.types import MicroBatch, Record, Trajectory
 
 LLAMA = LlamaConfig(
     vocab_size=512,
@@ -53,13 +53,17 @@ MIXTURE = Qwen3MoeConfig(
     norm_topk_prob=True,
     initializer_range=0.1,
 )
-ROUTER_NOISE = 0.02  # on the logits that select experts, not on those that weigh them
+ROUTER_NOISE = 0.02  # on the logits that choose experts, not on those that weigh them
 CUT = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}
 
 
-def agreement_rows(folder: Path, *, model: PretrainedConfig, engine_tokens: int) -> list[Row]:
-    """All of them; `folder` is for the models."""
-    return [_gradients(folder), *_mismatch(folder, model, engine_tokens), *_router_replay(folder)]
+def agreement_rows(folder: Path, *, model: PretrainedConfig, engine_tokens: int, python: Path | None) -> list[Row]:
+    """All of them; `folder` is for the models, `python` has SGLang."""
+    return [
+        _gradients(folder),
+        *_mismatch(folder, model, engine_tokens, python),
+        *_router_replay(folder, engine_tokens, python),
+    ]
 
 
 def _gradients(folder: Path) -> Row:
@@ -78,96 +82,100 @@ def _gradients(folder: Path) -> Row:
     return Row("packed_vs_single_grad", worst, "of its norm", setting)
 
 
-def _mismatch(folder: Path, config: PretrainedConfig, tokens: int) -> list[Row]:
+def _mismatch(folder: Path, config: PretrainedConfig, tokens: int, python: Path | None) -> list[Row]:
+    """Engines against learner over the whole vocabulary, and over a cut one."""
     peaked = copy(config)
     peaked.initializer_range = PEAKED
     model = write_model(folder / "engine", peaked)
     learner = make_learner(model)
-    whole = _gaps(learner, asyncio.run(_generate(model, tokens)))
-    cut = asyncio.run(_generate(model, tokens, record=(Record.SAMPLING_MASK,), **CUT))
-    replayed = _gaps(learner, cut)
-    ignored = _gaps(learner, [msgspec.structs.replace(item, sampling_mask=None) for item in cut])
-    setting = f"{tokens:,} sampled tokens of the embedded engine, fp32"
-    kept = ", ".join(f"{name} {value:g}" for name, value in CUT.items())
+    draws = (Draw(), Draw((Record.SAMPLING_MASK,), CUT))
+    sampled = {"embedded": sample_embedded(model, draws, tokens=tokens)}
+    if python is not None:
+        sampled["SGLang"] = sample_sglang(model, draws, tokens=tokens, python=python)
+    whole, replayed, ignored = {}, {}, {}
+    for engine, (plain, cut) in sampled.items():
+        whole[engine] = float(np.abs(_gaps(learner, plain)).max())
+        replayed[engine] = float(_deviations(learner, cut).max())
+        without = [msgspec.structs.replace(item, sampling_mask=None) for item in cut]
+        ignored[engine] = float(_deviations(learner, without).mean())
+    setting = f"{tokens:,} sampled tokens, fp32"
+    kept = f"{setting}; {', '.join(f'{name} {value:g}' for name, value in CUT.items())}"
     return [
-        Row("engine_mismatch_max", float(np.abs(whole).max()), "nats", setting),
-        Row("mask_replay_ratio_error", float(np.abs(np.expm1(replayed)).max()), "of 1", f"{setting}; {kept}"),
+        _largest("engine_mismatch_max", whole, "nats", setting),
+        _largest("mask_replay_ratio_error", replayed, "of 1", kept),
         Row(
             "mask_replay_ratio_error_without",
-            float(np.abs(np.expm1(ignored)).mean()),
+            min(ignored.values()),
             "of 1, mean",
-            f"{setting}; {kept}; the learner's softmax over the whole vocabulary",
+            f"{kept}; the learner's softmax over the whole vocabulary; {_each(ignored)}, the smallest taken",
         ),
     ]
 
 
-def _router_replay(folder: Path) -> list[Row]:
-    """The sampler is the learner itself with a perturbed choice of experts: nothing else differs."""
-    learner = make_learner(write_model(folder / "routed", MIXTURE))
-    [batch] = pack_here([make_trajectory(index, 100) for index in range(20)], max_tokens=2000)
-    perturbed, flipped = _perturbed_choice(learner, batch)
-    sampled = msgspec.structs.replace(batch, experts=perturbed)
-    behaviour, replayed, ignored = (_logprobs(learner, one) for one in (sampled, sampled, batch))
-    setting = f"Qwen3-MoE, 4 of 16 experts; noise on the selecting logits flips {flipped:.1%} of tokens a layer"
-    error = float(np.abs(np.expm1(replayed - behaviour)).max())
-    without = float(np.abs(np.expm1(ignored - behaviour)).max())
+def _router_replay(folder: Path, tokens: int, python: Path | None) -> list[Row]:
+    """The embedded engine chooses experts by noisy logits, SGLang by its own, which may be the learner's."""
+    model = write_model(folder / "routed", MIXTURE)
+    learner = make_learner(model)
+    shape = (MAX_LEN, MIXTURE.num_hidden_layers, MIXTURE.num_experts)
+    noise = ROUTER_NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    draw = Draw((Record.ROUTED_EXPERTS,))
+    [noisy] = sample_embedded(model, [draw], tokens=tokens, router_noise=noise)
+    replayed = {"embedded": float(_deviations(learner, noisy).max())}
+    if python is not None:
+        [own] = sample_sglang(model, [draw], tokens=tokens, python=python)
+        replayed["SGLang, without noise"] = float(_deviations(learner, own).max())
+    ignored = _deviations(learner, [msgspec.structs.replace(item, routed_experts=None) for item in noisy])
+    setting = (
+        f"{tokens:,} sampled tokens, fp32; Qwen3-MoE, {MIXTURE.num_experts_per_tok} of {MIXTURE.num_experts}"
+        f" experts; noise on the logits that choose flips {_flipped(learner, noisy):.1%} of tokens in a layer"
+    )
     return [
-        Row("router_replay_ratio_error", error, "of 1", setting),
-        Row("router_replay_ratio_error_without", without, "of 1", setting),
+        _largest("router_replay_ratio_error", replayed, "of 1", setting),
+        Row("router_replay_ratio_error_without", float(ignored.max()), "of 1", f"{setting}; embedded"),
     ]
 
 
-def _perturbed_choice(learner: Learner, batch: MicroBatch) -> tuple[np.ndarray, float]:
-    """Experts [T, layers, k] under noise on the routers' logits, and the share of tokens whose set is another."""
-    seen: list[Tensor] = []
-    routers = [module for module in learner.model.modules() if type(module).__name__.endswith("TopKRouter")]
-    hooks = [router.register_forward_hook(lambda _, __, output: seen.append(output[0])) for router in routers]
-    _logprobs(learner, batch)
-    for hook in hooks:
-        hook.remove()
-    logits = torch.stack(seen, 1)
-    noise = ROUTER_NOISE * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-    top_k = MIXTURE.num_experts_per_tok
-    own, other = (values.topk(top_k).indices.sort().values for values in (logits, logits + noise))
-    return other.numpy().astype(np.int16), float((own != other).any(-1).float().mean())
+def _largest(name: str, by_engine: Mapping[str, float], unit: str, setting: str) -> Row:
+    return Row(name, max(by_engine.values()), unit, f"{setting}; {_each(by_engine)}, the largest taken")
 
 
-def _logprobs(learner: Learner, batch: MicroBatch) -> np.ndarray:
-    with torch.no_grad():
-        return policy_logprobs(learner.model, batch)[0].numpy()[batch.loss_weights > 0]
+def _each(by_engine: Mapping[str, float]) -> str:
+    return ", ".join(f"{engine} {value:.2g}" for engine, value in by_engine.items())
 
 
-async def _generate(
-    model: Path, tokens: int, *, record: tuple[Record, ...] = (), **cut: float
-) -> list[Trajectory]:
-    length, prompt = 200, np.arange(1, 17, dtype=np.int32)
-    engine = LocalEngine(model, max_batch=16, max_len=256, kv_capacity=4096, record=record)
-    await engine.start()
-    await engine.load_weights(model, 0)
-
-    async def one(index: int) -> Trajectory:
-        sampling = msgspec.structs.replace(SamplingParams(length, seed=index), **cut)
-        request = GenerateRequest(f"t{index}", f"g{index}", prompt, np.empty(0, np.int32), sampling)
-        deltas = [delta async for delta in engine.generate(request)]
-        masks = [delta.sampling_mask for delta in deltas if delta.sampling_mask is not None]
-        item = make_trajectory(index, length + len(prompt), prompt=prompt)
-        return msgspec.structs.replace(
-            item,
-            response_ids=np.concatenate([delta.ids for delta in deltas]),
-            logprobs=np.concatenate([delta.logprobs for delta in deltas]),
-            sampling_mask=join_masks(masks) if masks else None,
-        )
-
-    found = await asyncio.gather(*(one(index) for index in range(-(-tokens // length))))
-    await engine.close()
-    return list(found)
+def _deviations(learner: Learner, items: Sequence[Trajectory]) -> FloatArray:
+    """|ratio - 1| of every token."""
+    return np.abs(np.expm1(_gaps(learner, items)))
 
 
-def _gaps(learner: Learner, items: Sequence[Trajectory]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def _gaps(learner: Learner, items: Sequence[Trajectory]) -> FloatArray:
     """Learner minus engine log-probability of every token."""
     gaps = []
     for batch in pack_here(items, max_tokens=MAX_TOKENS):
-        with torch.no_grad():
-            logprobs, _ = policy_logprobs(learner.model, batch)
-        gaps.append((logprobs.numpy() - batch.behaviour_logprobs)[batch.loss_weights > 0])
+        logprobs = _logprobs(learner, batch)
+        gaps.append((logprobs - batch.behaviour_logprobs)[batch.loss_weights > 0])
     return np.concatenate(gaps)
+
+
+def _logprobs(learner: Learner, batch: MicroBatch) -> FloatArray:
+    with torch.no_grad():
+        found: FloatArray = policy_logprobs(learner.model, batch)[0].numpy()
+    return found
+
+
+def _flipped(learner: Learner, items: Sequence[Trajectory]) -> float:
+    """Share of positions, layer by layer, whose recorded experts are not the first by the learner's own logits."""
+    seen: list[Tensor] = []
+    routers = [module for module in learner.model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(lambda _, __, output: seen.append(output[0])) for router in routers]
+    flips = []
+    for batch in pack_here(items, max_tokens=MAX_TOKENS):
+        seen.clear()
+        _logprobs(learner, batch)
+        assert batch.experts is not None, "experts were recorded"
+        own = torch.stack(seen, 1).topk(batch.experts.shape[-1]).indices.sort().values.numpy()
+        routed = batch.experts[:, 0, 0] >= 0
+        flips.append((np.sort(batch.experts, -1) != own).any(-1)[routed])
+    for hook in hooks:
+        hook.remove()
+    return float(np.concatenate(flips).mean())

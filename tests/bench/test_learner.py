@@ -9,7 +9,8 @@ from laminar_py.bench.learner import Scale, rows
 from laminar_py.bench.learner_agreement import LLAMA
 from laminar_py.bench.learner_mfu import FULL, measure_steps
 
-TINY = Scale(model=LLAMA, sequences=16, median=16, repeats=1, engine_tokens=400, memory=(2048, 4096, 32))
+SIZES = {"sequences": 16, "median": 16, "repeats": 1, "engine_tokens": 400, "memory": (2048, 4096, 32)}
+TINY = Scale(model=LLAMA, sglang=False, **SIZES)
 
 
 def test_all_figures_of_a_tiny_model():

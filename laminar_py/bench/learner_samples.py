@@ -1,0 +1,122 @@
+"""What both engines sample and record, for the rows that hold the learner against it.
+
+Called by `learner_agreement`. Invariant: tokens, log-probabilities, masks and experts of a trajectory are those
+that its engine gave.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from laminar_py.bench.engine_sglang import find_python
+from laminar_py.bench.learner_parts import make_trajectory
+from laminar_py.config import Device
+from laminar_py.engines.local import LocalEngine
+from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.engines.sglang import SGLangEngine
+from laminar_py.engines.sglang_server import ServerSpec, SGLangServer
+from laminar_py.engines.sglang_stream import Served
+from laminar_py.interfaces import InferenceEngine
+from laminar_py.section import ConfigError
+from laminar_py.store.recording import join_masks
+from laminar_py.types import GenerateRequest, Record, SamplingParams, Trajectory
+
+MAX_LEN = 256
+LENGTH = 200  # response tokens of a trajectory
+PROMPT = np.arange(1, 17, dtype=np.int32)
+BATCH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How trajectories are drawn, e.g. `Draw()`, or `Draw((Record.SAMPLING_MASK,), {"top_k": 50})`."""
+
+    record: tuple[Record, ...] = ()
+    cut: Mapping[str, float] = field(default_factory=dict)  # fields of `SamplingParams`
+
+
+def find_sglang(tell: Callable[[str], None]) -> Path | None:
+    """The interpreter that has SGLang; without one `tell` hears why, and the embedded engine stands alone."""
+    try:
+        return find_python()
+    except ConfigError as error:
+        tell(f"the embedded engine alone, without SGLang: {error}")
+        return None
+
+
+def sample_embedded(
+    model: Path, draws: Sequence[Draw], *, tokens: int, router_noise: torch.Tensor | None = None
+) -> list[list[Trajectory]]:
+    """`tokens` tokens or a few more for each draw; `router_noise` as in `LocalEngine`."""
+
+    async def run() -> list[list[Trajectory]]:
+        out = []
+        for draw in draws:
+            engine = LocalEngine(
+                model,
+                max_batch=BATCH,
+                max_len=MAX_LEN,
+                kv_capacity=BATCH * MAX_LEN,
+                record=draw.record,
+                router_noise=router_noise,
+            )
+            await engine.start()
+            out.append(await _sample(engine, model, draw, tokens=tokens))
+            await engine.close()
+        return out
+
+    return asyncio.run(run())
+
+
+def sample_sglang(model: Path, draws: Sequence[Draw], *, tokens: int, python: Path) -> list[list[Trajectory]]:
+    """The same of one server on this machine's CPU, which `python` runs."""
+    sizes = read_sizes(model)
+    spec = ServerSpec(
+        python=python,
+        model_dir=model,
+        device=Device.CPU,
+        dtype="float32",
+        max_batch=BATCH,
+        max_len=MAX_LEN,
+        kv_capacity=BATCH * MAX_LEN,
+        record=tuple({record for draw in draws for record in draw.record}),
+        log=model / "sglang.log",
+    )
+
+    async def run() -> list[list[Trajectory]]:
+        out = []
+        async with SGLangServer(spec) as server:
+            for draw in draws:
+                served = Served(sizes.vocab_size, MAX_LEN, sizes.num_experts_per_tok, draw.record)
+                engine = SGLangEngine(server.url, api_key=server.api_key, served=served, stall_timeout_s=120)
+                await engine.start()
+                out.append(await _sample(engine, model, draw, tokens=tokens))
+                await engine.close()
+        return out
+
+    return asyncio.run(run())
+
+
+async def _sample(engine: InferenceEngine, model: Path, draw: Draw, *, tokens: int) -> list[Trajectory]:
+    await engine.load_weights(model, 1)
+    streams = [_trajectory(engine, index, draw) for index in range(-(-tokens // LENGTH))]
+    return list(await asyncio.gather(*streams))
+
+
+async def _trajectory(engine: InferenceEngine, index: int, draw: Draw) -> Trajectory:
+    sampling = msgspec.structs.replace(SamplingParams(LENGTH, seed=index), **draw.cut)
+    request = GenerateRequest(f"t{index}.0", f"t{index}", PROMPT, np.empty(0, np.int32), sampling)
+    deltas = [delta async for delta in engine.generate(request)]
+    masks = [delta.sampling_mask for delta in deltas if delta.sampling_mask is not None]
+    return msgspec.structs.replace(
+        make_trajectory(index, LENGTH + len(PROMPT), prompt=PROMPT),
+        response_ids=np.concatenate([delta.ids for delta in deltas]),
+        logprobs=np.concatenate([delta.logprobs for delta in deltas]),
+        sampling_mask=join_masks(masks) if masks else None,
+        routed_experts=deltas[-1].routed_experts,
+    )
