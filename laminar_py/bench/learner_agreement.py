@@ -123,7 +123,7 @@ def _router_replay(folder: Path, tokens: int, python: Path | None) -> list[Row]:
     replayed = {"embedded": float(_deviations(learner, noisy).max())}
     if python is not None:
         [own] = sample_sglang(model, [draw], tokens=tokens, python=python)
-        replayed["SGLang, without noise"] = float(_deviations(learner, own).max())
+        replayed["SGLang (no noise)"] = float(_deviations(learner, own).max())
     ignored = _deviations(learner, [msgspec.structs.replace(item, routed_experts=None) for item in noisy])
     setting = (
         f"{tokens:,} sampled tokens, fp32; Qwen3-MoE, {MIXTURE.num_experts_per_tok} of {MIXTURE.num_experts}"
