@@ -41,7 +41,7 @@ def children():
         ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),
         ("relay.keep_versions=100000000", "relay.shm=/dev/shm:"),
         ("data.prepare=/nowhere.py", "data.prepare=/nowhere.py: no such file"),
-        ("rollout.record=[routed_experts]", "rollout.record=routed_experts: the model in model.path has no experts"),
+        ("rollout.record=[routed_experts]", "rollout.record=routed_experts: the model in model.path has no"),
         ("rollout.engine={kind: sglang, python: /nowhere}", "rollout.engine.python=/nowhere: does not run"),
         ("rollout.engine={kind: sglang}", f"rollout.engine.python={Path(sys.executable).parent}"),
         (
