@@ -5,6 +5,7 @@ slot; what leaves is collected as deltas. Invariant: the slots never hold more t
 `kv_capacity` tokens, and the oldest of them is never the one that makes room.
 """
 
+import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ class Scheduler:
         self._model = LocalModel(spec, max_len=max_len, device=device)
         self._pool = BlockPool(spec, num_slots=num_slots, max_len=max_len, kv_capacity=kv_capacity, device=device)
         self._slots = Slots(num_slots, max_len=max_len)
+        # A heap: the lowest comes first, so that an engine which is empty again is like a fresh one, bit by bit.
         self._free = list(range(num_slots))
         self._running: dict[int, _Job] = {}  # by slot, the oldest admission first
         self._groups: defaultdict[str, list[int]] = defaultdict(list)  # slots by group
@@ -174,7 +176,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and self._free and self._has_room(self._waiting[0]):
-            job, slot = self._waiting.popleft(), self._free.pop()
+            job, slot = self._waiting.popleft(), heapq.heappop(self._free)
             self._slots.occupy(slot, job.request, response=job.response)
             self._fill_cache(slot, job)
             self._running[slot] = job
@@ -303,7 +305,7 @@ class Scheduler:
         job = self._running.pop(slot)
         self._pool.release(slot)
         self._slots.vacate(slot)
-        self._free.append(slot)
+        heapq.heappush(self._free, slot)
         self._rows = None
         self._leave_group(slot, job)
         if job.prefill is not None:
