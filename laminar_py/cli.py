@@ -20,7 +20,7 @@ from laminar_py.types import DropReason, Kind, Status
 
 if TYPE_CHECKING:
     from laminar_py.runtime.doctor import Fit
-    from laminar_py.runtime.summary import RelayFigures, RepackFigures, Summary
+    from laminar_py.runtime.summary import CheckpointFigures, RelayFigures, RepackFigures, Summary
 
 app = typer.Typer(
     name="laminar",
@@ -53,6 +53,16 @@ class RepackBench(StrEnum):
     SCHEDULES = "schedules"
 
 
+class ExportDtype(StrEnum):
+    """Types that `laminar export` writes."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
+
+
 @app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run")],
@@ -75,6 +85,19 @@ def train(
         console.print(f"{stop}; go on with: {again}", soft_wrap=True, highlight=False)
         raise typer.Exit(130) from None
     _print_summary(summary)
+
+
+@app.command(epilog="Example: laminar export runs/quickstart-1 out/quickstart --dtype bf16")
+def export(
+    source: Annotated[Path, typer.Argument(help="A run, for its newest checkpoint, or one of its checkpoints")],
+    out: Annotated[Path, typer.Argument(help="New folder")],
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; default: that of the model")] = None,
+) -> None:
+    """Write a plain Hugging Face folder of what a run has learned, also while it goes on."""
+    from laminar_py.runtime.exports import export as export_run
+
+    checkpoint = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
+    console.print(f"{out}: {checkpoint.name} of {source}", highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: laminar doctor configs/math_7b_8gpu_tp1.yaml")
@@ -349,6 +372,7 @@ def _print_summary(summary: "Summary") -> None:
         ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
         ("versions alive", f"{summary.versions_alive_max} at most"),
         ("relay", tell_relay(summary.relay)),
+        ("checkpoints", tell_checkpoints(summary.checkpoints)),
         ("replicas", tell_repack(summary.repack, summary.kv_use)),
         (
             "learner",
@@ -377,6 +401,15 @@ def tell_relay(relay: "RelayFigures") -> str:
     if relay.wire_share is not None:
         words.append(f"{relay.wire_share:.1%} of the bytes over the wire")
     return ", ".join(words)
+
+
+def tell_checkpoints(checkpoints: "CheckpointFigures") -> str:
+    """Number, stall and duration in one line."""
+    if checkpoints.stall_s is None or checkpoints.elapsed_s is None:
+        return "none"
+    stall_ms = checkpoints.stall_s * 1000
+    on_disk = f"{checkpoints.elapsed_s:.2f} s until it was on disk"
+    return f"{checkpoints.count}, the learner stood still {stall_ms:.1f} ms for one, {on_disk}"
 
 
 def tell_repack(repack: "RepackFigures", kv_use: float) -> str:

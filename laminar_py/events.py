@@ -248,11 +248,13 @@ class StepSkipped(Event, frozen=True):
 
 
 class Checkpointed(Event, frozen=True):
-    """Step `step` is on disk at `path`, relative to the run folder."""
+    """Step `step` is on disk at `path`, relative to the run folder; later steps may have come before this."""
 
     step: int
     version: int
     path: str
+    stall_s: float  # until the learner could go on
+    elapsed_s: float  # until all was on disk
 
 
 class RolledBack(Event, frozen=True):

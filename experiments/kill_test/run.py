@@ -83,6 +83,13 @@ class Run:
             check(time.monotonic() < deadline, f"no step in {START_S:.0f} s")
             time.sleep(0.1)
 
+    def wait_for_checkpoint(self) -> None:
+        """Return while one is being written, or when the run has ended."""
+        deadline = time.monotonic() + START_S
+        while self.running and not list((self.folder / "checkpoints").glob("*.tmp")):
+            check(time.monotonic() < deadline, f"no checkpoint in {START_S:.0f} s")
+            time.sleep(0.001)
+
     def kill(self, victim: str) -> bool:
         """Kill it now; False if it is not there at this moment (it is being revived)."""
         if victim in (CONTROLLER, EVERYTHING):
@@ -134,13 +141,20 @@ def check(condition: bool, message: str) -> None:
         raise SystemExit(f"kill test failed: {message}")
 
 
-def campaign(run: Run, victims: list[str], kills: int, pause_s: float, rng: random.Random) -> dict[str, int]:
-    """Kill so many times, `pause_s` or more apart; every kind of victim comes before any comes again."""
+def campaign(
+    run: Run, victims: list[str], kills: int, pause_s: float, rng: random.Random, *, over_checkpoints: bool
+) -> dict[str, int]:
+    """Kill so many times, `pause_s` or more apart; every kind of victim comes before any comes again.
+
+    `over_checkpoints`: each time while a checkpoint is being written.
+    """
     done: dict[str, int] = dict.fromkeys(victims, 0)
     deck: list[str] = []
     while sum(done.values()) < kills:
         run.wait_for_step()
         time.sleep(pause_s + rng.uniform(0.2, 3.0))
+        if over_checkpoints:
+            run.wait_for_checkpoint()
         check(run.running, f"the run ended after {sum(done.values())} of {kills} kills; raise --steps")
         deck = deck or rng.sample(victims, len(victims))
         victim = deck.pop()
@@ -174,11 +188,13 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
     parser.add_argument("--only", nargs="+", default=list(VICTIMS), metavar="VICTIM", help="who is killed")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each kill, for revivals to end")
+    parser.add_argument("--over-checkpoints", action="store_true", help="kill while a checkpoint is being written")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("settings", nargs="*", help="key=value for laminar train")
     args = parser.parse_args()
     run = Run(args.config, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
-    done = campaign(run, args.only, args.kills, args.pause, random.Random(args.seed))
+    rng, over = random.Random(args.seed), args.over_checkpoints
+    done = campaign(run, args.only, args.kills, args.pause, rng, over_checkpoints=over)
     check(run.finish() == 0, "the last incarnation did not finish")
     findings = verify(run.folder)
     for finding in findings:

@@ -121,6 +121,8 @@ class Consumption:
         window = self.buffer.first(count + self._look_ahead)
         places = self._choose(window, count, version)
         groups = [window[place] for place in places]
+        if self._packing and self._packing.by_id:
+            groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
         for place in set(range(places[-1])) - set(places):
             window[place].passes += 1
         bins = self._stage.settle(groups) if self._stage else []

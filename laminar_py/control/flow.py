@@ -181,6 +181,10 @@ class Flow:
         """Whether it is neither consumed nor dropped."""
         return trajectory_id in self.book.live
 
+    def go_on(self) -> None:
+        """Training is handed out, and new groups are issued."""
+        self.admitting = self.continuing = True
+
     def pause(self) -> None:
         """Nothing of training is handed out any more, and nothing moves."""
         self.admitting = self.continuing = False

@@ -71,6 +71,7 @@ class LocalEngine:
         )
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="laminar-engine")
         self._changed = threading.Condition()
+        self._posted: list[Callable[[], None]] = []  # in this turn of the loop
         self._commands: list[Callable[[], None]] = []  # guarded by _changed
         self._closing = False  # guarded by _changed
         self._num_posted = self._num_taken = 0  # requests submitted here, and seen by the thread
@@ -159,9 +160,16 @@ class LocalEngine:
     def _post(self, command: Callable[[], None]) -> None:
         if self._thread.done():
             raise RuntimeError("the engine is closed")
+        if not self._posted:
+            self._loop.call_soon(self._send)
+        self._posted.append(command)
+
+    def _send(self) -> None:
+        """All of one turn together, so that requests which come together share every step, whatever threads do."""
         with self._changed:
-            self._commands.append(command)
+            self._commands += self._posted
             self._changed.notify()
+        self._posted = []
 
     async def _command(self, action: Callable[[], None]) -> None:
         """Run `action` between two steps; its deltas are in their streams before this returns."""

@@ -5,6 +5,7 @@ slot; what leaves is collected as deltas. Invariant: the slots never hold more t
 `kv_capacity` tokens, and the oldest of them is never the one that makes room.
 """
 
+import heapq
 from collections import deque
 from pathlib import Path
 
@@ -68,6 +69,7 @@ class Scheduler:
             device=device,
         )
         self._slots = Slots(num_slots, max_len=max_len)
+        # A heap: the lowest comes first, so that an engine which is empty again is like a fresh one, bit by bit.
         self._free = list(range(num_slots))
         self._running: dict[int, Job] = {}  # by slot, the oldest admission first
         self._siblings = Siblings()
@@ -166,7 +168,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and self._free and self._has_room(self._waiting[0]):
-            job, slot = self._waiting.popleft(), self._free.pop()
+            job, slot = self._waiting.popleft(), heapq.heappop(self._free)
             self._slots.occupy(slot, job.request, response=job.response)
             self._fill_cache(slot, job)
             self._running[slot] = job
@@ -291,7 +293,7 @@ class Scheduler:
         job = self._running.pop(slot)
         self._pool.release(slot)
         self._slots.vacate(slot)
-        self._free.append(slot)
+        heapq.heappush(self._free, slot)
         self._rows = None
         self._siblings.leave(slot, job)
         if job.prefill is not None:

@@ -1,120 +1,181 @@
-"""Learner state on disk: weights, optimizer, step and random state. Called by `step.Learner`.
+"""Learner state on disk: weights, optimizer, step and random states. Used by `step.Learner` and `export`.
 
-Invariant: a checkpoint is complete or refused. It is written as `<name>.tmp`, gets its marker `complete.json`
-last, and takes its name by one rename; a folder without the marker is torn.
+A save has two halves. The first copies the state out of the learner's memory, and is all that the learner waits
+for; the second writes the files from that copy, on a thread beside the next steps. There is one save at a time.
+States: IDLE -> (begin) COPIED -> `<name>.tmp` with all files -> `complete.json` in it -> renamed to `<name>`.
+Invariant: a checkpoint is complete or refused, and saving changes nothing of the learner.
 """
 
-import os
+import math
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from blake3 import blake3
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    OptimizerStateType,
+    ValueType,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
-MARKER = "complete.json"
+from laminar_py.codec import decode, encode
+from laminar_py.learner.marker import Architecture, read_marker, seal, write_file
+from laminar_py.learner.optimizer import PARTITION
+
+# Torch warns of a missing process group even where `no_dist` says that there is none.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-class Marker(msgspec.Struct, frozen=True):
-    """What `complete.json` says, e.g. `{"step": 40, "world_size": 2}`."""
+class RandomState(msgspec.Struct, frozen=True):
+    """The generators of one rank."""
 
-    step: int
-    world_size: int
+    cpu: bytes
+    cuda: bytes | None  # of its device
 
 
-def save_checkpoint(
-    folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, mesh: DeviceMesh | None
-) -> None:
-    """Write the state after `step` steps. Collective; returns when it is on disk. Replaces an older `folder`."""
-    rank, world_size = _place(mesh)
-    partial = folder.with_name(f"{folder.name}.tmp")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(mesh)
-    weights, moments = get_state_dict(model, optimizer)
-    with _alone_without_warning():
+class Checkpointer:
+    """Saves and restores one learner. All ranks make one, and every call of it, together."""
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, mesh: DeviceMesh | None
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._rank, self._world_size = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
+        # A group of its own: what the writing threads say to each other goes on beside the steps' collectives.
+        self._group = dist.new_group(backend="gloo") if mesh else None
+        self._device: torch.device = model.compute_device
+        on_gpu = self._device.type == "cuda"
+        # It keeps its copy, so that the next one goes into pages that are there.
+        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def begin(self, folder: Path, *, step: int) -> None:
+        """Copy the state after `step` steps and start writing it. Replaces an older `folder`.
+
+        If another checkpoint is being written, that is waited for first.
+        """
+        self.finish()
+        weights, moments = self._state()
+        staged = self._stager.stage({"model": weights, "optimizer": moments})
+        assert isinstance(staged, dict), "staged before this thread goes on"
+        random = encode(self._random())
+        self._writing = self._thread.submit(self._write, folder, staged, random, step)
+
+    def finish(self) -> None:
+        """Return when the checkpoint that was begun last, if any, is complete on disk. Raises what failed."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def load(self, folder: Path) -> int:
+        """Restore model and optimizer bit by bit; returns the step.
+
+        Another world size than the one that saved it is fine, but draws its random numbers anew. Raises
+        `ValueError` if the checkpoint is torn or of another model.
+        """
+        marker = read_marker(folder)
+        check_model(folder, marker.model, self._model)
+        weights, moments = self._state()
+        state = {"model": weights, "optimizer": moments}
+        state_dict_loader.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+        set_state_dict(self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments)
+        if marker.world_size == self._world_size:
+            self._set_random(decode(RandomState, _random_file(folder, self._rank).read_bytes()))
+        return marker.step
+
+    # ---- on the writing thread
+
+    def _write(self, folder: Path, staged: dict[str, object], random: bytes, step: int) -> None:
+        partial = folder.with_name(f"{folder.name}.tmp")
+        if self._rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self._meet()
         state_dict_saver.save(
-            {"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=mesh is None
+            staged, checkpoint_id=partial, process_group=self._group, no_dist=self._group is None
         )
-    _write(partial / f"random-{rank}.bin", torch.get_rng_state().numpy().tobytes())
-    _barrier(mesh)
-    if rank == 0:
-        _write(partial / MARKER, msgspec.json.encode(Marker(step, world_size)))
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-        _sync_folder(folder.parent)
-    _barrier(mesh)
+        write_file(_random_file(partial, self._rank), random)
+        self._meet()
+        if self._rank == 0:
+            seal(partial, folder, step=step, world_size=self._world_size, model=architecture(self._model))
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+    # ---- the state
+
+    def _state(self) -> tuple[dict[str, ValueType], OptimizerStateType]:
+        """Weights and moments. Where there are no moments yet torch makes them by a step without gradient."""
+        fresh = not self._optimizer.state
+        weights, moments = get_state_dict(self._model, self._optimizer)
+        if fresh:  # that step must not count, or the next ones would be corrected for one too many
+            for values in self._optimizer.state.values():
+                if isinstance(values.get("step"), Tensor):
+                    values["step"].zero_()
+        return weights, moments
+
+    def _random(self) -> RandomState:
+        on_gpu = self._device.type == "cuda"
+        cuda = torch.cuda.get_rng_state(self._device).numpy().tobytes() if on_gpu else None
+        return RandomState(torch.get_rng_state().numpy().tobytes(), cuda)
+
+    def _set_random(self, state: RandomState) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state.cpu), dtype=torch.uint8))
+        if state.cuda is not None and self._device.type == "cuda":
+            cuda = torch.frombuffer(bytearray(state.cuda), dtype=torch.uint8)
+            torch.cuda.set_rng_state(cuda, self._device)
 
 
-def load_checkpoint(
-    folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None
-) -> int:
-    """Restore model and optimizer bit by bit; returns the step. Collective.
+def load_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Give an unsharded `model` the policy's weights of a checkpoint of any world size.
 
-    Another world size than the one that saved it is fine, but draws its random numbers anew. Raises
-    `ValueError` if the checkpoint is torn.
+    Raises `ValueError` if it is torn, of another model, or deleted meanwhile.
     """
-    marker = read_marker(folder)
-    rank, world_size = _place(mesh)
-    weights, moments = get_state_dict(model, optimizer)
-    with _alone_without_warning():
-        state_dict_loader.load(
-            {"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=mesh is None
-        )
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    if marker.world_size == world_size:
-        state = bytearray((folder / f"random-{rank}.bin").read_bytes())
-        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
-    return marker.step
-
-
-def read_marker(folder: Path) -> Marker:
-    """The marker of a complete checkpoint; `ValueError` if there is none."""
-    path = folder / MARKER
-    if not path.is_file():
-        raise ValueError(
-            f"checkpoint={folder}: has no {MARKER}, so it is torn or missing; resume from an older one"
-        )
-    return msgspec.json.decode(path.read_bytes(), type=Marker)
-
-
-def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
-    return (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
-
-
-def _barrier(mesh: DeviceMesh | None) -> None:
-    if mesh:
-        dist.barrier(group=mesh.get_group())
-
-
-@contextmanager
-def _alone_without_warning() -> Iterator[None]:
-    """Torch warns of a missing process group even where `no_dist` says that there is none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename survives a power cut only once its folder is on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    saved = read_marker(folder).model
+    check_model(folder, msgspec.structs.replace(saved, learns_partition=False), model)
+    weights = get_model_state_dict(model)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        state_dict_loader.load({"model": weights}, checkpoint_id=folder, no_dist=True)
+    except CheckpointException:
+        read_marker(folder)  # says so if its run has deleted it meanwhile
+        raise
+    set_model_state_dict(model, weights)
+
+
+def architecture(model: PreTrainedModel) -> Architecture:
+    """Its kind, and a digest over the names and full shapes of its parameters, sorted."""
+    named = sorted((name, list(parameter.shape)) for name, parameter in model.named_parameters())
+    shapes = [(name, shape) for name, shape in named if not name.startswith(PARTITION)]
+    digest = blake3(msgspec.json.encode(shapes)).hexdigest(length=16)
+    num_parameters = sum(math.prod(shape) for _, shape in shapes)
+    return Architecture(str(model.config.model_type), num_parameters, digest, len(shapes) < len(named))
+
+
+def check_model(folder: Path, saved: Architecture, model: PreTrainedModel) -> None:
+    """Raise `ValueError` unless a checkpoint of `saved` fits the model."""
+    own = architecture(model)
+    if saved != own:
+        raise ValueError(
+            f"checkpoint={folder}: is of a {saved}, model.path is a {own}; set model.path to the model that"
+            " it is of, or start a run of its own"
+        )
+
+
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / f"random-{rank}.bin"

@@ -6,23 +6,22 @@ Invariant: its state is the number of steps taken; weights and checkpoints follo
 """
 
 import heapq
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
 from laminar_py.engines.emulated_profile import LearnerTimes
-from laminar_py.learner.checkpoint import MARKER, Marker, read_marker
+from laminar_py.learner.marker import Architecture, read_marker, seal
 from laminar_py.repack.balance import attention_share, sequence_cost
 from laminar_py.types import StepMetrics, Work
 
 NUM_TENSORS = 4
 SHAPE = (64, 64)
+MODEL = Architecture("emulated", 0, "")
 
 
 class Packed(Protocol):
@@ -86,11 +85,15 @@ class EmulatedLearner:
     def save(self, folder: Path) -> None:
         """Write the number of steps; a later `load` goes on from there. Replaces an older `folder`."""
         partial = folder.with_name(f"{folder.name}.tmp")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / MARKER).write_bytes(msgspec.json.encode(Marker(self.num_steps, world_size=1)))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        partial.mkdir(parents=True, exist_ok=True)
+        seal(partial, folder, step=self.num_steps, world_size=1, model=MODEL)
+
+    def begin_save(self, folder: Path) -> None:
+        """The same: it is complete at once."""
+        self.save(folder)
+
+    def finish_save(self) -> None:
+        """There is nothing to wait for."""
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint. Raises `ValueError` if it is torn."""

@@ -1,8 +1,10 @@
-"""Weights out of the learner, under their Hugging Face names. Called by the relay's publisher and by `warm_start`.
+"""Weights out of the learner, under their Hugging Face names.
 
-Invariant: every rank iterates in the same order, because a sharded tensor is gathered from all of them.
+Called by the relay's publisher, by `warm_start`, and for `laminar export` by `runtime.exports`. Invariant: every
+rank iterates in the same order, because a sharded tensor is gathered from all of them.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from laminar_py.learner.model import is_mixture
+from laminar_py.config import ModelConfig
+from laminar_py.learner.checkpoint import load_weights
+from laminar_py.learner.model import check_model_folder, is_mixture
 from laminar_py.learner.optimizer import PARTITION
 
 TOKENIZER_FILES = (
@@ -70,3 +74,22 @@ def export_hf(
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, source: Path, dtype: str) -> None:
+    """A checkpoint of the model in `source` as a plain Hugging Face folder, e.g. in `bfloat16`.
+
+    On the CPU, with memory for the model in fp32 and in `dtype`; whatever its world size was. `folder` must not
+    exist yet, and is there only when it is complete. Raises `ValueError` if the checkpoint is torn or of another
+    model.
+    """
+    check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
+    config = AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    load_weights(checkpoint, model)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
+    partial.rename(folder)

@@ -21,7 +21,7 @@ from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Partiti
 from laminar_py.codec import FloatArray
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.activations import compile_layers, recompute_activations
-from laminar_py.learner.checkpoint import load_checkpoint, save_checkpoint
+from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.export import export_hf, named_tensors
 from laminar_py.learner.flops import peak_flops, training_cost
 from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
@@ -88,6 +88,7 @@ class Learner:
         self._cost = training_cost(self.model)
         self._peak_flops = peak_flops(device)
         self._optimizer = Optimizer(self.model, settings, num_steps=num_steps, partition_lr=algorithm.partition_lr)
+        self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh)
         self.num_steps = 0
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
@@ -162,15 +163,20 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; a later `load` continues bit-identically."""
-        save_checkpoint(
-            folder, model=self.model, optimizer=self._optimizer.adamw, step=self.num_steps, mesh=self._mesh
-        )
+        self.begin_save(folder)
+        self.finish_save()
+
+    def begin_save(self, folder: Path) -> None:
+        """Begin a checkpoint of the state as it is now; steps may go on at once."""
+        self._checkpointer.begin(folder, step=self.num_steps)
+
+    def finish_save(self) -> None:
+        """Return when the checkpoint that was begun last is complete on disk. Raises what failed."""
+        self._checkpointer.finish()
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Raises `ValueError` if it is torn."""
-        self.num_steps = load_checkpoint(
-            folder, model=self.model, optimizer=self._optimizer.adamw, mesh=self._mesh
-        )
+        """Restore a checkpoint. Raises `ValueError` if it is torn or of another model."""
+        self.num_steps = self._checkpointer.load(folder)
 
     def _accumulate(
         self,

@@ -21,7 +21,8 @@ class Packing:
     """How steps are packed: `groups` groups each, microbatches of `max_tokens` on each of `ranks`.
 
     Later ones of the next `groups + look_ahead` may be taken if they fit better, past the same group at most
-    `max_passes` times.
+    `max_passes` times. `by_id`: a step is packed in the order of its groups' ids and only when it is whole, so its
+    bins do not depend on which group was ready first.
     """
 
     groups: int
@@ -29,6 +30,7 @@ class Packing:
     ranks: int = 1
     look_ahead: int = 0
     max_passes: int = 2
+    by_id: bool = False
 
 
 class Stage:
@@ -37,7 +39,7 @@ class Stage:
     def __init__(self, buffer: Buffer, packing: Packing) -> None:
         self.num_staged = 0
         self._buffer = buffer
-        self._size = packing.groups
+        self._size = 0 if packing.by_id else packing.groups
         self._packer = StreamPacker(max_tokens=packing.max_tokens)
 
     def arrived(self, place: int) -> None:

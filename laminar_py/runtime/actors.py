@@ -193,7 +193,7 @@ class ReplicaActor:
 
 
 class LearnerActor:
-    """One rank of the learner. Calls run on threads: progress and seals can be asked for beside a step."""
+    """One rank of the learner. Calls run on threads: some are waited for beside a step."""
 
     def __init__(self) -> None:
         self._progress = LearnerProgress("loading", 0, 1, 0.0)
@@ -234,8 +234,12 @@ class LearnerActor:
         return encode(self._part.sealed(version))
 
     def save(self, path: str) -> None:
-        """Checkpoint into a folder."""
+        """Begin a checkpoint in a folder; the state is copied when this returns."""
         self._part.save(Path(path))
+
+    def saved(self) -> None:
+        """Return when that checkpoint is complete on disk."""
+        self._part.saved()
 
 
 class ScorerActor:

@@ -24,6 +24,7 @@ from laminar_py.learner.advantage import group_advantages
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.reward.stage import ScoringStage
+from laminar_py.runtime.checkpoints import Checkpoints
 from laminar_py.runtime.evaluator import Evaluator
 from laminar_py.runtime.learner_link import LearnerLink
 from laminar_py.runtime.memory import processes, used_bytes
@@ -73,7 +74,8 @@ class Controller:
         self._view = view
         self._tracking = Tracking(config, run)
         self._placement = placement
-        self._recovered: Recovered | None = recover(run.path) if resume and run.ledger.is_file() else None
+        goes_on = resume and run.ledger.is_file()
+        self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
         recovered, clock = self._recovered, SystemClock()
         self._incarnation = recovered.incarnation if recovered else 1
         step = recovered.checkpoint.step if recovered and recovered.checkpoint else 0
@@ -140,8 +142,18 @@ class Controller:
             stats=self._stats,
             supervisor=self._supervisor,
             versions=self._versions,
+            checkpoints=Checkpoints(
+                run,
+                ledger=self._ledger,
+                save=self._learner.save,
+                saved=self._learner.saved,
+                recorded=self._versions.on_record,
+                settled=self._flow.consumption.checkpointed,
+                clock=clock,
+                keep=config.learner.keep_checkpoints,
+                last=recovered.checkpoint if recovered else None,
+            ),
             incarnation=self._incarnation,
-            checkpoint=recovered.checkpoint if recovered else None,
             show=self._stepped,
         )
 
@@ -208,7 +220,7 @@ class Controller:
         trainer, stats, flow = self._trainer, self._stats, self._flow
         if trainer.step == 0:
             await self._evaluator.now(trainer.moment)
-        flow.admitting = flow.continuing = True
+        flow.go_on()
         stats.rl_phase(True)
         await self._replicas.dispatch()
         await trainer.run()

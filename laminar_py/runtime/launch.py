@@ -7,6 +7,7 @@ import signal
 from rich.console import Console
 
 from laminar_py.config import RunConfig
+from laminar_py.runtime.checkpoints import find_checkpoint
 from laminar_py.runtime.cluster import open_cluster
 from laminar_py.runtime.controller import Controller
 from laminar_py.runtime.errors import RunFailedError
@@ -33,6 +34,8 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
     if resume:
         resume.lock()
         reaped = resume.reap()
+        if resume.ledger.is_file():
+            find_checkpoint(resume)  # better refused now than when all parts are up
         if reaped:
             console.print(f"ended {reaped} processes that a killed run had left")
     with open_cluster(config.cluster.address):

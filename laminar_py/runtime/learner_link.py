@@ -21,6 +21,7 @@ from laminar_py.types import Published
 START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
 PROGRESS_S = 1.0
 WATCH_S = 5.0
+CALLS = 6  # at once: a step, a version and a checkpoint being completed, and a look at the progress beside each
 
 
 class LearnerLink:
@@ -47,7 +48,7 @@ class LearnerLink:
         """Start the processes where there is room now; `start` starts what runs in them."""
         self._placement.refresh()
         self._parts = [
-            Part(f"learner-{rank}", LearnerActor, concurrency=3, timeout_s=START_S, place=place)
+            Part(f"learner-{rank}", LearnerActor, concurrency=CALLS, timeout_s=START_S, place=place)
             for rank, place in enumerate(self._placement.plan.learner)
         ]
 
@@ -109,8 +110,12 @@ class LearnerLink:
         return decode(Published, answer)
 
     async def save(self, path: Path) -> None:
-        """Checkpoint into `path`. Raises PartDiedError."""
+        """Begin a checkpoint in `path`; returns when the state is copied. Raises PartDiedError."""
         await self._together("save", [str(path)] * len(self._parts))
+
+    async def saved(self) -> None:
+        """Until the checkpoint that was begun last is complete on disk. Raises PartDiedError."""
+        await self._together("saved", [None] * len(self._parts))
 
     async def pids(self) -> dict[str, int]:
         """Process id of each rank by name. Raises PartDiedError."""

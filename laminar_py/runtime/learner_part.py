@@ -71,8 +71,12 @@ class LearnerPart:
         return self._publisher.sealed(version)
 
     def save(self, path: Path) -> None:
-        """Checkpoint."""
-        self._learner.save(path)
+        """Begin a checkpoint; the next step may begin at once."""
+        self._learner.begin_save(path)
+
+    def saved(self) -> None:
+        """Return when that checkpoint is complete on disk."""
+        self._learner.finish_save()
 
 
 def _real_learner(

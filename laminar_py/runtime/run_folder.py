@@ -17,6 +17,7 @@ import psutil
 
 from laminar_py.config import RunConfig
 from laminar_py.config_file import dump_config
+from laminar_py.events import Checkpointed
 from laminar_py.section import ConfigError
 
 
@@ -40,6 +41,10 @@ class RunFolder:
     def name(self) -> str:
         """`<name>-<n>`."""
         return self.path.name
+
+    def has(self, checkpoint: Checkpointed) -> bool:
+        """Whether the folder of that checkpoint is still there."""
+        return (self.path / checkpoint.path).is_dir()
 
     def shm(self, root: Path) -> Path:
         """Where this run's weight versions live: one folder per relay node below it."""

@@ -5,6 +5,7 @@ not grow with the run.
 """
 
 import asyncio
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,7 +220,7 @@ class Stats:
             step=step,
             version=version,
             rl_s=self.rl_s,
-            reward=sum(rewards) / len(rewards) if rewards else 0.0,
+            reward=math.fsum(rewards) / len(rewards) if rewards else 0.0,  # whatever came first
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
             generated_tokens=totals.generated_tokens,

@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from laminar_py.events import Relayed, Repacked
+from laminar_py.events import Checkpointed, Relayed, Repacked
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.runtime.stats import Stats, quantile
 from laminar_py.store.database import reading
@@ -67,6 +67,14 @@ class RepackFigures(msgspec.Struct, frozen=True):
     prefill_max: int  # most tokens that one destination had to compute anew for one round
 
 
+class CheckpointFigures(msgspec.Struct, frozen=True):
+    """How checkpoints went to disk; medians, None without any."""
+
+    count: int
+    stall_s: float | None  # that the learner stood still for one
+    elapsed_s: float | None  # until it was on disk
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """Held-out accuracy of a version, `rl_s` seconds into RL."""
 
@@ -97,6 +105,7 @@ class Summary(msgspec.Struct, frozen=True):
     restarts: dict[str, int]
     evaluations: list[Evaluation]
     relay: RelayFigures
+    checkpoints: CheckpointFigures
     kv_use: float  # mean share of the replicas' KV caches over the RL phase
     repack: RepackFigures
 
@@ -137,6 +146,17 @@ def read_repack(connection: sqlite3.Connection) -> RepackFigures:
     )
 
 
+def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
+    """What the ledger says of checkpoints, also of those that were deleted or gone back behind."""
+    with closing(connection.execute("SELECT body FROM event WHERE kind = 'checkpointed'")) as rows:
+        events = [event for (body,) in rows if isinstance(event := decode_event(body), Checkpointed)]
+    if not events:
+        return CheckpointFigures(0, None, None)
+    return CheckpointFigures(
+        len(events), median(event.stall_s for event in events), median(event.elapsed_s for event in events)
+    )
+
+
 def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int]) -> Summary:
     """Write and return the summary of a run whose ledger is up to date."""
     with reading(run.path) as connection:
@@ -161,7 +181,7 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
             )
         ]
         account = read_accounting(connection).train
-        relay, repack = read_relay(connection), read_repack(connection)
+        relay, repack, checkpoints = read_relay(connection), read_repack(connection), read_checkpoints(connection)
         steps = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0]
     consumed = max(1, staleness.total())
     summary = Summary(
@@ -189,6 +209,7 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
         restarts=restarts,
         evaluations=evaluations,
         relay=relay,
+        checkpoints=checkpoints,
         kv_use=stats.kv_use,
         repack=repack,
     )

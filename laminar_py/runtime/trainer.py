@@ -7,19 +7,18 @@ ledger, and what lies after the last checkpoint can be undone.
 import asyncio
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 from laminar_py.algorithm import Advantage, Objective
-from laminar_py.config import RunConfig
+from laminar_py.config import RunConfig, Schedule
 from laminar_py.control.consumption import Batch
 from laminar_py.control.flow import Flow
-from laminar_py.events import Checkpointed, RolledBack, Stepped, StepSkipped
+from laminar_py.events import RolledBack, Stepped, StepSkipped
 from laminar_py.repack.balance import attention_share
 from laminar_py.repack.pack_stage import Packing
 from laminar_py.repack.packer import assign, step_terms
+from laminar_py.runtime.checkpoints import Checkpoints
 from laminar_py.runtime.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
@@ -34,11 +33,9 @@ from laminar_py.types import Trajectory
 
 log = logging.getLogger(__name__)
 
-ARCHIVE_EVERY = 10  # checkpoints; each archive is a Parquet file of its own
-
 
 class Trainer:
-    """Where the learner is: step, version, last checkpoint."""
+    """Where the learner is: step and version."""
 
     def __init__(
         self,
@@ -52,8 +49,8 @@ class Trainer:
         stats: Stats,
         supervisor: Supervisor,
         versions: Versions,
+        checkpoints: Checkpoints,
         incarnation: int,
-        checkpoint: Checkpointed | None,
         show: Callable[[StepRow], None],
     ) -> None:
         self.step = 0
@@ -69,10 +66,10 @@ class Trainer:
         self._versions = versions
         self._incarnation = incarnation
         self._show = show
-        self._checkpoint = checkpoint
+        self._checkpoints = checkpoints
         self._attention_share = 0.0
-        self._checkpoints = 0
         self._skipped = 0  # steps in a row without a finite gradient
+        self._saved_step = -1  # of the checkpoint that was begun last
         packer = config.packer
         flow.consumption.pack(
             Packing(
@@ -81,6 +78,7 @@ class Trainer:
                 config.learner.world_size,
                 packer.look_ahead,
                 packer.max_passes,
+                by_id=config.schedule is Schedule.SYNC,
             )
         )
 
@@ -100,7 +98,7 @@ class Trainer:
             try:
                 return await self._start()
             except PartDiedError as error:
-                self._respawn(error)
+                self._respawn(await self._bury(error))
 
     async def run(self) -> None:
         """Train until all steps are done, time is up or `stop` is set; then checkpoint."""
@@ -118,6 +116,9 @@ class Trainer:
                 await self._flow.consumption.put_back(batch)
                 await self._go_back(error)
                 continue
+            last = self.stop.is_set() or self.step + 1 == self._config.steps
+            if last:
+                self._flow.pause()  # what began now would be interrupted
             await self._commit(batch, outcome)
             self._count_skipped(outcome)
             if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
@@ -129,30 +130,39 @@ class Trainer:
     async def _next_batch(self) -> Batch | None:
         """The next batch, or None when the run is to end.
 
-        Raises PartDiedError if the learner dies over the version that the batch may be waiting for.
+        Raises PartDiedError if the learner dies over the version that the batch may be waiting for, or over a
+        checkpoint.
         """
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
             self._flow.consumption.next_batch(groups=groups, version=self.version), name="next-batch"
         )
-        ends = [
-            asyncio.create_task(self.stop.wait(), name="stop"),
+        stop = asyncio.create_task(self._asked_to_stop(), name="stop")
+        deaths = [
             asyncio.create_task(self._versions.any_lost(), name="version-lost"),
+            asyncio.create_task(self._checkpoints.any_lost(), name="checkpoint-lost"),
         ]
         left = None if limit is None else max(0.0, limit - self._stats.rl_s)
-        await asyncio.wait([take, *ends], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        for task in ends:
+        await asyncio.wait([take, stop, *deaths], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        stopped, lost = stop.done(), self._versions.lost or self._checkpoints.lost
+        for task in (stop, *deaths):
             task.cancel()
-        lost = self._versions.lost
-        if take.done() and lost is None and not self.stop.is_set() and left != 0.0:
+        if take.done() and lost is None and not stopped and left != 0.0:
             return take.result()
         take.cancel()
         await asyncio.wait([take])
         if not take.cancelled():
             await self._flow.consumption.put_back(take.result())
-        if lost is not None and not self.stop.is_set():
+        if lost is not None and not stopped:
             raise lost
         return None
+
+    async def _asked_to_stop(self) -> None:
+        """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut."""
+        await self.stop.wait()
+        if self._config.schedule is Schedule.SYNC and self._flow.book.groups:
+            await asyncio.Event().wait()
+        self._flow.pause()
 
     async def _learn(self, batch: Batch) -> StepOutcome | None:
         """One optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
@@ -249,20 +259,10 @@ class Trainer:
     # ---- checkpoints
 
     async def _save(self) -> None:
-        """Checkpoint on disk, then in the ledger; older ones go. Raises PartDiedError."""
-        await self._versions.recorded()
-        path = Path("checkpoints") / f"step-{self.step}-{self._incarnation}.{self._supervisor.total_restarts}"
-        await self._learner.save(self._run.path / path)
-        self._checkpoint = Checkpointed(self.step, self.version, str(path))
-        self._ledger.append(self._checkpoint)
-        await self._ledger.commit()
-        self._flow.consumption.checkpointed(self.step)
-        kept = sorted(self._run.checkpoints.iterdir(), key=lambda folder: folder.stat().st_mtime)
-        for old in kept[: -self._config.learner.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
-        self._checkpoints += 1
-        if self._checkpoints % ARCHIVE_EVERY == 0:
-            await self._ledger.archive()
+        """Begin a checkpoint of this step. Raises PartDiedError."""
+        name = f"step-{self.step}-{self._incarnation}.{self._supervisor.total_restarts}"
+        self._saved_step = self.step
+        await self._checkpoints.begin(name, step=self.step, version=self.version)
 
     async def _save_or_go_back(self) -> None:
         try:
@@ -272,21 +272,22 @@ class Trainer:
 
     async def _save_last(self) -> None:
         """The run ends here; if the learner dies over this checkpoint, the one before it stands."""
-        if self._checkpoint is not None and self._checkpoint.step == self.step:
-            return
         try:
-            await self._save()
+            if self._saved_step != self.step:
+                await self._save()
+            await self._checkpoints.finish()
         except PartDiedError as error:
-            self._supervisor.died(error)
+            self._supervisor.died(await self._bury(error))
 
     # ---- the learner's life
 
     async def _start(self) -> None:
-        checkpoint = self._checkpoint
+        checkpoint = self._checkpoints.last
         started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
         for part, pid in (await self._learner.pids()).items():
             self._supervisor.started(part, pid)
-        self.step = checkpoint.step if checkpoint else 0  # a step without signal counts, the learner saw none
+        # A step without signal counts, though the learner saw none.
+        self.step = self._saved_step = checkpoint.step if checkpoint else 0
         log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
         self._attention_share = attention_share(
             hidden_size=started.hidden_size,
@@ -303,22 +304,32 @@ class Trainer:
         await self._ledger.commit()
         if checkpoint is None:
             await self._save()
+            await self._checkpoints.finish()
 
     async def _go_back(self, error: PartDiedError) -> None:
         """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
-        assert self._checkpoint is not None, "a learner trains only once there is a checkpoint"
+        first = await self._bury(error)
+        checkpoint = self._checkpoints.last
+        assert checkpoint is not None, "a learner trains only once there is a checkpoint"
         await self._versions.recorded()
         await self._versions.adopt(step=self.step)
-        self._ledger.append(RolledBack(self._checkpoint.step, "learner_died"))
+        self._ledger.append(RolledBack(checkpoint.step, "learner_died"))
         undone = await self._flow.consumption.roll_back()
-        totals = read_totals(self._run.metrics, self._checkpoint.step)
+        totals = read_totals(self._run.metrics, checkpoint.step)
         self._stats.totals.trained_tokens = totals.trained_tokens
-        log.warning("back to step %d; %d trajectories are ready again", self._checkpoint.step, undone)
-        self._respawn(error)
+        log.warning("back to step %d; %d trajectories are ready again", checkpoint.step, undone)
+        self._respawn(first)
         await self.start()
+        self._flow.go_on()
+
+    async def _bury(self, error: PartDiedError) -> PartDiedError:
+        """End what is left of the learner, settle its last checkpoint; what it died of."""
+        self._learner.kill()
+        await self._checkpoints.settle()
+        return self._checkpoints.lost or error
 
     def _respawn(self, error: PartDiedError) -> None:
-        self._learner.kill()
         self._versions.start_over()
+        self._checkpoints.start_over()
         self._supervisor.died(error)
         self._learner.spawn()

@@ -78,6 +78,12 @@ class Versions:
         """Until all are complete and on record, but for those that are `lost`."""
         await self._until(lambda: not self._copied)
 
+    async def on_record(self, version: int) -> None:
+        """Until that one is on record. Raises PartDiedError if the learner died over it."""
+        await self._until(lambda: self._ledger.newest_published >= version or self.lost is not None)
+        if self.lost is not None and self._ledger.newest_published < version:
+            raise self.lost
+
     async def recorded_after(self, version: int) -> int:
         """The newest on record, once that is above `version`."""
         await self._until(lambda: self._ledger.newest_published > version)

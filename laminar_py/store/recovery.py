@@ -5,7 +5,7 @@ on exactly where its last stored token is.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from laminar_py.events import AnyEvent, Checkpointed, RolledBack, Undone
 from laminar_py.store.archive import find_payload
 from laminar_py.store.database import ledger_path, reading
 from laminar_py.store.payload import Payload
-from laminar_py.store.rows import TrajectoryRow, read_rows
+from laminar_py.store.rows import TrajectoryRow, decode_event, read_rows
 from laminar_py.types import FinishReason, Kind, Prompt, Published, Status
 
 
@@ -58,10 +58,17 @@ class Recovered:
     next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
 
 
-def recover(run: Path) -> Recovered:
-    """Read the state of a run that ended or was killed. Raises `ValueError` if the ledger cannot be read."""
+def _wherever(checkpoint: Checkpointed) -> bool:
+    return True
+
+
+def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> Recovered:
+    """Read the state of a run that ended or was killed, to go on from the newest checkpoint that is `there`.
+
+    Raises `ValueError` if the ledger cannot be read, or if no checkpoint of those on record is there.
+    """
     with reading(run) as connection:
-        checkpoint = _last_checkpoint(connection)
+        checkpoint = last_checkpoint(connection, there=there)
         step = checkpoint.step if checkpoint else 0
         live = tuple(_live(ledger_path(run).parent, connection, step))
         (incarnation, next_prompt, next_evaluation) = connection.execute(
@@ -122,11 +129,26 @@ def unpublished(connection: sqlite3.Connection) -> list[Published]:
 _UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 
 
-def _last_checkpoint(connection: sqlite3.Connection) -> Checkpointed | None:
-    row = connection.execute(
-        "SELECT step, version, path FROM checkpoint WHERE NOT undone ORDER BY seq DESC LIMIT 1"
-    ).fetchone()
-    return Checkpointed(*row) if row else None
+def last_checkpoint(
+    connection: sqlite3.Connection, *, there: Callable[[Checkpointed], bool] = _wherever
+) -> Checkpointed | None:
+    """The newest that is `there`, None if none was ever made. Raises `ValueError` if all are gone."""
+    rows = connection.execute(
+        "SELECT body FROM event JOIN checkpoint USING (seq) WHERE NOT undone ORDER BY seq DESC"
+    )
+    newest = None
+    for (body,) in rows:
+        checkpoint = decode_event(body)
+        assert isinstance(checkpoint, Checkpointed), f"{body} is of another kind"
+        if there(checkpoint):
+            return checkpoint
+        newest = newest or checkpoint
+    if newest is not None:
+        raise ValueError(
+            f"checkpoint={newest.path}: no such folder, nor is any older one there; restore it in the run's"
+            " folder, or start a new run"
+        )
+    return None
 
 
 def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str, int]:

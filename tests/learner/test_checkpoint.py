@@ -1,16 +1,29 @@
-"""A checkpoint continues bit by bit, or is refused."""
+"""A checkpoint continues bit by bit, or is refused; steps go on while it is written."""
 
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from laminar_py.learner.checkpoint import MARKER
-from tests.learner.builders import full_parameters, make_learner, make_sequences, pack
+from laminar_py.algorithm import AlgorithmConfig, Partition
+from laminar_py.learner.checkpoint import Checkpointer
+from laminar_py.learner.export import export_checkpoint
+from laminar_py.learner.marker import MARKER, read_marker
+from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
+
+WIDE = 20_000  # words: what a child saves takes a while to write
+PATIENCE_S = 120
 
 
 def batch(seed: int):
     return [pack(make_sequences(seed=seed), num_total=6)]
+
+
+def assert_equal(some, others):
+    assert all(torch.equal(tensor, others[name]) for name, tensor in some.items())
 
 
 def test_resumed_steps_are_bit_identical(model_folder: Path, tmp_path: Path):
@@ -26,16 +39,87 @@ def test_resumed_steps_are_bit_identical(model_folder: Path, tmp_path: Path):
     assert resumed.num_steps == 3
     metrics = resumed.step(batch(3))
     assert (metrics.loss, metrics.grad_norm) == (expected.loss, expected.grad_norm)
-    for name, tensor in full_parameters(learner).items():
-        assert torch.equal(full_parameters(resumed)[name], tensor)
+    assert_equal(full_parameters(learner), full_parameters(resumed))
+
+
+def test_saving_changes_nothing_even_before_the_first_step(model_folder: Path, tmp_path: Path):
+    saves, plain = make_learner(model_folder), make_learner(model_folder)
+    saves.save(tmp_path / "step-0")
+    for learner in (saves, plain):
+        learner.step(batch(0))
+    assert_equal(full_parameters(saves), full_parameters(plain))
+
+
+def test_steps_that_go_on_meanwhile_are_not_in_it(model_folder: Path, tmp_path: Path, monkeypatch):
+    learner, write = make_learner(model_folder), Checkpointer._write
+    going_on = multiprocessing.Event()
+
+    def late(*arguments):
+        assert going_on.wait(PATIENCE_S)
+        write(*arguments)
+
+    monkeypatch.setattr(Checkpointer, "_write", late)
+    for step in range(2):  # the second copy goes into the pages of the first
+        learner.step(batch(step))
+        saved = full_parameters(learner)
+        learner.begin_save(tmp_path / f"step-{step}")
+        learner.step(batch(step + 2))
+        assert not (tmp_path / f"step-{step}").exists()
+        going_on.set()
+        learner.finish_save()
+        going_on.clear()
+        resumed = make_learner(model_folder)
+        resumed.load(tmp_path / f"step-{step}")
+        assert_equal(full_parameters(resumed), saved)
 
 
 def test_a_checkpoint_without_its_marker_is_refused(model_folder: Path, tmp_path: Path):
     learner = make_learner(model_folder)
     learner.save(tmp_path / "torn")
     (tmp_path / "torn" / MARKER).unlink()
-    with pytest.raises(ValueError, match="torn"):
+    with pytest.raises(ValueError, match=r"torn: half written or damaged \(has no complete.json\); delete it"):
         learner.load(tmp_path / "torn")
+
+
+def test_a_file_that_is_missing_or_cut_is_named(model_folder: Path, tmp_path: Path):
+    learner = make_learner(model_folder)
+    learner.save(tmp_path / "torn")
+    for name, size in read_marker(tmp_path / "torn").files.items():
+        file = tmp_path / "torn" / name
+        data = file.read_bytes()
+        file.write_bytes(data[:-1])
+        with pytest.raises(ValueError, match=rf"{name} has {size - 1:,} bytes of {size:,}"):
+            learner.load(tmp_path / "torn")
+        file.unlink()
+        with pytest.raises(ValueError, match=f"{name} is missing"):
+            learner.load(tmp_path / "torn")
+        file.write_bytes(data)
+    learner.load(tmp_path / "torn")
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(model_folder: Path, tmp_path: Path):
+    make_learner(make_model_folder(tmp_path / "wider", vocab=62)).save(tmp_path / "saved")
+    learner = make_learner(model_folder)
+    before = full_parameters(learner)
+    with pytest.raises(ValueError, match=r"saved: is of a qwen3 of 28,\d+ parameters .*; set model.path") as error:
+        learner.load(tmp_path / "saved")
+    assert "\n" not in str(error.value)
+    assert_equal(full_parameters(learner), before)
+
+
+def test_a_head_for_log_z_is_kept_and_no_other_model_takes_it(model_folder: Path, tmp_path: Path):
+    settings = AlgorithmConfig(name="tba", partition=Partition.LEARNED)
+    learner = make_learner(model_folder, algorithm=settings)
+    torch.nn.init.ones_(learner.model.log_partition.weight)
+    learner.save(tmp_path / "saved")
+    resumed = make_learner(model_folder, algorithm=settings)
+    resumed.load(tmp_path / "saved")
+    assert torch.equal(resumed.model.log_partition.weight, learner.model.log_partition.weight)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", source=model_folder, dtype="float32")
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert_equal(full_parameters(learner), exported)
+    with pytest.raises(ValueError, match=r"and a head for log Z, model.path is a qwen3"):
+        make_learner(model_folder).load(tmp_path / "saved")
 
 
 def test_a_save_that_broke_off_leaves_the_older_checkpoint(model_folder: Path, tmp_path: Path, monkeypatch):
@@ -44,10 +128,38 @@ def test_a_save_that_broke_off_leaves_the_older_checkpoint(model_folder: Path, t
     learner.save(tmp_path / "last")
     learner.step(batch(1))
     with monkeypatch.context() as patch:
-        patch.setattr("laminar_py.learner.checkpoint.MARKER", "no/such/folder")
+        patch.setattr("laminar_py.learner.marker.MARKER", "no/such/folder")
         with pytest.raises(FileNotFoundError):
             learner.save(tmp_path / "last")
     learner.load(tmp_path / "last")
     assert learner.num_steps == 1
-    learner.save(tmp_path / "last")
+    again = make_learner(model_folder)
+    again.save(tmp_path / "last")
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def save_for_ever(model_folder: Path, folder: Path) -> None:
+    learner = make_learner(model_folder)
+    for number in range(10**6):
+        learner.save(folder / f"step-{number}")
+
+
+def test_kill_9_at_any_moment_leaves_what_is_complete_or_refused(tmp_path: Path):
+    source, folder = make_model_folder(tmp_path / "wide", vocab=WIDE), tmp_path / "checkpoints"
+    child = multiprocessing.get_context("spawn").Process(target=save_for_ever, args=(source, folder))
+    child.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not (folder / "step-1.tmp").exists():
+        assert child.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    child.kill()
+    child.join()
+    learner = make_learner(source)
+    learner.load(folder / "step-0")
+    for name in ("step-1", "step-1.tmp"):
+        if (folder / name / MARKER).exists():
+            learner.load(folder / name)
+        else:
+            with pytest.raises(ValueError, match=r"half written|no such folder"):
+                learner.load(folder / name)

@@ -1,4 +1,4 @@
-"""Two ranks over gloo do what one process does. Real processes."""
+"""Two and four ranks over gloo do what one process does, and take up each other's checkpoints. Real processes."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.learner.builders import SETTINGS, full_parameters, make_learner, make
 
 SEQUENCES = make_sequences((5, 17, 3, 40, 9, 2, 11, 30))
 WORLD_SIZE = 2
-JOIN_S = 90
+JOIN_S = 240
 
 
 def microbatches(rank: int, world_size: int):
@@ -52,8 +52,9 @@ def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
     learner = make_learner(model_folder, mesh=mesh, settings=settings)
     metrics = [learner.step(microbatches(rank, WORLD_SIZE)) for _ in range(2)]
     learner.export_hf(folder / "out")
-    learner.save(folder / "checkpoint")
-    learner.step(microbatches(rank, WORLD_SIZE))
+    learner.begin_save(folder / "checkpoint")
+    learner.step(microbatches(rank, WORLD_SIZE))  # beside the writing, whose collectives are its own
+    learner.finish_save()
     third = full_parameters(learner)
     resumed = make_learner(model_folder, mesh=mesh, settings=SETTINGS.model_copy(update={"offload": True}))
     resumed.load(folder / "checkpoint")
@@ -66,16 +67,21 @@ def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
     leave_group()
 
 
+def run_ranks(main, *arguments, world_size=WORLD_SIZE) -> None:
+    """Real processes, each a rank of `main(rank, *arguments)`."""
+    context = multiprocessing.spawn(main, arguments, nprocs=world_size, join=False)
+    # `join` returns when any rank ends, and raises what a rank raised.
+    done = any(context.join(timeout=JOIN_S) for _ in range(world_size))
+    for process in context.processes:
+        process.terminate()
+    assert done, "a rank hangs"
+
+
 @pytest.fixture(scope="module")
 def two_ranks(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two ranks have run."""
     folder = tmp_path_factory.mktemp("sharded")
-    context = multiprocessing.spawn(rank_main, (model_folder, folder), nprocs=WORLD_SIZE, join=False)
-    # `join` returns when any rank ends, and raises what a rank raised.
-    done = any(context.join(timeout=JOIN_S) for _ in range(WORLD_SIZE))
-    for process in context.processes:
-        process.terminate()
-    assert done, "a rank hangs"
+    run_ranks(rank_main, model_folder, folder)
     return folder
 
 
@@ -96,6 +102,41 @@ def test_a_checkpoint_of_two_ranks_loads_in_one_process(model_folder: Path, two_
     exported = load_file(two_ranks / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in full_parameters(learner).items())
     assert learner.num_steps == 2
+
+
+def go_on_main(rank: int, world_size: int, model_folder: Path, checkpoint: Path, folder: Path) -> None:
+    """A step from a checkpoint of another world size, and a checkpoint of that."""
+    torch.set_num_threads(1)
+    folder.mkdir(exist_ok=True)
+    mesh = join_group(str(folder / "rendezvous"), rank=rank, world_size=world_size)
+    learner = make_learner(model_folder, mesh=mesh)
+    learner.load(checkpoint)
+    loaded = full_parameters(learner)
+    metrics = learner.step(microbatches(rank, world_size))
+    learner.save(folder / "checkpoint")
+    stepped = full_parameters(learner)
+    if rank == 0:
+        save_file(loaded, folder / "loaded.safetensors")
+        save_file(stepped | {"measured": measured([metrics])}, folder / "stepped.safetensors")
+    leave_group()
+
+
+def test_a_run_goes_on_with_twice_or_half_as_many_ranks(model_folder: Path, two_ranks: Path, tmp_path: Path):
+    """2 -> 4 -> 2 ranks, against one process that goes on from the same checkpoints."""
+    checkpoint = two_ranks / "checkpoint"
+    for world_size in (4, 2):
+        folder = tmp_path / f"on-{world_size}"
+        run_ranks(go_on_main, world_size, model_folder, checkpoint, folder, world_size=world_size)
+        alone = make_learner(model_folder)
+        alone.load(checkpoint)
+        loaded = load_file(folder / "loaded.safetensors")
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in full_parameters(alone).items())
+        metrics = alone.step(microbatches(0, 1))
+        stepped = load_file(folder / "stepped.safetensors")
+        torch.testing.assert_close(stepped.pop("measured"), measured([metrics]), rtol=1e-5, atol=1e-6)
+        for name, tensor in full_parameters(alone).items():
+            torch.testing.assert_close(stepped[name], tensor, rtol=1e-4, atol=1e-5)
+        checkpoint = folder / "checkpoint"
 
 
 CASES = {
@@ -152,13 +193,7 @@ def algorithms_main(rank: int, model_folder: Path, reference: Path, folder: Path
 def two_ranks_of_every_kind(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("algorithms")
     reference = make_model_folder(folder / "reference", seed=1)
-    context = multiprocessing.spawn(
-        algorithms_main, (model_folder, reference, folder), nprocs=WORLD_SIZE, join=False
-    )
-    done = any(context.join(timeout=JOIN_S) for _ in range(WORLD_SIZE))
-    for process in context.processes:
-        process.terminate()
-    assert done, "a rank hangs"
+    run_ranks(algorithms_main, model_folder, reference, folder)
     return folder, reference
 
 

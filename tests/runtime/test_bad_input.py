@@ -1,5 +1,6 @@
 """Bad input: one line that names field, value and remedy, exit code 2, no process and no run left behind."""
 
+import asyncio
 import json
 import shutil
 import socket
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from tests.runtime.runs import LAMINAR, REPO
+from tests.store.runs import begin, checkpoint, open_ledger
 
 CONFIG = "configs/quickstart.yaml"
 MODEL = REPO / "experiments/quickstart/data/model"
@@ -95,6 +97,30 @@ def test_resuming_what_does_not_exist_is_refused(tmp_path):
     assert "no run in" in lines[0]
 
 
+def test_resuming_from_a_torn_checkpoint_is_refused_and_loses_nothing(tmp_path):
+    run = tmp_path / "quickstart-1"
+    torn = run / "checkpoints/step-1"
+    torn.mkdir(parents=True)
+    (torn / ".metadata").write_bytes(b"half")
+    shutil.copyfile(REPO / CONFIG, run / "config.yaml")
+
+    async def record():
+        async with open_ledger(run) as ledger:
+            begin(ledger)
+            ledger.append(checkpoint(1, 0))
+
+    asyncio.run(record())
+    before = (run / "ledger.sqlite").read_bytes()
+    code, lines = train(f"runs={tmp_path}", "--resume")
+    assert code == 2
+    assert lines == [
+        f"laminar: checkpoint={torn}: half written or damaged (has no complete.json); delete it, and the one"
+        " before it is taken"
+    ]
+    assert (run / "ledger.sqlite").read_bytes() == before
+    assert (torn / ".metadata").exists()
+
+
 def test_a_truncated_ledger_is_refused_by_the_audit(tmp_path):
     (tmp_path / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 100)
     done = subprocess.run(
@@ -105,7 +131,7 @@ def test_a_truncated_ledger_is_refused_by_the_audit(tmp_path):
 
 
 def test_every_command_has_help_with_an_example():
-    for words in (["train"], ["audit"], ["doctor"], ["audit", "x", "verify"]):
+    for words in (["train"], ["export"], ["audit"], ["doctor"], ["audit", "x", "verify"]):
         done = subprocess.run([LAMINAR, *words, "--help"], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0
         assert "Example:" in done.stdout

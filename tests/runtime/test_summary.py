@@ -1,8 +1,8 @@
-"""What the summary says of the relay, from the ledger of a run."""
+"""What the summary says of relay and checkpoints, from the ledger of a run."""
 
-from laminar_py.cli import tell_relay
-from laminar_py.events import Relayed, VersionPublished
-from laminar_py.runtime.summary import RelayFigures, read_relay
+from laminar_py.cli import tell_checkpoints, tell_relay
+from laminar_py.events import Checkpointed, Relayed, VersionPublished
+from laminar_py.runtime.summary import CheckpointFigures, RelayFigures, read_checkpoints, read_relay
 from laminar_py.store.database import reading
 from tests.store.runs import begin, open_ledger
 
@@ -37,3 +37,14 @@ async def test_a_lone_root_has_nothing_to_say_of_the_wire(tmp_path):
         figures = read_relay(connection)
     assert figures == RelayFigures(1, 0.1, None, None)
     assert tell_relay(figures) == "1 versions, the learner stood still 100.0 ms for one"
+
+
+async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for step, stall_s in enumerate((0.1, 0.002, 0.003)):
+            ledger.append(Checkpointed(step, 0, f"checkpoints/step-{step}", stall_s, 0.5 + step))
+    with reading(tmp_path) as connection:
+        figures = read_checkpoints(connection)
+    assert figures == CheckpointFigures(3, 0.003, 1.5)
+    assert tell_checkpoints(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"

@@ -108,4 +108,4 @@ def consume(step, version, *ids, oldest=0, weight=1.0):
 
 def checkpoint(step, version):
     """A checkpoint of that step."""
-    return Checkpointed(step, version, f"checkpoints/step-{step}")
+    return Checkpointed(step, version, f"checkpoints/step-{step}", 0.1, 0.4)

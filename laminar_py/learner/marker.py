@@ -1,0 +1,88 @@
+"""What makes a folder a checkpoint: `complete.json`, written last. No torch: the controller reads it too.
+
+Called by whoever writes or reads checkpoints. Invariant: a folder that `read_marker` accepts has every file that
+was written, in full length.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+MARKER = "complete.json"
+
+
+class Architecture(msgspec.Struct, frozen=True):
+    """Which models a state fits, e.g. `Architecture("qwen3", 245_120, "5fd1...")`."""
+
+    model_type: str
+    num_parameters: int
+    fingerprint: str  # over names and shapes of all parameters
+    learns_partition: bool = False  # it has a head for that besides, which counts for neither
+
+    def __str__(self) -> str:
+        head = " and a head for log Z" if self.learns_partition else ""
+        return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]}){head}"
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """What is in the checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
+
+    step: int
+    world_size: int
+    model: Architecture
+    files: dict[str, int]  # bytes of each
+
+
+def seal(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
+    """Make a checkpoint, on disk and under its name, of the files in `partial`; replaces an older `folder`."""
+    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files)))
+    _sync_folder(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    _sync_folder(folder.parent)
+
+
+def read_marker(folder: Path) -> Marker:
+    """The marker of a complete checkpoint; `ValueError` names what is missing of any other."""
+    path = folder / MARKER
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint={folder}: no such folder; name a checkpoint that is there")
+    if not path.is_file():
+        raise _torn(folder, f"has no {MARKER}")
+    try:
+        marker = msgspec.json.decode(path.read_bytes(), type=Marker)
+    except msgspec.DecodeError as error:
+        raise _torn(folder, f"{MARKER} cannot be read, {error}") from None
+    for name, size in marker.files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes"
+            raise _torn(folder, f"{name} {state} of {size:,}")
+    return marker
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Return when it is on disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _torn(folder: Path, fault: str) -> ValueError:
+    return ValueError(
+        f"checkpoint={folder}: half written or damaged ({fault}); delete it, and the one before it is taken"
+    )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Names survive a power cut only once their folder is on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

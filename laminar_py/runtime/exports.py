@@ -1,0 +1,55 @@
+"""`laminar export`: the weights of a checkpoint as a plain Hugging Face folder. Called by the command line.
+
+Invariant: it reads a run, also one that goes on, and changes nothing of it.
+"""
+
+from pathlib import Path
+
+from laminar_py.config_file import load_config
+from laminar_py.runtime.checkpoints import find_checkpoint
+from laminar_py.runtime.engines import served_dtype
+from laminar_py.runtime.run_folder import RunFolder
+from laminar_py.section import ConfigError
+
+
+def export(source: Path, out: Path, *, dtype: str | None = None) -> Path:
+    """Write `out` from a run's newest checkpoint, or from the checkpoint that `source` is; which one it was.
+
+    Without a `dtype` it has that of the model, in which the run served it. Raises ConfigError, or a `ValueError`
+    with one line as well.
+    """
+    if out.exists():
+        raise ConfigError(f"out={out}: is there already; name a folder that is not, or delete it")
+    run = _run_of(source)
+    while True:
+        checkpoint = source if run.path != source else _newest(run)
+        try:
+            return _export(run, checkpoint, out, dtype)
+        except ValueError:
+            if checkpoint == source or checkpoint.is_dir():
+                raise
+            # the run has deleted it for a newer one
+
+
+def _run_of(source: Path) -> RunFolder:
+    for path in (source, source.absolute().parent.parent):
+        if (path / "config.yaml").is_file():
+            return RunFolder(path)
+    raise ConfigError(
+        f"source={source}: neither a run's folder nor a checkpoint in one; name for example runs/quickstart-1"
+    )
+
+
+def _newest(run: RunFolder) -> Path:
+    found = find_checkpoint(run)
+    if found is None:
+        raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one")
+    return run.path / found.path
+
+
+def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Path:
+    from laminar_py.learner.export import export_checkpoint
+
+    model = load_config(run.config, []).model
+    export_checkpoint(checkpoint, out, source=model.path, dtype=dtype or served_dtype(model.path))
+    return checkpoint

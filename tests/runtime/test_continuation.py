@@ -1,0 +1,103 @@
+"""A run that was stopped and resumed is the run that was not, bit by bit, where steps leave nothing in flight."""
+
+import json
+import shutil
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from laminar_py.audit.verify import verify
+from laminar_py.runtime.checkpoints import find_checkpoint
+from laminar_py.runtime.run_folder import RunFolder
+from tests.runtime.runs import REPO, TrainProcess
+
+STEPS = 6
+LEARNED = (
+    "step",
+    "reward",
+    "trajectories",
+    "trained_tokens",
+    "staleness_max",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "kl_behaviour_k3",
+    "effective_share",
+    "advantage_std",
+    "mismatch_max",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of a run, and of one that Ctrl-C cut and that was resumed; both trained all steps."""
+    folder = tmp_path_factory.mktemp("continuation")
+    with start(folder / "whole") as whole:
+        with start(folder / "cut") as cut:
+            cut.wait_for_step(2)
+            cut.send(signal.SIGINT)
+            code, output = cut.finish()
+        assert code == 130, output
+        with start(folder / "cut", resume=True) as resumed:
+            code, output = resumed.finish()
+        assert code == 0, output
+        code, output = whole.finish()
+    assert code == 0, output
+    yield whole.run, resumed.run
+    for leftover in Path("/dev/shm").glob("laminar-cut-small-*"):
+        shutil.rmtree(leftover)
+
+
+def digests(run):
+    """What was published after each step: once more after each start."""
+    found = {}
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        for step, digest in ledger.execute("SELECT step, digest FROM version"):
+            found.setdefault(step, set()).add(digest)
+    return found
+
+
+def learned(run):
+    """What its steps did, without their times."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [[row[name] for name in LEARNED] for row in rows]
+
+
+def start(folder, *settings, resume=False):
+    """One replica that has room for a batch, and a reward whose sum depends on the order of its terms."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text("def score(request): return (len(request.response_ids) % 7) / 7")
+    one = ("schedule=sync", "rollout.replicas=1", "relay.nodes=1", "data.heldout=null", f"steps={STEPS}")
+    return TrainProcess(folder, *one, f"reward.function={folder / 'reward.py'}:score", *settings, resume=resume)
+
+
+def test_under_sync_a_resumed_run_continues_bit_by_bit(runs):
+    whole, resumed = runs
+    assert learned(resumed) == learned(whole)
+    assert digests(resumed) == digests(whole)
+    assert len({digest for (digest,) in digests(whole).values()}) == STEPS + 1, "every step taught something"
+    assert verify(resumed) == []
+
+
+def test_going_on_with_another_model_is_refused_in_one_line_and_loses_nothing(runs, tmp_path):
+    run = shutil.copytree(runs[1].parent, tmp_path / "cut") / runs[1].name
+    model = shutil.copytree(REPO / "experiments/quickstart/data/model", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    before = learned(run), find_checkpoint(RunFolder(run))
+    more = f"steps={STEPS + 1}"
+    with start(run.parent, more, f"model.path={model}", "warm_start=null", resume=True) as train:
+        code, output = train.finish()
+    assert code == 2
+    (line,) = [line for line in output.splitlines() if line.startswith("laminar:")]
+    assert "/checkpoints/step-6-2.0: is of a qwen3 of 2" in line
+    assert "set model.path to the model that it is of" in line
+    assert (learned(run), find_checkpoint(RunFolder(run))) == before
+    assert verify(run) == []
+    with start(run.parent, more, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert verify(run) == []
