@@ -28,7 +28,7 @@ def test_mfu_is_measured_on_whole_steps(tmp_path, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     steps = measure_steps(
-        tmp_path, replace(FULL, model=LLAMA, sequences=4, median=16, longest=64, steps=2), device_type=device
+        tmp_path, replace(FULL, model=LLAMA, sequences=4, median=16, max_tokens=64, steps=2), device_type=device
     )
     assert len(steps) == 2
     assert all(step.skipped == 0 and step.work.flops > 0 and step.tokens_per_s > 0 for step in steps)
