@@ -28,6 +28,10 @@ MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=http://a: these are SGLang"),
         ({"schedule": "later"}, "schedule='later'"),
+        ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
+        ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
+        ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),
+        ({"learner": {"lora": {}}, "emulation": {"profile": "p"}}, "learner.lora: an emulated learner has no"),
         ({"schedule": "sync", "repack": {"planner": "paper"}}, "repack.planner=paper moves nothing under"),
     ],
 )
