@@ -59,7 +59,7 @@ def check(config: RunConfig) -> Inputs:
     if config.warm_start is not None:
         source = Source(config.warm_start.data, "warm_start.data")
         read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
-    _check_lora(config)
+    check_adapters(config)
     load_reward(config.reward.function, pattern=config.reward.pattern)
     check_engine(config)
     if config.cluster.address is None:  # else `runtime.survey` looks at the nodes themselves
@@ -106,7 +106,8 @@ def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_lora(config: RunConfig) -> None:
+def check_adapters(config: RunConfig) -> None:
+    """Whether the model can have them, if they are asked for. Raises ConfigError."""
     if config.learner.lora is None:
         return
     if importlib.util.find_spec("peft") is None:
