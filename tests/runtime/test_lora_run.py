@@ -20,7 +20,7 @@ def version_bytes(run):
 
 
 def test_a_killed_run_of_adapters_on_two_ranks_resumes_and_keeps_the_laws(tmp_path):
-    """The base is the warm start's result and the reference of the KL term; engines merge it with every version."""
+    """The base is the warm start's result and the reference of the KL term; engines merge each version with it."""
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
     settings = [
         "steps=8",
