@@ -666,6 +666,26 @@ class RunConfig(Section):
             )
         if self.emulation is not None:
             raise ValueError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
+        if self.rollout.engine.kind is EngineKind.SGLANG:
+            self._check_lora_of_servers()
+
+    def _check_lora_of_servers(self) -> None:
+        rollout = self.rollout
+        if self.warm_start is not None:
+            raise ValueError(
+                f"warm_start.data={self.warm_start.data}: with learner.lora SGLang servers begin with model.path"
+                " as it is; name a folder that is warm already and leave warm_start out"
+            )
+        if rollout.engine.urls:
+            raise ValueError(
+                f"rollout.engine.urls={','.join(rollout.engine.urls)}: servers that run already have a base of"
+                " their own; leave urls out or learner.lora"
+            )
+        if rollout.on_new_weights in (OnNewWeights.RETRACT, OnNewWeights.IN_PLACE):
+            raise ValueError(
+                f"rollout.on_new_weights={rollout.on_new_weights}: a request on SGLang keeps the adapter that it"
+                " began with; set it to drain or resume"
+            )
 
     def _check_teaching(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout
