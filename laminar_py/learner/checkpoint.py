@@ -125,7 +125,7 @@ class Checkpointer:
     # ---- the state
 
     def _state(self) -> tuple[dict[str, ValueType], OptimizerStateType]:
-        """Weights that are trained and moments. Where there are none yet torch makes them by a step without gradient."""
+        """What is trained, and moments. Where there are none yet torch makes them by a step without gradient."""
         fresh = not self._optimizer.state
         weights, moments = get_state_dict(self._model, self._optimizer)
         if fresh:  # that step must not count, or the next ones would be corrected for one too many
