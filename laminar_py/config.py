@@ -331,6 +331,36 @@ class PackerConfig(Section):
     """Times that `look_ahead` may pass over the same group."""
 
 
+class LoraTarget(StrEnum):
+    """Projections of a layer."""
+
+    Q_PROJ = "q_proj"
+    K_PROJ = "k_proj"
+    V_PROJ = "v_proj"
+    O_PROJ = "o_proj"
+    GATE_PROJ = "gate_proj"
+    UP_PROJ = "up_proj"
+    DOWN_PROJ = "down_proj"
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: they alone are trained, checkpointed and published. Engines get the base from the folder
+    that the learner has it from, `model.path` or the warm start's cache, which all hosts see under that path."""
+
+    rank: Count = 16
+    """Rows of A and columns of B: the adapted weight is `W + alpha / rank * B A`."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapters, times `rank`."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = tuple(LoraTarget)
+    """Projections that are adapted in every layer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"learner.lora.targets={','.join(self.targets)}: one is named twice; name each once")
+        return self
+
+
 class LearnerConfig(Section):
     """Optimisation."""
 
@@ -357,6 +387,8 @@ class LearnerConfig(Section):
     offload: bool = False
     """Keep master weights, gradients and optimizer in the memory of the host, and update them there: 16 bytes a
     parameter less on GPUs, and a slower step. Only with a learner on GPUs."""
+    lora: LoraConfig | None = None
+    """Train adapters in place of all weights, or none."""
     max_skipped: Count = 3
     """Steps in a row whose gradient is not finite, and which are skipped, after which the run ends."""
     publish_every: Count = 1
@@ -616,12 +648,44 @@ class RunConfig(Section):
                 " start, which model.from_scratch draws at random; name algorithm.reference"
             )
         self._check_teaching()
+        self._check_lora()
         if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
             raise ValueError(
                 "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"
                 " choose schedule=sync"
             )
         return self
+
+    def _check_lora(self) -> None:
+        if self.learner.lora is None:
+            return
+        if self.model.from_scratch and self.warm_start is None:
+            raise ValueError(
+                "model.from_scratch=true: with learner.lora only adapters are published, and engines would have no"
+                " base; name a folder with weights, or a warm_start"
+            )
+        if self.emulation is not None:
+            raise ValueError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
+        if self.rollout.engine.kind is EngineKind.SGLANG:
+            self._check_lora_of_servers()
+
+    def _check_lora_of_servers(self) -> None:
+        rollout = self.rollout
+        if self.warm_start is not None:
+            raise ValueError(
+                f"warm_start.data={self.warm_start.data}: with learner.lora SGLang servers begin with model.path"
+                " as it is; name a folder that is warm already and leave warm_start out"
+            )
+        if rollout.engine.urls:
+            raise ValueError(
+                f"rollout.engine.urls={','.join(rollout.engine.urls)}: servers that run already have a base of"
+                " their own; leave urls out or learner.lora"
+            )
+        if rollout.on_new_weights in (OnNewWeights.RETRACT, OnNewWeights.IN_PLACE):
+            raise ValueError(
+                f"rollout.on_new_weights={rollout.on_new_weights}: a request on SGLang keeps the adapter that it"
+                " began with; set it to drain or resume"
+            )
 
     def _check_teaching(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout

@@ -13,6 +13,10 @@ from laminar_py.section import ConfigError
 REPO = Path(__file__).parent.parent
 MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 
+SGLANG = {"kind": "sglang"}
+URLS = {**SGLANG, "urls": ["http://a"]}
+SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
+
 
 @pytest.mark.parametrize(
     ("change", "field"),
@@ -28,6 +32,19 @@ MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=http://a: these are SGLang"),
         ({"schedule": "later"}, "schedule='later'"),
+        ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
+        ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
+        ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),
+        (
+            {**SERVED, "warm_start": {"data": "d"}},
+            "warm_start.data=d: with learner.lora SGLang servers begin with",
+        ),
+        ({**SERVED, "rollout": {"engine": URLS, "replicas": 1}}, "rollout.engine.urls=http://a: servers that run"),
+        (
+            {**SERVED, "rollout": {"engine": SGLANG, "on_new_weights": "retract"}},
+            "rollout.on_new_weights=retract: a",
+        ),
+        ({"learner": {"lora": {}}, "emulation": {"profile": "p"}}, "learner.lora: an emulated learner has no"),
         ({"schedule": "sync", "repack": {"planner": "paper"}}, "repack.planner=paper moves nothing under"),
     ],
 )

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from laminar_py.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.codec import decode, encode
-from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.config import LearnerConfig, LoraConfig, ModelConfig
 from laminar_py.engines.local import LocalEngine
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
@@ -31,7 +31,8 @@ from laminar_py.types import (
     Span,
     Trajectory,
 )
-from tests.learner.builders import make_model_folder
+from tests.learner.builders import make_model_folder, make_sequences
+from tests.learner.builders import pack as pack_sequences
 
 PATIENCE_S = 30.0
 
@@ -64,7 +65,9 @@ async def through_relays(learner: Learner, root: Path) -> str:
         await nodes[-1].start()
     subscriber = Subscriber(nodes[-1].endpoint, "replica-0", keys)
     tasks = [asyncio.create_task(part.run()) for part in (*nodes, subscriber)]
-    publisher = Publisher(root / "0", nodes[0].endpoint, keys, chunk_bytes=4096)
+    publisher = Publisher(
+        root / "0", nodes[0].endpoint, keys, chunk_bytes=4096, adapter_config=learner.adapter_config()
+    )
     publisher.publish(1, learner.named_tensors(dtype=torch.float32))
     published = await asyncio.to_thread(publisher.sealed, 1)
     async with asyncio.timeout(PATIENCE_S):
@@ -77,10 +80,14 @@ async def through_relays(learner: Learner, root: Path) -> str:
     return pulled.path
 
 
-async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tmp_path):
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["all weights", "adapters"])
+async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tmp_path, lora):
     """Laws 3 and 4: learner -> relay tree -> engine -> packer -> learner, fp32 within 1e-4."""
     model = make_model_folder(tmp_path / "model")
-    learner = Learner(ModelConfig(path=model), LearnerConfig(lr=1e-2), AlgorithmConfig(), temperature=1.0, seed=0)
+    settings = LearnerConfig(lr=1e-2, lora=lora)
+    learner = Learner(ModelConfig(path=model), settings, AlgorithmConfig(), temperature=1.0, seed=0)
+    for seed in range(3):
+        learner.step([pack_sequences(make_sequences(seed=seed), num_total=6)])
     weights = await through_relays(learner, tmp_path / "relays")
     engine = LocalEngine(model, max_batch=8, max_len=128, kv_capacity=1024)
     await engine.start()

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "laminar_py"
 LAYERS = {
     "codec": 0,
     "types": 0,
+    "adapter": 0,
     "interfaces": 0,
     "section": 0,
     "algorithm": 0,
@@ -46,6 +47,7 @@ ROOMS = {
         "bench/",
     ),
     "transformers": ("learner/", "bench/"),
+    "peft": ("learner/lora.py",),
     "aiohttp": ("engines/sglang", "bench/"),
     "sqlite3": ("store/", "audit/", "runtime/summary.py"),
     "tensorboard": ("runtime/trackers.py",),

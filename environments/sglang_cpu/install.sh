@@ -26,4 +26,12 @@ capturer=$site/sglang/srt/state_capturer/base.py
 sed -i 's/pin_memory=True,/pin_memory=torch.cuda.is_available(),/' "$capturer"
 grep -q 'pin_memory=torch.cuda.is_available(),' "$capturer"
 
+# Adapters go to the model through pinned buffers as well.
+lora=$site/sglang/srt/lora
+staging=("$lora/layers.py" "$lora/lora.py" "$lora/backend/torch_backend.py")
+sed -i 's/pin_memory=True/pin_memory=torch.cuda.is_available()/; s/\.pin_memory()//' "${staging[@]}"
+for file in "${staging[@]}"; do
+    if grep -q 'pin_memory=True\|\.pin_memory()' "$file"; then exit 1; fi
+done
+
 touch "$stamp"

@@ -1,7 +1,7 @@
 """What `laminar bench learner` measures: that packing is right, what it saves, how near engine and learner are.
 
-All but `mfu` runs on the CPU, one thread a process, fp32. Speed is in CPU seconds, taken in turns, so that a busy
-machine changes ratios little.
+All but `mfu` runs on the CPU, one thread a process, fp32. Speed is in CPU seconds, but for the refresh of an
+engine, and taken in turns, so that a busy machine changes ratios little.
 """
 
 import tempfile
@@ -14,9 +14,11 @@ from transformers import PretrainedConfig
 
 from laminar_py.bench.engine_local import MODEL
 from laminar_py.bench.learner_agreement import agreement_rows
+from laminar_py.bench.learner_lora import lora_rows
 from laminar_py.bench.learner_mfu import mfu_row
 from laminar_py.bench.learner_samples import find_sglang
 from laminar_py.bench.learner_speed import memory_row, throughput_rows
+from laminar_py.bench.relay import SHARED_MEMORY
 from laminar_py.bench.report import Row
 
 
@@ -28,6 +30,7 @@ class Scale:
     sequences: int = 64
     median: int = 128
     repeats: int = 3
+    refreshes: int = 9
     engine_tokens: int = 10_000
     sglang: bool = True  # as well, where there is one
     memory: tuple[int, int, int] = (8192, 32_768, 512)  # T, V, H
@@ -51,6 +54,9 @@ def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
             median=scale.median,
             repeats=scale.repeats,
         )
+        tell("adapters against all weights")
+        with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir=SHARED_MEMORY) as shm:
+            out += lora_rows(Path(folder), shm=Path(shm), config=scale.model, repeats=scale.refreshes)
         tell("memory of log-probabilities")
         out.append(memory_row(scale.memory))
         tell("use of the GPU, if there is one")

@@ -17,6 +17,7 @@ from laminar_py.bench.relay_node import CHUNK_BYTES, NodeWorker
 from laminar_py.relay.messages import VersionComplete
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.store import SPARE
+from laminar_py.relay.stored import folder_name
 from laminar_py.relay.transport import RelayKeys
 
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another
@@ -25,19 +26,35 @@ WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of ano
 class Tree:
     """E.g. `Tree(folder, keys=None, leaf=True, ipc=True)`; its sockets and stores are in `folder`."""
 
-    def __init__(self, folder: Path, *, keys: RelayKeys | None, leaf: bool, ipc: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keys: RelayKeys | None,
+        leaf: bool,
+        ipc: bool = False,
+        adapter_config: bytes | None = None,
+    ) -> None:
         folder.mkdir()
         self._store = folder / "root"
+        self._last_store = folder / "leaf" if leaf else self._store
         with ExitStack() as stack:
             self.root = stack.enter_context(NodeWorker(folder, "root", keys=keys, parents=[], ipc=ipc))
             parents = [self.root.endpoint]
             self.last = self.root
             if leaf:
                 self.last = stack.enter_context(NodeWorker(folder, "leaf", keys=keys, parents=parents, ipc=ipc))
-            self._publisher = Publisher(self._store, self.root.endpoint, keys, chunk_bytes=CHUNK_BYTES)
+            self._publisher = Publisher(
+                self._store, self.root.endpoint, keys, chunk_bytes=CHUNK_BYTES, adapter_config=adapter_config
+            )
             stack.callback(self._publisher.close)
             self._stack = stack.pop_all()
         self._version = 0
+
+    @property
+    def last_folder(self) -> Path:
+        """Of the newest version at the last node, once that is complete."""
+        return self._last_store / folder_name(self._version)
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]]) -> float:
         """The next version. Returns the stall in seconds; the rest goes on in threads and other processes."""

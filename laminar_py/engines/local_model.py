@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from laminar_py.adapter import holds_adapter
+from laminar_py.engines.local_adapter import Adapter, AdapterBase
 from laminar_py.engines.local_attention import DecodeAttention, DecodePlan, PrefillAttention
 from laminar_py.engines.local_experts import Routing, mix_experts
 from laminar_py.engines.local_spec import ModelSpec
@@ -28,14 +30,34 @@ class LocalModel:
         self._spec, self._device = spec, device
         self._router_noise = None if router_noise is None else router_noise.to(device)
         self._weights: Weights | None = None
+        self._base: AdapterBase | None = None  # that the weights were merged with
         self._step: Callable[..., tuple[Tensor, ...]] | None = None
         frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)[:, None]
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(device)  # [max_len, 1, D / 2]
 
     def load(self, folder: Path) -> None:
-        """Serve the safetensors in `folder`. After a `ValueError` the old weights are still served."""
-        weights = load_weights(folder, spec=self._spec, device=self._device)
+        """Serve the safetensors in `folder`, or its adapters, merged into their base.
+
+        After a `ValueError` the old weights are still served.
+        """
+        if holds_adapter(folder):
+            self._merge(Adapter.read(folder, spec=self._spec, device=self._device))
+        else:
+            self._serve(load_weights(folder, spec=self._spec, device=self._device))
+            self._base = None
+
+    def _merge(self, adapter: Adapter) -> None:
+        if self._base is not None and self._base.fits(adapter.config):
+            self._base.merge(adapter, self._loaded())
+            return
+        base = AdapterBase(adapter.config, spec=self._spec, device=self._device)
+        weights = base.weights()
+        base.merge(adapter, weights)
+        self._serve(weights)
+        self._base = base
+
+    def _serve(self, weights: Weights) -> None:
         if self._weights is None:
             self._weights = weights
         else:

@@ -95,6 +95,39 @@ class Weights:
                     yield f"{index}.{field.name}", value.scale if isinstance(value, Norm) else value
 
 
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Where a matrix of a layer lies in the packed weights, e.g. `Projection("mlp", "up_gate", 256, 256, 96)`."""
+
+    block: str  # of the layer, as its name has it
+    field: str  # of `LayerWeights`
+    start: int  # first of its columns
+    size: int  # of its output, so many columns
+    inputs: int  # rows of the packed weights
+    head_dim: int | None = None  # of heads whose halves are interleaved
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """Rows `[size, ...]` in the order of its columns."""
+        return rows if self.head_dim is None else interleaved(rows, self.head_dim)
+
+
+def projections(spec: ModelSpec) -> dict[str, Projection]:
+    """Matrices of a layer by their Hugging Face names, e.g. `k_proj`; those of experts are none of them."""
+    dim, inner, hidden = spec.head_dim, spec.intermediate, spec.hidden
+    size_q, size_kv = spec.num_heads * dim, spec.num_kv_heads * dim
+    found = {
+        "q_proj": Projection("self_attn", "qkv", 0, size_q, hidden, dim),
+        "k_proj": Projection("self_attn", "qkv", size_q, size_kv, hidden, dim),
+        "v_proj": Projection("self_attn", "qkv", size_q + size_kv, size_kv, hidden),
+        "o_proj": Projection("self_attn", "out", 0, hidden, size_q),
+    }
+    if spec.mixture is None:
+        found["up_proj"] = Projection("mlp", "up_gate", 0, inner, hidden)
+        found["gate_proj"] = Projection("mlp", "up_gate", inner, inner, hidden)
+        found["down_proj"] = Projection("mlp", "down", 0, hidden, inner)
+    return found
+
+
 def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weights:
     """The weights in all `*.safetensors` of `folder`. `ValueError` names a tensor that is missing or misshapen."""
     with ExitStack() as stack:
@@ -146,13 +179,13 @@ def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights
     def qkv(kind: str, *size_in: int) -> Tensor:
         q = read(f"self_attn.q_proj.{kind}", size_q, *size_in)
         k, v = (read(f"self_attn.{name}_proj.{kind}", size_kv, *size_in) for name in "kv")
-        return torch.cat([_interleaved(q, head_dim), _interleaved(k, head_dim), v])
+        return torch.cat([interleaved(q, head_dim), interleaved(k, head_dim), v])
 
     def up_gate(mlp: str, kind: str, *size_in: int) -> Tensor:
         return torch.cat([read(f"{mlp}.{name}_proj.{kind}", intermediate, *size_in) for name in ("up", "gate")])
 
     def qk_norm() -> Norm:
-        q, k = (_interleaved(read(f"self_attn.{name}_norm.weight", head_dim), head_dim) for name in "qk")
+        q, k = (interleaved(read(f"self_attn.{name}_norm.weight", head_dim), head_dim) for name in "qk")
         rows = [q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)]
         return Norm.of(torch.cat(rows), eps=spec.eps)
 
@@ -182,6 +215,6 @@ def _packed(weight: Tensor) -> Tensor:
     return weight.t().clone(memory_format=torch.contiguous_format)
 
 
-def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
+def interleaved(rows: Tensor, head_dim: int) -> Tensor:
     """Rows `[heads * D, ...]` with dimension i of a head beside i + D / 2, its partner in the rotation."""
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)

@@ -9,14 +9,16 @@ reaches the server.
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from laminar_py.adapter import holds_adapter
 from laminar_py.engines import sglang_wire as wire
 from laminar_py.engines.requests import check_request, response_limit
+from laminar_py.engines.sglang_adapter import Adapters
 from laminar_py.engines.sglang_http import Connection
 from laminar_py.engines.sglang_stream import Served, Stream
 from laminar_py.engines.sglang_weights import WeightsLayout, weights_layout
@@ -56,6 +58,7 @@ class SGLangEngine:
         self._server_paused = False  # it generates nothing until it is continued
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
+        self._adapters = Adapters(self._server, client=self._client)
         self._tickets = itertools.count()
         self._by_rid: dict[str, Stream] = {}  # those that may be aborted
         self._streams: set[Stream] = set()
@@ -113,7 +116,8 @@ class SGLangEngine:
 
     async def _deltas(self, stream: Stream) -> AsyncIterator[Delta]:
         rid, finished = stream.request.rid, False
-        body = stream.submit(self._version, cache=f"{self._client}-{self._version}")
+        cache = f"{self._client}-{self._version}"
+        body = stream.submit(self._version, cache=cache, adapter=self._adapters.current)
         async for chunk in self._server.chunks(rid, body):
             meta = chunk.meta_info
             if chunk.error is not None or meta is None:
@@ -218,22 +222,35 @@ class SGLangEngine:
             raise RuntimeError(f"version {version} cannot load while {len(running)} requests run; pause first")
         if version < self._version:
             raise ValueError(f"version {version} is older than {self._version}; versions never go back")
-        recomputes = self._paused is PauseMode.RETRACT
+        adapted = holds_adapter(path)
+        if adapted and running and self._paused is not PauseMode.ABORT:
+            raise RuntimeError(
+                f"version {version} is an adapter, and {len(running)} requests keep the one they began with; abort"
+                " them"
+            )
         self._gate.clear()  # what comes meanwhile enters under the new version
         try:
-            layout = await asyncio.to_thread(weights_layout, path)
-            if self._layout not in (None, layout):
-                raise ValueError(
-                    f"version {version} in {path} has other tensors than the version before; publish the same"
-                )
-            await self._update(path, version)
-            if recomputes:
-                await self._flush_cache()
-            self._version, self._layout = version, layout
-            for stream in running:
-                stream.loaded(version, recomputed=recomputes)
+            if adapted:
+                await self._adapters.load(path, version, ending=running)
+            else:
+                await self._load_whole(path, version, running)
+            self._version = version
         finally:
             self._open_gate()
+
+    async def _load_whole(self, path: Path, version: int, running: Sequence[Stream]) -> None:
+        recomputes = self._paused is PauseMode.RETRACT
+        layout = await asyncio.to_thread(weights_layout, path)
+        if self._layout not in (None, layout):
+            raise ValueError(
+                f"version {version} in {path} has other tensors than the version before; publish the same"
+            )
+        await self._update(path, version)
+        if recomputes:
+            await self._flush_cache()
+        self._layout = layout
+        for stream in running:
+            stream.loaded(version, recomputed=recomputes)
 
     async def _update(self, path: Path, version: int) -> None:
         verdict = await self._server.ask(

@@ -20,7 +20,7 @@ from typing import BinaryIO, Self
 import aiohttp
 import psutil
 
-from laminar_py.config import Device
+from laminar_py.config import Device, LoraConfig
 from laminar_py.engines import sglang_guard
 from laminar_py.engines.sglang_http import headers
 from laminar_py.interfaces import EngineLostError
@@ -34,6 +34,7 @@ SPARE_TOKENS = 8
 LOOK_S = 0.2
 ANSWER_S = 10.0
 TAIL_BYTES = 65536
+MAX_LORAS = 2  # that one batch may need: that of new requests, and the one before until its last has ended
 MASK_TOKENS = 4096  # that a server records if it is not told
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NUM_PORTS = 8192  # to choose from
@@ -58,6 +59,7 @@ _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 _CPU_FLAGS: dict[str, Flag] = {
     "sleep-on-idle": True,  # else a server that has nothing to do keeps a core busy
     "attention-backend": "torch_native",
+    "lora-backend": "torch_native",
     "cuda-graph-backend-decode": "disabled",
     "cuda-graph-backend-prefill": "disabled",
 }
@@ -69,7 +71,8 @@ _STAMP = re.compile(r"^\[[^\]]*\]\s*")
 class ServerSpec:
     """One server to launch, e.g. `ServerSpec(python, model_dir, log, device=Device.CPU, dtype="float32", ...)`.
 
-    Only the model's `config.json` is read: weights come by `/update_weights_from_disk` before any prompt.
+    Only the model's `config.json` is read: weights come by `/update_weights_from_disk` before any prompt. With
+    `lora` it begins with the weights in the folder, the base of the adapters that come.
     """
 
     python: Path  # interpreter of the environment that has SGLang
@@ -83,6 +86,7 @@ class ServerSpec:
     tensor_parallel: int = 1
     stream_interval: int = 1  # tokens in one message of a stream
     record: tuple[Record, ...] = ()
+    lora: LoraConfig | None = None
     mask_tokens: int = 0  # that a recorded sampling mask keeps: top_k
     flags: Mapping[str, Flag] = field(default_factory=dict)  # the user's win over ours; False removes one
     start_timeout_s: float = 900.0
@@ -120,6 +124,8 @@ class ServerSpec:
         # tokens as probable as the last of top_k come on top of it, and a longer mask ends its request
         if Record.SAMPLING_MASK in self.record and 2 * self.mask_tokens > MASK_TOKENS:
             flags["sampling-mask-max-tokens"] = 2 * self.mask_tokens
+        if self.lora is not None:
+            flags |= _lora_flags(self.lora)
         if self.device is Device.CPU:
             flags |= _CPU_FLAGS
         flags |= {_flag(name): value for name, value in self.flags.items()}
@@ -263,6 +269,17 @@ def last_words(output: str) -> str:
     lines = [line for line in lines if line]
     errors = [line for line in lines if _ERROR.match(line)]
     return ([*lines, *errors] or ["nothing"])[-1][:300]
+
+
+def _lora_flags(lora: LoraConfig) -> dict[str, Flag]:
+    return {
+        "load-format": "auto",
+        "enable-lora": True,
+        "lora-strict-loading": True,
+        "max-lora-rank": lora.rank,
+        "lora-target-modules": [target.value for target in lora.targets],
+        "max-loras-per-batch": MAX_LORAS,
+    }
 
 
 def _flag(name: str) -> str:

@@ -41,6 +41,7 @@ class Stream:
     room: int  # tokens it may still generate
     length: int = 0  # tokens received
     kv_versions: dict[int, int] = field(default_factory=dict)  # version -> oldest weights in its KV cache then
+    adapter: str | None = None  # that it names, if that and not the server's weights makes its version
     aborting: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -49,9 +50,10 @@ class Stream:
         """Whether the server may have it."""
         return bool(self.kv_versions)
 
-    def submit(self, version: int, *, cache: str) -> dict[str, object]:
+    def submit(self, version: int, *, cache: str, adapter: str | None = None) -> dict[str, object]:
         """The body of its `/generate` under the server's present version; `cache` names its prefix cache."""
         self.kv_versions[version] = version
+        self.adapter = adapter
         request, sampling, record = self.request, self.request.sampling, self.served.record
         body: dict[str, object] = {
             "rid": self.wire_rid,
@@ -70,6 +72,8 @@ class Stream:
             "stream": True,
             "extra_key": cache,
         }
+        if adapter is not None:
+            body["lora_path"] = adapter
         if Record.SAMPLING_MASK in record:
             body["return_sampling_mask"] = True
         if Record.ROUTED_EXPERTS in record:
@@ -84,7 +88,7 @@ class Stream:
         """The new tokens of a chunk that has no fault."""
         ids, logprobs = wire.tokens(chunk, meta, received=self.length)
         self.length += len(ids)
-        version = wire.version(meta.weight_version)
+        version = self._version(meta)
         delta = Delta(self.request.rid, ids, logprobs, version, kv_version=self._kv_version(version))
         if Record.SAMPLING_MASK in self.served.record:
             mask = wire.sampling_mask(meta, count=len(ids))
@@ -92,13 +96,8 @@ class Stream:
         return delta if meta.finish_reason is None else self._last(delta, meta, meta.finish_reason)
 
     def _last(self, delta: Delta, meta: wire.Meta, finish: wire.WireFinish) -> Delta:
-        spans = wire.spans(meta, length=self.length)
-        if len(self.kv_versions) == 1:
-            if {span.version for span in spans} - self.kv_versions.keys():
-                raise wire.WireError(f"versions {spans} in a stream of {list(self.kv_versions)}")
-        else:  # weights changed under it, and only now it is sure where
-            sure = tuple(Span(s.version, s.start, s.end, self._kv_version(s.version)) for s in spans)
-            delta = msgspec.structs.replace(delta, spans=sure)
+        if self.adapter is None:
+            delta = self._restamped(delta, wire.spans(meta, length=self.length))
         top_k = self.served.experts_top_k
         start = self.request.routed
         end = len(self.request.prompt_ids) + len(self.request.prefix_ids) + self.length - 1
@@ -110,6 +109,19 @@ class Stream:
         except ValueError:
             raise wire.WireError(f"finish reason {finish.type!r}") from None
         return msgspec.structs.replace(delta, finish_reason=reason)
+
+    def _version(self, meta: wire.Meta) -> int:
+        """Of new tokens: that of its adapter, whatever base that is on, or what the server says."""
+        return wire.version(meta.weight_version) if self.adapter is None else min(self.kv_versions)
+
+    def _restamped(self, delta: Delta, spans: list[Span]) -> Delta:
+        """The last delta, with the engine's own account where weights changed under the stream."""
+        if len(self.kv_versions) == 1:
+            if {span.version for span in spans} - self.kv_versions.keys():
+                raise wire.WireError(f"versions {spans} in a stream of {list(self.kv_versions)}")
+            return delta
+        sure = tuple(Span(s.version, s.start, s.end, self._kv_version(s.version)) for s in spans)
+        return msgspec.structs.replace(delta, spans=sure)
 
     def _kv_version(self, version: int) -> int | None:
         """Oldest weights in the KV cache behind tokens of `version`, where older."""

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     OptimizerStateType,
+    StateDictOptions,
     ValueType,
     get_model_state_dict,
     get_state_dict,
@@ -92,7 +93,10 @@ class Checkpointer:
         weights, moments = self._state()
         state = {"model": weights, "optimizer": moments}
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
-        set_state_dict(self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments)
+        some = StateDictOptions(strict=False)  # what is frozen is not in it
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=some
+        )
         if marker.world_size == self._world_size:
             self._set_random(decode(RandomState, _random_file(folder, self._rank).read_bytes()))
         return marker.step
@@ -121,14 +125,16 @@ class Checkpointer:
     # ---- the state
 
     def _state(self) -> tuple[dict[str, ValueType], OptimizerStateType]:
-        """Weights and moments. Where there are no moments yet torch makes them by a step without gradient."""
+        """What is trained, and moments. Where there are none yet torch makes them by a step without gradient."""
         fresh = not self._optimizer.state
         weights, moments = get_state_dict(self._model, self._optimizer)
         if fresh:  # that step must not count, or the next ones would be corrected for one too many
             for values in self._optimizer.state.values():
                 if isinstance(values.get("step"), Tensor):
                     values["step"].zero_()
-        return weights, moments
+        every = self._model.named_parameters(remove_duplicate=False)  # torch's own filter misses tied weights
+        frozen = {name for name, parameter in every if not parameter.requires_grad}
+        return {name: value for name, value in weights.items() if name not in frozen}, moments
 
     def _random(self) -> RandomState:
         on_gpu = self._device.type == "cuda"

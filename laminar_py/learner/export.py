@@ -45,12 +45,17 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
     mixture = is_mixture(model.config)
     for name, tensor in model.state_dict().items():
         if name not in tied and not name.startswith(PARTITION):
-            cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            full = (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach()
+            full = gathered(tensor, dtype)
             # experts are one tensor in memory, and one for each in files
             parts = revert_weight_conversion(model, {name: full}) if mixture else {name: full}
             for part, values in parts.items():
                 yield part, values.contiguous()
+
+
+def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float cast to `dtype` while it is still sharded, then in full and contiguous. Collective."""
+    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()
 
 
 def export_hf(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Partition, Proximal
 from laminar_py.codec import FloatArray
-from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.config import LearnerConfig, LoraConfig, ModelConfig
 from laminar_py.learner.activations import compile_layers, recompute_activations
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.export import export_hf, named_tensors
@@ -39,6 +40,9 @@ from laminar_py.learner.objectives import Terms, imbalance
 from laminar_py.learner.optimizer import Optimizer
 from laminar_py.learner.reference import refer
 from laminar_py.types import MicroBatch, StepMetrics, Work
+
+if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
+    from laminar_py.learner.lora import Adapters
 
 
 class Learner:
@@ -64,6 +68,7 @@ class Learner:
         self._mesh = mesh
         self._device = device = torch.device(mesh.device_type if mesh else "cpu")
         self.model = load_policy(model, seed=seed, temperature=temperature, device=device)
+        self._adapters = self._adapt(settings.lora, seed)
         self._learns_partition = (
             algorithm.objective is Objective.BALANCE and algorithm.partition is Partition.LEARNED
         )
@@ -80,7 +85,10 @@ class Learner:
         if mesh:
             shard(self.model, mesh, offload=settings.offload)
         self._reference: PreTrainedModel | None = None
-        if algorithm.refers and not algorithm.refers_in_stage:
+        # without its adapters a policy is its start, so nothing need be loaded for that
+        refers = algorithm.refers and not algorithm.refers_in_stage
+        self._refers_to_base = refers and algorithm.reference is None and self._adapters is not None
+        if refers and not self._refers_to_base:
             folder, vocab = algorithm.reference or model.path, self.model.config.vocab_size
             self._reference = load_reference(folder, vocab_size=vocab, temperature=temperature, device=device)
             if mesh:
@@ -101,8 +109,7 @@ class Learner:
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
-        if self._reference is not None:
-            microbatches = refer(self._reference, microbatches)
+        microbatches = self._referred(microbatches)
         reference_s = time.perf_counter() - started
         sums = TokenSums(self._device)
         updates = min(self._algorithm.updates_per_step, len(microbatches))
@@ -153,11 +160,18 @@ class Learner:
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, one full tensor at a time."""
+        """What is published, one full tensor at a time: weights by their Hugging Face names, or adapters."""
+        if self._adapters is not None:
+            return self._adapters.tensors(dtype=dtype)
         return named_tensors(self.model, dtype=dtype)
+
+    def adapter_config(self) -> bytes | None:
+        """`adapter_config.json` of what is published, if that is adapters. It reads all of the base."""
+        return None if self._adapters is None else self._adapters.config()
 
     def export_hf(self, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
         """The model as a plain Hugging Face folder, which must not exist yet."""
+        assert self._adapters is None, "adapters are published, not exported"
         writes = self._mesh is None or self._mesh.get_rank() == 0
         export_hf(self.model, folder, source=self._source, dtype=dtype, writes=writes)
 
@@ -177,6 +191,22 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Restore a checkpoint. Raises `ValueError` if it is torn or of another model."""
         self.num_steps = self._checkpointer.load(folder)
+
+    def _adapt(self, settings: LoraConfig | None, seed: int) -> "Adapters | None":
+        if settings is None:
+            return None
+        from laminar_py.learner.lora import Adapters
+
+        return Adapters(self.model, settings, base=self._source, seed=seed)
+
+    def _referred(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """With the log-probabilities of the reference, unless there is none here."""
+        if self._reference is not None:
+            return refer(self._reference, microbatches)
+        if self._adapters is None or not self._refers_to_base:
+            return microbatches
+        with self._adapters.disabled():
+            return refer(self.model, microbatches)
 
     def _accumulate(
         self,

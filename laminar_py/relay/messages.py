@@ -34,7 +34,8 @@ MIN_CHUNK_BYTES = 4096  # a node keeps a byte of state per chunk
 ChunkBytes = Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES)]
 # Names become file names, so nothing that could leave the folder is one.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=100)]
-FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors\Z", max_length=100)]
+_FILE = r"\A([A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors|adapter_config\.json)\Z"  # never a name of the store's own
+FileName = Annotated[str, msgspec.Meta(pattern=_FILE, max_length=100)]
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 

@@ -9,20 +9,22 @@ one before, and hands over when it ends, so the two are never at pages, shards a
 
 import errno
 import shutil
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.hashing import Checksums, hashing_threads
 from laminar_py.relay.messages import MIN_CHUNK_BYTES, Manifest, Written
-from laminar_py.relay.pages import KeptPages
-from laminar_py.relay.shards import Shard
+from laminar_py.relay.pages import KeptPages, Pages
+from laminar_py.relay.shards import HEADER_BYTES, Shard, VersionFile, header_room
 from laminar_py.relay.store import complete_versions, take_spare
 from laminar_py.relay.stored import folder_name, no_room, seal, writing
 from laminar_py.relay.transport import Notifier, RelayKeys
@@ -35,7 +37,8 @@ SEALS_KEPT = 8  # versions that `sealed` knows
 class Publisher:
     """Publishes versions into the root's store, e.g. `Publisher(store, root.endpoint, keys)`.
 
-    `chunk_bytes` is how the whole tree cuts files. Raises `ValueError` at construction for a bad size.
+    `chunk_bytes` is how the whole tree cuts files. With `adapter_config` versions are adapters in peft's format:
+    it is their `adapter_config.json`, and all tensors are in one file. Raises `ValueError` for a bad size.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class Publisher:
         chunk_bytes: int = 4 * 2**20,
         shard_bytes: int = SHARD_BYTES,
         heartbeat_s: float = 5.0,
+        adapter_config: bytes | None = None,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES:
             raise ValueError(f"relay.chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._shard_bytes = shard_bytes
+        self._adapter_config = adapter_config
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         for unfinished in store.glob("v*.new"):
             shutil.rmtree(unfinished)
@@ -78,21 +83,21 @@ class Publisher:
         if self._keeping is not None:
             self._keeping.result()
         folder = self._store / f"{folder_name(version)}.new"
-        shards: list[Shard] = []
+        files: list[VersionFile] = []
         with ExitStack() as undo:
-            undo.callback(self._give_up, folder, shards)
+            undo.callback(self._give_up, folder, files)
             self._take_spare(folder)
             try:
-                self._write(folder, version, tensors, shards)
+                self._write(folder, _each_once(tensors, version), files)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                raise no_room(self._store, version, sum(shard.size for shard in shards)) from error
+                raise no_room(self._store, version, sum(file.size for file in files)) from error
             undo.pop_all()
         self._highest = version
         stall_s = time.monotonic() - began
-        sealing = self._sealer.submit(self._seal, folder, version, shards, stall_s)
-        self._keeping = self._sealer.submit(self._keep, sealing, shards)
+        sealing = self._sealer.submit(self._seal, folder, version, files, stall_s)
+        self._keeping = self._sealer.submit(self._keep, sealing, files)
         self._sealing[version] = sealing
         for old in sorted(self._sealing)[:-SEALS_KEPT]:
             del self._sealing[old]
@@ -116,37 +121,57 @@ class Publisher:
             if not self._pages.open(path).is_unused:
                 path.unlink()
 
-    def _write(
-        self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]], shards: list[Shard]
-    ) -> None:
-        """Finished files, and no others; each is in `shards` from its beginning."""
-        names: set[str] = set()
-        for name, tensor in tensors:
-            if name in names:
-                raise ValueError(f"tensor {name} comes twice in version {version}; name each once")
-            names.add(name)
-            if not shards:
-                shards.append(self._shard(folder, 1))
-            if not shards[-1].add(name, tensor, shard_bytes=self._shard_bytes):
-                shards[-1].finish()
-                shards.append(self._shard(folder, len(shards) + 1))
-                shards[-1].add(name, tensor, shard_bytes=self._shard_bytes)
-        if not shards:
-            raise ValueError(f"version {version} has no tensors; publish at least one")
-        shards[-1].finish()
-        for stale in set(folder.iterdir()) - {shard.path for shard in shards}:
+    def _write(self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[VersionFile]) -> None:
+        """Finished files, and no others; each is in `files` from its beginning."""
+        if self._adapter_config is None:
+            self._write_shards(folder, tensors, files)
+        else:
+            self._write_adapter(folder, list(tensors), files, self._adapter_config)
+        for stale in set(folder.iterdir()) - {file.path for file in files}:
             stale.unlink()
 
-    def _shard(self, folder: Path, number: int) -> Shard:
-        path = folder / f"model-{number:05}.safetensors"
-        pages = self._pages.open(path)
-        checksums = Checksums(pages, chunk_bytes=self._chunk_bytes, threads=self._hashers)
-        return Shard(path, pages, checksums, self._copier)
+    def _write_shards(
+        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list[VersionFile]
+    ) -> None:
+        shard: Shard | None = None
+        for name, tensor in tensors:
+            if shard is None or not shard.add(name, tensor, shard_bytes=self._shard_bytes):
+                if shard is not None:
+                    shard.finish()
+                shard = self._shard(folder / f"model-{len(files) + 1:05}.safetensors")
+                files.append(shard)
+                shard.add(name, tensor, shard_bytes=self._shard_bytes)
+        if shard is not None:
+            shard.finish()
 
-    def _seal(self, folder: Path, version: int, shards: list[Shard], stall_s: float) -> Published:
+    def _write_adapter(
+        self,
+        folder: Path,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        files: list[VersionFile],
+        config: bytes,
+    ) -> None:
+        """Two files; the tensors are known beforehand, as they are small, so that their header is no larger."""
+        shard = self._shard(folder / ADAPTER_WEIGHTS, header_bytes=header_room(tensors))
+        files.append(shard)
+        for name, tensor in tensors:
+            shard.add(name, tensor, shard_bytes=sys.maxsize)
+        shard.finish()
+        file = VersionFile(*self._open(folder / ADAPTER_CONFIG))
+        files.append(file)
+        file.write(config)
+
+    def _shard(self, path: Path, *, header_bytes: int = HEADER_BYTES) -> Shard:
+        return Shard(*self._open(path), self._copier, header_bytes=header_bytes)
+
+    def _open(self, path: Path) -> tuple[Path, Pages, Checksums]:
+        pages = self._pages.open(path)
+        return path, pages, Checksums(pages, chunk_bytes=self._chunk_bytes, threads=self._hashers)
+
+    def _seal(self, folder: Path, version: int, written: list[VersionFile], stall_s: float) -> Published:
         with ExitStack() as undo:
-            undo.callback(self._give_up, folder, shards)
-            files, checksums = zip(*(shard.seal() for shard in shards), strict=True)
+            undo.callback(self._give_up, folder, written)
+            files, checksums = zip(*(file.seal() for file in written), strict=True)
             manifest = Manifest(version, version_digest(files), self._chunk_bytes, files)
             with writing(self._store, version, manifest.num_bytes):
                 seal(folder, manifest, checksums)
@@ -155,19 +180,31 @@ class Publisher:
         self._notifier.send(Written())
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
-    def _keep(self, sealing: Future[Published], shards: list[Shard]) -> None:
+    def _keep(self, sealing: Future[Published], files: list[VersionFile]) -> None:
         """Have the pages of a complete version at hand for a later one, and let go of those that are none's."""
         if sealing.exception() is None:
-            for shard in shards:
-                shard.pages.keep()
-                self._copier.lock(shard.pages)
+            for file in files:
+                file.pages.keep()
+                self._copier.lock(file.pages)
         self._pages.sweep()
 
-    def _give_up(self, folder: Path, shards: list[Shard]) -> None:
+    def _give_up(self, folder: Path, files: list[VersionFile]) -> None:
         """Leave nothing of a version that failed; nobody reads or writes its files any more when they go."""
         self._copier.drop()
-        for shard in shards:
-            shard.drop()
+        for file in files:
+            file.drop()
         if folder.exists():
             shutil.rmtree(folder)
         self._pages.sweep()
+
+
+def _each_once(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same. Raises `ValueError` where a name comes twice, and at the end if there were none."""
+    names: set[str] = set()
+    for name, tensor in tensors:
+        if name in names:
+            raise ValueError(f"tensor {name} comes twice in version {version}; name each once")
+        names.add(name)
+        yield name, tensor
+    if not names:
+        raise ValueError(f"version {version} has no tensors; publish at least one")

@@ -1,9 +1,11 @@
-"""One safetensors file of a version, written tensor by tensor before the names of all are known.
+"""The files of a version that is being written: safetensors, tensor by tensor before the names of all are known.
 
 Used by the publisher. Invariant: tensors lie one after the other behind a header of fixed room, which is written
 last, so what was copied never moves.
 """
 
+import mmap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -50,46 +52,33 @@ def _entry(tensor: torch.Tensor, begin: int, name: str) -> _Entry:
     return _Entry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
 
 
-class Shard:
-    """A file being written, e.g. `Shard(path, pages, checksums, copier)`."""
+def header_room(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Bytes of whole pages that the header of a file with just these tensors needs."""
+    end, entries = 0, {}
+    for name, tensor in tensors:
+        entries[name] = _entry(tensor, end, name)
+        end += tensor.nbytes
+    return -(-(8 + len(msgspec.json.encode(entries))) // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def __init__(self, path: Path, pages: Pages, checksums: Checksums, copier: TensorCopier) -> None:
+
+class VersionFile:
+    """A file being written, e.g. `VersionFile(path, pages, checksums)`."""
+
+    def __init__(self, path: Path, pages: Pages, checksums: Checksums) -> None:
         self.path = path
         self.pages = pages
         self._checksums = checksums
-        self._copier = copier
-        self._header: dict[str, _Entry] = {}
-        self._header_bytes = 8  # the length in front, then the entries
-        self._num_bytes = 0  # of tensors
+        self._size = 0
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return HEADER_BYTES + self._num_bytes
+        return self._size
 
-    def add(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
-        """Append a tensor, which must not change before `finish`; False if it does not fit beside what is here.
-
-        The first always does, for a tensor cannot be split. Raises `OSError` on a full file system.
-        """
-        entry = _entry(tensor, self._num_bytes, name)
-        header_bytes = self._header_bytes + len(msgspec.json.encode({name: entry}))
-        if self._header and (self.size + tensor.nbytes > shard_bytes or header_bytes > HEADER_BYTES):
-            return False
-        self._copier.copy(tensor, self.pages, self.size, filled=self._checksums.filled)
-        self._header[name] = entry
-        self._header_bytes = header_bytes
-        self._num_bytes += tensor.nbytes
-        return True
-
-    def finish(self) -> None:
-        """Wait for the tensors and write the header into its room, padded with spaces as the format allows."""
-        self._copier.wait()
-        room = HEADER_BYTES - 8
-        header = msgspec.json.encode(self._header)
-        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
-        whole = room.to_bytes(8, "little") + header.ljust(room)
-        self.pages.write(0, np.frombuffer(whole, np.uint8))
+    def write(self, data: bytes) -> None:
+        """All that it holds. Raises `OSError` on a full file system."""
+        self.pages.write(0, np.frombuffer(data, np.uint8))
+        self._size = len(data)
 
     def seal(self) -> tuple[FileEntry, bytes]:
         """The finished file and the checksums of its chunks, once they are made."""
@@ -103,6 +92,60 @@ class Shard:
 
     @property
     def _width(self) -> Literal[2, 4]:
-        """Bytes of an element, for deltas: of most of its bytes."""
+        """Bytes of an element, for deltas."""
+        return 4
+
+
+class Shard(VersionFile):
+    """One of safetensors, with `header_bytes` for its header, e.g. `Shard(path, pages, checksums, copier)`."""
+
+    def __init__(
+        self,
+        path: Path,
+        pages: Pages,
+        checksums: Checksums,
+        copier: TensorCopier,
+        *,
+        header_bytes: int = HEADER_BYTES,
+    ) -> None:
+        super().__init__(path, pages, checksums)
+        self._copier = copier
+        self._room = header_bytes
+        self._size = header_bytes
+        self._header: dict[str, _Entry] = {}
+        self._header_bytes = 8  # the length in front, then the entries
+
+    def add(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
+        """Append a tensor, which must not change before `finish`; False if it does not fit beside what is here.
+
+        The first always does, for a tensor cannot be split. Raises `OSError` on a full file system.
+        """
+        entry = _entry(tensor, self._num_bytes, name)
+        header_bytes = self._header_bytes + len(msgspec.json.encode({name: entry}))
+        if self._header and (self.size + tensor.nbytes > shard_bytes or header_bytes > self._room):
+            return False
+        self._copier.copy(tensor, self.pages, self.size, filled=self._checksums.filled)
+        self._header[name] = entry
+        self._header_bytes = header_bytes
+        self._size += tensor.nbytes
+        return True
+
+    def finish(self) -> None:
+        """Wait for the tensors and write the header into its room, padded with spaces as the format allows."""
+        self._copier.wait()
+        room = self._room - 8
+        header = msgspec.json.encode(self._header)
+        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
+        whole = room.to_bytes(8, "little") + header.ljust(room)
+        self.pages.write(0, np.frombuffer(whole, np.uint8))
+
+    @property
+    def _num_bytes(self) -> int:
+        """Of tensors."""
+        return self._size - self._room
+
+    @property
+    def _width(self) -> Literal[2, 4]:
+        """That of most of its bytes."""
         halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
         return 2 if 2 * sum(end - begin for begin, end in halves) >= self._num_bytes else 4

@@ -148,6 +148,7 @@ def server_spec(config: RunConfig, *, model_dir: Path, log: Path) -> ServerSpec:
         tensor_parallel=settings.tensor_parallel,
         stream_interval=settings.stream_interval,
         record=rollout.record,
+        lora=config.learner.lora,
         mask_tokens=rollout.sampling.top_k,
         flags={**exact, **settings.flags},
         start_timeout_s=settings.start_timeout_s,

@@ -50,6 +50,12 @@ def _newest(run: RunFolder) -> Path:
 def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Path:
     from laminar_py.learner.export import export_checkpoint
 
-    model = load_config(run.config, []).model
+    config = load_config(run.config, [])
+    model = config.model
+    if config.learner.lora is not None:
+        raise ConfigError(
+            f"run={run.path}: its checkpoints hold adapters alone (learner.lora); merge a version into its"
+            " base with peft instead"
+        )
     export_checkpoint(checkpoint, out, source=model.path, dtype=dtype or served_dtype(model.path))
     return checkpoint

@@ -44,7 +44,10 @@ class LearnerPart:
         self._publisher: Publisher | None = None
         if spec.rank == 0:
             keys = RelayKeys(spec.public_key, spec.secret_key)
-            self._publisher = Publisher(Path(spec.store), spec.relay, keys, chunk_bytes=spec.chunk_bytes)
+            adapter = None if isinstance(self._learner, EmulatedLearner) else self._learner.adapter_config()
+            self._publisher = Publisher(
+                Path(spec.store), spec.relay, keys, chunk_bytes=spec.chunk_bytes, adapter_config=adapter
+            )
 
     def started(self) -> LearnerStarted:
         """Sizes."""
@@ -84,7 +87,8 @@ def _real_learner(
 ) -> tuple[Learner, LearnerStarted]:
     device = learner_device(config).value
     model = config.model
-    begins = spec.checkpoint is None or (config.algorithm.refers and config.algorithm.reference is None)
+    refers_to_start = config.algorithm.refers and config.algorithm.reference is None
+    begins = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
     if config.warm_start is not None and begins:
         if spec.rank == 0:
             _warm_start(config, note)  # the other ranks wait for it in `join_group`

@@ -3,6 +3,7 @@
 Raises ConfigError with one line that names field, value and remedy; returns what was read on the way.
 """
 
+import importlib.util
 import json
 import shutil
 import socket
@@ -18,6 +19,7 @@ from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.relay.cost import versions_at_peak
 from laminar_py.reward.registry import load_reward
 from laminar_py.runtime.engines import check_engine
@@ -57,6 +59,7 @@ def check(config: RunConfig) -> Inputs:
     if config.warm_start is not None:
         source = Source(config.warm_start.data, "warm_start.data")
         read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
+    check_adapters(config)
     load_reward(config.reward.function, pattern=config.reward.pattern)
     check_engine(config)
     if config.cluster.address is None:  # else `runtime.survey` looks at the nodes themselves
@@ -103,8 +106,21 @@ def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+def check_adapters(config: RunConfig) -> None:
+    """Whether the model can have them, if they are asked for. Raises ConfigError."""
+    if config.learner.lora is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("learner.lora: needs peft; install laminar-py[lora], or leave learner.lora out")
+    if read_sizes(config.model.path).num_experts_per_tok is not None:
+        raise ConfigError(
+            f"learner.lora: the model in model.path={config.model.path} has experts, which are not adapted; leave"
+            " learner.lora out"
+        )
+
+
 def weights_bytes(model: Path) -> int:
-    """Size of a published version: that of the safetensors, or an estimate from config.json without them."""
+    """Size of all weights: that of the safetensors, or an estimate from config.json without them."""
     files = list(model.glob("*.safetensors"))
     if files:
         return sum(file.stat().st_size for file in files)
@@ -112,6 +128,16 @@ def weights_bytes(model: Path) -> int:
     hidden, layers = sizes.get("hidden_size", 0), sizes.get("num_hidden_layers", 0)
     per_layer = 4 * hidden * hidden + 3 * hidden * sizes.get("intermediate_size", 0)
     return 4 * int(layers * per_layer + 2 * sizes.get("vocab_size", 0) * hidden)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Size of a published version: of all weights, or of adapters, which is at most this."""
+    lora = config.learner.lora
+    if lora is None:
+        return weights_bytes(config.model.path)
+    sizes = read_sizes(config.model.path)
+    hidden, layers, inner = sizes.hidden_size or 0, sizes.num_hidden_layers or 0, sizes.intermediate_size or 0
+    return 4 * lora.rank * layers * len(lora.targets) * (hidden + max(hidden, inner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +170,7 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
     versions = versions_at_peak(
         keep_versions=relay.keep_versions, num_replicas=share.num_replicas + held, num_nodes=share.num_relays
     )
-    needed = versions * weights_bytes(config.model.path)
+    needed = versions * version_bytes(config)
     if needed <= free:
         return None
     holders = f"{share.num_replicas} held by replicas" + (f", {held} by deferred evaluations" if held else "")

@@ -35,7 +35,7 @@ from laminar_py.runtime.cluster import Part, on_node
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.links import find_links
 from laminar_py.runtime.placement import Place, Placement
-from laminar_py.runtime.preflight import weights_bytes
+from laminar_py.runtime.preflight import version_bytes
 from laminar_py.runtime.specs import RelayNews, RelaySpec
 from laminar_py.runtime.supervisor import Supervisor
 from laminar_py.runtime.survey import LOOK_S
@@ -145,7 +145,7 @@ class Relays:
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
         links = await find_links(relay, known, zones, self._placement, self.keys)
-        payload = Payload(weights_bytes(self._config.model.path))
+        payload = Payload(version_bytes(self._config))
         choice = settle(relay.topology, fanout=relay.fanout, zones=zones, payload=payload, links=links)
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
         self._shape = choice.shape

@@ -9,7 +9,14 @@ from laminar_py.bench.learner import Scale, rows
 from laminar_py.bench.learner_agreement import LLAMA
 from laminar_py.bench.learner_mfu import FULL, measure_steps
 
-SIZES = {"sequences": 16, "median": 16, "repeats": 1, "engine_tokens": 400, "memory": (2048, 4096, 32)}
+SIZES = {
+    "sequences": 16,
+    "median": 16,
+    "repeats": 1,
+    "refreshes": 1,
+    "engine_tokens": 400,
+    "memory": (2048, 4096, 32),
+}
 TINY = Scale(model=LLAMA, sglang=False, **SIZES)
 
 
@@ -21,6 +28,8 @@ def test_all_figures_of_a_tiny_model():
     assert found["router_replay_ratio_error"] < 1e-4 < found["router_replay_ratio_error_without"]
     assert torch.cuda.is_available() or found["mfu"] is None
     assert {"packed_over_padded", "packed_over_sorted", "logprob_memory_over_naive"} <= set(found)
+    assert found["lora_bytes_over_full"] < 1
+    assert found["lora_refresh_over_full"] > 0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

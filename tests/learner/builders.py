@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.reference import refer
@@ -119,6 +121,16 @@ def referred(learner: Learner, batches: Sequence[MicroBatch]) -> Sequence[MicroB
 
 def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.named_tensors(dtype=torch.float32)}
+
+
+def write_adapters(learner: Learner, folder: Path) -> Path:
+    """What a learner of adapters publishes, without a relay."""
+    config = learner.adapter_config()
+    assert config is not None
+    folder.mkdir()
+    (folder / ADAPTER_CONFIG).write_bytes(config)
+    save_file(full_parameters(learner), folder / ADAPTER_WEIGHTS)
+    return folder
 
 
 def _at_response(sample: Sample, values: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from laminar_py.relay import hashing
 from laminar_py.relay.digests import digest_of, read_checksums, version_digest
 from laminar_py.relay.hashing import PART_BYTES, Checksums, hashing_threads
@@ -23,7 +24,7 @@ from laminar_py.relay.pages import Pages, allow_many_files
 from laminar_py.relay.publisher import SHARD_BYTES, Publisher
 from laminar_py.relay.shards import HEADER_BYTES
 from laminar_py.relay.store import SPARE, Store
-from laminar_py.relay.stored import CHECKSUMS, NoRoomError, folder_name
+from laminar_py.relay.stored import CHECKSUMS, MANIFEST, NoRoomError, folder_name
 from laminar_py.types import Published
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, KEYS, PATIENCE_S, folder_bytes, tensors
@@ -44,8 +45,16 @@ def publish(publisher: Publisher, version: int, given: Iterable[tuple[str, torch
 
 
 @contextmanager
-def publishing(store: Path, *, chunk_bytes: int = CHUNK, shard_bytes: int = SHARD_BYTES) -> Iterator[Publisher]:
-    publisher = Publisher(store, NOBODY, KEYS, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes)
+def publishing(
+    store: Path,
+    *,
+    chunk_bytes: int = CHUNK,
+    shard_bytes: int = SHARD_BYTES,
+    adapter_config: bytes | None = None,
+) -> Iterator[Publisher]:
+    publisher = Publisher(
+        store, NOBODY, KEYS, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config
+    )
     try:
         yield publisher
     finally:
@@ -113,6 +122,26 @@ def test_safetensors_gives_back_every_dtype_and_shape(publisher: Publisher, tmp_
         assert got[name].dtype == tensor.dtype
         assert got[name].shape == tensor.shape
         assert got[name].float().equal(tensor.float())
+
+
+def test_adapters_are_two_files_of_just_their_size(tmp_path: Path) -> None:
+    """However many tensors: a 70B model has more than the header of a plain file has room for."""
+    config = b'{"peft_type": "LORA"}'
+    name = PREFIX + "model.layers.{}.self_attn.q_proj.lora_A.weight"
+    given = {name.format(i): torch.ones(1, 2) * i for i in range(2000)}
+    with publishing(tmp_path, adapter_config=config) as publisher:
+        published = publish(publisher, 1, given.items())
+        assert publish(publisher, 2, given.items()).digest == published.digest
+    weights, notes = (tmp_path / "v1" / name for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
+    assert {path.name for path in (tmp_path / "v1").iterdir()} == {weights.name, notes.name, MANIFEST, CHECKSUMS}
+    assert notes.read_bytes() == config
+    got = load_file(weights)
+    assert got.keys() == given.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in given.items())
+    assert published.num_bytes == weights.stat().st_size + len(config)
+    store = Store(tmp_path, keep_versions=1)
+    store.open()
+    assert [entry.name for entry in store.complete[1].manifest.files] == [weights.name, notes.name]
 
 
 def test_a_published_version_is_complete_and_found_by_a_store(publisher: Publisher, tmp_path: Path) -> None:

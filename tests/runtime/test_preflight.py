@@ -4,7 +4,9 @@ import pytest
 
 from laminar_py.config_file import parse_config
 from laminar_py.relay.plan import TreeSpec, make_relay_plan
-from laminar_py.runtime.preflight import MemoryShare, memory_fault, weights_bytes
+from laminar_py.runtime.preflight import MemoryShare, check_adapters, memory_fault, version_bytes, weights_bytes
+from laminar_py.section import ConfigError
+from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 
 SIZE = 2**20
 
@@ -51,3 +53,22 @@ def test_a_host_of_a_run_needs_what_the_plan_of_its_tree_says(tmp_path):
     assert weights_bytes(tmp_path) == plan.spec.full.num_bytes
     assert memory_fault(config, share, free=plan.peak_bytes) is None
     assert memory_fault(config, share, free=plan.peak_bytes - 1) is not None
+
+
+def with_adapters(folder):
+    settings = {"name": "t", "steps": 6, "model": {"path": str(folder)}, "data": {"train": "t"}}
+    return parse_config({**settings, "learner": {"lora": {"rank": 4}}})
+
+
+def test_versions_of_adapters_need_no_more_room_than_is_reckoned_with(tmp_path):
+    folder = make_model_folder(tmp_path)
+    config = with_adapters(folder)
+    learner = make_learner(folder, settings=SETTINGS.model_copy(update={"lora": config.learner.lora}))
+    published = sum(tensor.nbytes for tensor in full_parameters(learner).values())
+    assert published <= version_bytes(config) <= 2 * published
+
+
+def test_adapters_of_a_mixture_model_are_refused_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 61, "num_experts_per_tok": 2}')
+    with pytest.raises(ConfigError, match=r"learner\.lora: the model in model\.path=.* has experts"):
+        check_adapters(with_adapters(tmp_path))

@@ -1,6 +1,7 @@
 """`laminar train` with real SGLang servers: launched, killed, attached to. Each run takes most of a minute."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -9,10 +10,14 @@ import time
 
 import psutil
 import pytest
+import torch
 
 from laminar_py.audit.handovers import handovers
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
+from laminar_py.config import ModelConfig
+from laminar_py.learner.export import export_hf
+from laminar_py.learner.model import load_policy
 from laminar_py.store.database import reading
 from laminar_py.store.rows import decode_event
 from tests.engines.sglang_rig import running_server, sglang_python
@@ -29,6 +34,8 @@ LONG = (
     "steps=6",
     "data.heldout=null",  # whose answers would take minutes
 )
+
+ADAPTED = ("rollout.sampling.max_new_tokens=48", "steps=4", "schedule=sync", "rollout.max_batch=16")
 
 
 def settings(*more: str) -> list[str]:
@@ -88,3 +95,24 @@ async def test_a_run_on_a_server_that_runs_already_leaves_it_there(tmp_path, mon
         assert code == 0, output
         assert psutil.pid_exists(server.pid)
     assert not verify(run.run)
+
+
+async def test_a_run_of_adapters_loads_them_by_their_versions(tmp_path):
+    prepare = [sys.executable, str(REPO / "experiments/quickstart/prepare.py"), "--out", str(tmp_path / "data")]
+    await asyncio.to_thread(subprocess.run, prepare, check=True, timeout=60)
+    source, base = tmp_path / "data/model", tmp_path / "base"
+    drawn = ModelConfig(path=source, from_scratch=True)
+    policy = load_policy(drawn, seed=0, temperature=1.0, device=torch.device("cpu"))
+    export_hf(policy, base, source=source, dtype=torch.float32)
+    (tmp_path / "reward.py").write_text("def score(request): return float(len(set(request.response_ids)) % 3)")
+    python = f"rollout.engine.python={sglang_python()}"
+    chosen = [f"model={{path: {base}}}", "warm_start=null", "data.heldout=null", python, "rollout.replicas=1"]
+    learns = ["learner.lora.rank=4", "learner.lr=3e-3", f"reward.function={tmp_path / 'reward.py'}:score"]
+    with TrainProcess(tmp_path / "runs", *ADAPTED, *chosen, *learns, config=CONFIG) as run:
+        code, output = await asyncio.to_thread(run.finish)
+    assert code == 0, output
+    assert not verify(run.run)
+    rows = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["version"] for row in rows) > 0, "not all was drawn by the base"
+    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert all(row["grad_norm"] > 0 for row in rows)

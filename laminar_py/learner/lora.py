@@ -1,0 +1,90 @@
+"""Low-rank adapters on the policy's projections, by peft. Called by `step`, and imported only where they are set.
+
+An adapted projection computes `W x + alpha / rank * B A x` (Hu et al., 2021, arXiv:2106.09685); A begins random,
+B at zero, so the policy begins as its base. Invariant: only A and B are trainable; what is frozen stays in fp32
+like all master weights, so an engine that merges computes the same sums.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from laminar_py.adapter import PREFIX, base_digest
+from laminar_py.config import LoraConfig
+from laminar_py.learner.export import gathered
+from laminar_py.learner.model import is_mixture
+
+_NAME = "policy"  # of the adapters among those that peft could hold beside each other
+
+
+class Adapters:
+    """Adapters in the layers of `model`, whose other weights are frozen. Make them before `shard`.
+
+    A is drawn from `seed`, so it is the same on all ranks; `base` is the folder that the model was loaded from.
+    Raises `ValueError` for a mixture of experts, whose expert matrices are no modules that peft adapts, and for a
+    model without one of the targets.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LoraConfig, *, base: Path, seed: int) -> None:
+        _check(model, settings)
+        self._model = model
+        self._settings = settings
+        self._base = base.resolve()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(self._config(), model, adapter_name=_NAME)
+        self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+    def config(self) -> bytes:
+        """`adapter_config.json` as peft writes it. It reads all of the base, for its digest."""
+        config = self._config()
+        config.base_model_name_or_path, config.revision = str(self._base), base_digest(self._base)
+        config.inference_mode = True
+        return json.dumps(config.to_dict(), sort_keys=True, default=sorted, indent=2).encode()
+
+    def tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """A [rank, in] and B [out, rank] of each adapted projection under peft's names, in full, cast to `dtype`.
+
+        Collective: every rank iterates to the end.
+        """
+        for name, parameter in self._model.named_parameters():
+            if f".{_NAME}." in name:
+                yield PREFIX + name.replace(f".{_NAME}.", "."), gathered(parameter, dtype)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base as it was, inside: adapters count zero times. Only for passes without gradients.
+
+        Their scale is set rather than peft's own switch, which also freezes parameters that FSDP has taken over.
+        """
+        for layer in self._layers:
+            layer.set_scale(_NAME, 0.0)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.set_scale(_NAME, 1.0)
+
+    def _config(self) -> peft.LoraConfig:
+        return peft.LoraConfig(
+            task_type=peft.TaskType.CAUSAL_LM,
+            r=self._settings.rank,
+            lora_alpha=self._settings.alpha,
+            target_modules=[target.value for target in self._settings.targets],
+        )
+
+
+def _check(model: PreTrainedModel, settings: LoraConfig) -> None:
+    if is_mixture(model.config):
+        raise ValueError("learner.lora: experts of a mixture model cannot be adapted; leave learner.lora out")
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    missing = ",".join(target for target in settings.targets if target not in names)
+    if missing:
+        raise ValueError(f"learner.lora.targets={missing}: the model has no such modules; leave them out")
