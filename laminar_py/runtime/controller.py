@@ -72,9 +72,9 @@ class Controller:
         self._run = run
         self._inputs = inputs
         self._view = view
-        self._tracking = Tracking(config, run)
         self._placement = placement
         goes_on = resume and run.ledger.is_file()
+        self._tracking = Tracking(config, run, resumed=goes_on)
         self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
         recovered, clock = self._recovered, SystemClock()
         self._incarnation = recovered.incarnation if recovered else 1
@@ -213,8 +213,10 @@ class Controller:
                     task.cancel()
             return summary
         finally:
-            await self._ledger.close()
-            await self._tracking.close(summary)
+            try:
+                await self._ledger.close()
+            finally:
+                await self._tracking.close(summary)
 
     async def _lead_rl(self) -> Summary:
         trainer, stats, flow = self._trainer, self._stats, self._flow

@@ -76,6 +76,7 @@ class TensorBoard:
 
     def undo(self, step: int) -> None:
         """Readers drop all points after this step that stand before this marker."""
+        self._step = max(0, step)
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step + 1, session_log=start)
 

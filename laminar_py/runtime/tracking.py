@@ -71,12 +71,14 @@ class TrackerLink:
         try:
             async with asyncio.timeout(limit_s):
                 await self._queue.put(Closing(summary))
-                await self._task
+                await asyncio.wait([self._task])
         except TimeoutError:
             self._warn(f"it was not done {limit_s:g} s after the run")
         finally:
             self._task.cancel()
             await self._end()
+        if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
+            log.warning("tracker %s: %s: %s", self._opening.kind, type(error).__name__, error)
         if self.undelivered:
             log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
 
@@ -150,7 +152,7 @@ class TrackerLink:
 class Tracking:
     """All trackers of a run."""
 
-    def __init__(self, config: RunConfig, run: RunFolder) -> None:
+    def __init__(self, config: RunConfig, run: RunFolder, *, resumed: bool) -> None:
         project = config.tracking.project or config.name
         settings = flat_settings(config.model_dump(mode="json"))
         self._links = [
@@ -159,7 +161,7 @@ class Tracking:
             )
             for kind in config.tracking.kinds
         ]
-        self._next = 1  # the step that comes if nothing is undone
+        self._next = 0 if resumed else 1  # the step that comes if nothing is undone; 0: none does
 
     def start(self) -> None:
         """Begin to deliver."""

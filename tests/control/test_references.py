@@ -50,6 +50,17 @@ async def test_no_deadline_counts_while_only_the_reference_is_missing():
     assert len(ready(fleet)) == 4
 
 
+async def test_no_deadline_counts_for_a_group_that_is_ready():
+    fleet = await finished(batch=1, group_deadline_s=5.0)
+    await fleet.score_all()
+    await fleet.refer_all()
+    fleet.clock.time = 100.0
+    await fleet.flow.enforce_deadlines()
+    batch = await fleet.flow.consumption.next_batch(groups=1, version=0)
+    fleet.flow.consumption.commit(batch, 1)
+    assert not [event for event in fleet.log.events if isinstance(event, Dropped)]
+
+
 async def test_what_was_undone_keeps_what_the_reference_found():
     fleet = await finished(batch=1)
     await fleet.score_all()

@@ -60,6 +60,17 @@ def tracker_processes():
     return [child for child in children if "laminar_py.runtime.tracker_process" in child.cmdline()]
 
 
+SMALL = parse_config(
+    {
+        "name": "small",
+        "steps": 3,
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "tracking": {"kinds": ["tensorboard"]},
+    }
+)
+
+
 async def handled(link):
     """All that it was told arrived, or is lost."""
     async with asyncio.timeout(ENOUGH_S):
@@ -70,8 +81,7 @@ async def handled(link):
 async def test_a_run_with_a_roll_back_is_in_its_tracker_as_it_went_in_the_end(tmp_path):
     run = RunFolder(tmp_path / "small-1")
     run.logs.mkdir(parents=True)
-    wanted = {"name": "small", "steps": 3, "model": {"path": "m"}, "data": {"train": "t"}}
-    tracking = Tracking(parse_config({**wanted, "tracking": {"kinds": ["tensorboard"]}}), run)
+    tracking = Tracking(SMALL, run, resumed=False)
     tracking.start()
     for step, entropy in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
         tracking.step(make_row(step, entropy=entropy))
@@ -86,6 +96,21 @@ async def test_a_run_with_a_roll_back_is_in_its_tracker_as_it_went_in_the_end(tm
     assert scalars(run.path, "eval/accuracy") == [(1, 0.75)]
     assert scalars(run.path, "summary/finished") == [(3, 1.0)]
     assert tracker_processes() == []
+
+
+@needs_tensorboard
+async def test_a_run_that_resumes_from_its_beginning_has_every_step_once(tmp_path):
+    run = RunFolder(tmp_path / "small-1")
+    run.logs.mkdir(parents=True)
+    for resumed, last in ((False, 2), (True, 3)):
+        tracking = Tracking(SMALL, run, resumed=resumed)
+        tracking.start()
+        for step in range(1, last + 1):
+            tracking.step(make_row(step, entropy=float(last)))
+        for link in tracking._links:
+            await handled(link)
+        await tracking.close(None)
+    assert scalars(run.path, "tokens/entropy") == [(1, 3.0), (2, 3.0), (3, 3.0)]
 
 
 @needs_tensorboard
