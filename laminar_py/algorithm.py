@@ -118,6 +118,10 @@ class AlgorithmConfig(Section):
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
     mean of the others. `batch_std`: (r - mean) / std of the whole step. `none`: 0."""
+    overlong_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The last so many of `rollout.sampling.max_new_tokens` lower the reward that advantages are made of: by 0
+    before them, 1 at the cap, linear between (DAPO's overlong shaping). Whether a group has signal is a matter of
+    its rewards alone. None: they cost nothing."""
     objective: Objective = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
     log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
@@ -236,6 +240,11 @@ class AlgorithmConfig(Section):
 
     @property
     def _fault_of_teaching(self) -> str | None:
+        if self.advantage is Advantage.NONE and self.overlong_tokens is not None:
+            return (
+                f"algorithm.overlong_tokens={self.overlong_tokens} has no advantages to change with"
+                " algorithm.advantage=none; leave it out"
+            )
         learns = self.advantage is not Advantage.NONE or self.teacher_coef > 0 or self.refers
         if not learns:
             return "algorithm.advantage=none teaches nothing by itself; choose another, or set teacher_coef"

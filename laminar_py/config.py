@@ -297,9 +297,6 @@ class RewardConfig(Section):
     """Scoring processes."""
     timeout_s: Seconds = 10.0
     """Longest time for one trajectory; above it is dropped as `reward_timeout`."""
-    overlong_tokens: Count | None = None
-    """In training, the last so many of `rollout.sampling.max_new_tokens` cost reward: 0 before them, 1 at the cap,
-    linear between (DAPO's overlong shaping). None: no cost."""
 
 
 class RepackConfig(Section):
@@ -386,7 +383,8 @@ class LearnerConfig(Section):
     """Compile each layer (`torch.compile`): faster on GPUs, after some minutes at the start."""
     offload: bool = False
     """Keep master weights, gradients and optimizer in the memory of the host, and update them there: 16 bytes a
-    parameter less on GPUs, and a slower step. Only with a learner on GPUs."""
+    parameter less on GPUs, and a slower step. Only with a learner on GPUs. An update on several microbatches still
+    keeps the gradient of all parameters on each GPU, 4 bytes each, until the last of them."""
     lora: LoraConfig | None = None
     """Train adapters in place of all weights, or none."""
     max_skipped: Count = 3
@@ -611,10 +609,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_overlong(self) -> Self:
-        tokens, cap = self.reward.overlong_tokens, self.rollout.sampling.max_new_tokens
+        tokens, cap = self.algorithm.overlong_tokens, self.rollout.sampling.max_new_tokens
         if tokens is not None and tokens > cap:
             raise ValueError(
-                f"reward.overlong_tokens={tokens} is more than rollout.sampling.max_new_tokens={cap}; lower it"
+                f"algorithm.overlong_tokens={tokens} is more than rollout.sampling.max_new_tokens={cap}; lower it"
             )
         return self
 
@@ -700,11 +698,6 @@ class RunConfig(Section):
                 f"reward.function={self.reward.function} gives one score, and"
                 f" algorithm.teacher_coef={algorithm.teacher_coef} needs a teacher's log-probability of each"
                 " token; name a function of yours"
-            )
-        if algorithm.teacher_coef > 0 and self.reward.overlong_tokens is not None:
-            raise ValueError(
-                f"reward.overlong_tokens={self.reward.overlong_tokens}: with algorithm.teacher_coef the scores are"
-                " the teacher's log-probabilities, and no rewards; leave it out"
             )
         if algorithm.teacher_coef > 0 and rollout.sampling.cuts_vocabulary:
             raise ValueError(

@@ -334,7 +334,6 @@ class ScoringRequest(msgspec.Struct, frozen=True):
     answer: str
     finish_reason: FinishReason
     response_ids: IntArray  # [L]
-    kind: Kind = Kind.TRAIN
 
 
 class Score(msgspec.Struct, frozen=True):

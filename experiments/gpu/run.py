@@ -5,6 +5,7 @@ parameters with random weights trains on random tokens of log-normal lengths, in
 """
 
 import argparse
+import gc
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from laminar_py.bench.learner_mfu import FULL, measure_steps
 from laminar_py.bench.learner_parts import draw_lengths
 from laminar_py.bench.report import Row, show
 from laminar_py.config import LearnerConfig, Recompute
-from laminar_py.learner.attention import choose_kernel, torch_varlen
+from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
 
 WAYS = {
     "all": LearnerConfig(recompute=Recompute.ALL),
@@ -34,6 +35,7 @@ def step_rows(way: str, folder: Path, *, repeats: int) -> list[Row]:
     load = replace(FULL, settings=WAYS[way], steps=repeats)
     device, kernel = torch.cuda.get_device_name(), choose_kernel(torch.device("cuda"))
     setting = f"{device}, 1.5B, bf16, microbatches of {load.max_tokens:,} tokens, {kernel}, recompute {way}"
+    gc.collect()  # a model refers to itself, so the one before is still there
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -57,15 +59,18 @@ def attention_row(*, repeats: int) -> Row:
     padded = [_random(len(lengths), count, max(lengths), size) for count in (heads, groups, groups)]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
 
+    kernel = choose_kernel(torch.device("cuda"))
+    register_kernel(kernel)
+
     def varlen() -> Tensor:
-        return torch_varlen(packed[0], packed[1], packed[2], cu_seqlens, max(lengths), None)
+        return KERNELS[kernel](packed[0], packed[1], packed[2], cu_seqlens, max(lengths), None)
 
     def sdpa() -> Tensor:
         # Padding on the right needs no mask: what is causal never looks there.
         return F.scaled_dot_product_attention(padded[0], padded[1], padded[2], is_causal=True, enable_gqa=True)
 
     ratios = [_seconds(sdpa) / _seconds(varlen) for _ in range(repeats + 1)][1:]
-    setting = f"{len(lengths)} log-normal sequences, {sum(lengths):,} tokens, {heads} heads, forward and backward"
+    setting = f"{len(lengths)} log-normal sequences, {sum(lengths):,} tokens, {heads} heads, {kernel}, both ways"
     return Row("padded_sdpa_over_varlen", statistics.median(ratios), "x, time", setting)
 
 

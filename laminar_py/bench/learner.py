@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 from laminar_py.bench.engine_local import MODEL
 from laminar_py.bench.learner_agreement import agreement_rows
 from laminar_py.bench.learner_lora import lora_rows
-from laminar_py.bench.learner_mfu import mfu_row
+from laminar_py.bench.learner_mfu import FULL as FULL_LOAD
+from laminar_py.bench.learner_mfu import Load, mfu_row
 from laminar_py.bench.learner_samples import find_sglang
 from laminar_py.bench.learner_speed import memory_row, throughput_rows
 from laminar_py.bench.relay import SHARED_MEMORY
@@ -34,6 +35,7 @@ class Scale:
     engine_tokens: int = 10_000
     sglang: bool = True  # as well, where there is one
     memory: tuple[int, int, int] = (8192, 32_768, 512)  # T, V, H
+    mfu: Load = FULL_LOAD
 
 
 FULL = Scale(MODEL)
@@ -60,4 +62,4 @@ def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
         tell("memory of log-probabilities")
         out.append(memory_row(scale.memory))
         tell("use of the GPU, if there is one")
-        return [*out, mfu_row(Path(folder))]
+        return [*out, mfu_row(Path(folder), load=scale.mfu)]

@@ -52,7 +52,10 @@ def mfu_row(folder: Path, *, load: Load = FULL) -> Row:
     unit = "of the peak of dense bf16"
     if not torch.cuda.is_available():
         return Row("mfu", None, unit, "not measured: no GPU")
-    steps = measure_steps(folder, load, device_type="cuda")
+    try:
+        steps = measure_steps(folder, load, device_type="cuda")
+    except torch.OutOfMemoryError:
+        return Row("mfu", None, unit, f"not measured: out of memory on {torch.cuda.get_device_name()}")
     name, found = torch.cuda.get_device_name(), [step.mfu for step in steps if step.mfu is not None]
     conditions = f"{name}, {_conditions(load, steps)}"
     if not found:
@@ -87,6 +90,8 @@ def measure_steps(folder: Path, load: Load, *, device_type: str) -> Sequence[Ste
         vocab = load.model.vocab_size
         items = [make_trajectory(index, length, vocab=vocab) for index, length in enumerate(lengths)]
         batches = pack_here(items, max_tokens=load.max_tokens)
-        return [learner.step(batches) for _ in range(WARM_STEPS + load.steps)][WARM_STEPS:]
+        steps = [learner.step(batches) for _ in range(WARM_STEPS + load.steps)][WARM_STEPS:]
+        assert all(step.skipped == 0 for step in steps), "a step without an update takes less time"
+        return steps
     finally:
         leave_group()

@@ -55,6 +55,7 @@ class Flow:
         bound: StalenessBound,
         clock: Clock,
         submit_reference: Callable[[Trajectory], None] | None = None,
+        length_cost: Callable[[int], float] = lambda length: 0.0,
     ) -> None:
         self.book = Book(settings, recorder)
         self.consumption = Consumption(self.book, bound)
@@ -71,6 +72,7 @@ class Flow:
         self._submit_score = submit_score
         self._submit_reference = submit_reference  # None: there is no stage for the reference model
         self._advantages = advantages
+        self._length_cost = length_cost  # reward that a response of so many tokens is worth less
         self._clock = clock
         self._next_prompt = 0
         self._line = Line(
@@ -405,7 +407,9 @@ class Flow:
             else:
                 del self.book.groups[group.id]
             return
-        advantages, scale = self._advantages(rewards)
+        advantages, scale = self._advantages(
+            [reward - self._length_cost(member.length) for reward, member in zip(rewards, survivors, strict=True)]
+        )
         for member, advantage in zip(survivors, advantages.tolist(), strict=True):
             self.book.record(member.make_ready(advantage, scale))
         await self.consumption.put(group)

@@ -4,9 +4,10 @@ Invariant: neither changes what is computed beyond fp32 rounding.
 """
 
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -32,13 +33,23 @@ def recompute_activations(model: PreTrainedModel, kind: Recompute) -> None:
         how["context_fn"] = _keep_some
     if kind is not Recompute.NONE:
         for layer in model.base_model.layers:
-            layer.forward = partial(checkpoint, layer.forward, **how)
+            layer.forward = _checkpointed(layer.forward, how)
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def _checkpointed(forward: Callable[..., Tensor], how: dict[str, Any]) -> Callable[..., Tensor]:
+    """A function, since the compiler does not look into a `functools.partial`."""
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = checkpoint(forward, *args, **how, **kwargs)
+        return output
+
+    return checkpointed
+
+
+def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each layer by itself: all are alike, so one compilation serves them, and FSDP wraps them later."""
     for layer in model.base_model.layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=backend)
 
 
 def _keep_some() -> tuple[object, object]:
@@ -50,7 +61,7 @@ def _keep_some() -> tuple[object, object]:
             return CheckpointPolicy.MUST_SAVE
         if op.name() in PRODUCTS:
             products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2:
+            if products[context.is_recompute] % 2 == 0:  # the last one, which nobody computes again, is an odd one
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

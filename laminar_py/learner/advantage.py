@@ -69,3 +69,15 @@ def group_advantages(kind: Advantage) -> Callable[[Sequence[float]], tuple[Float
         return values.astype(np.float32), scale
 
     return advantages
+
+
+def overlong_cost(cap: int, buffer: int | None) -> Callable[[int], float]:
+    """Of a response's length: 0 up to `cap - buffer` tokens, 1 at `cap`, linear between; 0 without a buffer.
+
+    With a cap of 100 and a buffer of 20 a response of 90 tokens loses 0.5. One that is cut says little about its
+    answer, and one that ends shortly before is not as welcome as one that ends early.
+    Soft overlong punishment: DAPO, Yu et al. 2025, eq. 13.
+    """
+    if buffer is None:
+        return lambda length: 0.0
+    return lambda length: min(1.0, max(0.0, (length - (cap - buffer)) / buffer))

@@ -6,9 +6,10 @@ A packed row holds S sequences end to end; a token sees only earlier tokens of i
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,11 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+# Before torch 2.12 grouped heads are passed on to the kernel without being asked for.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 """(q [T, H, D], k [T, KV, D], v [T, KV, D], cu_seqlens [S + 1], longest, scale) -> [T, H, D]."""
@@ -58,7 +64,7 @@ def register_kernel(kernel: PackedKernel) -> None:
     """Make `attn_implementation=kernel` known to transformers, without a mask. Registering twice is harmless."""
     if kernel is PackedKernel.FLASH4 and current_flash_attention_impl() != "FA4":
         activate_flash_attention_impl("FA4")
-    AttentionInterface.register(kernel.value, _through_transformers(_KERNELS[kernel]))
+    AttentionInterface.register(kernel.value, _through_transformers(KERNELS[kernel]))
     AttentionMaskInterface.register(kernel.value, _no_mask)
 
 
@@ -79,7 +85,7 @@ def sdpa_per_sequence(
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
     """Torch's varlen FlashAttention, its own or the one activated; a window without a right side is causal."""
     output = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED
     )
     assert isinstance(output, Tensor)
     return output
@@ -94,7 +100,7 @@ def flash_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: i
     return output
 
 
-_KERNELS: dict[PackedKernel, VarlenKernel] = {
+KERNELS: dict[PackedKernel, VarlenKernel] = {
     PackedKernel.SDPA: sdpa_per_sequence,
     PackedKernel.VARLEN: torch_varlen,
     PackedKernel.FLASH: flash_varlen,

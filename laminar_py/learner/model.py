@@ -121,6 +121,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, offload: bool = False) ->
             f"model.path={model.name_or_path}: a {model.config.model_type} model names no list of layers, which is"
             " what is sharded; train a decoder of transformers that has one, or set learner.world_size=1 on a CPU"
         )
+    partition: nn.Module | None = getattr(model, PARTITION, None)
+    if partition is not None:  # in fp32: the step between bf16 numbers near 10 is 0.06, and log Z is squared
+        fully_shard(partition, mesh=mesh, offload_policy=where)
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
     # Neither setting is recursive: a layer left out would divide its gradients by the world size.
@@ -188,7 +191,8 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor, T
         head = model.get_output_embeddings().weight
         logprobs, entropy = token_logprobs(hidden, head, labels, temperature=temperature, support=support)
         partition: nn.Module | None = getattr(model, PARTITION, None)
-        # The policy's own features are not bent towards log Z.
-        return logprobs, entropy, None if partition is None else partition(hidden.detach())[:, 0].float()
+        if partition is None:
+            return logprobs, entropy, None
+        return logprobs, entropy, partition(hidden.detach().float())[:, 0]  # log Z does not bend these features
 
     return forward

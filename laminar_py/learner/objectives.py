@@ -17,7 +17,10 @@ from laminar_py.algorithm import AlgorithmConfig, Objective
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a loss is made of, for the N trained tokens of S sequences; only `logprobs` has a gradient."""
+    """What a loss is made of, for the N trained tokens of S sequences.
+
+    Gradients go to `logprobs`, and to `log_partition` where that is learned.
+    """
 
     logprobs: Tensor  # [N] of the policy that is trained
     behaviour: Tensor  # [N] of the policy that drew the token

@@ -26,9 +26,10 @@ class Optimizer:
     """AdamW on the trained parameters of a model; `adamw` is what a checkpoint keeps."""
 
     def __init__(
-        self, model: nn.Module, settings: LearnerConfig, *, num_steps: int, partition_lr: float = 0.0
+        self, model: nn.Module, settings: LearnerConfig, *, num_steps: int | None = None, partition_lr: float = 0.0
     ) -> None:
-        """`num_steps` of the whole run; `partition_lr` is the rate of a learned partition function."""
+        """`num_steps` of the whole run, for a decay; `partition_lr`: the rate of a learned partition function."""
+        assert num_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay} needs an end"
         self._settings = settings
         self._num_steps = num_steps
         trained = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
@@ -59,13 +60,15 @@ class Optimizer:
         return norm if finite else None
 
 
-def schedule(step: int, settings: LearnerConfig, *, num_steps: int) -> float:
+def schedule(step: int, settings: LearnerConfig, *, num_steps: int | None) -> float:
     """Factor on the learning rate at a step (0 for the first): linear warm-up, then the decay, to 0 at the end.
 
     With 2 of 10 steps of warm-up and `linear` it is 0.5, 1, 1, 0.875, ..., 0.125.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
+    if num_steps is None:
+        return 1.0
     behind = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
     return DECAYS[settings.decay](min(1.0, behind))
 

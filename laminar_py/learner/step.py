@@ -29,7 +29,6 @@ from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, r
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import (
     add_partition,
-    is_mixture,
     load_policy,
     load_reference,
     policy_logprobs,
@@ -59,10 +58,10 @@ class Learner:
         *,
         temperature: float,
         seed: int,
-        num_steps: int = 1,
+        num_steps: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`num_steps` of the whole run, over which the learning rate decays."""
+        """`num_steps` of the whole run, over which the learning rate decays, if it does."""
         self._source = model.path
         self._algorithm = algorithm
         self._mesh = mesh
@@ -76,11 +75,6 @@ class Learner:
             add_partition(self.model)
         recompute_activations(self.model, settings.recompute)
         if settings.compile:
-            if is_mixture(self.model.config):
-                raise ValueError(
-                    "learner.compile=true: layers with experts are not compiled, since each step has other shapes"
-                    " and may force other experts; set it to false"
-                )
             compile_layers(self.model)
         if mesh:
             shard(self.model, mesh, offload=settings.offload)

@@ -17,9 +17,8 @@ from types import FrameType
 import numpy as np
 
 from laminar_py.codec import FloatArray
-from laminar_py.reward.overlong import Overlong
 from laminar_py.reward.registry import RewardFunction
-from laminar_py.types import DropReason, Kind, Score, ScoringRequest
+from laminar_py.types import DropReason, Score, ScoringRequest
 
 DETAIL_CHARS = 300
 
@@ -29,15 +28,11 @@ class _OutOfTimeError(BaseException):
 
 
 class ScoringWorker:
-    """Scores trajectories one after another, each for at most `timeout_s` seconds of wall time.
+    """Scores trajectories one after another, each for at most `timeout_s` seconds of wall time."""
 
-    Those that are trained on are shaped by `overlong`, evaluations are not.
-    """
-
-    def __init__(self, function: RewardFunction, *, timeout_s: float, overlong: Overlong | None = None) -> None:
+    def __init__(self, function: RewardFunction, *, timeout_s: float) -> None:
         self._function = function
         self._timeout_s = timeout_s
-        self._overlong = overlong
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         """One score per request: a value, or REWARD_TIMEOUT or REWARD_FAILED with a line of detail."""
@@ -50,10 +45,7 @@ class ScoringWorker:
         token_values: FloatArray | None = None
         failure, detail = None, ""
         try:
-            length = len(request.response_ids)
-            value, token_values = _verdict(self._run(request), length=length)
-            if self._overlong is not None and request.kind is Kind.TRAIN:
-                value, token_values = self._overlong.shape(value, token_values, length=length)
+            value, token_values = _verdict(self._run(request), length=len(request.response_ids))
         except _OutOfTimeError:
             failure = DropReason.REWARD_TIMEOUT
             detail = f"no verdict within reward.timeout_s={self._timeout_s:g}"

@@ -248,7 +248,6 @@ class ScorerActor:
     def start(self, data: bytes) -> int:
         """Load the reward function; its process id."""
         from laminar_py.data.tokenizer import load_tokenizer
-        from laminar_py.reward.overlong import Overlong
         from laminar_py.reward.registry import load_reward
         from laminar_py.reward.worker import ScoringWorker
 
@@ -258,10 +257,7 @@ class ScorerActor:
         reward = config.reward
         function = load_reward(reward.function, pattern=reward.pattern)
         self._tokenizer = load_tokenizer(config.model.path)
-        overlong = None
-        if reward.overlong_tokens is not None:
-            overlong = Overlong(config.rollout.sampling.max_new_tokens, reward.overlong_tokens)
-        self._worker = ScoringWorker(function, timeout_s=reward.timeout_s, overlong=overlong)
+        self._worker = ScoringWorker(function, timeout_s=reward.timeout_s)
         return os.getpid()
 
     def score(self, data: bytes) -> bytes:

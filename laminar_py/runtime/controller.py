@@ -20,7 +20,7 @@ from laminar_py.control.flow import Flow
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.events import Evaluated, RunEnded, RunStarted
 from laminar_py.interfaces import VersionLostError
-from laminar_py.learner.advantage import group_advantages
+from laminar_py.learner.advantage import group_advantages, overlong_cost
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.reward.stage import ScoringStage
@@ -272,6 +272,7 @@ class Controller:
             recorder=self._ledger,
             submit_score=self._submit_score,
             advantages=group_advantages(self._config.algorithm.advantage),
+            length_cost=overlong_cost(rollout.sampling.max_new_tokens, self._config.algorithm.overlong_tokens),
             dispatcher=Dispatcher(rollout.replicas),
             admission=Admission(
                 self._config.schedule,
@@ -310,7 +311,6 @@ class Controller:
                 prompt.answer,
                 trajectory.finish_reason,
                 trajectory.response_ids,
-                trajectory.kind,
             )
         )
 

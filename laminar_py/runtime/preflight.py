@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config import RunConfig
+from laminar_py.config import Device, RunConfig
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
@@ -23,6 +23,7 @@ from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.relay.cost import versions_at_peak
 from laminar_py.reward.registry import load_reward
 from laminar_py.runtime.engines import check_engine
+from laminar_py.runtime.placement import learner_device
 from laminar_py.runtime.trackers import check_trackers
 from laminar_py.section import ConfigError
 from laminar_py.types import Prompt
@@ -60,6 +61,7 @@ def check(config: RunConfig) -> Inputs:
         source = Source(config.warm_start.data, "warm_start.data")
         read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
     check_adapters(config)
+    _check_learner(config)
     load_reward(config.reward.function, pattern=config.reward.pattern)
     check_engine(config)
     if config.cluster.address is None:  # else `runtime.survey` looks at the nodes themselves
@@ -92,6 +94,20 @@ def _check_model(config: RunConfig) -> None:
     if not config.model.from_scratch and not list(path.glob("*.safetensors")):
         raise ConfigError(
             f"model.path={path}: no *.safetensors in it; name a folder with weights or set model.from_scratch=true"
+        )
+
+
+def _check_learner(config: RunConfig) -> None:
+    """What a setting needs of the learner's devices and layers."""
+    learner, device = config.learner, learner_device(config)
+    if learner.offload and device is not Device.CUDA:
+        raise ConfigError(
+            f"learner.offload=true: the learner is on {device}, whose memory is the host's; set it to false"
+        )
+    if learner.compile and read_sizes(config.model.path).num_experts_per_tok is not None:
+        raise ConfigError(
+            "learner.compile=true: layers with experts are not compiled, since each step has other shapes and may"
+            " force other experts; set it to false"
         )
 
 

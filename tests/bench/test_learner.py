@@ -17,7 +17,8 @@ SIZES = {
     "engine_tokens": 400,
     "memory": (2048, 4096, 32),
 }
-TINY = Scale(model=LLAMA, sglang=False, **SIZES)
+TINY_LOAD = replace(FULL, model=LLAMA, sequences=4, median=16, max_tokens=64, steps=2)
+TINY = Scale(model=LLAMA, sglang=False, mfu=TINY_LOAD, **SIZES)
 
 
 def test_all_figures_of_a_tiny_model():

@@ -69,6 +69,7 @@ class Fleet:
         policies=(),
         recorder=None,
         refers=False,
+        length_cost=lambda length: 0.0,
         **settings,
     ):
         self.clock = ManualClock()
@@ -90,6 +91,7 @@ class Fleet:
             bound=StalenessBound(max_staleness, policies),
             clock=self.clock,
             submit_reference=self.unreferred.append if refers else None,
+            length_cost=length_cost,
         )
         self.flow.admitting = True
         self.flow.newest_version = 0

@@ -108,6 +108,20 @@ async def test_a_group_without_signal_trains_is_skipped_or_refilled(policy, drop
     assert bool(fleet.running[0]) == (policy is WithoutSignal.REFILL)
 
 
+@pytest.mark.parametrize(("rewards", "ready"), [([1.0, 1.0], 0), ([1.0, 0.0], 2)])
+async def test_length_changes_advantages_and_not_whether_a_group_has_signal(rewards, ready):
+    fleet = Fleet(
+        replicas=1, capacity=1, group_size=2, without_signal=WithoutSignal.REFILL, length_cost=lambda n: n / 10
+    )
+    await fleet.report(0)
+    for index, tokens in enumerate((1, 9)):
+        await fleet.finish(0, f"g0.{index}", tokens=tokens)
+    await fleet.score_all(lambda index: rewards[index])
+    events = [event for event in fleet.log.events if isinstance(event, Ready)]
+    assert len(events) == ready
+    assert [event.advantage for event in events] == pytest.approx([0.707, -0.707][:ready], abs=1e-3)
+
+
 async def test_a_straggler_past_the_deadline_is_dropped_with_an_event_and_its_replica_told():
     fleet = Fleet(replicas=1, capacity=1, group_deadline_s=10.0)
     await fleet.report(0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.algorithm import Advantage
-from laminar_py.learner.advantage import group_advantages
+from laminar_py.learner.advantage import group_advantages, overlong_cost
 
 
 def advantages(kind, rewards):
@@ -40,6 +40,12 @@ def test_advantages_equal_the_torch_formula(rewards: list[float]):
 @pytest.mark.parametrize("kind", set(Advantage) - {Advantage.BATCH_STD})
 def test_a_group_without_signal_has_no_advantages(kind: Advantage):
     np.testing.assert_allclose(advantages(kind, [0.7] * 5), 0.0, atol=1e-6)
+
+
+def test_the_last_tokens_below_the_cap_cost_reward():
+    cost = overlong_cost(100, 20)
+    assert [cost(length) for length in (0, 80, 90, 100, 101)] == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert overlong_cost(100, None)(100) == 0.0
 
 
 @given(GROUPS)

@@ -12,9 +12,17 @@ from msgspec.structs import asdict
 from laminar_py.algorithm import PRESETS, AlgorithmConfig, Divergence, Partition
 from laminar_py.config import LearnerConfig, ModelConfig
 from laminar_py.learner.export import named_tensors
-from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.model import policy_logprobs, policy_outputs
 from laminar_py.learner.step import Learner
-from tests.learner.builders import VOCAB, full_parameters, make_learner, make_model_folder, make_sequences, pack
+from tests.learner.builders import (
+    VOCAB,
+    Sample,
+    full_parameters,
+    make_learner,
+    make_model_folder,
+    make_sequences,
+    pack,
+)
 
 
 def test_accumulated_step_equals_the_step_in_one_batch(model_folder: Path):
@@ -62,18 +70,26 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_folder: Path):
     assert learner.num_steps == 2
 
 
-def test_a_learned_partition_function_approaches_that_of_the_prompts(model_folder: Path):
+def test_a_learned_partition_function_is_one_of_each_prompt_alone(model_folder: Path):
     """While the policy is still its reference, what is left of the imbalance is log Z - reward / beta."""
-    reward = 3.0
     algorithm = AlgorithmConfig(
-        name="tba", beta=1.0, partition=Partition.LEARNED, partition_lr=1e-2, reference=model_folder
+        name="tba", beta=1.0, partition=Partition.LEARNED, partition_lr=3e-2, reference=model_folder
     )
     learner = make_learner(model_folder, algorithm=algorithm, settings=LearnerConfig(lr=1e-9))
-    rewards = np.full(6, reward, np.float32)
-    batch = msgspec.structs.replace(pack(make_sequences(), num_total=6), rewards=rewards)
-    losses = [learner.step([batch]).loss for _ in range(60)]
-    assert losses[0] == pytest.approx(reward**2, rel=1e-3), "log Z begins at 0"
-    assert losses[-1] < 0.05 * losses[0]
+    prompts, rewards = [np.array([7, 3, 9]), np.array([20, 41, 2, 5])] * 3, np.array([3, -1] * 3, np.float32)
+
+    def batch_of(seed):
+        responses = np.random.default_rng(seed).integers(0, VOCAB, (6, 12))
+        both = zip(prompts, responses, strict=True)
+        sequences = [Sample(np.concatenate([p, r]), len(p), np.full(12, -4.0), 0.0) for p, r in both]
+        return msgspec.structs.replace(pack(sequences, num_total=6), rewards=rewards)
+
+    losses = [learner.step([batch_of(0)]).loss for _ in range(80)]
+    assert losses[0] == pytest.approx(5.0, rel=1e-3), "log Z begins at 0: the mean square of the rewards"
+    for seed in (0, 1):  # other responses change nothing
+        log_partition = policy_outputs(learner.model, batch_of(seed))[2].detach().numpy()
+        ends = batch_of(seed).cu_seqlens[:-1] + [len(prompt) - 1 for prompt in prompts]
+        np.testing.assert_allclose(log_partition[ends], rewards, atol=0.2)
     published = {name for name, _ in named_tensors(learner.model, dtype=torch.float32)}
     assert not any("partition" in name for name in published)
 

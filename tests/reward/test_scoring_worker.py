@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from laminar_py.reward.overlong import Overlong
 from laminar_py.reward.worker import ScoringWorker
-from laminar_py.types import DropReason, FinishReason, Kind, Score, ScoringRequest
+from laminar_py.types import DropReason, FinishReason, Score, ScoringRequest
 
 
 def make_request(response: str, *, index: int = 0) -> ScoringRequest:
@@ -50,21 +49,6 @@ def test_anything_else_is_a_failed_reward(value: object) -> None:
     (verdict,) = score(lambda _: value, "a")
     assert (verdict.value, verdict.failure) == (None, DropReason.REWARD_FAILED)
     assert f"returned {value!r}" in verdict.detail
-
-
-def test_the_last_tokens_below_the_cap_cost_reward_in_training_alone() -> None:
-    def verdicts(length: int, value: object, kind: Kind = Kind.TRAIN) -> Score:
-        ids = np.zeros(length, dtype=np.int32)
-        request = ScoringRequest("g0.0", "prompt", "", "7", FinishReason.STOP, ids, kind)
-        worker = ScoringWorker(lambda _: value, timeout_s=1.0, overlong=Overlong(cap=100, buffer=20))  # type: ignore[arg-type,return-value]
-        return worker.score([request])[0]
-
-    assert [verdicts(length, 1.0).value for length in (0, 80, 90, 100, 101)] == [1.0, 1.0, 0.5, 0.0, 0.0]
-    assert verdicts(100, 1.0, Kind.EVAL).value == 1.0
-    tokens = verdicts(90, [0.5] + [0.0] * 89)
-    assert tokens.value == pytest.approx(0.0)
-    assert tokens.token_values is not None
-    assert (tokens.token_values[0], tokens.token_values[-1]) == (0.5, -0.5)
 
 
 def test_only_the_trajectory_that_takes_too_long_is_dropped() -> None:

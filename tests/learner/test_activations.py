@@ -1,0 +1,37 @@
+"""Layers that are compiled are compiled, also where their activations are computed again."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from laminar_py.config import Recompute
+from laminar_py.learner import attention
+from laminar_py.learner.activations import compile_layers, recompute_activations
+from laminar_py.learner.attention import PackedKernel
+from laminar_py.learner.model import policy_logprobs
+from tests.learner.builders import make_learner, make_sequences, pack
+
+
+def one_sequence(q, k, v, cu_seqlens, longest, scale):
+    """Attention that can be traced: lengths are no Python numbers, as in the kernels of a GPU."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("kind", list(Recompute))
+def test_a_compiled_layer_is_traced_and_computes_the_same(monkeypatch, model_folder, kind):
+    torch._dynamo.reset()
+    monkeypatch.setitem(attention.KERNELS, PackedKernel.SDPA, one_sequence)
+    batch = pack(make_sequences((9,)), num_total=1)
+    plain, compiled = make_learner(model_folder), make_learner(model_folder)
+    counter = CompileCounterWithBackend("aot_eager")
+    recompute_activations(compiled.model, kind)
+    compile_layers(compiled.model, backend=counter)
+    gradients = []
+    for learner in (plain, compiled):
+        policy_logprobs(learner.model, batch)[0].sum().backward()
+        gradients.append([parameter.grad for parameter in learner.model.parameters()])
+    assert counter.frame_count > 0
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
