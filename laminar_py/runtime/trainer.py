@@ -278,7 +278,7 @@ class Trainer:
             await self._go_back(error)
 
     async def _save_last(self) -> None:
-        """The run ends here, or was stopped; if the learner dies over this checkpoint, the one before it stands."""
+        """The run ends here; if the learner dies over this checkpoint, the one before it stands."""
         try:
             if self._saved_step != self.step:
                 await self._save()

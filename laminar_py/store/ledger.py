@@ -191,7 +191,7 @@ class Ledger:
         return await asyncio.to_thread(unpublished, self._reader)
 
     async def archive(self, step: int) -> int:
-        """Move pieces to Parquet that no rollback to `step` or later can need; the number of trajectories moved."""
+        """Move to Parquet what no rollback to `step` or later can need; the number of trajectories moved."""
         await self.commit()
         moved = await asyncio.to_thread(write_archive, self._path.parent, step)
         for first in range(0, len(moved), _FORGET):
