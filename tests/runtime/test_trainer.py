@@ -171,10 +171,12 @@ async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is
 
 async def test_whatever_a_checkpoint_fails_with_ends_the_run_though_no_batch_comes(tmp_path):
     full = OSError(28, "No space left on device")
-    async with training(tmp_path, "steps=9", fails={2: full}, admission="sync") as (trainer, learner, fleet):
-        async with generating(fleet, wanted=lambda: learner.saves < 2):
-            with pytest.raises(OSError, match="No space left"):
-                await asyncio.wait_for(trainer.run(), PATIENCE_S)
+    async with (
+        training(tmp_path, "steps=9", fails={2: full}, admission="sync") as (trainer, learner, fleet),
+        generating(fleet, wanted=lambda: learner.saves < 2),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            await asyncio.wait_for(trainer.run(), PATIENCE_S)
 
 
 async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_path):
