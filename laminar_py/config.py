@@ -394,7 +394,7 @@ class LearnerConfig(Section):
     checkpoint_every: Count = 20
     """Learner steps between two checkpoints."""
     keep_checkpoints: Count = 2
-    """Checkpoints kept on disk."""
+    """Checkpoints kept on disk. One that is to stay longer needs a copy or another name."""
 
 
 class RelayConfig(Section):

@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from laminar_py.config import ModelConfig
 from laminar_py.learner.checkpoint import load_weights
+from laminar_py.learner.marker import sync
 from laminar_py.learner.model import check_model_folder, is_mixture
 from laminar_py.learner.optimizer import PARTITION
 
@@ -96,5 +97,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, source: Path, dtype: st
     model.tie_weights()
     load_weights(checkpoint, model)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
-    partial.rename(folder)
+    try:
+        export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # if it could not be completed
+    sync(folder.parent)

@@ -39,10 +39,10 @@ def seal(partial: Path, folder: Path, *, step: int, world_size: int, model: Arch
     """Make a checkpoint, on disk and under its name, of the files in `partial`; replaces an older `folder`."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files)))
-    _sync_folder(partial)
+    sync(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    _sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def read_marker(folder: Path) -> Marker:
@@ -74,14 +74,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _torn(folder: Path, fault: str) -> ValueError:
-    return ValueError(
-        f"checkpoint={folder}: half written or damaged ({fault}); delete it, and the one before it is taken"
-    )
+    return ValueError(f"checkpoint={folder}: half written or damaged ({fault}); restore or delete it")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Names survive a power cut only once their folder is on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Return when a file is on disk, or the names in a folder: only then do they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

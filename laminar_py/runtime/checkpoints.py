@@ -3,9 +3,12 @@
 Owned by the trainer. States of one: the learner copies (`begin`) -> its files are written -> complete on disk ->
 on record -> older ones deleted. There is one at a time. Invariant: the ledger speaks of a checkpoint only when all
 of it is on disk; so a death at any moment leaves the one before it, and what was consumed since can be undone.
+Each that is kept can be gone back to: what one of them may need is not archived.
 """
 
 import asyncio
+import logging
+import re
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,9 +20,24 @@ from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.store.database import reading
 from laminar_py.store.ledger import Ledger
-from laminar_py.store.recovery import last_checkpoint
+from laminar_py.store.recovery import checkpoints_on_record, newest_there
+
+log = logging.getLogger(__name__)
 
 ARCHIVE_EVERY = 10  # checkpoints; each archive is a Parquet file of its own
+_GONE = ".gone"
+_OURS = re.compile(r"step-\d+-\d+\.\d+(\.tmp)?(\.gone)?")
+
+
+def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
+    """Of its folder, e.g. `step-40-1.0`; no other of the run has it."""
+    return f"step-{step}-{incarnation}.{restarts}"
+
+
+def on_record(run: RunFolder) -> list[Checkpointed]:
+    """What the ledger says can be gone back to, the newest first, whether or not its folder is there."""
+    with reading(run.path) as connection:
+        return checkpoints_on_record(connection)
 
 
 def find_checkpoint(run: RunFolder) -> Checkpointed | None:
@@ -27,10 +45,16 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
 
     Raises `ValueError` if that one is half written or damaged, or if all are gone.
     """
-    with reading(run.path) as connection:
-        found = last_checkpoint(connection, there=run.has)
-    if found is not None:
+    recorded = on_record(run)
+    found = newest_there(recorded, run.has)
+    if found is None:
+        return None
+    try:
         read_marker(run.path / found.path)
+    except ValueError as error:
+        older = next((one.path for one in recorded[recorded.index(found) + 1 :] if run.has(one)), None)
+        without = f"{older} is taken" if older else "there is none, start a new run"
+        raise ValueError(f"{error}; without it {without}") from None
     return found
 
 
@@ -54,7 +78,6 @@ class Checkpoints:
         last: Checkpointed | None,
     ) -> None:
         self.last = last  # on record
-        self.lost: PartDiedError | None = None  # how the learner died over the one being written
         self._run = run
         self._ledger = ledger
         self._save = save
@@ -63,13 +86,17 @@ class Checkpoints:
         self._settled = settled
         self._clock = clock
         self._keep = keep
-        self._kept = [run.path / last.path] if last else []  # the oldest first
+        self._kept = [last] if last else []  # the oldest first
         self._count = 0
-        self._failed = asyncio.Event()  # `lost` is set
         self._writing: asyncio.Task[None] | None = None
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What writing the one that was begun last failed with: PartDiedError if the learner died over it."""
+        return self._writing.exception() if self._writing is not None and self._writing.done() else None
+
     async def begin(self, name: str, *, step: int, version: int) -> None:
-        """Have the learner's state copied; returns when the learner may go on. Raises PartDiedError."""
+        """Have the learner's state copied; returns when the learner may go on. Raises what `finish` raises."""
         began = self._clock.now()
         await self.finish()
         folder = self._run.checkpoints / name
@@ -83,43 +110,54 @@ class Checkpoints:
         if self._writing is not None:
             await self._writing
 
-    async def any_lost(self) -> None:
-        """Until the learner has died over one."""
-        await self._failed.wait()
-
-    async def settle(self) -> None:
-        """The learner is dead: return when what was being written is on record, or lost."""
+    async def any_failure(self) -> None:
+        """Until there is a `failure`."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
-            if self._writing.exception() is not self.lost:
-                self._writing.result()
+        if self.failure is None:
+            await asyncio.Event().wait()  # nothing is written, so nothing can fail
+
+    async def settle(self) -> PartDiedError | None:
+        """The learner is dead: when what was being written is on record, or how the learner died over it."""
+        try:
+            await self.finish()
+        except PartDiedError as error:
+            return error
+        return None
 
     def start_over(self) -> None:
         """There is a new learner."""
-        self.lost, self._writing = None, None
-        self._failed.clear()
+        self._writing = None
+
+    async def close(self) -> None:
+        """The run ends: give up what is still being written. Whoever ends it knows of a `failure`."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _complete(self, folder: Path, step: int, version: int, *, began: float, stall_s: float) -> None:
-        try:
-            await self._saved()
-            await self._recorded(version)
-        except PartDiedError as error:
-            self.lost = error
-            self._failed.set()
-            raise
+        await self._saved()
+        await self._recorded(version)
         path = str(folder.relative_to(self._run.path))
         self.last = Checkpointed(step, version, path, stall_s, self._clock.now() - began)
         self._ledger.append(self.last)
         await self._ledger.commit()
         self._settled(step)
-        self._kept = [*self._kept, folder][-self._keep :]
+        self._kept = [*self._kept, self.last][-self._keep :]
         await asyncio.to_thread(self._delete_others)
         self._count += 1
         if self._count % ARCHIVE_EVERY == 0:
-            await self._ledger.archive()
+            await self._ledger.archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
-        """What is older, and what a death left half written or unrecorded."""
-        for folder in self._run.checkpoints.iterdir():
-            if folder not in self._kept:
-                shutil.rmtree(folder, ignore_errors=True)
+        """What is older, and what a death left half written, unrecorded or half deleted; nothing of a user's.
+
+        It is renamed first: what reads it finds all of it or nothing.
+        """
+        kept = {self._run.path / one.path for one in self._kept}
+        for folder in sorted(self._run.checkpoints.iterdir(), reverse=True):  # `x.gone` before an `x`
+            if _OURS.fullmatch(folder.name) and folder not in kept:
+                log.info("deleting %s", folder)
+                gone = folder.with_name(folder.name.removesuffix(_GONE) + _GONE)
+                folder.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)

@@ -132,6 +132,17 @@ class Controller:
             restart_replicas=self._replicas.restart,
             publish=self._evaluated,
         )
+        self._checkpoints = Checkpoints(
+            run,
+            ledger=self._ledger,
+            save=self._learner.save,
+            saved=self._learner.saved,
+            recorded=self._versions.on_record,
+            settled=self._flow.consumption.checkpointed,
+            clock=clock,
+            keep=config.learner.keep_checkpoints,
+            last=recovered.checkpoint if recovered else None,
+        )
         self._trainer = Trainer(
             config,
             run=run,
@@ -142,17 +153,7 @@ class Controller:
             stats=self._stats,
             supervisor=self._supervisor,
             versions=self._versions,
-            checkpoints=Checkpoints(
-                run,
-                ledger=self._ledger,
-                save=self._learner.save,
-                saved=self._learner.saved,
-                recorded=self._versions.on_record,
-                settled=self._flow.consumption.checkpointed,
-                clock=clock,
-                keep=config.learner.keep_checkpoints,
-                last=recovered.checkpoint if recovered else None,
-            ),
+            checkpoints=self._checkpoints,
             incarnation=self._incarnation,
             show=self._stepped,
         )

@@ -6,10 +6,12 @@ Invariant: it reads a run, also one that goes on, and changes nothing of it.
 from pathlib import Path
 
 from laminar_py.config_file import load_config
-from laminar_py.runtime.checkpoints import find_checkpoint
+from laminar_py.events import Checkpointed
+from laminar_py.runtime.checkpoints import on_record
 from laminar_py.runtime.engines import served_dtype
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.section import ConfigError
+from laminar_py.store.recovery import newest_there
 
 
 def export(source: Path, out: Path, *, dtype: str | None = None) -> Path:
@@ -21,14 +23,18 @@ def export(source: Path, out: Path, *, dtype: str | None = None) -> Path:
     if out.exists():
         raise ConfigError(f"out={out}: is there already; name a folder that is not, or delete it")
     run = _run_of(source)
+    if out.resolve().is_relative_to(run.path.resolve()):
+        raise ConfigError(f"out={out}: is inside the run's own folder {run.path}; name one outside of it")
+    if run.path != source:
+        return _export(run, source, out, dtype)
     while True:
-        checkpoint = source if run.path != source else _newest(run)
+        newest = _newest(run)
         try:
-            return _export(run, checkpoint, out, dtype)
-        except ValueError:
-            if checkpoint == source or checkpoint.is_dir():
+            return _export(run, run.path / newest.path, out, dtype)
+        except (ValueError, OSError):
+            if _newest(run) == newest:
                 raise
-            # the run has deleted it for a newer one
+            # else the run may have deleted it for the newer one while it was read
 
 
 def _run_of(source: Path) -> RunFolder:
@@ -40,11 +46,11 @@ def _run_of(source: Path) -> RunFolder:
     )
 
 
-def _newest(run: RunFolder) -> Path:
-    found = find_checkpoint(run)
+def _newest(run: RunFolder) -> Checkpointed:
+    found = newest_there(on_record(run), run.has)
     if found is None:
         raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one")
-    return run.path / found.path
+    return found
 
 
 def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Path:

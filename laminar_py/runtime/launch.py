@@ -7,7 +7,7 @@ import signal
 from rich.console import Console
 
 from laminar_py.config import RunConfig
-from laminar_py.runtime.checkpoints import find_checkpoint
+from laminar_py.runtime.checkpoints import find_checkpoint, on_record
 from laminar_py.runtime.cluster import open_cluster
 from laminar_py.runtime.controller import Controller
 from laminar_py.runtime.errors import RunFailedError
@@ -35,7 +35,7 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
         resume.lock()
         reaped = resume.reap()
         if resume.ledger.is_file():
-            find_checkpoint(resume)  # better refused now than when all parts are up
+            tell_fallback(resume, console)  # better refused now than when all parts are up
         if reaped:
             console.print(f"ended {reaped} processes that a killed run had left")
     with open_cluster(config.cluster.address):
@@ -49,6 +49,20 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
     if not summary.finished:
         raise RunInterruptedError(summary)
     return summary
+
+
+def tell_fallback(run: RunFolder, console: Console) -> None:
+    """Say so if the newest checkpoint of a run to resume is gone, and which one is taken.
+
+    Raises `ValueError` if that one cannot be, or if there is none any more.
+    """
+    found = find_checkpoint(run)
+    if found is not None and (newest := on_record(run)[0]) != found:
+        console.print(
+            f"{newest.path} is gone: the run goes back to step {found.step}, {found.path}",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _run(

@@ -18,7 +18,7 @@ from laminar_py.events import RolledBack, Stepped, StepSkipped
 from laminar_py.repack.balance import attention_share
 from laminar_py.repack.pack_stage import Packing
 from laminar_py.repack.packer import assign, step_terms
-from laminar_py.runtime.checkpoints import Checkpoints
+from laminar_py.runtime.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.runtime.errors import PartDiedError, RunFailedError
 from laminar_py.runtime.evaluator import Evaluator, Moment
 from laminar_py.runtime.learner_link import LearnerLink
@@ -131,36 +131,39 @@ class Trainer:
         """The next batch, or None when the run is to end.
 
         Raises PartDiedError if the learner dies over the version that the batch may be waiting for, or over a
-        checkpoint.
+        checkpoint; and whatever else a checkpoint fails with.
         """
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
             self._flow.consumption.next_batch(groups=groups, version=self.version), name="next-batch"
         )
         stop = asyncio.create_task(self._asked_to_stop(), name="stop")
-        deaths = [
+        failures = [
             asyncio.create_task(self._versions.any_lost(), name="version-lost"),
-            asyncio.create_task(self._checkpoints.any_lost(), name="checkpoint-lost"),
+            asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
         ]
         left = None if limit is None else max(0.0, limit - self._stats.rl_s)
-        await asyncio.wait([take, stop, *deaths], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        stopped, lost = stop.done(), self._versions.lost or self._checkpoints.lost
-        for task in (stop, *deaths):
+        await asyncio.wait([take, stop, *failures], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        stopped, failure = stop.done(), self._versions.lost or self._checkpoints.failure
+        for task in (stop, *failures):
             task.cancel()
-        if take.done() and lost is None and not stopped and left != 0.0:
+        if take.done() and failure is None and not stopped and left != 0.0:
             return take.result()
         take.cancel()
         await asyncio.wait([take])
         if not take.cancelled():
             await self._flow.consumption.put_back(take.result())
-        if lost is not None and not stopped:
-            raise lost
+        if failure is not None and not stopped:
+            raise failure
         return None
 
     async def _asked_to_stop(self) -> None:
-        """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut."""
+        """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut.
+
+        Once the flow is paused no batch is completed any more, whatever is live.
+        """
         await self.stop.wait()
-        if self._config.schedule is Schedule.SYNC and self._flow.book.groups:
+        if self._config.schedule is Schedule.SYNC and self._flow.book.groups and self._flow.continuing:
             await asyncio.Event().wait()
         self._flow.pause()
 
@@ -260,13 +263,17 @@ class Trainer:
 
     async def _save(self) -> None:
         """Begin a checkpoint of this step. Raises PartDiedError."""
-        name = f"step-{self.step}-{self._incarnation}.{self._supervisor.total_restarts}"
+        restarts = self._supervisor.total_restarts
+        name = checkpoint_name(self.step, incarnation=self._incarnation, restarts=restarts)
         self._saved_step = self.step
         await self._checkpoints.begin(name, step=self.step, version=self.version)
 
     async def _save_or_go_back(self) -> None:
+        """The last one is waited for: what the run has learned is not done before it is on record."""
         try:
             await self._save()
+            if self.step == self._config.steps:
+                await self._checkpoints.finish()
         except PartDiedError as error:
             await self._go_back(error)
 
@@ -277,7 +284,11 @@ class Trainer:
                 await self._save()
             await self._checkpoints.finish()
         except PartDiedError as error:
-            self._supervisor.died(await self._bury(error))
+            death = await self._bury(error)
+            standing = self._checkpoints.last
+            assert standing is not None, "a learner trains only once there is a checkpoint"
+            log.warning("the checkpoint of step %d is lost; %s stands", self.step, standing.path)
+            self._supervisor.died(death)
 
     # ---- the learner's life
 
@@ -325,8 +336,7 @@ class Trainer:
     async def _bury(self, error: PartDiedError) -> PartDiedError:
         """End what is left of the learner, settle its last checkpoint; what it died of."""
         self._learner.kill()
-        await self._checkpoints.settle()
-        return self._checkpoints.lost or error
+        return await self._checkpoints.settle() or error
 
     def _respawn(self, error: PartDiedError) -> None:
         self._versions.start_over()

@@ -1,8 +1,8 @@
 """Response pieces that no rollback can need, in Parquet: `archive/*.parquet`, one file per call.
 
-Written by the ledger after a checkpoint, which deletes the pieces from SQLite only when the file is complete.
-A crash in between leaves some pieces in both places, equal byte for byte. pyarrow is imported by the functions
-that need it: a controller that archives nothing is spared its memory.
+Written by the ledger after a checkpoint, for what is older than all that are kept; it deletes the pieces from
+SQLite only when the file is complete. A crash in between leaves some pieces in both places, equal byte for byte.
+pyarrow is imported by the functions that need it: a controller that archives nothing is spared its memory.
 """
 
 import os
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 _ROW_GROUP_BYTES = 16 * 2**20
 _BINARY = ("mask", "experts", "digest")
-_SETTLED = (
-    "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <="
-    " (SELECT coalesce(max(step), -1) FROM checkpoint WHERE NOT undone))"
-)
+_SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <= ?)"
 
 
-def write_archive(run: Path) -> list[int]:
-    """Copy all settled pieces that are still in SQLite to a new file; the numbers of their trajectories."""
+def write_archive(run: Path, step: int) -> list[int]:
+    """Copy to a new file all pieces still in SQLite that nobody needs who goes back to `step` or a later one.
+
+    Returns the numbers of their trajectories.
+    """
     moved: list[int] = []
     with reading(run) as connection:
-        pieces = stored_pieces(connection, _SETTLED)
+        pieces = stored_pieces(connection, _SETTLED, (step,))
         seq = connection.execute("SELECT seq FROM head").fetchone()[0]
         first = next(pieces, None)
         if first is None:

@@ -190,10 +190,10 @@ class Ledger:
         await self.commit()
         return await asyncio.to_thread(unpublished, self._reader)
 
-    async def archive(self) -> int:
-        """Move pieces that no rollback can need any more to Parquet; the number of trajectories moved."""
+    async def archive(self, step: int) -> int:
+        """Move to Parquet what no rollback to `step` or later can need; the number of trajectories moved."""
         await self.commit()
-        moved = await asyncio.to_thread(write_archive, self._path.parent)
+        moved = await asyncio.to_thread(write_archive, self._path.parent, step)
         for first in range(0, len(moved), _FORGET):
             self._batch.archived += moved[first : first + _FORGET]
             await self.commit()

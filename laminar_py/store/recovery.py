@@ -5,7 +5,7 @@ on exactly where its last stored token is.
 """
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
     Raises `ValueError` if the ledger cannot be read, or if no checkpoint of those on record is there.
     """
     with reading(run) as connection:
-        checkpoint = last_checkpoint(connection, there=there)
+        checkpoint = newest_there(checkpoints_on_record(connection), there)
         step = checkpoint.step if checkpoint else 0
         live = tuple(_live(ledger_path(run).parent, connection, step))
         (incarnation, next_prompt, next_evaluation) = connection.execute(
@@ -129,26 +129,24 @@ def unpublished(connection: sqlite3.Connection) -> list[Published]:
 _UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 
 
-def last_checkpoint(
-    connection: sqlite3.Connection, *, there: Callable[[Checkpointed], bool] = _wherever
-) -> Checkpointed | None:
-    """The newest that is `there`, None if none was ever made. Raises `ValueError` if all are gone."""
+def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
+    """Those that can be gone back to, the newest first, whether or not their folders are there."""
     rows = connection.execute(
         "SELECT body FROM event JOIN checkpoint USING (seq) WHERE NOT undone ORDER BY seq DESC"
     )
-    newest = None
-    for (body,) in rows:
-        checkpoint = decode_event(body)
-        assert isinstance(checkpoint, Checkpointed), f"{body} is of another kind"
-        if there(checkpoint):
-            return checkpoint
-        newest = newest or checkpoint
-    if newest is not None:
+    events = [decode_event(body) for (body,) in rows]
+    return [event for event in events if isinstance(event, Checkpointed)]
+
+
+def newest_there(recorded: Sequence[Checkpointed], there: Callable[[Checkpointed], bool]) -> Checkpointed | None:
+    """The first that is `there`, None if none was ever made. Raises `ValueError` if all are gone."""
+    found = next(filter(there, recorded), None)
+    if found is None and recorded:
         raise ValueError(
-            f"checkpoint={newest.path}: no such folder, nor is any older one there; restore it in the run's"
+            f"checkpoint={recorded[0].path}: no such folder, nor is any older one there; restore it in the run's"
             " folder, or start a new run"
         )
-    return None
+    return found
 
 
 def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str, int]:

@@ -115,8 +115,8 @@ def test_resuming_from_a_torn_checkpoint_is_refused_and_loses_nothing(tmp_path):
     code, lines = train(f"runs={tmp_path}", "--resume")
     assert code == 2
     assert lines == [
-        f"laminar: checkpoint={torn}: half written or damaged (has no complete.json); delete it, and the one"
-        " before it is taken"
+        f"laminar: checkpoint={torn}: half written or damaged (has no complete.json); restore or delete it;"
+        " without it there is none, start a new run"
     ]
     assert (run / "ledger.sqlite").read_bytes() == before
     assert (torn / ".metadata").exists()

@@ -35,20 +35,22 @@ LEARNED = (
 def runs(tmp_path_factory):
     """Folders of a run, and of one that Ctrl-C cut and that was resumed; both trained all steps."""
     folder = tmp_path_factory.mktemp("continuation")
-    with start(folder / "whole") as whole:
-        with start(folder / "cut") as cut:
+    whole, cut = start(folder / "whole"), start(folder / "cut")
+    try:
+        with whole, cut:
             cut.wait_for_step(2)
             cut.send(signal.SIGINT)
             code, output = cut.finish()
-        assert code == 130, output
-        with start(folder / "cut", resume=True) as resumed:
-            code, output = resumed.finish()
-        assert code == 0, output
-        code, output = whole.finish()
-    assert code == 0, output
-    yield whole.run, resumed.run
-    for leftover in Path("/dev/shm").glob("laminar-cut-small-*"):
-        shutil.rmtree(leftover)
+            assert code == 130, output
+            with start(folder / "cut", resume=True) as resumed:
+                code, output = resumed.finish()
+            assert code == 0, output
+            code, output = whole.finish()
+            assert code == 0, output
+        yield whole.run, cut.run
+    finally:
+        for run in (whole.run, cut.run):
+            shutil.rmtree(RunFolder(run).shm(Path("/dev/shm")), ignore_errors=True)  # a run that failed left it
 
 
 def digests(run):

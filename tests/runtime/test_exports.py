@@ -18,6 +18,7 @@ from tests.store.runs import begin, checkpoint, open_ledger
 
 def make_run(folder: Path, *, steps=2):
     """A run's folder with a checkpoint after each step, and the learner after the last."""
+    folder.mkdir()
     source = make_model_folder(folder / "model", tied=True)
     config = load_config(REPO / "configs/quickstart.yaml", [f"model.path={source}"])
     (folder / "config.yaml").write_text(dump_config(config))
@@ -36,8 +37,8 @@ def make_run(folder: Path, *, steps=2):
 
 
 def test_the_newest_checkpoint_of_a_run_loads_in_transformers(tmp_path):
-    learner = make_run(tmp_path)
-    assert export(tmp_path, tmp_path / "out") == tmp_path / "checkpoints/step-2"
+    learner = make_run(tmp_path / "run")
+    assert export(tmp_path / "run", tmp_path / "out") == tmp_path / "run/checkpoints/step-2"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = full_parameters(learner)
     assert {name for name, _ in model.named_parameters()} == set(expected)
@@ -47,55 +48,77 @@ def test_the_newest_checkpoint_of_a_run_loads_in_transformers(tmp_path):
 
 
 def test_a_named_checkpoint_in_the_type_asked_for(tmp_path):
-    learner = make_run(tmp_path, steps=1)
+    learner = make_run(tmp_path / "run", steps=1)
     first = full_parameters(learner)
     learner.step([pack(make_sequences(), num_total=6)])
-    learner.save(tmp_path / "checkpoints/step-2")
-    export(tmp_path / "checkpoints/step-1", tmp_path / "out", dtype="bfloat16")
+    learner.save(tmp_path / "run/checkpoints/step-2")
+    export(tmp_path / "run/checkpoints/step-1", tmp_path / "out", dtype="bfloat16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, first[name].bfloat16()) for name, tensor in model.named_parameters())
 
 
-def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer_one(tmp_path, monkeypatch):
-    learner, out = make_run(tmp_path), tmp_path / "out"
-    (tmp_path / "checkpoints/step-2").rename(tmp_path / "newer")
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer_one(tmp_path, monkeypatch, torn):
+    learner, out, checkpoints = make_run(tmp_path / "run"), tmp_path / "out", tmp_path / "run/checkpoints"
+    (checkpoints / "step-2").rename(tmp_path / "newer")
     found = []
 
     def pruned(*arguments, **settings):
         """The run goes on while weights are read."""
         found.append(load(*arguments, **settings))
         if len(found) == 1:
-            (tmp_path / "checkpoints/step-1").rename(tmp_path / "older")
-            (tmp_path / "newer").rename(tmp_path / "checkpoints/step-2")
+            if torn:
+                (checkpoints / "step-1/.metadata").unlink()
+            else:
+                (checkpoints / "step-1").rename(tmp_path / "older")
+            (tmp_path / "newer").rename(checkpoints / "step-2")
         return found[-1]
 
     from laminar_py.learner import checkpoint as module
 
     load = module.read_marker
     monkeypatch.setattr(module, "read_marker", pruned)
-    assert export(tmp_path, out).name == "step-2"
+    assert export(tmp_path / "run", out).name == "step-2"
     model = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(t, full_parameters(learner)[name]) for name, t in model.named_parameters())
 
 
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    make_run(tmp_path / "run", steps=1)
+
+    def full(weights, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("laminar_py.learner.export.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_what_cannot_be_exported_is_one_line(tmp_path):
-    make_run(tmp_path, steps=1)
+    run = tmp_path / "run"
+    make_run(run, steps=1)
     (tmp_path / "taken").mkdir()
     with pytest.raises(ValueError, match=r"out=.*taken: is there already"):
-        export(tmp_path, tmp_path / "taken")
+        export(run, tmp_path / "taken")
+    for inside in (run / "out", run / "checkpoints/out", tmp_path / "taken/../run/out"):
+        with pytest.raises(ValueError, match=r"out=.*out: is inside the run's own folder .*; name one outside"):
+            export(run, inside)
     with pytest.raises(ValueError, match=r"source=.*taken: neither a run's folder nor a checkpoint in one"):
         export(tmp_path / "taken", tmp_path / "out")
-    (tmp_path / "checkpoints/step-1" / MARKER).unlink()
-    for source in (tmp_path, tmp_path / "checkpoints/step-1"):
+    (run / "checkpoints/step-1" / MARKER).unlink()
+    for source in (run, run / "checkpoints/step-1"):
         with pytest.raises(ValueError, match=r"step-1: half written or damaged \(has no complete.json\)"):
             export(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_a_checkpoint_is_refused_with_exit_code_2(tmp_path):
-    make_run(tmp_path, steps=0)
-    command = [LAMINAR, "export", str(tmp_path), str(tmp_path / "out")]
+    run = tmp_path / "run"
+    make_run(run, steps=0)
+    command = [LAMINAR, "export", str(run), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr == f"laminar: run={tmp_path}: has no checkpoint yet; wait for its first one\n"
+    assert done.stderr == f"laminar: run={run}: has no checkpoint yet; wait for its first one\n"

@@ -65,7 +65,7 @@ async def train(ledger, step, version, prompt, ready):
         sys.stdout.write(f"{step} {len(used)}\n")
         sys.stdout.flush()
         if step % 10 == 0:
-            await ledger.archive()
+            await ledger.archive(step - 5)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ async def settle(ledger):
 async def test_only_what_no_rollback_can_need_is_moved_and_all_is_found(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await settle(ledger)
-        assert await ledger.archive() == 2
-        assert await ledger.archive() == 0
+        assert await ledger.archive(1) == 2
+        assert await ledger.archive(1) == 0
     with reading(tmp_path) as connection:
         assert connection.execute("SELECT count(*) FROM segment").fetchone() == (4,)
     for id, length in (("g0.0", 7), ("g1.0", 7), ("g2.0", 7), ("g3.0", 4)):
@@ -48,10 +48,10 @@ async def test_a_crash_between_copy_and_deletion_does_no_harm(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await settle(ledger)
         await ledger.commit()
-        assert len(write_archive(tmp_path)) == 2
+        assert len(write_archive(tmp_path, 1)) == 2
         assert verify(tmp_path) == []
         ledger.append_all(consume(3, 1, "g2.0"))
-        await ledger.archive()
+        await ledger.archive(1)
     assert len(list(archived_pieces(tmp_path))) == 6
     assert len(story(tmp_path, "g0.0").response.ids) == 7
     assert verify(tmp_path) == []
@@ -61,7 +61,7 @@ async def test_a_lost_archive_is_found_out(tmp_path, monkeypatch):
     monkeypatch.setattr(archive, "_ROW_GROUP_BYTES", 20)
     async with open_ledger(tmp_path) as ledger:
         await settle(ledger)
-        await ledger.archive()
+        await ledger.archive(1)
     assert verify(tmp_path) == []
     (file,) = (tmp_path / "archive").iterdir()
     os.remove(file)
@@ -85,7 +85,7 @@ async def test_masks_experts_and_corrected_spans_are_in_the_archive_too(tmp_path
             assert list(found) == ["g0.0"]
             assert pack_mask(found["g0.0"].sampling_mask) == pack_mask(stored.sampling_mask)
             assert found["g0.0"].routed_experts == make_experts(0, 9)
-        assert await ledger.archive() == 1
+        assert await ledger.archive(1) == 1
     moved = story(tmp_path, "g0.0").response
     assert moved.spans == spans
     assert pack_mask(moved.sampling_mask) == pack_mask(stored.sampling_mask)
@@ -103,9 +103,9 @@ async def test_experts_that_came_without_tokens_survive_a_crash_of_the_archive(t
             ledger.store_segment("g0.0", start, spans, *tokens("g0.0", start, end), routed_experts=experts)
         ledger.append(Dropped("g0.0", DropReason.GROUP_DEADLINE))
         await ledger.commit()
-        write_archive(tmp_path)
+        write_archive(tmp_path, 1)
         issue(ledger, "g1.0", index=1)
-        await ledger.archive()
+        await ledger.archive(1)
     assert len(list(archived_pieces(tmp_path))) == 6
     assert story(tmp_path, "g0.0").response.routed_experts == make_experts(0, 7)
     assert verify(tmp_path) == []
