@@ -7,6 +7,7 @@ probability is far from 1.
 
 import asyncio
 import itertools
+from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +17,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from laminar_py.algorithm import Aggregation
 from laminar_py.audit.verify import verify
+from laminar_py.bench.learner_agreement import deviations, flipped
 from laminar_py.engines.local import LocalEngine
+from laminar_py.engines.local_scheduler import Scheduler
 from laminar_py.engines.sglang import SGLangEngine
 from laminar_py.engines.sglang_stream import Served
-from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.repack.packer import pack
 from laminar_py.rollout.running import begin
 from laminar_py.store.database import reading
 from laminar_py.store.payload import stored_recordings
@@ -31,7 +31,6 @@ from laminar_py.types import (
     Assignment,
     FinishReason,
     Kind,
-    MicroBatch,
     PauseMode,
     Record,
     SamplingParams,
@@ -43,6 +42,7 @@ from tests.repack.house import SLOTS, House
 
 PATIENCE_S = 60.0
 MAX_LEN, LAYERS, EXPERTS, TOP_K = 400, 2, 8, 2
+SMALL = 500  # tokens of cache, for three trajectories or four
 NOISE = 0.05 * torch.randn(MAX_LEN, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(0))
 
 HOUSE = {
@@ -97,40 +97,6 @@ def roads(count: int) -> list[Road]:
     return out
 
 
-def batches(items: list[Trajectory]) -> list[MicroBatch]:
-    longest = max(item.num_tokens for item in items)
-    packed = pack(items, max_tokens=longest, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0)
-    return list(packed.microbatches(0))
-
-
-def deviations(learner: Learner, items: list[Trajectory]) -> np.ndarray:
-    """|ratio - 1| of every token."""
-    out = []
-    for batch in batches(items):
-        with torch.no_grad():
-            logprobs = policy_logprobs(learner.model, batch)[0].numpy()
-        out.append(np.abs(np.expm1(logprobs - batch.behaviour_logprobs))[batch.loss_weights > 0])
-    return np.concatenate(out)
-
-
-def flipped(learner: Learner, items: list[Trajectory]) -> float:
-    """Share of positions whose recorded experts are not those of the learner's own logits, layer by layer."""
-    seen = []
-    routers = [module for module in learner.model.modules() if type(module).__name__.endswith("TopKRouter")]
-    hooks = [router.register_forward_hook(lambda _, __, output: seen.append(output[0])) for router in routers]
-    shares = []
-    for batch in batches(items):
-        seen.clear()
-        with torch.no_grad():
-            policy_logprobs(learner.model, batch)
-        own = torch.stack(seen, 1).topk(TOP_K).indices.sort().values.numpy()
-        routed = (batch.experts >= 0).all((1, 2))
-        shares.append((np.sort(batch.experts, -1) != own).any(-1)[routed])
-    for hook in hooks:
-        hook.remove()
-    return float(np.concatenate(shares).mean())
-
-
 def assert_whole(items: list[Trajectory]) -> None:
     """Every token has its mask, every input its experts."""
     for item in items:
@@ -147,11 +113,28 @@ def assert_replayed(learner: Learner, items: list[Trajectory]) -> None:
     assert deviations(learner, [replace(item, sampling_mask=None) for item in items]).mean() > 1e-2
 
 
-@pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.RETRACT])
-async def test_replay_holds_across_interruptions_and_engines(mode, tmp_path):
-    """One of the engines has too little cache, so that it retracts by itself too."""
+@pytest.fixture
+def retractions(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How often a sequence lost its cache, from now on: True by a pause, False for want of room."""
+    counts, retract = Counter[bool](), Scheduler._retract
+
+    def counting(scheduler: Scheduler, slot: int) -> None:
+        counts[scheduler._paused] += 1
+        retract(scheduler, slot)
+
+    monkeypatch.setattr(Scheduler, "_retract", counting)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("mode", "caches"),
+    [(PauseMode.ABORT, (None, SMALL)), (PauseMode.RETRACT, (SMALL,))],
+    ids=["ABORT", "RETRACT"],
+)
+async def test_replay_holds_across_interruptions_and_engines(mode, caches, tmp_path, retractions):
+    """The engine that ends the trajectories has too little cache, so that it retracts by itself too."""
     folder = make_mixture_folder(tmp_path / "model")
-    engines = [await open_engine(folder), await open_engine(folder, kv_capacity=500)]
+    engines = [await open_engine(folder, kv_capacity=cache) for cache in caches]
     ways = roads(12)
     try:
         for engine in engines:
@@ -164,8 +147,9 @@ async def test_replay_holds_across_interruptions_and_engines(mode, tmp_path):
     finally:
         for engine in engines:
             await engine.close()
-    if mode is PauseMode.ABORT:
-        assert {way.streams for way in ways} == {2}
+    assert {way.streams for way in ways} == {len(engines)}
+    assert (retractions[True] > 0) == (mode is PauseMode.RETRACT)
+    assert retractions[False] > 0
     assert_replayed(make_learner(folder), [task.result() for task in running])
 
 

@@ -95,9 +95,9 @@ def _mismatch(folder: Path, config: PretrainedConfig, tokens: int, python: Path 
     whole, replayed, ignored = {}, {}, {}
     for engine, (plain, cut) in sampled.items():
         whole[engine] = float(np.abs(_gaps(learner, plain)).max())
-        replayed[engine] = float(_deviations(learner, cut).max())
+        replayed[engine] = float(deviations(learner, cut).max())
         without = [msgspec.structs.replace(item, sampling_mask=None) for item in cut]
-        ignored[engine] = float(_deviations(learner, without).mean())
+        ignored[engine] = float(deviations(learner, without).mean())
     setting = f"{tokens:,} sampled tokens, fp32"
     kept = f"{setting}; {', '.join(f'{name} {value:g}' for name, value in CUT.items())}"
     return [
@@ -120,14 +120,14 @@ def _router_replay(folder: Path, tokens: int, python: Path | None) -> list[Row]:
     noise = ROUTER_NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     draw = Draw((Record.ROUTED_EXPERTS,))
     [noisy] = sample_embedded(model, [draw], tokens=tokens, router_noise=noise)
-    replayed = {"embedded": float(_deviations(learner, noisy).max())}
+    replayed = {"embedded": float(deviations(learner, noisy).max())}
     if python is not None:
         [own] = sample_sglang(model, [draw], tokens=tokens, python=python)
-        replayed["SGLang (no noise)"] = float(_deviations(learner, own).max())
-    ignored = _deviations(learner, [msgspec.structs.replace(item, routed_experts=None) for item in noisy])
+        replayed["SGLang (no noise)"] = float(deviations(learner, own).max())
+    ignored = deviations(learner, [msgspec.structs.replace(item, routed_experts=None) for item in noisy])
     setting = (
         f"{tokens:,} sampled tokens, fp32; Qwen3-MoE, {MIXTURE.num_experts_per_tok} of {MIXTURE.num_experts}"
-        f" experts; noise on the logits that choose flips {_flipped(learner, noisy):.1%} of tokens in a layer"
+        f" experts; noise on the logits that choose flips {flipped(learner, noisy):.1%} of tokens in a layer"
     )
     return [
         _largest("router_replay_ratio_error", replayed, "of 1", setting),
@@ -143,7 +143,7 @@ def _each(by_engine: Mapping[str, float]) -> str:
     return ", ".join(f"{engine} {value:.2g}" for engine, value in by_engine.items())
 
 
-def _deviations(learner: Learner, items: Sequence[Trajectory]) -> FloatArray:
+def deviations(learner: Learner, items: Sequence[Trajectory]) -> FloatArray:
     """|ratio - 1| of every token."""
     return np.abs(np.expm1(_gaps(learner, items)))
 
@@ -163,7 +163,7 @@ def _logprobs(learner: Learner, batch: MicroBatch) -> FloatArray:
     return found
 
 
-def _flipped(learner: Learner, items: Sequence[Trajectory]) -> float:
+def flipped(learner: Learner, items: Sequence[Trajectory]) -> float:
     """Share of positions, layer by layer, whose recorded experts are not the first by the learner's own logits."""
     seen: list[Tensor] = []
     routers = [module for module in learner.model.modules() if type(module).__name__.endswith("TopKRouter")]

@@ -1,13 +1,21 @@
 """Builders of tiny models, sequences and microbatches for the learner's tests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.algorithm import AlgorithmConfig
@@ -25,12 +33,16 @@ SETTINGS = LearnerConfig(lr=1e-2)
 
 @dataclass(frozen=True)
 class Sample:
-    """One trajectory: token ids, the prompt's length, behaviour log-probabilities of the response, advantage."""
+    """One trajectory: token ids, the prompt's length, behaviour log-probabilities of the response, advantage.
+
+    A mixture's may have the experts that its sampler chose.
+    """
 
     ids: np.ndarray  # [P + L]
     num_prompt: int
     logprobs: np.ndarray  # [L]
     advantage: float
+    experts: np.ndarray | None = None  # [P + L, layers, k] -1 at the last token
 
     @property
     def num_response(self) -> int:
@@ -53,6 +65,24 @@ def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0, vocab:
         tie_word_embeddings=tied,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+def make_llama_folder(folder: Path, *, seed: int = 0) -> Path:
+    """A saved two-layer Llama with grouped heads."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     return folder
 
@@ -91,10 +121,22 @@ def make_sequences(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0) -> list
     return sequences
 
 
+def with_experts(sequences: list[Sample], *, seed: int = 0) -> list[Sample]:
+    """As a sampler that chose at random recorded them, of `make_mixture_folder`."""
+    generator = np.random.default_rng(seed)
+    out = []
+    for sample in sequences:
+        experts = generator.random((len(sample.ids), 2, 8)).argsort(-1)[..., :2]
+        experts[-1] = -1
+        out.append(replace(sample, experts=experts))
+    return out
+
+
 def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
     """Packed row; the weight of each sequence is 1 / num_total, spread over its response."""
     lengths = [len(s.ids) for s in sequences]
     weights = [_at_response(s, np.full(s.num_response, 1 / s.num_response / num_total)) for s in sequences]
+    experts = [s.experts for s in sequences if s.experts is not None]
     return MicroBatch(
         input_ids=_join([s.ids for s in sequences], np.int32),
         cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
@@ -104,6 +146,7 @@ def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
         behaviour_logprobs=_join([_at_response(s, s.logprobs) for s in sequences], np.float32),
         advantages=_join([np.full(len(s.ids), s.advantage) for s in sequences], np.float32),
         staleness=np.zeros(sum(lengths), np.int32),
+        experts=_join(experts, np.int16) if experts else None,
     )
 
 
@@ -123,6 +166,24 @@ def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.named_tensors(dtype=torch.float32)}
 
 
+def record_gradients(learner: Learner) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each update from now on, in full, as its optimizer has them: clipped, reduced over ranks."""
+    updates: list[dict[str, torch.Tensor]] = []
+
+    def keep(*_: object) -> None:
+        updates.append({name: _full(value.grad) for name, value in learner.model.named_parameters()})
+
+    learner._optimizer.adamw.register_step_pre_hook(keep)
+    return updates
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rel: float) -> None:
+    """Each tensor by its norm."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= rel * tensor.norm() + 1e-9, name
+
+
 def write_adapters(learner: Learner, folder: Path) -> Path:
     """What a learner of adapters publishes, without a relay."""
     config = learner.adapter_config()
@@ -131,6 +192,10 @@ def write_adapters(learner: Learner, folder: Path) -> Path:
     (folder / ADAPTER_CONFIG).write_bytes(config)
     save_file(full_parameters(learner), folder / ADAPTER_WEIGHTS)
     return folder
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _at_response(sample: Sample, values: np.ndarray) -> np.ndarray:

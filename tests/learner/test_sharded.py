@@ -18,7 +18,16 @@ from laminar_py.learner.model import shard
 from laminar_py.repack.balance import fit, make_entry
 from laminar_py.repack.packer import assign, step_terms
 from tests.builders import make_trajectory
-from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder, make_sequences, pack
+from tests.learner.builders import (
+    SETTINGS,
+    assert_near,
+    full_parameters,
+    make_learner,
+    make_model_folder,
+    make_sequences,
+    pack,
+    record_gradients,
+)
 
 SEQUENCES = make_sequences((5, 17, 3, 40, 9, 2, 11, 30))
 WORLD_SIZE = 2
@@ -175,6 +184,7 @@ def algorithms_main(rank: int, model_folder: Path, reference: Path, folder: Path
     for name, algorithm in CASES.items():
         chosen = algorithm.model_copy(update={"reference": reference})
         learner = make_learner(model_folder, mesh=mesh, algorithm=chosen)
+        grads = record_gradients(learner)
         for items in (ITEMS, LONE):
             metrics = learner.step(step_of(items, chosen, ranks=WORLD_SIZE).microbatches(rank))
             assert metrics.skipped == 0, name
@@ -186,6 +196,7 @@ def algorithms_main(rank: int, model_folder: Path, reference: Path, folder: Path
         assert all(torch.equal(tensor, before[key]) for key, tensor in after.items())
         if rank == 0:
             save_file(after | {"loss": torch.tensor(metrics.loss)}, folder / f"{name}.safetensors")
+            save_file(grads[0], folder / f"{name}-gradients.safetensors")
     leave_group()
 
 
@@ -203,8 +214,11 @@ def test_two_ranks_learn_what_one_process_does_whatever_the_algorithm(name, mode
     folder, reference = two_ranks_of_every_kind
     algorithm = CASES[name].model_copy(update={"reference": reference})
     learner = make_learner(model_folder, algorithm=algorithm)
+    grads = record_gradients(learner)
     for items in (ITEMS, LONE):
         metrics = learner.step(step_of(items, algorithm, ranks=1).microbatches(0))
+    assert ("log_partition.weight" in grads[0]) == (algorithm.partition is Partition.LEARNED)
+    assert_near(load_file(folder / f"{name}-gradients.safetensors"), grads[0], rel=1e-5)
     found = load_file(folder / f"{name}.safetensors")
     assert float(found.pop("loss")) == pytest.approx(metrics.loss, rel=1e-4, abs=1e-6)
     for key, tensor in full_parameters(learner).items():
