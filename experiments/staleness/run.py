@@ -49,8 +49,8 @@ def run(algorithm: str, bound: int, *, seed: int, seconds: int) -> FinishedRun:
 def rows(found: Found, *, seeds: int, seconds: int) -> list[Row]:
     """Accuracy at the end, and what the staleness really was."""
     setting = (
-        f"quickstart, {seconds} s of RL each on the same two cores, up to 1,024 trajectories in flight at each of two"
-        f" replicas, older ones dropped; mean of {seeds} seeds"
+        f"quickstart, {seconds} s of RL each on the same two cores, up to 1,024 trajectories in flight at each"
+        f" of two replicas, older ones dropped; mean of {seeds} seeds"
     )
     out = []
     for (algorithm, bound), runs in found.items():
