@@ -65,16 +65,13 @@ def step_gradients(learner: Learner, batches: list[MicroBatch]) -> dict[str, tor
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_of_any_lengths_are_those_one_by_one(folders, kind: str, accumulation: int):
-    @settings(max_examples=8, deadline=None, derandomize=True)  # a near tie of experts may go either way
-    @given(lengths=LENGTHS, seed=st.integers(0, 99))
-    def holds(lengths: list[int], seed: int) -> None:
-        sequences = draw(kind, lengths, seed=seed)
-        alone, together = (make_learner(folders[kind], settings=NOT_CLIPPED) for _ in range(2))
-        expected = step_gradients(alone, packed(sequences, count=len(sequences)))
-        assert_near(step_gradients(together, packed(sequences, count=accumulation)), expected, rel=REL)
-
-    holds()
+@settings(max_examples=8, deadline=None, derandomize=True)  # a near tie of experts may go either way
+@given(lengths=LENGTHS, seed=st.integers(0, 99))
+def test_loss_and_gradients_of_any_lengths_are_those_one_by_one(folders, kind, accumulation, lengths, seed):
+    sequences = draw(kind, lengths, seed=seed)
+    alone, together = (make_learner(folders[kind], settings=NOT_CLIPPED) for _ in range(2))
+    expected = step_gradients(alone, packed(sequences, count=len(sequences)))
+    assert_near(step_gradients(together, packed(sequences, count=accumulation)), expected, rel=REL)
 
 
 CASES = [(kind, accumulation) for kind in KINDS for accumulation in ACCUMULATIONS]
