@@ -70,10 +70,15 @@ def _base(config: RunConfig) -> Path:
     from laminar_py.runtime.learner_part import start_model
 
     check_adapters(config)
-    base = start_model(config).path
-    if config.warm_start is not None and not base.is_dir():
+    warm_start = config.warm_start
+    if warm_start is not None and not warm_start.data.is_file():
         raise ConfigError(
-            f"warm_start.cache={config.warm_start.cache}: no {base.name} in it, which the run's adapters are added"
+            f"warm_start.data={warm_start.data}: is gone, and its result is found by it; put it back"
+        )
+    base = start_model(config).path
+    if warm_start is not None and not base.is_dir():
+        raise ConfigError(
+            f"warm_start.cache={warm_start.cache}: no {base.name} in it, which the run's adapters are added"
             " to; put it back, or call from the folder that the run was started in"
         )
     return base
