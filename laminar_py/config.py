@@ -4,6 +4,7 @@
 use, never the whole config. Paths in a config file are relative to the working directory.
 """
 
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
@@ -665,9 +666,9 @@ class RunConfig(Section):
         if self.emulation is not None:
             raise ValueError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
         if self.rollout.engine.kind is EngineKind.SGLANG:
-            self._check_lora_of_servers()
+            self._check_lora_of_servers(self.learner.lora.targets)
 
-    def _check_lora_of_servers(self) -> None:
+    def _check_lora_of_servers(self, targets: Collection[LoraTarget]) -> None:
         rollout = self.rollout
         if self.warm_start is not None:
             raise ValueError(
@@ -683,6 +684,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.on_new_weights={rollout.on_new_weights}: a request on SGLang keeps the adapter that it"
                 " began with; set it to drain or resume"
+            )
+        attention = {LoraTarget.Q_PROJ, LoraTarget.K_PROJ, LoraTarget.V_PROJ} & set(targets)
+        lone_up = LoraTarget.UP_PROJ in targets and LoraTarget.GATE_PROJ not in targets
+        if (attention and not attention >= {LoraTarget.Q_PROJ, LoraTarget.V_PROJ}) or lone_up:
+            raise ValueError(
+                f"learner.lora.targets={','.join(targets)}: SGLang has q_proj, k_proj and v_proj in one matrix and"
+                " gate_proj and up_proj in another; name q_proj and v_proj together, k_proj only with both, and"
+                " up_proj only with gate_proj"
             )
 
     def _check_teaching(self) -> None:

@@ -1,6 +1,8 @@
 """A config is checked before anything starts, and a fault names field, value and remedy."""
 
 import importlib.util
+from contextlib import nullcontext
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,20 @@ def test_a_fault_names_field_and_value_in_one_line(change, field):
     assert field in str(caught.value)
     assert "\n" not in str(caught.value)
     assert ";" in str(caught.value), "a remedy follows"
+
+
+STACKED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+@pytest.mark.parametrize("targets", [named for n in range(1, 6) for named in combinations(STACKED, n)])
+def test_sglang_servers_take_targets_as_they_stack_them_and_embedded_engines_any(targets):
+    learner = {"lora": {"targets": [*targets, "o_proj"]}}
+    parse_config({**MINIMAL, "learner": learner})
+    mlp = set(targets) & {"gate_proj", "up_proj"}
+    attention = [target for target in targets if target not in mlp]
+    fits = attention in ([], ["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj"]) and mlp != {"up_proj"}
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"targets=\S+: SGLang .*; name q_proj and"):
+        parse_config({**MINIMAL, **SERVED, "learner": learner})
 
 
 def test_a_missing_field_is_named():

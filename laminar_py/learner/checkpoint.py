@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from laminar_py.codec import decode, encode
-from laminar_py.learner.marker import Architecture, read_marker, seal, write_file
+from laminar_py.learner.marker import Adapted, Architecture, read_marker, seal, write_file
 from laminar_py.learner.optimizer import PARTITION
 
 # Torch warns of a missing process group even where `no_dist` says that there is none.
@@ -51,10 +51,16 @@ class Checkpointer:
     """Saves and restores one learner. All ranks make one, and every call of it, together."""
 
     def __init__(
-        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, mesh: DeviceMesh | None
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        mesh: DeviceMesh | None,
+        adapted: Adapted | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._adapted = adapted
         self._rank, self._world_size = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
         # A group of its own: what the writing threads say to each other goes on beside the steps' collectives.
         self._group = dist.new_group(backend="gloo") if mesh else None
@@ -89,7 +95,7 @@ class Checkpointer:
         `ValueError` if the checkpoint is torn or of another model.
         """
         marker = read_marker(folder)
-        check_model(folder, marker.model, self._model)
+        check_model(folder, marker.model, architecture(self._model, self._adapted))
         weights, moments = self._state()
         state = {"model": weights, "optimizer": moments}
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
@@ -115,7 +121,8 @@ class Checkpointer:
         write_file(_random_file(partial, self._rank), random)
         self._meet()
         if self._rank == 0:
-            seal(partial, folder, step=step, world_size=self._world_size, model=architecture(self._model))
+            model = architecture(self._model, self._adapted)
+            seal(partial, folder, step=step, world_size=self._world_size, model=model)
         self._meet()
 
     def _meet(self) -> None:
@@ -132,9 +139,7 @@ class Checkpointer:
             for values in self._optimizer.state.values():
                 if isinstance(values.get("step"), Tensor):
                     values["step"].zero_()
-        every = self._model.named_parameters(remove_duplicate=False)  # torch's own filter misses tied weights
-        frozen = {name for name, parameter in every if not parameter.requires_grad}
-        return {name: value for name, value in weights.items() if name not in frozen}, moments
+        return _trained(weights, self._model), moments
 
     def _random(self) -> RandomState:
         on_gpu = self._device.type == "cuda"
@@ -148,39 +153,76 @@ class Checkpointer:
             torch.cuda.set_rng_state(cuda, self._device)
 
 
-def load_weights(folder: Path, model: PreTrainedModel) -> None:
+def load_weights(folder: Path, model: PreTrainedModel, *, adapted: Adapted | None = None) -> None:
     """Give an unsharded `model` the policy's weights of a checkpoint of any world size.
 
-    Raises `ValueError` if it is torn, of another model, or deleted meanwhile.
+    What is frozen stays as it is. Raises `ValueError` if the checkpoint is torn, of another model, or deleted
+    meanwhile.
     """
     saved = read_marker(folder).model
-    check_model(folder, msgspec.structs.replace(saved, learns_partition=False), model)
-    weights = get_model_state_dict(model)
+    own = architecture(model, adapted)
+    check_model(folder, msgspec.structs.replace(saved, learns_partition=False), own)
+    weights = _trained(get_model_state_dict(model), model)
     try:
         state_dict_loader.load({"model": weights}, checkpoint_id=folder, no_dist=True)
     except CheckpointException:
         read_marker(folder)  # says so if its run has deleted it meanwhile
         raise
-    set_model_state_dict(model, weights)
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
 
 
-def architecture(model: PreTrainedModel) -> Architecture:
+def _trained(weights: dict[str, ValueType], model: PreTrainedModel) -> dict[str, ValueType]:
+    every = model.named_parameters(remove_duplicate=False)  # torch's own filter misses tied weights
+    frozen = {name for name, parameter in every if not parameter.requires_grad}
+    return {name: value for name, value in weights.items() if name not in frozen}
+
+
+def architecture(model: PreTrainedModel, adapted: Adapted | None) -> Architecture:
     """Its kind, and a digest over the names and full shapes of its parameters, sorted."""
     named = sorted((name, list(parameter.shape)) for name, parameter in model.named_parameters())
     shapes = [(name, shape) for name, shape in named if not name.startswith(PARTITION)]
     digest = blake3(msgspec.json.encode(shapes)).hexdigest(length=16)
     num_parameters = sum(math.prod(shape) for _, shape in shapes)
-    return Architecture(str(model.config.model_type), num_parameters, digest, len(shapes) < len(named))
+    return Architecture(str(model.config.model_type), num_parameters, digest, len(shapes) < len(named), adapted)
 
 
-def check_model(folder: Path, saved: Architecture, model: PreTrainedModel) -> None:
+def check_model(folder: Path, saved: Architecture, own: Architecture) -> None:
     """Raise `ValueError` unless a checkpoint of `saved` fits the model."""
-    own = architecture(model)
+    theirs, ours = saved.adapted, own.adapted
+    if theirs is None or ours is None:
+        if theirs is not ours:
+            holds, given = ("all weights", "set") if theirs is None else ("adapters alone", "not set")
+            raise ValueError(
+                f"checkpoint={folder}: holds {holds}, and learner.lora is {given}; have learner.lora as it was, or"
+                " start a run of its own"
+            )
+    else:
+        _check_adapted(folder, theirs, ours)
     if saved != own:
         raise ValueError(
             f"checkpoint={folder}: is of a {saved}, model.path is a {own}; set model.path to the model that"
             " it is of, or start a run of its own"
         )
+
+
+def _check_adapted(folder: Path, saved: Adapted, own: Adapted) -> None:
+    for field in ("rank", "alpha", "targets"):
+        before, now = getattr(saved, field), getattr(own, field)
+        if before != now:
+            raise ValueError(
+                f"checkpoint={folder}: its adapters have learner.lora.{field}={_words(before)}, not {_words(now)};"
+                " set it back, or start a run of its own"
+            )
+    if saved.base != own.base:
+        raise ValueError(
+            f"checkpoint={folder}: its adapters are of a base of digest {saved.base[:8]}, and model.path, or its"
+            f" warm start, has {own.base[:8]}; set model.path to the weights that they were trained on, or start a"
+            " run of its own"
+        )
+
+
+def _words(value: float | tuple[str, ...]) -> str:
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
 
 
 def _random_file(folder: Path, rank: int) -> Path:

@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from laminar_py.config import ModelConfig
+from laminar_py.config import LoraConfig, ModelConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.marker import sync
-from laminar_py.learner.model import check_model_folder, is_mixture
+from laminar_py.learner.model import check_model_folder, gathered, is_mixture
 from laminar_py.learner.optimizer import PARTITION
 
 TOKENIZER_FILES = (
@@ -53,12 +52,6 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
                 yield part, values.contiguous()
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float cast to `dtype` while it is still sharded, then in full and contiguous. Collective."""
-    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()
-
-
 def export_hf(
     model: PreTrainedModel, folder: Path, *, source: Path, dtype: torch.dtype, writes: bool = True
 ) -> None:
@@ -82,20 +75,23 @@ def export_hf(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, *, source: Path, dtype: str) -> None:
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    source: Path,
+    dtype: str,
+    lora: LoraConfig | None = None,
+    base: Path | None = None,
+) -> None:
     """A checkpoint of the model in `source` as a plain Hugging Face folder, e.g. in `bfloat16`.
 
-    On the CPU, with memory for the model in fp32 and in `dtype`; whatever its world size was. `folder` must not
-    exist yet, and is there only when it is complete. Raises `ValueError` if the checkpoint is torn or of another
-    model.
+    With `lora` its adapters are merged into `base`, or into `source`. On the CPU, with memory for the model in
+    fp32 and in `dtype`; whatever its world size was. `folder` must not exist yet, and is there only when it is
+    complete. Raises `ValueError` if the checkpoint is torn or of another model.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
-    config = AutoConfig.from_pretrained(source)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    load_weights(checkpoint, model)
+    model = _restored(checkpoint, source) if lora is None else _merged(checkpoint, base or source, lora)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
@@ -105,3 +101,19 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, source: Path, dtype: st
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # if it could not be completed
     sync(folder.parent)
+
+
+def _restored(checkpoint: Path, source: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    load_weights(checkpoint, model)
+    return model
+
+
+def _merged(checkpoint: Path, base: Path, lora: LoraConfig) -> PreTrainedModel:
+    from laminar_py.learner.lora import merged  # peft is an extra, and takes seconds to import
+
+    return merged(checkpoint, base=base, settings=lora)

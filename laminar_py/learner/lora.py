@@ -1,4 +1,4 @@
-"""Low-rank adapters on the policy's projections, by peft. Called by `step`, and imported only where they are set.
+"""Low-rank adapters on the policy's projections, by peft. Called by `step` and `export`, where they are set.
 
 An adapted projection computes `W x + alpha / rank * B A x` (Hu et al., 2021, arXiv:2106.09685); A begins random,
 B at zero, so the policy begins as its base. Invariant: only A and B are trainable; what is frozen stays in fp32
@@ -8,18 +8,22 @@ like all master weights, so an engine that merges computes the same sums.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import peft
 import torch
+import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.adapter import PREFIX, base_digest
 from laminar_py.config import LoraConfig
-from laminar_py.learner.export import gathered
-from laminar_py.learner.model import is_mixture
+from laminar_py.learner.checkpoint import load_weights
+from laminar_py.learner.marker import Adapted
+from laminar_py.learner.model import gathered, is_mixture
 
 _NAME = "policy"  # of the adapters among those that peft could hold beside each other
 
@@ -39,13 +43,20 @@ class Adapters:
         self._base = base.resolve()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            peft.inject_adapter_in_model(self._config(), model, adapter_name=_NAME)
+            peft.inject_adapter_in_model(_config(settings), model, adapter_name=_NAME)
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
+    def adapted(self, mesh: DeviceMesh | None) -> Adapted:
+        """What they are added to. Collective: rank 0 reads all of the base and tells the others its digest."""
+        digests = [self._digest if mesh is None or mesh.get_rank() == 0 else ""]
+        if mesh:
+            dist.broadcast_object_list(digests, group=mesh.get_group(), group_src=0)
+        return _adapted(self._settings, digests[0])
+
     def config(self) -> bytes:
-        """`adapter_config.json` as peft writes it. It reads all of the base, for its digest."""
-        config = self._config()
-        config.base_model_name_or_path, config.revision = str(self._base), base_digest(self._base)
+        """`adapter_config.json` as peft writes it. The first time it reads all of the base, for its digest."""
+        config = _config(self._settings)
+        config.base_model_name_or_path, config.revision = str(self._base), self._digest
         config.inference_mode = True
         return json.dumps(config.to_dict(), sort_keys=True, default=sorted, indent=2).encode()
 
@@ -72,13 +83,36 @@ class Adapters:
             for layer in self._layers:
                 layer.set_scale(_NAME, 1.0)
 
-    def _config(self) -> peft.LoraConfig:
-        return peft.LoraConfig(
-            task_type=peft.TaskType.CAUSAL_LM,
-            r=self._settings.rank,
-            lora_alpha=self._settings.alpha,
-            target_modules=[target.value for target in self._settings.targets],
-        )
+    @cached_property
+    def _digest(self) -> str:
+        return base_digest(self._base)
+
+
+def merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTrainedModel:
+    """The model in `base` with the adapters of a checkpoint added, in fp32 on the CPU.
+
+    Raises `ValueError` if they are of another base or other settings, or the checkpoint is torn.
+    """
+    adapted = _adapted(settings, base_digest(base))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    tuner = peft.LoraModel(model, _config(settings), _NAME)
+    load_weights(checkpoint, model, adapted=adapted)
+    whole: PreTrainedModel = tuner.merge_and_unload()
+    return whole
+
+
+def _config(settings: LoraConfig) -> peft.LoraConfig:
+    return peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=[target.value for target in settings.targets],
+    )
+
+
+def _adapted(settings: LoraConfig, digest: str) -> Adapted:
+    targets = tuple(sorted(target.value for target in settings.targets))
+    return Adapted(digest, settings.rank, settings.alpha, targets)
 
 
 def _check(model: PreTrainedModel, settings: LoraConfig) -> None:

@@ -13,6 +13,15 @@ import msgspec
 MARKER = "complete.json"
 
 
+class Adapted(msgspec.Struct, frozen=True):
+    """What adapters are added to, and how, e.g. `Adapted("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`."""
+
+    base: str  # digest of the weights below them
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # sorted
+
+
 class Architecture(msgspec.Struct, frozen=True):
     """Which models a state fits, e.g. `Architecture("qwen3", 245_120, "5fd1...")`."""
 
@@ -20,6 +29,7 @@ class Architecture(msgspec.Struct, frozen=True):
     num_parameters: int
     fingerprint: str  # over names and shapes of all parameters
     learns_partition: bool = False  # it has a head for that besides, which counts for neither
+    adapted: Adapted | None = None  # where adapters alone are trained
 
     def __str__(self) -> str:
         head = " and a head for log Z" if self.learns_partition else ""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -196,3 +197,9 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor, T
         return logprobs, entropy, partition(hidden.detach().float())[:, 0]  # log Z does not bend these features
 
     return forward
+
+
+def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float cast to `dtype` while it is still sharded, then in full and contiguous. Collective."""
+    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()

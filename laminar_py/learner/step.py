@@ -90,7 +90,8 @@ class Learner:
         self._cost = training_cost(self.model)
         self._peak_flops = peak_flops(device)
         self._optimizer = Optimizer(self.model, settings, num_steps=num_steps, partition_lr=algorithm.partition_lr)
-        self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh)
+        adapted = None if self._adapters is None else self._adapters.adapted(mesh)
+        self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapted=adapted)
         self.num_steps = 0
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
@@ -160,7 +161,7 @@ class Learner:
         return named_tensors(self.model, dtype=dtype)
 
     def adapter_config(self) -> bytes | None:
-        """`adapter_config.json` of what is published, if that is adapters. It reads all of the base."""
+        """`adapter_config.json` of what is published, if that is adapters."""
         return None if self._adapters is None else self._adapters.config()
 
     def export_hf(self, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:

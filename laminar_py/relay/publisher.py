@@ -155,7 +155,8 @@ class Publisher:
         shard = self._shard(folder / ADAPTER_WEIGHTS, header_bytes=header_room(tensors))
         files.append(shard)
         for name, tensor in tensors:
-            shard.add(name, tensor, shard_bytes=sys.maxsize)
+            added = shard.add(name, tensor, shard_bytes=sys.maxsize)
+            assert added, f"the header of {shard.path} has no room for {name}"
         shard.finish()
         file = VersionFile(*self._open(folder / ADAPTER_CONFIG))
         files.append(file)

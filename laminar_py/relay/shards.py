@@ -113,7 +113,7 @@ class Shard(VersionFile):
         self._room = header_bytes
         self._size = header_bytes
         self._header: dict[str, _Entry] = {}
-        self._header_bytes = 8  # the length in front, then the entries
+        self._header_bytes = 9  # the length in front and a brace, then the entries, each with what ends it
 
     def add(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
         """Append a tensor, which must not change before `finish`; False if it does not fit beside what is here.
@@ -121,7 +121,7 @@ class Shard(VersionFile):
         The first always does, for a tensor cannot be split. Raises `OSError` on a full file system.
         """
         entry = _entry(tensor, self._num_bytes, name)
-        header_bytes = self._header_bytes + len(msgspec.json.encode({name: entry}))
+        header_bytes = self._header_bytes + len(msgspec.json.encode({name: entry})) - 1
         if self._header and (self.size + tensor.nbytes > shard_bytes or header_bytes > self._room):
             return False
         self._copier.copy(tensor, self.pages, self.size, filled=self._checksums.filled)

@@ -5,10 +5,12 @@ Invariant: it reads a run, also one that goes on, and changes nothing of it.
 
 from pathlib import Path
 
+from laminar_py.config import RunConfig
 from laminar_py.config_file import load_config
 from laminar_py.events import Checkpointed
 from laminar_py.runtime.checkpoints import on_record
 from laminar_py.runtime.engines import served_dtype
+from laminar_py.runtime.preflight import check_adapters
 from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.section import ConfigError
 from laminar_py.store.recovery import newest_there
@@ -57,11 +59,26 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> P
     from laminar_py.learner.export import export_checkpoint
 
     config = load_config(run.config, [])
-    model = config.model
-    if config.learner.lora is not None:
-        raise ConfigError(
-            f"run={run.path}: its checkpoints hold adapters alone (learner.lora); merge a version into its"
-            " base with peft instead"
-        )
-    export_checkpoint(checkpoint, out, source=model.path, dtype=dtype or served_dtype(model.path))
+    model, lora = config.model.path, config.learner.lora
+    base = None if lora is None else _base(config)
+    export_checkpoint(checkpoint, out, source=model, dtype=dtype or served_dtype(model), lora=lora, base=base)
     return checkpoint
+
+
+def _base(config: RunConfig) -> Path:
+    """What the run's adapters are added to."""
+    from laminar_py.runtime.learner_part import start_model
+
+    check_adapters(config)
+    warm_start = config.warm_start
+    if warm_start is not None and not warm_start.data.is_file():
+        raise ConfigError(
+            f"warm_start.data={warm_start.data}: is gone, and its result is found by it; put it back"
+        )
+    base = start_model(config).path
+    if warm_start is not None and not base.is_dir():
+        raise ConfigError(
+            f"warm_start.cache={warm_start.cache}: no {base.name} in it, which the run's adapters are added"
+            " to; put it back, or call from the folder that the run was started in"
+        )
+    return base

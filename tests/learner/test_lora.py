@@ -13,9 +13,18 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.config import LoraConfig, LoraTarget, Recompute
 from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.export import export_checkpoint
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import policy_logprobs
-from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_sequences, pack, write_adapters
+from tests.learner.builders import (
+    SETTINGS,
+    full_parameters,
+    make_learner,
+    make_model_folder,
+    make_sequences,
+    pack,
+    write_adapters,
+)
 from tests.learner.test_sharded import JOIN_S, WORLD_SIZE, measured, microbatches
 
 SIZES = {
@@ -116,6 +125,53 @@ def test_a_checkpoint_has_adapters_alone_and_continues_bit_by_bit(model_folder: 
     tensors = [name for name in saved if not name.startswith("optimizer.param_groups")]
     assert tensors
     assert [name for name in tensors if ".lora_" not in name] == []
+
+
+@pytest.mark.parametrize(
+    ("seed", "lora", "fault"),
+    [
+        (
+            9,
+            ADAPTED.lora,
+            r"are of a base of digest \w+, and model.path, or its warm start, has \w+; set model.path",
+        ),
+        (0, LoraConfig(rank=4, alpha=32.0), r"have learner\.lora\.alpha=8, not 32; set it back"),
+        (0, LoraConfig(rank=8, alpha=8.0), r"have learner\.lora\.rank=4, not 8; set it back"),
+        (
+            0,
+            LoraConfig(rank=4, alpha=8.0, targets=(LoraTarget.Q_PROJ,)),
+            r"have learner\.lora\.targets=down_proj,.*, not q_pr",
+        ),
+        (0, None, r"holds adapters alone, and learner\.lora is not set; have learner\.lora as it was"),
+    ],
+    ids=["base", "alpha", "rank", "targets", "none"],
+)
+def test_a_checkpoint_of_adapters_fits_its_own_base_and_settings_alone(model_folder, tmp_path, seed, lora, fault):
+    trained(model_folder).save(tmp_path / "step-2")
+    other = make_model_folder(tmp_path / "other", seed=seed)
+    learner = make_learner(other, settings=SETTINGS.model_copy(update={"lora": lora}))
+    with pytest.raises(ValueError, match=fault):
+        learner.load(tmp_path / "step-2")
+
+
+def test_a_checkpoint_of_all_weights_is_none_of_adapters(model_folder: Path, tmp_path: Path):
+    make_learner(model_folder).save(tmp_path / "step-0")
+    with pytest.raises(ValueError, match=r"holds all weights, and learner\.lora is set; have learner\.lora as it"):
+        make_learner(model_folder, settings=ADAPTED).load(tmp_path / "step-0")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_exported_checkpoint_is_the_policy_without_adapters_beside_it(tmp_path: Path, tied):
+    base = make_model_folder(tmp_path / "base", tied=tied)
+    learner = trained(base, steps=4)
+    learner.save(tmp_path / "step-4")
+    export_checkpoint(tmp_path / "step-4", tmp_path / "out", source=base, dtype="float32", lora=ADAPTED.lora)
+    exported = make_learner(tmp_path / "out")
+    assert set(exported.model.state_dict()) == set(make_learner(base).model.state_dict())
+    (one,) = batch(9)
+    logprobs, _ = policy_logprobs(learner.model, one)
+    torch.testing.assert_close(policy_logprobs(exported.model, one)[0], logprobs, rtol=0, atol=1e-5)
+    assert not torch.allclose(policy_logprobs(make_learner(base).model, one)[0], logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 
 from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from laminar_py.relay import hashing
+from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import digest_of, read_checksums, version_digest
 from laminar_py.relay.hashing import PART_BYTES, Checksums, hashing_threads
 from laminar_py.relay.pages import Pages, allow_many_files
 from laminar_py.relay.publisher import SHARD_BYTES, Publisher
-from laminar_py.relay.shards import HEADER_BYTES
+from laminar_py.relay.shards import HEADER_BYTES, Shard, header_room
 from laminar_py.relay.store import SPARE, Store
 from laminar_py.relay.stored import CHECKSUMS, MANIFEST, NoRoomError, folder_name
 from laminar_py.types import Published
@@ -142,6 +143,37 @@ def test_adapters_are_two_files_of_just_their_size(tmp_path: Path) -> None:
     store = Store(tmp_path, keep_versions=1)
     store.open()
     assert [entry.name for entry in store.complete[1].manifest.files] == [weights.name, notes.name]
+
+
+def adapters(count: int) -> dict[str, torch.Tensor]:
+    name = PREFIX + "model.layers.{}.self_attn.q_proj.lora_A.weight"
+    return {name.format(i): torch.ones(1, 2) * i for i in range(count)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_room_for_a_header_of_just_these_tensors_takes_all_of_them(tmp_path: Path, dtype) -> None:
+    """Whatever is left of its last page: the size that is counted while tensors come is the exact one."""
+    path = tmp_path / "adapters"
+    pages, copier = Pages(path), TensorCopier()
+    with hashing_threads() as threads:
+        for count in range(250, 450):
+            given = {name: tensor.to(dtype) for name, tensor in adapters(count).items()}
+            checksums = Checksums(pages, chunk_bytes=CHUNK, threads=threads)
+            shard = Shard(path, pages, checksums, copier, header_bytes=header_room(given.items()))
+            assert all(shard.add(name, tensor, shard_bytes=2**30) for name, tensor in given.items()), count
+            shard.finish()
+            assert load_file(path).keys() == given.keys()
+            checksums.drop()
+            pages.cut(0)
+
+
+def test_adapters_of_every_count_are_published_in_full(tmp_path: Path) -> None:
+    """Counts that leave from none to all of the last page of the header."""
+    with publishing(tmp_path, adapter_config=b"{}") as publisher:
+        for version, count in enumerate(range(300, 360)):
+            given = adapters(count)
+            publish(publisher, version, given.items())
+            assert load_file(tmp_path / folder_name(version) / ADAPTER_WEIGHTS).keys() == given.keys()
 
 
 def test_a_published_version_is_complete_and_found_by_a_store(publisher: Publisher, tmp_path: Path) -> None:

@@ -10,19 +10,25 @@ from transformers import AutoModelForCausalLM
 
 from laminar_py.config_file import dump_config, load_config
 from laminar_py.learner.marker import MARKER
+from laminar_py.learner.model import policy_logprobs
 from laminar_py.runtime.exports import export
-from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
+from laminar_py.runtime.learner_part import start_model
+from laminar_py.section import ConfigError
+from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder, make_sequences, pack
 from tests.runtime.runs import LAMINAR, REPO
 from tests.store.runs import begin, checkpoint, open_ledger
 
 
-def make_run(folder: Path, *, steps=2):
+def make_run(folder: Path, *settings: str, steps=2):
     """A run's folder with a checkpoint after each step, and the learner after the last."""
     folder.mkdir()
     source = make_model_folder(folder / "model", tied=True)
-    config = load_config(REPO / "configs/quickstart.yaml", [f"model.path={source}"])
+    config = load_config(REPO / "configs/quickstart.yaml", [f"model.path={source}", *settings])
     (folder / "config.yaml").write_text(dump_config(config))
-    learner = make_learner(source)
+    lora = config.learner.lora
+    if lora is not None and config.warm_start is not None:
+        source = make_model_folder(start_model(config).path, tied=True, seed=3)
+    learner = make_learner(source, settings=SETTINGS.model_copy(update={"lora": lora}))
 
     async def record():
         async with open_ledger(folder) as ledger:
@@ -56,6 +62,42 @@ def test_a_named_checkpoint_in_the_type_asked_for(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, first[name].bfloat16()) for name, tensor in model.named_parameters())
+
+
+ADAPTED = ("learner.lora.rank=4", "learner.lora.alpha=8.0", "model.from_scratch=false")
+
+
+def assert_same_policy(folder: Path, learner) -> None:
+    row = pack(make_sequences(seed=9), num_total=6)
+    expected, _ = policy_logprobs(learner.model, row)
+    torch.testing.assert_close(policy_logprobs(make_learner(folder).model, row)[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_run_of_adapters_is_exported_as_the_whole_model(tmp_path):
+    learner = make_run(tmp_path / "run", *ADAPTED, "warm_start=null")
+    export(tmp_path / "run", tmp_path / "out")
+    assert_same_policy(tmp_path / "out", learner)
+    names = set(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict())
+    assert names == set(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict())
+
+
+def test_adapters_of_a_warm_start_are_merged_into_its_result_or_it_is_missed_in_one_line(tmp_path):
+    data, cache = tmp_path / "demonstrations.jsonl", tmp_path / "warm"
+    data.write_text("{}")
+    warm = (f"warm_start.data={data}", f"warm_start.cache={cache}")
+    learner = make_run(tmp_path / "run", *ADAPTED, *warm, steps=1)
+    export(tmp_path / "run", tmp_path / "out")
+    assert_same_policy(tmp_path / "out", learner)
+    (base,) = cache.iterdir()
+    make_model_folder(base, tied=True, seed=4)
+    with pytest.raises(ValueError, match=r"step-1: its adapters are of a base of digest .*; set model.path to"):
+        export(tmp_path / "run", tmp_path / "other")
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"warm_start.cache={cache}: no {base.name} in it.*; put it back"):
+        export(tmp_path / "run", tmp_path / "other")
+    data.unlink()
+    with pytest.raises(ConfigError, match=rf"warm_start.data={data}: is gone.*; put it back"):
+        export(tmp_path / "run", tmp_path / "other")
 
 
 @pytest.mark.parametrize("torn", [False, True])
