@@ -393,7 +393,8 @@ class LearnerConfig(Section):
     publish_every: Count = 1
     """Learner steps between two weight versions."""
     checkpoint_every: Count = 20
-    """Learner steps between two checkpoints."""
+    """Learner steps between two checkpoints. They are written beside them, from a copy in the host's memory of 12
+    bytes a parameter."""
     keep_checkpoints: Count = 2
     """Checkpoints kept on disk. One that is to stay longer needs a copy or another name."""
 

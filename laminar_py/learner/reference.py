@@ -60,9 +60,8 @@ class ReferenceModel:
     ) -> None:
         device = torch.device(mesh.device_type)
         self._model = load_reference(folder, vocab_size=vocab_size, temperature=temperature, device=device)
-        shard(
-            self._model, mesh, offload=offload
-        )  # for the learner's precision, which on CUDA is not that of the weights
+        # For the learner's precision, which on CUDA is not that of the weights.
+        shard(self._model, mesh, offload=offload)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """[L] of each one's response tokens, from one packed forward."""

@@ -15,7 +15,8 @@ class PackQueue:
 
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._waiting: deque[Trajectory] = deque()  # at most all that admission lets live, so `put` never waits
+        # At most what is generated during one pass of the model, live or dropped meanwhile, so `put` never waits.
+        self._waiting: deque[Trajectory] = deque()
         self._filled = asyncio.Event()
 
     def __len__(self) -> int:
