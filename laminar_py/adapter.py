@@ -61,11 +61,9 @@ def base_digest(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def check_base(config: AdapterConfig) -> Path:
-    """The folder of the base of an adapter. `ValueError` unless it holds what the learner has."""
-    folder = Path(config.base_model_name_or_path)
+def check_base(folder: Path, config: AdapterConfig) -> None:
+    """`ValueError` unless it holds the base of the adapters, as the learner has it."""
     if base_digest(folder) != config.revision:
         raise ValueError(
             f"base={folder}: holds other weights here than the learner has; let all hosts see the same folder"
         )
-    return folder

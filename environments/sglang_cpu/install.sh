@@ -31,7 +31,10 @@ lora=$site/sglang/srt/lora
 staging=("$lora/layers.py" "$lora/lora.py" "$lora/backend/torch_backend.py")
 sed -i 's/pin_memory=True/pin_memory=torch.cuda.is_available()/; s/\.pin_memory()//' "${staging[@]}"
 for file in "${staging[@]}"; do
-    if grep -q 'pin_memory=True\|\.pin_memory()' "$file"; then exit 1; fi
+    if grep -q 'pin_memory=True\|\.pin_memory()' "$file"; then
+        echo "install.sh: $file still pins memory, which needs CUDA; have the lines above take that out" >&2
+        exit 1
+    fi
 done
 
 touch "$stamp"

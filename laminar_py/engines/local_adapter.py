@@ -62,8 +62,9 @@ class AdapterBase:
     """
 
     def __init__(self, config: AdapterConfig, *, spec: ModelSpec, device: torch.device) -> None:
-        self._folder, self._spec, self._device = check_base(config), spec, device
+        self._folder, self._spec, self._device = Path(config.base_model_name_or_path), spec, device
         self._config = config
+        check_base(self._folder, config)
         exact = load_weights(self._folder, spec=replace(spec, dtype=torch.float32), device=device)
         fields = {place.field for name, place in projections(spec).items() if name in config.target_modules}
         self._exact = [{field: getattr(layer, field) for field in fields} for layer in exact.layers]

@@ -58,7 +58,7 @@ class SGLangEngine:
         self._server_paused = False  # it generates nothing until it is continued
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
-        self._adapters = Adapters(self._server, client=self._client)
+        self._adapters = Adapters(self._server, client=self._client, base=served.base)
         self._tickets = itertools.count()
         self._by_rid: dict[str, Stream] = {}  # those that may be aborted
         self._streams: set[Stream] = set()
@@ -223,6 +223,11 @@ class SGLangEngine:
         if version < self._version:
             raise ValueError(f"version {version} is older than {self._version}; versions never go back")
         adapted = holds_adapter(path)
+        if self._layout is not None if adapted else self._adapters.current is not None:
+            kind = "an adapter" if adapted else "whole weights"
+            raise ValueError(
+                f"version {version} in {path} is {kind}, unlike the version before; publish one kind in a run"
+            )
         if adapted and running and self._paused is not PauseMode.ABORT:
             raise RuntimeError(
                 f"version {version} is an adapter, and {len(running)} requests keep the one they began with; abort"

@@ -15,6 +15,7 @@ import msgspec
 from laminar_py.adapter import check_base, read_adapter_config
 from laminar_py.engines.sglang_http import Connection
 from laminar_py.engines.sglang_stream import Stream
+from laminar_py.engines.sglang_weights import WeightsLayout, weights_layout
 
 
 class _Loaded(msgspec.Struct):
@@ -24,28 +25,41 @@ class _Loaded(msgspec.Struct):
 
 
 class Adapters:
-    """Those that one client has put on a server, e.g. `Adapters(server, client="3f9a01bc")`."""
+    """Those that one client has put on a server, which serves the weights in `base`.
 
-    def __init__(self, server: Connection, *, client: str) -> None:
+    E.g. `Adapters(server, client="3f9a01bc", base=Path("/models/qwen"))`.
+    """
+
+    def __init__(self, server: Connection, *, client: str, base: Path | None) -> None:
         self.current: str | None = None  # that new requests name
         self._server = server
         self._client = client
         self._count = itertools.count()  # a version may be loaded again
-        self._base: str | None = None  # digest of that which is known to be right
+        self._base = base
+        self._checked: str | None = None  # digest that it is known to have
+        self._layout: WeightsLayout | None = None  # of every adapter here
 
     async def load(self, path: Path, version: int, *, ending: Sequence[Stream]) -> None:
         """Have new requests name the adapter in a version's folder; the one before goes with the `ending` streams.
 
-        Raises `ValueError` if it does not fit, or this host has another base than the learner.
+        Raises `ValueError` if it does not fit, or the server has another base than the learner.
         """
         config = await asyncio.to_thread(read_adapter_config, path)
-        if config.revision != self._base:
-            await asyncio.to_thread(check_base, config)
-            self._base = config.revision
+        if config.revision != self._checked:
+            if self._base is None:
+                raise ValueError(f"version {version} in {path} is an adapter, and the server was given no base")
+            await asyncio.to_thread(check_base, self._base, config)
+            self._checked = config.revision
+        layout = await asyncio.to_thread(weights_layout, path)
+        if self._layout not in (None, layout):
+            raise ValueError(
+                f"version {version} in {path} has other tensors than the version before; publish the same"
+            )
         name = f"{self._client}-{version}-{next(self._count)}"
         answer = await self._server.ask("load_lora_adapter", _Loaded, lora_name=name, lora_path=str(path))
         if answer.loaded_adapters.get(name) != str(path):
             raise ValueError(f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead")
+        self._layout = layout
         for stream in ending:
             await stream.ended.wait()
         if self.current is not None:

@@ -6,6 +6,7 @@ fit what came before is a `WireError`.
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -29,6 +30,7 @@ class Served:
     max_len: int
     experts_top_k: int | None = None  # of a mixture model
     record: tuple[Record, ...] = ()
+    base: Path | None = None  # folder whose weights the server began with, where adapters are added to them
 
 
 @dataclass(eq=False, slots=True)

@@ -208,7 +208,7 @@ async def _connect(
     engine = SGLangEngine(
         url,
         api_key=api_key,
-        served=Served(sizes.vocab_size, rollout.max_len, sizes.num_experts_per_tok, rollout.record),
+        served=Served(sizes.vocab_size, rollout.max_len, sizes.num_experts_per_tok, rollout.record, model_dir),
         stall_timeout_s=rollout.engine.stall_timeout_s,
         watch_server=watch,
     )

@@ -55,7 +55,7 @@ async def served(tmp_path_factory):
 async def test_law(law, served):
     @asynccontextmanager
     async def make():
-        async with client(served.server) as engine:
+        async with client(served.server, base=served.base) as engine:
             await engine.load_weights(served.adapters[0], 1)
             yield Rig(engine, served.adapters, VOCAB, MAX_BATCH, MAX_LEN)
 
@@ -74,7 +74,7 @@ async def held(server: SGLangServer) -> set[str]:
 
 async def test_of_many_versions_the_last_alone_stays_on_the_server(served):
     before = await held(served.server)
-    async with client(served.server) as engine:
+    async with client(served.server, base=served.base) as engine:
         for version in range(1, 31):
             await engine.load_weights(served.adapters[version % 2], version)
         (name,) = await held(served.server) - before
@@ -86,7 +86,7 @@ async def test_of_many_versions_the_last_alone_stays_on_the_server(served):
 
 
 async def test_requests_that_run_keep_their_adapter_and_a_partial_goes_on_under_the_next(served):
-    async with asyncio.timeout(LAW_S), client(served.server) as engine:
+    async with asyncio.timeout(LAW_S), client(served.server, base=served.base) as engine:
         await engine.load_weights(served.adapters[0], 1)
         streams = [Caught(engine, make_request(f"r{i}", prompt=(3, 4, i), length=1900)) for i in range(8)]
         await streams[0].running()
@@ -115,7 +115,7 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(
 ):
     folder = save_adapter(tmp_path / "adapter", served.base, rank=rank)
     changed(**fields)(folder)
-    async with client(served.server) as engine:
+    async with client(served.server, base=served.base) as engine:
         await engine.load_weights(served.adapters[0], 1)
         before = await held(served.server)
         with pytest.raises(ValueError, match=fault):
