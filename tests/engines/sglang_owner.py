@@ -58,10 +58,17 @@ async def owned_server(python: Path, model: Path) -> AsyncIterator[tuple[int, li
 def wait_until_gone(processes: list[psutil.Process]) -> None:
     """Returns when all have ended, whether or not anyone has collected them."""
     deadline = time.monotonic() + PATIENCE_S
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+    while any(_lives(process) for process in processes):
         assert time.monotonic() < deadline, f"still there: {processes}"
         time.sleep(0.05)
 
 
 if __name__ == "__main__":
     asyncio.run(own(*map(Path, sys.argv[1:])))
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
