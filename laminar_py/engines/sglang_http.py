@@ -25,6 +25,10 @@ def headers(api_key: str | None) -> dict[str, str]:
     return {**json, "Authorization": f"Bearer {api_key}"} if api_key else json
 
 
+class CutOffError(Exception):
+    """A stream that had begun broke off."""
+
+
 class Connection:
     """To the server at `url`, e.g. `Connection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`."""
 
@@ -122,7 +126,10 @@ class Connection:
             raise self.lose(f"answered nonsense to {name} ({error}): {_excerpt(data)}") from None
 
     async def chunks(self, rid: str, body: dict[str, object]) -> AsyncIterator[wire.Chunk]:
-        """The chunks of one `/generate` to its end. `ValueError` if the server refuses it."""
+        """The chunks of one `/generate` to its end. `ValueError` if the server refuses it.
+
+        Raises `CutOffError` if they break off: the server is gone, or has failed over this one alone.
+        """
         self.raise_if_lost()
         splitter = wire.EventSplitter()
         with self._losing(f"the stream of {rid} broke"):
@@ -137,6 +144,8 @@ class Connection:
                             yield wire.decode_chunk(payload)
                 except wire.WireError as error:
                     raise self.lose(f"sent {error}") from None
+                except aiohttp.ClientPayloadError as error:
+                    raise CutOffError(f"the stream of {rid} broke: {_words(error)}") from error
                 finally:
                     self._responses.discard(response)
 

@@ -66,6 +66,8 @@ class Server:
             await asyncio.sleep(3600)
         if self.end == "break":
             request.transport.abort()
+        if self.end == "cut":
+            request.transport.close()
         return response
 
     async def watch(self):
@@ -139,6 +141,16 @@ async def test_the_end_of_an_aborted_retracted_request_repeats_no_token():
     assert (response.ids, response.reason) == ([5, 6, 7], FinishReason.ABORT)
 
 
+@pytest.mark.parametrize("end", ["break", "cut"])
+async def test_a_server_that_fails_over_an_aborted_request_ends_it_and_stays(end):
+    async with Server([chunk(5), AFTER_ABORT], end=end).client() as engine:
+        stream = await caught(engine, make_request())
+        await engine.abort("r")
+        response = await stream.response()
+        assert (response.ids, response.reason) == ([5], FinishReason.ABORT)
+        await engine.load_weights(WEIGHTS, 2)
+
+
 async def test_events_may_come_in_any_pieces():
     whole = b"".join([chunk(5), last(6, count=2)])
     async with Server([whole[i : i + 7] for i in range(0, len(whole), 7)]).client() as engine:
@@ -180,7 +192,7 @@ async def keep(stream, deltas):
         deltas.append(delta)
 
 
-@pytest.mark.parametrize("end", ["close", "break"])
+@pytest.mark.parametrize("end", ["close", "break", "cut"])
 async def test_a_stream_without_its_last_token_loses_the_server_and_keeps_what_came(end):
     async with Server([chunk(5), chunk(6, so_far=2)], end=end).client() as engine:
         deltas = []
