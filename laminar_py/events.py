@@ -233,6 +233,8 @@ class Stepped(Event, frozen=True):
     grad_norm: float
     reward: float
     elapsed_s: float
+    waited_s: float = 0.0  # before it, for a batch
+    reference_s: float = 0.0  # of the reference model: in the learner, or as a stage since the last step
 
 
 class StepSkipped(Event, frozen=True):

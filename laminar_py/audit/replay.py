@@ -36,8 +36,8 @@ class Replay:
         """The row of the event's trajectory, if that is live."""
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
-    def see(self, seq: int, event: AnyEvent) -> Iterator[Finding]:
-        """Apply event number `seq`; say so if that cannot be."""
+    def see(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> Iterator[Finding]:
+        """Apply event number `seq`, stamped by the two clocks; say so if that cannot be."""
         before = self.row_before(event)
         if before is not None:  # the pieces are compared elsewhere
             if isinstance(event, Interrupted | StreamCut | Finished):
@@ -45,7 +45,7 @@ class Replay:
             elif isinstance(event, Restamped) and event.spans:
                 before.length = event.spans[-1].end
         try:
-            row = self._machine.apply(seq, event)
+            row = self._machine.apply(seq, event, wall=wall, mono=mono)
         except IllegalEventError as error:
             law = Law.CONSUMPTION if isinstance(event, Consumed) else Law.ORDER
             yield Finding(law, f"event {seq}", str(error))

@@ -53,18 +53,18 @@ def _check_events(connection: sqlite3.Connection) -> Iterator[Finding]:
         if isinstance(entry, Finding):
             yield entry
             continue
-        seq, event = entry
+        seq, wall, mono, event = entry
         row = replay.row_before(event)
         for check in checks:
             yield from check.see(event, row)
-        yield from replay.see(seq, event)
+        yield from replay.see(seq, event, wall=wall, mono=mono)
     for check in checks:
         yield from check.end()
     yield from replay.end()
 
 
-def _read_log(connection: sqlite3.Connection) -> Iterator[tuple[int, AnyEvent] | Finding]:
-    """Events with their numbers, and what is wrong with the chain where it is wrong."""
+def _read_log(connection: sqlite3.Connection) -> Iterator[tuple[int, float, float, AnyEvent] | Finding]:
+    """Events with their numbers and stamps, and what is wrong with the chain where it is wrong."""
     last, previous = 0, CHAIN_START
     cursor = connection.execute(
         # as bytes: a changed byte need not be valid text
@@ -81,7 +81,7 @@ def _read_log(connection: sqlite3.Connection) -> Iterator[tuple[int, AnyEvent] |
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             yield Finding(Law.LOG, f"event {seq}", f"({kind} {subject}) cannot be read: {error}")
         else:
-            yield seq, event
+            yield seq, wall, mono, event
     head = connection.execute("SELECT seq, hash FROM head").fetchone()
     if head != (last, previous):
         yield Finding(Law.LOG, "end", f"the log ends with event {last}, written were {head[0]}")

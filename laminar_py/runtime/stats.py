@@ -56,6 +56,8 @@ class StepRow:
     kv_use: float = 0.0  # share of the replicas' KV caches, mean over the RL phase so far
     publish_stall_s: float = 0.0
     reference_busy_s: float = 0.0  # sum so far, of a stage or, inside `learner_busy_s`, of the learner's own pass
+    waited_s: float = 0.0  # of this step: until the learner had its batch
+    reference_s: float = 0.0  # of `reference_busy_s`, since the step before
     learner_tokens_per_s: float = 0.0  # of this step, prompts too
     learner_flops_per_s: float = 0.0
     mfu: float | None = None
@@ -154,6 +156,9 @@ class Stats:
         self._generating = Intervals(clock)
         self._rewards: list[float] = []
         self._step_began: tuple[float, float] | None = None
+        self._free_rl_s = totals.rl_s  # when the learner was done with the step before
+        self._got_rl_s: float | None = None  # when it got a batch for this one
+        self._referred_s = totals.reference_busy_s  # up to the step before
 
     # ---- fed by the controller
 
@@ -187,6 +192,7 @@ class Stats:
     def step_begins(self) -> None:
         """The learner has its batch."""
         self._step_began = self._clock.now(), self._generating.total_s
+        self._got_rl_s = self.rl_s
 
     def step_ends(self) -> None:
         """The learner is done with it, or died."""
@@ -215,11 +221,15 @@ class Stats:
         totals.generated_tokens = self._generated_before + generated_tokens
         totals.versions_alive_max = max(totals.versions_alive_max, versions_alive)
         totals.reference_busy_s += metrics.reference_s if metrics else 0.0
+        got, now = self._got_rl_s, self.rl_s
+        waited_s = (now if got is None else got) - self._free_rl_s
+        reference_s = totals.reference_busy_s - self._referred_s
+        self._free_rl_s, self._got_rl_s, self._referred_s = now, None, totals.reference_busy_s
         rewards, self._rewards = self._rewards, []
         row = StepRow(
             step=step,
             version=version,
-            rl_s=self.rl_s,
+            rl_s=now,
             reward=math.fsum(rewards) / len(rewards) if rewards else 0.0,  # whatever came first
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
@@ -236,6 +246,8 @@ class Stats:
             kv_use=self.kv_use,
             publish_stall_s=stall_s,
             reference_busy_s=totals.reference_busy_s,
+            waited_s=waited_s,
+            reference_s=reference_s,
         )
         if metrics is not None:
             row.loss, row.grad_norm = metrics.loss, metrics.grad_norm

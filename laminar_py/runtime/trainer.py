@@ -226,6 +226,8 @@ class Trainer:
                 row.grad_norm,
                 row.reward,
                 row.learner_s,
+                row.waited_s,
+                row.reference_s,
             )
         )
         if outcome is not None and outcome.metrics.skipped:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from laminar_py.store.digests import CHAIN_START
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 LEDGER_NAME = "ledger.sqlite"
 ARCHIVE_NAME = "archive"
 

@@ -20,7 +20,7 @@ from laminar_py.events import AnyEvent
 from laminar_py.interfaces import Clock
 from laminar_py.store.archive import write_archive
 from laminar_py.store.database import open_reader, open_writer
-from laminar_py.store.machine import IllegalEventError, Machine, Marks, Tally
+from laminar_py.store.machine import IllegalEventError, Machine, Marks, RunClock, Tally
 from laminar_py.store.recovery import newest_version, rollback_events, unpublished
 from laminar_py.store.rows import (
     Accounting,
@@ -95,11 +95,12 @@ class Ledger:
     def append(self, event: AnyEvent) -> None:
         """Record an event. Raises `IllegalEventError`, an AssertionError, if it cannot happen now."""
         self._check_open()
-        row = self._machine.apply(self._seq + 1, event)
+        wall, mono = time.time(), self._clock.now()
+        row = self._machine.apply(self._seq + 1, event, wall=wall, mono=mono)
         self._seq += 1
         if row is not None:
             self._dirty[row.id] = row
-        self._batch.events.append(Stamped(self._seq, time.time(), self._clock.now(), event))
+        self._batch.events.append(Stamped(self._seq, wall, mono, event))
         self._schedule()
 
     def append_all(self, events: Sequence[AnyEvent]) -> None:
@@ -263,6 +264,11 @@ def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
         (newest_version(connection),),
     ).fetchone()
     machine.marks = Marks(*marks)
+    clock = connection.execute(
+        "SELECT wall, mono FROM event WHERE seq = (SELECT coalesce(max(seq), 1) FROM incarnation)"
+    ).fetchone()
+    if clock is not None:
+        machine.clock = RunClock(*clock)
 
 
 def _tally(account: KindAccount) -> Tally:

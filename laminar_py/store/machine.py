@@ -78,6 +78,23 @@ class Marks:
     step: int = 0  # falls back with a rollback
 
 
+@dataclass(slots=True)
+class RunClock:
+    """When events happened, in seconds since 1970, by the monotonic clock of their incarnation.
+
+    It is set by the wall clock once, at the start of each: within one no time goes back, whatever that clock does.
+    """
+
+    wall: float | None = None  # of the event that it was set by, None before the first
+    mono: float = 0.0
+
+    def at(self, wall: float, mono: float, event: AnyEvent) -> float:
+        """The time of an event that was stamped so."""
+        if self.wall is None or isinstance(event, RunStarted):
+            self.wall, self.mono = wall, mono
+        return self.wall + (mono - self.mono)
+
+
 class Machine:
     """Applies events to rows. `recall` finds the row of a consumed trajectory, for an undone step."""
 
@@ -86,6 +103,7 @@ class Machine:
         self.train = Tally()
         self.eval = Tally()
         self.marks = Marks()
+        self.clock = RunClock()
         self._recall = recall
         self._handlers: dict[type[Event], Callable[..., TrajectoryRow | None]] = {
             Issued: self._issued,
@@ -109,8 +127,12 @@ class Machine:
             Evaluated: self._evaluated,
         }
 
-    def apply(self, seq: int, event: AnyEvent) -> TrajectoryRow | None:
-        """The row that event number `seq` changed, if it is about a trajectory. Raises `IllegalEventError`."""
+    def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> TrajectoryRow | None:
+        """The row that event number `seq`, stamped by the two clocks, changed, if it is about a trajectory.
+
+        Raises `IllegalEventError`.
+        """
+        at = self.clock.at(wall, mono, event)
         handler = self._handlers.get(type(event))
         if handler is None:
             return None
@@ -119,6 +141,7 @@ class Machine:
             row.last_seq = seq
             if not row.first_seq:
                 row.first_seq = seq
+            _note_time(row, at)
         return row
 
     def grow(self, trajectory_id: str, start: int, spans: tuple[Span, ...], count: int) -> TrajectoryRow:
@@ -215,7 +238,7 @@ class Machine:
     def _scored(self, event: Scored) -> TrajectoryRow:
         row = self._find(event, Status.FINISHED)
         _finite(event, event.reward)
-        row.status, row.reward = Status.SCORED, event.reward
+        row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
         return row
 
     def _ready(self, event: Ready) -> TrajectoryRow:
@@ -241,7 +264,7 @@ class Machine:
             state = f"is {row.status}, step {row.step}" if row else "is unknown"
             _refuse(event, f"it {state}")
         row.status = Status.READY
-        row.step = row.version = row.staleness = row.weight = None
+        row.step = row.version = row.staleness = row.weight = row.ended_s = None
         self.live[row.id] = row
         self._tally(row).consumed -= 1
         return row
@@ -297,6 +320,23 @@ class Machine:
 
     def _tally(self, row: TrajectoryRow) -> Tally:
         return self.train if row.kind is Kind.TRAIN else self.eval
+
+
+def _note_time(row: TrajectoryRow, at: float) -> None:
+    """Its status is new since `at`, or as it was."""
+    match row.status:
+        case Status.QUEUED:
+            row.issued_s = at
+        case Status.RUNNING if row.started_s is None:
+            row.started_s = at
+        case Status.FINISHED if row.finished_s is None:
+            row.finished_s = at
+        case Status.SCORED:
+            row.scored_s = at
+        case Status.READY if row.ready_s is None:  # else a step was undone
+            row.ready_s = at
+        case Status.CONSUMED | Status.DROPPED:
+            row.ended_s = at
 
 
 def _refuse(event: AnyEvent, why: str) -> NoReturn:

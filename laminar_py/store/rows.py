@@ -49,6 +49,13 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False):
     version: int | None = None  # the learner's version then
     staleness: int | None = None
     weight: float | None = None
+    score_s: float | None = None  # that its reward took
+    issued_s: float | None = None  # this and what follows: when, by `machine.RunClock`
+    started_s: float | None = None  # first handed to a replica
+    finished_s: float | None = None
+    scored_s: float | None = None
+    ready_s: float | None = None  # its group was complete
+    ended_s: float | None = None  # consumed or dropped
 
 
 class KindAccount(msgspec.Struct, frozen=True):

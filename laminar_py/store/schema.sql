@@ -54,7 +54,14 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     step INTEGER,                 -- the learner step that consumed it, and the version it was at
     version INTEGER,
     staleness INTEGER,
-    weight REAL
+    weight REAL,
+    score_s REAL,                 -- that its reward took
+    issued_s REAL,                -- this and what follows: seconds since 1970, by the clock of `machine.RunClock`
+    started_s REAL,               -- first handed to a replica
+    finished_s REAL,
+    scored_s REAL,
+    ready_s REAL,                 -- its group was complete
+    ended_s REAL                  -- consumed or dropped
 );
 CREATE TABLE segment (            -- appended as a response grows; moved to Parquet once it cannot be needed
     trajectory INTEGER NOT NULL,
@@ -103,6 +110,8 @@ CREATE TABLE step (
     grad_norm REAL NOT NULL,
     reward REAL NOT NULL,
     elapsed_s REAL NOT NULL,
+    waited_s REAL NOT NULL,
+    reference_s REAL NOT NULL,
     undone INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE checkpoint (

@@ -50,7 +50,7 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
     ),
     Stepped: (
         "INSERT INTO step VALUES (:seq, :step, :incarnation, :num_trajectories, :num_tokens, :loss, :grad_norm,"
-        " :reward, :elapsed_s, 0)",
+        " :reward, :elapsed_s, :waited_s, :reference_s, 0)",
     ),
     Checkpointed: ("INSERT INTO checkpoint VALUES (:seq, :step, :version, :path, 0)",),
     RolledBack: (

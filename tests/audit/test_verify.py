@@ -109,7 +109,7 @@ async def test_tampering_is_found_and_named(tmp_path, sql, law, subject):
 
 async def test_one_changed_event_is_one_break_of_the_chain(tmp_path):
     await good_run(tmp_path)
-    edit(tmp_path, "UPDATE event SET mono = 0 WHERE seq = 8")
+    edit(tmp_path, "UPDATE event SET host = 'elsewhere' WHERE seq = 8")
     assert [finding.subject for finding in verify(tmp_path)] == ["event 8"]
 
 

@@ -220,12 +220,13 @@ def test_memory_holds_live_trajectories_only():
     for index in range(100):
         id = f"g{index}.0"
         event = finished(0, spans=())
-        machine.apply(1, Issued(id, id, "p", index, 0, Kind.TRAIN))
-        machine.apply(2, Assigned(id, 0, 1, 0))
-        machine.apply(3, Finished(id, 1, event.finish_reason, (), 0, "d", 0.0, 0.0))
-        machine.apply(4, Scored(id, 1.0, 0.1))
-        machine.apply(5, Ready(id, 0.0))
-        machine.apply(6, Consumed(id, 1, 0, 0, 1.0) if index % 2 else Dropped(id, DropReason.STALE))
+        machine.apply(1, Issued(id, id, "p", index, 0, Kind.TRAIN), wall=1.0, mono=1.0)
+        machine.apply(2, Assigned(id, 0, 1, 0), wall=2.0, mono=2.0)
+        machine.apply(3, Finished(id, 1, event.finish_reason, (), 0, "d", 0.0, 0.0), wall=3.0, mono=3.0)
+        machine.apply(4, Scored(id, 1.0, 0.1), wall=4.0, mono=4.0)
+        machine.apply(5, Ready(id, 0.0), wall=5.0, mono=5.0)
+        end = Consumed(id, 1, 0, 0, 1.0) if index % 2 else Dropped(id, DropReason.STALE)
+        machine.apply(6, end, wall=6.0, mono=6.0)
     assert machine.live == {}
     assert machine.accounting().train.consumed == 50
 
@@ -258,3 +259,15 @@ async def test_a_file_that_is_no_ledger_is_named_in_one_line(tmp_path, damage):
     if damage != "missing":
         with pytest.raises(ValueError, match=str(path)):
             open_writer(path)
+
+
+async def test_a_trajectory_knows_when_it_was_where_by_the_monotonic_clock(tmp_path, monkeypatch):
+    walls = iter(range(1000, 0, -1))  # a wall clock that goes back
+    monkeypatch.setattr(time, "time", lambda: float(next(walls)))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)  # at 1000 s, then a second for each event
+        make_ready(ledger, "g0.0")
+        ledger.append_all(consume(1, 0, "g0.0"))
+    times = query(tmp_path, "SELECT issued_s, started_s, finished_s, scored_s, ready_s, ended_s FROM trajectory")
+    assert times == [(1002.0, 1003.0, 1004.0, 1005.0, 1006.0, 1008.0)]
+    assert verify(tmp_path) == []
