@@ -132,7 +132,8 @@ class DataConfig(Section):
     """Where prompts come from."""
 
     train: Path
-    """JSONL with `prompt` and `answer` in each line; each epoch is shuffled anew from `seed`."""
+    """JSONL with `prompt` and `answer` in each line, perhaps `id` and `task` too; each epoch is shuffled anew from
+    `seed`, and reports tell tasks apart."""
     heldout: Path | None = None
     """JSONL of the same form for evaluation; none of its prompts may occur in `train`."""
     prepare: Path | None = None

@@ -154,6 +154,7 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str
     ids: IntArray  # [P]
     answer: str = ""
+    task: str = ""  # where a run mixes several: reports tell them apart
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):

@@ -88,8 +88,10 @@ def _read_log(connection: sqlite3.Connection) -> Iterator[tuple[int, float, floa
 
 
 def _check_prompts(connection: sqlite3.Connection) -> Iterator[Finding]:
-    for id, ids, text, answer, digest in connection.execute("SELECT id, ids, text, answer, digest FROM prompt"):
-        if prompt_digest(id, text, ids, answer) != digest:
+    for id, ids, text, answer, task, digest in connection.execute(
+        "SELECT id, ids, text, answer, task, digest FROM prompt"
+    ):
+        if prompt_digest(id, text, ids, answer, task) != digest:
             yield Finding(Law.ROWS, f"prompt {id}", "was changed")
     missing = connection.execute(
         "SELECT id, prompt_id FROM trajectory WHERE prompt_id NOT IN (SELECT id FROM prompt)"

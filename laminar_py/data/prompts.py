@@ -23,6 +23,7 @@ class _Line(msgspec.Struct, frozen=True):
     prompt: str
     answer: str
     id: str | None = None
+    task: str = ""
 
 
 def read_prompts(source: Source, *, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
@@ -42,7 +43,7 @@ def read_prompts(source: Source, *, tokenizer: Tokenizer, max_prompt_tokens: int
             )
         ids = tokenizer.encode(line.prompt)
         _check_length(source, row, text=line.prompt, num_tokens=len(ids), limit=max_prompt_tokens)
-        prompts.append(Prompt(name, row, line.prompt, ids, line.answer))
+        prompts.append(Prompt(name, row, line.prompt, ids, line.answer, line.task))
     return prompts
 
 

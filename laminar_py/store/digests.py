@@ -16,6 +16,7 @@ CHAIN_START = bytes(DIGEST_BYTES)
 _event_head = struct.Struct("<qddIII").pack
 _segment_head = struct.Struct("<qqIIIqq").pack
 _prompt_head = struct.Struct("<qqII").pack
+_task_head = struct.Struct("<I").pack
 
 
 def response_digest(ids: IntArray, logprobs: FloatArray) -> str:
@@ -48,7 +49,9 @@ def segment_digest(
     return blake3(whole).digest(length=DIGEST_BYTES)
 
 
-def prompt_digest(id: str, text: str, ids: bytes, answer: str) -> bytes:
-    """Digest of one stored prompt."""
+def prompt_digest(id: str, text: str, ids: bytes, answer: str, task: str = "") -> bytes:
+    """Digest of one stored prompt; as if there were no tasks, where it is of none."""
     head = _prompt_head(len(id), len(text), len(ids), len(answer))
-    return blake3(b"".join((head, f"{id}{text}".encode(), ids, answer.encode()))).digest(length=DIGEST_BYTES)
+    tail = _task_head(len(task)) + task.encode() if task else b""
+    whole = b"".join((head, f"{id}{text}".encode(), ids, answer.encode(), tail))
+    return blake3(whole).digest(length=DIGEST_BYTES)

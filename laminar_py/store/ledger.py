@@ -121,7 +121,7 @@ class Ledger:
         self._check_open()
         if prompt.id not in self._prompts:
             self._prompts.add(prompt.id)
-            self._batch.prompts.append((prompt.id, prompt.index, prompt.ids.tobytes(), prompt.text, prompt.answer))
+            self._batch.prompts.append(prompt)
             self._schedule()
 
     def store_segment(

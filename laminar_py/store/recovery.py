@@ -178,8 +178,9 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
 
 
 def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
-    stored = connection.execute("SELECT text, ids, answer FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
+    query = "SELECT text, ids, answer, task FROM prompt WHERE id = ?"
+    stored = connection.execute(query, (row.prompt_id,)).fetchone()
     if stored is None:
         raise ValueError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; the run cannot go on")
-    text, ids, answer = stored
-    return Prompt(row.prompt_id, row.prompt_index, text, np.frombuffer(ids, np.int32), answer)
+    text, ids, answer, task = stored
+    return Prompt(row.prompt_id, row.prompt_index, text, np.frombuffer(ids, np.int32), answer, task)

@@ -21,6 +21,7 @@ CREATE TABLE prompt (
     ids BLOB NOT NULL,            -- [P] little-endian int32
     text TEXT NOT NULL,
     answer TEXT NOT NULL,
+    task TEXT NOT NULL,
     digest BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE trajectory (         -- columns in the order of the fields of `rows.TrajectoryRow`

@@ -31,7 +31,7 @@ from laminar_py.events import (
 from laminar_py.store.digests import event_hash, prompt_digest, segment_digest
 from laminar_py.store.recording import pack_experts, pack_mask
 from laminar_py.store.rows import COLUMNS
-from laminar_py.types import RoutedExperts, SamplingMask
+from laminar_py.types import Prompt, RoutedExperts, SamplingMask
 
 _UPSERT_TRAJECTORY = (
     f"INSERT INTO trajectory VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (number) DO UPDATE SET "
@@ -96,7 +96,7 @@ class Batch:
 
     events: list[Stamped] = field(default_factory=list)
     rows: list[list[object]] = field(default_factory=list)  # trajectory rows as columns
-    prompts: list[tuple[str, int, bytes, str, str]] = field(default_factory=list)  # id, index, ids, text, answer
+    prompts: list[Prompt] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     token_rewards: list[tuple[int, bytes]] = field(default_factory=list)  # trajectory, rewards
     archived: list[int] = field(default_factory=list)  # trajectories whose pieces are in Parquet now
@@ -139,13 +139,14 @@ class Writer:
         """Close the connection; SQLite folds its log into the file."""
         self._connection.close()
 
-    def _store_prompts(self, prompts: list[tuple[str, int, bytes, str, str]]) -> None:
-        for id, index, ids, text, answer in prompts:
-            digest = prompt_digest(id, text, ids, answer)
+    def _store_prompts(self, prompts: list[Prompt]) -> None:
+        for prompt in prompts:
+            id, text, ids, answer, task = prompt.id, prompt.text, prompt.ids.tobytes(), prompt.answer, prompt.task
+            digest = prompt_digest(id, text, ids, answer, task)
             stored = self._connection.execute("SELECT digest FROM prompt WHERE id = ?", (id,)).fetchone()
             if stored is None:
-                row = id, index, ids, text, answer, digest
-                self._connection.execute("INSERT INTO prompt VALUES (?, ?, ?, ?, ?, ?)", row)
+                row = id, prompt.index, ids, text, answer, task, digest
+                self._connection.execute("INSERT INTO prompt VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             else:
                 assert stored[0] == digest, f"prompt {id}: another prompt has this id; each needs its own"
 

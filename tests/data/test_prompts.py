@@ -122,3 +122,8 @@ def test_epochs_and_seeds_differ() -> None:
         return [stream.prompt(50 * epoch + place).id for place in range(50)]
 
     assert len({tuple(ids(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_a_prompt_may_say_which_task_it_is_of(tmp_path):
+    source = written(tmp_path / "train.jsonl", '{"prompt": "1+1=", "answer": "2", "task": "sums"}', GOOD)
+    assert [prompt.task for prompt in read(source)] == ["sums", ""]
