@@ -28,10 +28,17 @@ LAYERS = {
     "learner": 2,
     "runtime": 3,
     "audit": 3,
+    "analytics": 3,
     "bench": 4,
     "cli": 4,
 }
-APART = ({"rollout", "relay"}, {"rollout", "learner"}, {"relay", "learner"}, {"audit", "runtime"})
+APART = (
+    {"rollout", "relay"},
+    {"rollout", "learner"},
+    {"relay", "learner"},
+    {"audit", "runtime"},
+    {"analytics", "runtime"},
+)
 ROOMS = {
     "ray": ("runtime/", "bench/relay_ray.py"),
     "zmq": ("relay/transport.py",),
@@ -49,7 +56,7 @@ ROOMS = {
     "transformers": ("learner/", "bench/"),
     "peft": ("learner/lora.py",),
     "aiohttp": ("engines/sglang", "bench/"),
-    "sqlite3": ("store/", "audit/", "runtime/summary.py"),
+    "sqlite3": ("store/", "audit/", "analytics/", "runtime/summary.py"),
     "tensorboard": ("runtime/trackers.py",),
     "wandb": ("runtime/trackers.py",),
     "mlflow": ("runtime/trackers.py",),
