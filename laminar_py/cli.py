@@ -306,6 +306,9 @@ def relay_serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 0,
     keep_versions: Annotated[int, typer.Option(min=1)] = 2,
     chunk_bytes: Annotated[int, typer.Option(min=4096, help="Largest that a publisher may cut")] = 16 * 2**20,
+    max_bytes_per_s: Annotated[
+        float | None, typer.Option(min=1, help="Weights that it sends on, at most; none: no cap")
+    ] = None,
 ) -> None:
     """Run one node of a tree by hand, until Ctrl-C."""
     from laminar_py.relay.serve import read_keys, serve
@@ -319,6 +322,7 @@ def relay_serve(
         port=port,
         keep_versions=keep_versions,
         chunk_bytes=chunk_bytes,
+        max_bytes_per_s=max_bytes_per_s,
         tell=lambda line: console.print(line, highlight=False, soft_wrap=True),
     )
 

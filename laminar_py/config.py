@@ -423,6 +423,9 @@ class RelayConfig(Section):
     """Relay processes, the root included; replicas attach to them in turn, leaves first."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] | None = None
     """Size of a chunk on the wire; default: the best by the cost model, or a smaller one that is as good."""
+    max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Bytes of weights that one relay sends on to all its children per second, at most, so that weights leave room
+    on a network that is shared; a chunk may exceed it for a moment. `null`: no cap."""
     keep_versions: Count = 2
     """Complete versions a node keeps; one that a replica holds is kept longer."""
     shm: Path = Path("/dev/shm")

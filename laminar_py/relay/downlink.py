@@ -1,12 +1,14 @@
 """What a node owes those below: its children, the versions they want, and the chunks promised to them.
 
 Used by the node alone. Invariant: nothing is kept for a connection that was found gone, and a promise ends with
-its chunk's arrival or with its version.
+its chunk's arrival or with its version. Chunks keep to a pace, each in its turn; all other records go at once.
 """
 
+import asyncio
 from collections import defaultdict
 
 from laminar_py.relay.messages import Announce, Downward
+from laminar_py.relay.pace import Line, Owed, Pace
 from laminar_py.relay.stored import StoredVersion
 from laminar_py.relay.transport import Listener
 
@@ -14,8 +16,11 @@ from laminar_py.relay.transport import Listener
 class Downlink:
     """The way down from one node; `listener` is set once the node is bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
         self.listener: Listener | None = None
+        self._pace = pace
+        self._line = Line()
+        self._in_line = asyncio.Event()  # set while anything waits there
         self._children: set[bytes] = set()
         self._holds: defaultdict[int, set[bytes]] = defaultdict(set)  # version -> children that want it
         # (version, file, chunk) -> children it goes to on arrival, with the base that they have; bounded by their
@@ -42,7 +47,8 @@ class Downlink:
             self._holds[version].add(child)
 
     def release(self, child: bytes, version: int) -> None:
-        """A child has it."""
+        """A child has it, or needs it no longer."""
+        self._line.drop(version, child)
         holders = self._holds.get(version, set())
         holders.discard(child)
         if not holders:
@@ -59,19 +65,43 @@ class Downlink:
         self._tell(message, holders | self._children if newest else holders)
 
     def serve(self, child: bytes, stored: StoredVersion, file: int, index: int, *, base: int | None) -> None:
-        """Send a chunk now if it is ready, else as soon as it is."""
-        if stored.is_ready(file, index, base=base):
-            self.send(child, stored.read(file, index, base=base))
-        else:
-            self._promised[stored.manifest.version, file, index][child] = base
+        """Send a chunk in its turn if it is ready, else as soon as it is."""
+        self._give(child, Owed(stored, file, index, base))
 
     def forward(self, stored: StoredVersion, file: int, index: int) -> None:
         """A chunk has arrived, or its delta is there: keep the promises."""
         for child, base in self._promised.pop((stored.manifest.version, file, index), {}).items():
-            self.send(child, stored.read(file, index, base=base))
+            self._give(child, Owed(stored, file, index, base))
+
+    async def keep_pace(self) -> None:
+        """Send what waits for its turn, until cancelled."""
+        while True:
+            await self._in_line.wait()
+            await asyncio.sleep(self._pace.wait_s)
+            while self._line and not self._pace.wait_s:
+                self._send_chunk(*self._line.take())
+            if not self._line:
+                self._in_line.clear()
+
+    def _give(self, child: bytes, owed: Owed) -> None:
+        if self._line or self._pace.wait_s:
+            self._line.put(child, owed)
+            self._in_line.set()
+        else:
+            self._send_chunk(child, owed)
+
+    def _send_chunk(self, child: bytes, owed: Owed) -> None:
+        stored, file, index, base = owed.stored, owed.file, owed.index, owed.base
+        if not stored.is_ready(file, index, base=base):  # not yet, or no more: the file came damaged
+            self._promised[stored.manifest.version, file, index][child] = base
+            return
+        chunk = stored.read(file, index, base=base)
+        if self.send(child, chunk):
+            self._pace.spend(len(chunk.data))
 
     def forget(self, version: int) -> None:
         """The version is given up here: drop its promises."""
+        self._line.drop(version)
         for key in [key for key in self._promised if key[0] == version]:
             del self._promised[key]
 
@@ -81,6 +111,7 @@ class Downlink:
         if self.listener.send(to, message):
             return True
         self._children.discard(to)
+        self._line.leave(to)
         for version in self.held:
             self.release(to, version)
         return False

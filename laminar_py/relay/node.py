@@ -18,6 +18,7 @@ from laminar_py.relay.desk import Desk
 from laminar_py.relay.downlink import Downlink
 from laminar_py.relay.encoder import Encoder
 from laminar_py.relay.intake import MAX_WINDOW, Intake, window_of
+from laminar_py.relay.pace import Pace
 from laminar_py.relay.store import Store
 from laminar_py.relay.stored import StoredVersion
 from laminar_py.relay.transport import Listener, RelayKeys, Wire
@@ -33,7 +34,8 @@ class RelayNode:
 
     `parents` are endpoints, nearest first, root last (`Topology.ancestors`); none for the root. A parent that
     is silent for `parent_timeout_s`, or breaks the connection, is left for the next one, after the last comes the
-    first again. After `visit_s` with another than the nearest, an idle node looks for the nearest.
+    first again. After `visit_s` with another than the nearest, an idle node looks for the nearest. Children get
+    `max_bytes_per_s` of weights together, None for as fast as they take them.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RelayNode:
         chunk_bytes: int = 4 * 2**20,
         parent_timeout_s: float = 5.0,
         visit_s: float = VISIT_S,
+        max_bytes_per_s: float | None = None,
         emit: Callable[[m.RelayEvent], None] = lambda event: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,7 +62,7 @@ class RelayNode:
         self._emit = emit
         self._wire = Wire(keys, heartbeat_s=parent_timeout_s)
         self._store = Store(store, keep_versions=keep_versions)
-        self._downlink = Downlink()
+        self._downlink = Downlink(Pace(max_bytes_per_s, now=now))
         self._encoder = Encoder(self._downlink.forward, self._retire_surplus)
         self._desk = Desk(self._store, self._downlink.send, pulled=self._pulled, now=now)
         self._uplink = Uplink(
@@ -116,6 +119,7 @@ class RelayNode:
             async with asyncio.TaskGroup() as self._group:
                 tasks = [self._group.create_task(self._serve(listener), name=f"{self.name}-serve")]
                 tasks.append(self._group.create_task(self._look(), name=f"{self.name}-look"))
+                tasks.append(self._group.create_task(self._downlink.keep_pace(), name=f"{self.name}-pace"))
                 if self._uplink.parents:
                     tasks.append(self._group.create_task(self._uplink.run(), name=f"{self.name}-follow"))
                 self._retire_surplus()

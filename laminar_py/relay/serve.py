@@ -45,6 +45,7 @@ def serve(
     port: int,
     keep_versions: int,
     chunk_bytes: int,
+    max_bytes_per_s: float | None,
     tell: Callable[[str], None],
 ) -> None:
     """Relay until Ctrl-C; `tell` gets a line for whatever happens. Raises `ValueError`."""
@@ -59,6 +60,7 @@ def serve(
             port=port,
             keep_versions=keep_versions,
             chunk_bytes=chunk_bytes,
+            max_bytes_per_s=max_bytes_per_s,
             emit=lambda event: tell(words(event)),
         )
         await node.start()

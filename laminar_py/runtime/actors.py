@@ -82,6 +82,7 @@ class RelayActor:
             parents=list(spec.parents),
             chunk_bytes=spec.chunk_bytes,
             keep_versions=relay.keep_versions,
+            max_bytes_per_s=relay.max_bytes_per_s,
             emit=self._news.append,
         )
         await self._node.start()

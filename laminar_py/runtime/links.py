@@ -68,9 +68,13 @@ def pairs(addresses: Sequence[str], zones: Sequence[str]) -> tuple[Pair | None, 
 
 
 def links_of(relay: RelayConfig, *, inside: Hop | None, outside: Hop | None) -> Links:
-    """The network in bytes and seconds, where these hops were measured within a zone and between two."""
+    """The network in bytes and seconds, where these hops were measured within a zone and between two.
+
+    No relay sends more than its cap, whatever the network would give.
+    """
     hop = inside or outside or ASSUMED
     bytes_per_s = hop.bytes_per_s if relay.link_gbit_per_s is None else relay.link_gbit_per_s * 1e9 / 8
+    bytes_per_s = min(bytes_per_s, relay.max_bytes_per_s or math.inf)
     overhead_s = hop.overhead_s if relay.overhead_us is None else relay.overhead_us * 1e-6
     between = math.inf if outside is None else outside.bytes_per_s
     return Links(

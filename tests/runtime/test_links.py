@@ -45,6 +45,8 @@ KEYS = RelayKeys.generate()
         (AUTO, None, OUTSIDE, Links(1e8, 1e-3, 1e8)),  # each host is a zone of its own
         (GIVEN, INSIDE, OUTSIDE, Links(1e10, 5e-5, 1e9)),
         (RelayConfig(overhead_us=50), INSIDE, None, Links(1e9, 5e-5, math.inf)),
+        (RelayConfig(max_bytes_per_s=3e8), INSIDE, None, Links(3e8, 1e-4, math.inf)),
+        (RelayConfig(max_bytes_per_s=3e8), None, OUTSIDE, Links(1e8, 1e-3, 1e8)),
     ],
 )
 def test_what_the_config_gives_wins_over_what_was_measured(relay, inside, outside, links):
