@@ -1,7 +1,7 @@
 """Six planted walls: does the triage name each, with the right remedy first, and what would `sync` make of it?
 
-`python experiments/walls/run.py [--json] [--only NAME] [--steps N]` trains the quickstart once for each YAML of this
-folder under `async`, and again under `sync`, whose step time the diagnosis of the first has predicted.
+`python experiments/walls/run.py [--json] [--only NAME] [--steps N]` trains the quickstart once for each YAML of
+this folder under `async`, and again under `sync`, whose step time the diagnosis of the first has predicted.
 """
 
 import argparse

@@ -35,7 +35,7 @@ class Reading:
     hopeless_share: float  # of the groups, whose members all failed
     length_ratio: float  # p95 over p50 of response lengths
     crowded_share: float  # of the time in which replicas are busy, with more than their engine decodes at a time
-    group_p50_s: float  # from the first member that finished until the last
+    group_p90_s: float  # from the first member of a group that finished until the last, p90
     reward_p95_s: float
     transfer_s: float  # weights were on the way between relays
     load_s: float  # of one version, in a replica
@@ -107,13 +107,14 @@ def expected_longest(lengths: Ints, count: int) -> float:
 
 
 def _group_spread(finished: Trajectories) -> float:
-    """Median over groups of the time between the first member that finished and the last."""
+    """p90 over groups of the time between the first member that finished and the last."""
     order = np.argsort(finished.group, kind="stable")
     groups, times = finished.group[order], finished.finished_s[order]
     edges = np.flatnonzero(np.diff(groups, prepend=-1))
     if not len(edges):
         return 0.0
-    return float(np.median(np.maximum.reduceat(times, edges) - np.minimum.reduceat(times, edges)))
+    spread = np.maximum.reduceat(times, edges) - np.minimum.reduceat(times, edges)
+    return float(np.quantile(spread, 0.9))
 
 
 def _tokens_per_step(record: Record) -> float:

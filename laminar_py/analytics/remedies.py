@@ -54,7 +54,11 @@ class Remedy:
 
 def remedies(wall: Wall, config: RunConfig, reading: Reading) -> tuple[Remedy, ...]:
     """For one wall, the first is to be tried first."""
-    return tuple(_BY_WALL[wall](config, reading))
+    found = tuple(_BY_WALL[wall](config, reading))
+    if config.schedule is Schedule.ASYNC:
+        return found
+    why = "stages work side by side, and no batch waits for its longest trajectory"
+    return (Remedy("schedule", f"{config.schedule} -> async", why), *found)
 
 
 def _generation(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
@@ -74,8 +78,6 @@ def _generation(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
 
 def _long_tail(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
     rollout = config.rollout
-    if config.schedule is not Schedule.ASYNC:
-        yield Remedy("schedule", f"{config.schedule} -> async", "no batch waits for its longest trajectory")
     if rollout.on_new_weights is OnNewWeights.DRAIN:
         why = "partial rollout: a replica takes new prompts and weights beside its stragglers"
         yield Remedy("rollout.on_new_weights", "drain -> resume", why)
@@ -89,9 +91,9 @@ def _long_tail(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
             "others may go on while a group waits for its last",
         )
     cap = rollout.sampling.max_new_tokens
-    if rollout.group_deadline_s is None:
+    if rollout.group_deadline_s is None and reading.group_p90_s > 0:
         why = "groups close without stragglers; set rollout.probe_share too, to see what that drops"
-        yield Remedy("rollout.group_deadline_s", f"none -> {2 * reading.group_p50_s:.1f}", why)
+        yield Remedy("rollout.group_deadline_s", f"none -> {2 * reading.group_p90_s:.2g}", why)
     yield Remedy("rollout.sampling.max_new_tokens", f"below {cap}", "a cap on all, logged with each that it cuts")
 
 
@@ -149,8 +151,6 @@ def _weights(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
 
 
 def _freshness(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
-    if config.schedule is not Schedule.ASYNC:
-        yield Remedy("schedule", f"{config.schedule} -> async", "stages work beside each other")
     bound = config.staleness.max_staleness
     if bound is not None:
         why = "useful staleness ends at about 4 to 8 versions"

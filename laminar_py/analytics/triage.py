@@ -83,8 +83,8 @@ def evidence(wall: Wall, reading: Reading) -> str:
 
     match wall:
         case Wall.GENERATION:
-            busy = share(times.generation_s)
-            return f"replicas are busy {busy} of the time, and the learner waits for them {share(reading.waited_s)} of it"
+            waits = f"the learner waits for them {share(reading.waited_s)} of it"
+            return f"replicas are busy {share(times.generation_s)} of the time, and {waits}"
         case Wall.LONG_TAIL:
             few = share(times.tail_s)
             ratio = f"p95 of lengths is {reading.length_ratio:.1f} x p50"
@@ -102,8 +102,10 @@ def evidence(wall: Wall, reading: Reading) -> str:
             late, way = share(times.weights_s), f"{reading.transfer_s:.2f} s on the way"
             return f"replicas are empty {late} of the time while newer weights are under way: {way} a step"
         case Wall.FRESHNESS:
-            stale = f"{reading.stale_share:.0%} of the tokens are dropped as too old"
-            return f"replicas are held idle {share(reading.held_s)} of the time, though no stage is busy; {stale}"
+            held = f"replicas are held idle {share(reading.held_s)} of the time, though no stage is busy"
+            if not reading.stale_share:
+                return held
+            return f"{held}, and {reading.stale_share:.0%} of the tokens are dropped as too old"
         case Wall.SPARSE_REWARD:
             return f"in {reading.hopeless_share:.0%} of the groups no member had any success"
 

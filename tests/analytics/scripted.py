@@ -1,0 +1,102 @@
+"""Runs written by hand: events at chosen seconds, so that what the analytics say can be computed on paper."""
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from laminar_py.config_file import dump_config, load_config
+from laminar_py.events import (
+    Assigned,
+    Consumed,
+    Dropped,
+    Finished,
+    Issued,
+    Ready,
+    RunStarted,
+    Scored,
+    Stepped,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.store.digests import response_digest
+from laminar_py.store.ledger import Ledger
+from laminar_py.types import DropReason, FinishReason, Kind, Span
+from tests.builders import make_prompt
+from tests.store.runs import tokens
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+class Script:
+    """A ledger and the second that it is."""
+
+    def __init__(self, ledger, clock):
+        self._ledger = ledger
+        self._clock = clock
+
+    def at(self, second, *events):
+        """These happen now."""
+        self._clock.second = second
+        self._ledger.append_all(events)
+
+    def issue(self, second, id, *, replica=0, index=0):
+        """Issued and handed to a replica at once."""
+        group, _, sample = id.partition(".")
+        self._ledger.store_prompt(make_prompt(index))
+        self.at(
+            second, Issued(id, group, f"p{index}", index, int(sample), Kind.TRAIN), Assigned(id, replica, 1, 0)
+        )
+
+    def finish(self, second, id, *, length=5, version=0, queue_s=0.0, generate_s=1.0):
+        """All its tokens come at once."""
+        self._clock.second = second
+        spans, (ids, logprobs) = (Span(version, 0, length),), tokens(id, 0, length)
+        self._ledger.store_segment(id, 0, spans, ids, logprobs)
+        digest = response_digest(ids, logprobs)
+        self.at(second, Finished(id, 1, FinishReason.STOP, spans, length, digest, queue_s, generate_s))
+
+    def score(self, second, id, *, reward=1.0, elapsed_s=0.0):
+        """Its reward is there, and its group complete."""
+        self.at(second, Scored(id, reward, elapsed_s), Ready(id, 0.5))
+
+    def drop(self, second, id, reason=DropReason.STALE):
+        """For good."""
+        self.at(second, Dropped(id, reason))
+
+    def step(self, second, number, *ids, elapsed_s=1.0, waited_s=0.0, reference_s=0.0, version=0):
+        """Committed now."""
+        stepped = Stepped(number, 1, len(ids), 5 * len(ids), 0.1, 0.2, 1.0, elapsed_s, waited_s, reference_s)
+        self.at(second, stepped, *(Consumed(id, number, version, version, 1.0) for id in ids))
+
+    def publish(self, second, version, *, stall_s=0.0):
+        """On record now."""
+        self.at(second, VersionPublished(version, version, 1, None, f"d{version}", 10, stall_s))
+
+    def load(self, second, version, *, replica=0, elapsed_s=0.0):
+        """Served by a replica from now on."""
+        self.at(second, VersionLoaded(replica, version, f"d{version}", elapsed_s))
+
+
+class Clock:
+    """It is when the script says."""
+
+    second = 0.0
+
+    def now(self):
+        return self.second
+
+
+@asynccontextmanager
+async def scripted(run, *overrides):
+    """A run with the quickstart's config, begun at second 0 with version 0."""
+    (run / "config.yaml").write_text(dump_config(load_config(CONFIG, list(overrides))))
+    clock = Clock()
+    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=clock)
+    await ledger.start()
+    script = Script(ledger, clock)
+    try:
+        script.at(0.0, RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", False, None))
+        script.publish(0.0, 0)
+        yield script
+    finally:
+        await ledger.close()
