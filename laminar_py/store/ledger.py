@@ -1,6 +1,6 @@
 """The record of a run: one SQLite file, written by the controller alone.
 
-`append` and `store_*` only touch memory and never wait; every 50 ms what has gathered is written by a thread, in
+`append` and `store_*` only touch memory and never wait; four times a second what has gathered is written by a thread, in
 the order of the appends and in one transaction. A batch is cut between two turns of the event loop, so what is
 appended without an `await` in between is never split. Invariant (law 1): issued = consumed + dropped + live, in
 memory at every moment and on disk after every crash.
@@ -33,7 +33,7 @@ from laminar_py.store.spans import encode_spans
 from laminar_py.store.writer import Batch, Segment, Stamped, Writer
 from laminar_py.types import Prompt, Published, RoutedExperts, SamplingMask, Span
 
-FLUSH_S = 0.05
+FLUSH_S = 0.25
 _FORGET = 4096  # archived trajectories whose pieces one transaction deletes
 
 

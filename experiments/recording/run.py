@@ -1,0 +1,116 @@
+"""What it costs to record a run: CPU seconds of emitting and writing over all CPU seconds of the quickstart.
+
+`python experiments/recording/run.py [--json] [--steps N]` trains in this process, whose controller is the only one
+that records, with a stopwatch of CPU time around every entrance of the ledger; the CPU time of all processes of the
+run is looked at twice a second.
+"""
+
+import argparse
+import functools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from laminar_py.bench.report import Row, show
+from laminar_py.config_file import load_config
+from laminar_py.control import lifecycle
+from laminar_py.runtime.launch import launch
+from laminar_py.store import ledger
+from laminar_py.store.writer import Writer
+
+CONFIG = Path("configs/quickstart.yaml")
+LOOK_S = 0.5
+ENTRANCES = ("append", "append_all", "store_prompt", "store_segment", "store_token_rewards", "_cut")
+COPIED = ("write_archive",)  # called by the ledger, in a thread of its own
+
+
+class Stopwatch:
+    """CPU seconds by name; what is called inside a watched call counts once."""
+
+    def __init__(self) -> None:
+        self.spent_s: Counter[str] = Counter()
+        self._depth = threading.local()
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Time this function of a class or module from now on."""
+        setattr(owner, name, self._timed(getattr(owner, name), name))
+
+    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._depth, "inside", False):
+                return function(*args, **kwargs)
+            self._depth.inside, began = True, time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth.inside = False
+                self.spent_s[name] += time.thread_time() - began
+
+        return timed
+
+
+class Processes(threading.Thread):
+    """The CPU time of this process and all below it, those that have ended included."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._seen_s: dict[tuple[int, float], float] = {}
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Look until `total_s` is asked for."""
+        while not self._ended.wait(LOOK_S):
+            self._look()
+
+    def total_s(self) -> float:
+        """Seconds so far."""
+        self._ended.set()
+        self._look()
+        return sum(self._seen_s.values())
+
+    def _look(self) -> None:
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            try:
+                times = process.cpu_times()
+                self._seen_s[process.pid, process.create_time()] = times.user + times.system
+            except psutil.NoSuchProcess:
+                continue
+
+
+def main() -> None:
+    """Train once and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    watch, processes = Stopwatch(), Processes()
+    for name in ENTRANCES:
+        watch.watch(ledger.Ledger, name)
+    for name in COPIED:
+        watch.watch(ledger, name)
+    watch.watch(Writer, "write")
+    watch.watch(lifecycle, "response_digest")
+    processes.start()
+    settings = load_config(CONFIG, ["name=recording", f"steps={args.steps}"])
+    summary = launch(settings, resume=None, console=Console(stderr=True))
+    spent_s, total_s = sum(watch.spent_s.values()), processes.total_s()
+    conditions = f"quickstart, {args.steps} steps, {summary.trajectories.issued} trajectories; warm start from its cache"
+    rows = [
+        Row("recording_share", spent_s / total_s, "of all CPU seconds", conditions),
+        Row("recording_s", spent_s, "CPU s", ", ".join(f"{n} {s:.2f}" for n, s in watch.spent_s.most_common())),
+        Row("total_s", total_s, "CPU s", "all processes of the run"),
+        Row("trajectory_us", spent_s / summary.trajectories.issued * 1e6, "CPU us each", conditions),
+    ]
+    show("recording", rows, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
