@@ -145,6 +145,20 @@ class Dropped(Event, frozen=True):
     detail: str = ""
 
 
+class Probed(Event, frozen=True):
+    """One that a deadline dropped was generated to its end all the same, to learn what dropping costs.
+
+    `length` counts all its tokens, of which those after the drop are not kept; `reward` is None where its scoring
+    failed; `generate_s` counts all replicas that had it.
+    """
+
+    trajectory_id: str
+    length: int
+    finish_reason: FinishReason
+    reward: float | None
+    generate_s: float
+
+
 class VersionPublished(Event, frozen=True):
     """The learner published `version` after `step`; `parent` is the version its weights came from."""
 
@@ -305,6 +319,7 @@ AnyEvent = (
     | Consumed
     | Undone
     | Dropped
+    | Probed
     | VersionPublished
     | VersionLoaded
     | Repacked

@@ -34,6 +34,7 @@ class Trajectories:
     group: Ints  # dense, in the order of issue
     prompt: Ints  # place of its prompt in the stream
     status: Ints
+    epoch: Ints  # times that it was handed to a replica
     replica: Ints  # the last one that had it
     length: Ints  # response tokens
     oldest_version: Ints
@@ -47,8 +48,8 @@ class Trajectories:
     task: Ints
     reward: Floats
     weight: Floats
-    queue_s: Floats  # of its last stream, in the engine
-    generate_s: Floats  # of all streams, queueing included
+    queue_s: Floats  # on its last replica, until its first tokens there
+    generate_s: Floats  # on its last replica, until it finished
     score_s: Floats
     issued_s: Times
     started_s: Times
@@ -81,52 +82,59 @@ class Trajectories:
         return found
 
 
-_PLAIN = (
-    ("number", "number", np.int32),
-    ("prompt", "prompt_index", np.int32),
-    ("replica", "replica", np.int32),
-    ("length", "length", np.int32),
-    ("oldest_version", "oldest_version", np.int32),
-    ("newest_version", "newest_version", np.int32),
-    ("step", "step", np.int32),
-    ("version", "version", np.int32),
-    ("staleness", "staleness", np.int32),
-    ("reward", "reward", np.float32),
-    ("weight", "weight", np.float32),
-    ("queue_s", "queue_s", np.float32),
-    ("generate_s", "generate_s", np.float32),
-    ("score_s", "score_s", np.float32),
-    *((name, f"{name} - :origin", np.float64) for name in ("issued_s", "started_s", "finished_s", "scored_s")),
-    *((name, f"{name} - :origin", np.float64) for name in ("ready_s", "ended_s")),
-)
+_NUMBERS: dict[str, tuple[str, type]] = {  # field: what SQL makes it of, its type here
+    "number": ("number", np.int32),
+    "prompt": ("prompt_index", np.int32),
+    "epoch": ("epoch", np.int32),
+    "replica": ("replica", np.int32),
+    "length": ("length", np.int32),
+    "oldest_version": ("oldest_version", np.int32),
+    "newest_version": ("newest_version", np.int32),
+    "step": ("step", np.int32),
+    "version": ("version", np.int32),
+    "staleness": ("staleness", np.int32),
+    "reward": ("reward", np.float32),
+    "weight": ("weight", np.float32),
+    "queue_s": ("queue_s", np.float32),
+    "generate_s": ("generate_s", np.float32),
+    "score_s": ("score_s", np.float32),
+    **{
+        name: (f"{name} - :origin", np.float64)
+        for name in ("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s")
+    },
+}
+_CODES = {
+    "status": ("status", STATUSES),
+    "finish": ("finish_reason", FINISHES),
+    "cap": ("cap", CAPS),
+    "drop": ("drop_reason", REASONS),
+}
 
 
 def read_trajectories(connection: sqlite3.Connection, *, kind: Kind = Kind.TRAIN) -> Trajectories:
-    """All of one kind."""
+    """All of one kind. The columns that hold text become codes as they are read."""
     origin = connection.execute("SELECT coalesce(min(issued_s), 0) FROM trajectory").fetchone()[0]
     tasks = tuple(task for (task,) in connection.execute("SELECT DISTINCT task FROM prompt ORDER BY task"))
-    coded = {
-        "status": _case("status", STATUSES),
-        "finish": _case("finish_reason", FINISHES),
-        "cap": _case("cap", CAPS),
-        "drop": _case("drop_reason", REASONS),
-    }
-    numbers = {name: sql for name, sql, _ in _PLAIN} | coded
+    columns = [sql for sql, _ in (*_NUMBERS.values(), *_CODES.values())]
     cursor = connection.execute(
-        f"SELECT {', '.join(numbers.values())}, group_id, prompt_id FROM trajectory WHERE kind = :kind"
-        " ORDER BY number",
+        f"SELECT {', '.join(columns)}, group_id, prompt_id FROM trajectory WHERE kind = :kind ORDER BY number",
         {"origin": origin, "kind": kind},
     )
-    types = {name: dtype for name, _, dtype in _PLAIN} | dict.fromkeys(coded, np.int32)
-    blocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*numbers, "group", "task")}
-    of_task = _TaskOf(connection, tasks)
-    groups: dict[str, int] = {}
+    codes = {
+        name: {text: place for place, text in enumerate(map(str, texts))} for name, (_, texts) in _CODES.items()
+    }
+    blocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*_NUMBERS, *_CODES, "group", "task")}
+    of_task, groups = _TaskOf(connection, tasks), _GroupOf()
     while rows := cursor.fetchmany(_BLOCK):
-        *columns, group_ids, prompt_ids = zip(*rows, strict=True)
-        for name, column in zip(numbers, columns, strict=True):
-            blocks[name].append(_array(column, types[name]))
-        blocks["group"].append(np.array([groups.setdefault(g, len(groups)) for g in group_ids], np.int32))
-        blocks["task"].append(of_task(prompt_ids))
+        values = iter(zip(*rows, strict=True))
+        for name, (_, dtype) in _NUMBERS.items():
+            blocks[name].append(_array(next(values), dtype))
+        for name in _CODES:
+            of = codes[name]
+            blocks[name].append(np.array([of.get(text, -1) for text in next(values)], np.int32))
+        blocks["group"].append(groups(next(values)))
+        blocks["task"].append(of_task(next(values)))
+    types = {name: dtype for name, (_, dtype) in _NUMBERS.items()}
     joined = {
         name: np.concatenate(parts) if parts else np.empty(0, types.get(name, np.int32))
         for name, parts in blocks.items()
@@ -148,12 +156,19 @@ class _TaskOf:
         return np.array([codes[id] for id in prompt_ids] if codes else np.zeros(len(prompt_ids)), np.int32)
 
 
-def _case(column: str, names: Sequence[str]) -> str:
-    """SQL for the place of a column's text in `names`, -1 where it is none of them."""
-    cases = " ".join(f"WHEN '{name}' THEN {place}" for place, name in enumerate(names))
-    return f"CASE {column} {cases} ELSE -1 END"
+class _GroupOf:
+    """Dense numbers of groups, in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def __call__(self, group_ids: Sequence[str]) -> Ints:
+        numbers = self._numbers
+        return np.array([numbers.setdefault(id, len(numbers)) for id in group_ids], np.int32)
 
 
 def _array(column: Sequence[Any], dtype: type) -> npt.NDArray[Any]:
-    none = np.nan if issubclass(dtype, np.floating) else -1
-    return np.array([none if value is None else value for value in column], dtype)
+    values = np.array(column, np.float64)  # makes NaN of None, and holds any count exactly
+    if issubclass(dtype, np.integer):
+        values[np.isnan(values)] = -1
+    return values.astype(dtype, copy=False)

@@ -60,6 +60,8 @@ class FlowSettings:
     one_version: bool  # drain: a trajectory continues only under its own version
     teaches: bool = False  # scores are a teacher's log-probabilities, one for each token
     group_deadline_s: float | None = None
+    probe_share: float = 0.0
+    max_probes: int = 0  # at a time
     min_group_survivors: int = 2
     max_seconds: float | None = None
 

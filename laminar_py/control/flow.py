@@ -18,6 +18,7 @@ from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
 from laminar_py.control.line import Line
 from laminar_py.control.moves import Moves, Round
+from laminar_py.control.probes import Probes
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.events import Cut, VersionLoaded
 from laminar_py.interfaces import Clock
@@ -67,6 +68,9 @@ class Flow:
         self.generated_tokens = 0  # of training, in this incarnation
         self._settings = settings
         self._evaluations = Evaluations(self.book)
+        self._probes = Probes(
+            share=settings.probe_share, most=settings.max_probes, recorder=recorder, submit_score=submit_score
+        )
         self._admission = admission
         self._prompt_at = prompt_at
         self._submit_score = submit_score
@@ -219,6 +223,8 @@ class Flow:
         for progress in report.progress:
             lifecycle = self._on_progress(progress)
             if lifecycle is None:
+                if self._probes.on_progress(progress):
+                    self.dispatcher.returned(report.replica, progress.trajectory_id)
                 continue
             if progress.broken is not None:
                 self._on_break(report.replica, lifecycle, progress.broken)
@@ -299,6 +305,8 @@ class Flow:
 
     async def _on_version_lost(self, replica: int, trajectory_id: str) -> None:
         lifecycle = self.book.live.get(trajectory_id)
+        if self._probes.end(trajectory_id):
+            self.dispatcher.returned(replica, trajectory_id)
         if lifecycle is None or lifecycle.replica != replica:
             return
         self.dispatcher.returned(replica, trajectory_id)
@@ -316,6 +324,7 @@ class Flow:
     async def on_replica_lost(self, replica: int) -> None:
         """A replica died: what it had is interrupted, keeps its stored prefix and waits for another."""
         for trajectory_id in sorted(self.dispatcher.lost(replica)):
+            self._probes.end(trajectory_id)
             lifecycle = self.book.live.get(trajectory_id)
             if lifecycle is not None and lifecycle.status is Status.RUNNING:
                 self.book.record(lifecycle.interrupt("replica_died"))
@@ -327,6 +336,7 @@ class Flow:
         """Take in a verdict; it may complete its group."""
         lifecycle = self.book.live.get(score.trajectory_id)
         if lifecycle is None or lifecycle.status is not Status.FINISHED:
+            self._probes.on_score(score)
             return
         if score.value is None:
             self.book.drop([lifecycle], score.failure or DropReason.REWARD_FAILED, score.detail)
@@ -379,7 +389,7 @@ class Flow:
             if group.overdue(now, self._settings.group_deadline_s):
                 for member in group.pending:
                     self.moves.ends(member.id)
-                    if member.replica is not None:
+                    if not self._probes.take(member) and member.replica is not None:
                         self.dispatcher.returned(member.replica, member.id)
                         self._aborts.setdefault(member.replica, []).append(member.id)
                 self._line.drop_group(group.id)

@@ -266,6 +266,8 @@ class Controller:
                 without_signal=rollout.without_signal,
                 one_version=rollout.on_new_weights is OnNewWeights.DRAIN,
                 group_deadline_s=rollout.group_deadline_s,
+                probe_share=rollout.probe_share,
+                max_probes=-(-rollout.replicas * rollout.max_batch // 8),
                 min_group_survivors=rollout.min_group_survivors,
                 max_seconds=rollout.max_seconds,
             ),

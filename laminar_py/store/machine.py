@@ -22,6 +22,7 @@ from laminar_py.events import (
     Finished,
     Interrupted,
     Issued,
+    Probed,
     Ready,
     Relayed,
     Restamped,
@@ -118,6 +119,7 @@ class Machine:
             Consumed: self._consumed,
             Undone: self._undone,
             Dropped: self._dropped,
+            Probed: self._probed,
             RunStarted: self._run_started,
             VersionPublished: self._version_published,
             VersionLoaded: self._version_seen,
@@ -277,6 +279,11 @@ class Machine:
         row.drop_reason, row.drop_detail = event.reason, event.detail
         self._tally(row).dropped[event.reason] += 1
         return row
+
+    def _probed(self, event: Probed) -> None:
+        if event.trajectory_id in self.live:
+            _refuse(event, "it is live")
+        _finite(event, event.generate_s, event.reward or 0.0)
 
     # ---- the rest of the run
 
