@@ -251,8 +251,8 @@ class RolloutConfig(Section):
     """Close a group this many seconds after its first member finished; stragglers are dropped with an event."""
     probe_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the trajectories that `group_deadline_s` drops which are generated to their end all the same and
-    scored, never trained on, so that the report can say what dropping costs. A draining replica waits for those that
-    it has; at most an eighth of all the sequences that the replicas decode at a time go on like this."""
+    scored, never trained on, so that the report can say what dropping costs. A draining replica waits for those
+    that it has; at most an eighth of all the sequences that the replicas decode at a time go on like this."""
     min_group_survivors: Annotated[int, Field(ge=2)] = 2
     """Members a group needs to be trained on; with fewer it is dropped with an event."""
     partial_interval_s: Seconds = 1.0

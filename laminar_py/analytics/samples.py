@@ -37,6 +37,10 @@ class StepLine(msgspec.Struct, frozen=True):
     trained_tokens: int = 0
 
 
+class _Summary(msgspec.Struct, frozen=True):
+    rl_seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class FleetSamples:
     """[S] samples of R replicas."""
@@ -70,10 +74,12 @@ def read_steps(run: Path) -> list[StepLine]:
 
 
 def read_rl_seconds(run: Path) -> float:
-    """Seconds of RL so far: what the last line of either file says."""
+    """Seconds of RL so far: the most that any file says. There is a summary once the run has ended."""
     fleet = [line.rl_s for line in _lines(run / "fleet.jsonl", FleetLine)]
     steps = [line.rl_s for line in _lines(run / "metrics.jsonl", StepLine)]
-    return max([*fleet, *steps], default=0.0)
+    summary = run / "summary.json"
+    ended = [msgspec.json.decode(summary.read_bytes(), type=_Summary).rl_seconds] if summary.is_file() else []
+    return max([*fleet, *steps, *ended], default=0.0)
 
 
 def running_mean(values: Times, width: int) -> npt.NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""What the arrays do not have, from one pass over the event log: probes, skipped steps, prefixes computed again."""
+"""What the arrays lack, from one pass over the event log: probes, skipped steps, prefixes computed again."""
 
 import sqlite3
 from dataclasses import dataclass

@@ -2,11 +2,11 @@
 
 Three shares, each of one total:
 
-- `group_wait` = sum of seconds that scored trajectories waited for the last member of their group, over the sum of
-  the seconds that trajectories were live (issued until consumed or dropped, or until the last event on record).
-- `slots` = sum over the samples of a replica in ramp-down of seconds x (usual - running), over the sum over all its
-  samples of seconds x usual; both summed over replicas. `usual` is the 90th percentile of what the replica ran in
-  the samples in which it ran anything; ramp-down is 0 < running < usual / 4: a few hold the replica.
+- `group_wait` = sum of seconds that scored trajectories waited for the last member of their group, over the sum
+  of the seconds that trajectories were live (issued until consumed or dropped, or until the last event on record).
+- `slots` = sum over the samples of a replica in ramp-down of seconds x (usual - running), over the sum over all
+  its samples of seconds x usual; both summed over replicas. `usual` is the 90th percentile of what the replica ran
+  in the samples in which it ran anything; ramp-down is 0 < running < usual / 4: a few hold the replica.
 - `kv` = the same with the use of the KV cache in place of running, in the same samples.
 """
 

@@ -7,6 +7,7 @@ task. Everything is vectorised: a million trajectories take seconds.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,8 @@ class Measure(StrEnum):
 
     LENGTH = "length"  # of a finished response
     REPLICA_WAIT = "replica_wait"  # issued until a replica has it
-    FIRST_TOKENS = "first_tokens"  # on its last replica, until the engine delivered a piece: queue and prefill
-    GENERATION = "generation"  # handed to a replica until finished, all that lies between included
+    GENERATION = "generation"  # handed to a replica until finished: queue, prefill and moves included
+    FIRST_TOKENS = "first_tokens"  # of that, on the last replica until the engine delivered a piece
     SCORER_WAIT = "scorer_wait"  # finished until scored, without the scoring itself
     REWARD = "reward"  # the scoring
     GROUP_WAIT = "group_wait"  # scored until the last member of its group was scored or dropped
@@ -87,8 +88,8 @@ def measures(t: Trajectories) -> dict[Measure, Times]:
     return {
         Measure.LENGTH: length,
         Measure.REPLICA_WAIT: t.started_s - t.issued_s,
-        Measure.FIRST_TOKENS: t.queue_s.astype(np.float64),
         Measure.GENERATION: t.finished_s - t.started_s,
+        Measure.FIRST_TOKENS: t.queue_s.astype(np.float64),
         Measure.SCORER_WAIT: np.maximum(t.scored_s - t.finished_s - t.score_s, 0.0),
         Measure.REWARD: t.score_s.astype(np.float64),
         Measure.GROUP_WAIT: group_wait(t),
@@ -136,7 +137,7 @@ def _by(keys: Ints, values: dict[Measure, Times], label: Callable[[int], str]) -
     ordered = keys[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-2))
     bounds = [*starts.tolist(), len(ordered)]
-    parts = [(int(ordered[start]), start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    parts = [(int(ordered[start]), start, end) for start, end in pairwise(bounds)]
     parts = [part for part in parts if part[0] >= 0]
     if len(parts) < 2:
         return {}

@@ -1,8 +1,8 @@
 """Where generated tokens went: the numerator of goodput. Reads the ledger alone.
 
-Every response token of a training trajectory is counted once, in one part of the waterfall: issued = sum of the parts
-+ useful. Beside it stand tokens that are in no response (computed again, generated for a probe), and what the learner
-trained on in vain.
+Every response token of a training trajectory is counted once, in one part of the waterfall: issued = sum of the
+parts + useful. Beside it stand tokens that are in no response (computed again, generated for a probe), and what
+the learner trained on in vain.
 """
 
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ class TokenAccount:
     issued: int  # generated for training trajectories, whatever became of them
     parts: tuple[Part, ...]
     useful: int  # consumed by steps that stand, each weighed as its loss was
+    issued_trajectories: int
     useful_trajectories: int  # consumed by steps that stand
     cut: int  # of the consumed, tokens of responses that a cap cut
     recomputed: int  # tokens of prompt and response whose KV cache was computed again after a move or new weights
@@ -76,6 +77,7 @@ def account_tokens(t: Trajectories, scan: Scan, *, undone: int, rl_s: float) -> 
         issued=int(lengths.sum()),
         parts=tuple(part for part in told if part.trajectories),
         useful=useful,
+        issued_trajectories=len(t),
         useful_trajectories=int(stands.sum()),
         cut=int(lengths[stands & (t.cap >= 0)].sum()),
         recomputed=scan.recomputed,

@@ -29,10 +29,15 @@ def _on_dropping(table: DropTable) -> str:
     words = f"{row.share:.2%} were dropped, {at_least}{times:.1f}x as long as what is kept"
     if times < _LONGER and not row.unfinished:
         return f"{words}: dropping does not go by length."
-    if row.known < MIN_KNOWN or row.expected is None or row.reward is None:
+    if row.known < MIN_KNOWN or row.reward is None:
         return (
             f"{words}; the rewards of only {row.known} are known, so whether this trains away long reasoning is"
             " not: set rollout.probe_share above 0 to learn it."
+        )
+    if row.expected is None:
+        return (
+            f"{words}; the {row.known} whose reward is known {_right(row.reward, table)}, and nothing so long is"
+            " kept: what they could teach is lost."
         )
     compared = (
         f"{words}; the {row.known} whose reward is known {_right(row.reward, table)}, kept ones of the same length"

@@ -1,8 +1,9 @@
-"""Dropped trajectories that go on all the same, so that reports can say what dropping costs. Owned by `control.flow`.
+"""Dropped trajectories that go on all the same, so that reports can say what dropping costs.
 
-A trajectory that a deadline drops is DROPPED for good: it is on no group's, learner's or accounting's way. A share
-of those, chosen by a hash of their ids, is not aborted: RUNNING on its replica -> FINISHED, waits for its score ->
-on record as `Probed`. Whatever breaks it off ends it without a word. Invariant: at most `most` go on at a time.
+Owned by `control.flow`. A trajectory that a deadline drops is DROPPED for good: no group, no learner and no
+accounting knows it any more. A share of those, chosen by a hash of their ids, is not aborted: RUNNING on its
+replica -> FINISHED, waits for its score -> on record as `Probed`. Whatever breaks it off ends it without a word.
+Invariant: at most `most` go on at a time.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,95 @@
+"""All figures of one run, from its ledger and the files beside it. Called by the command line.
+
+It works while the run goes on and after it was killed; a folder in which nothing has finished yet is refused.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py.analytics.columns import Trajectories, read_trajectories
+from laminar_py.analytics.drops import DropTable, table_of_drops
+from laminar_py.analytics.quality import Quality, read_quality
+from laminar_py.analytics.samples import read_fleet, read_rl_seconds, read_steps
+from laminar_py.analytics.scan import scan_events
+from laminar_py.analytics.stragglers import Stragglers, measure_stragglers
+from laminar_py.analytics.tails import Tails, group_wait, measure_tails
+from laminar_py.analytics.tokens import TokenAccount, account_tokens
+from laminar_py.analytics.verdicts import verdicts
+from laminar_py.section import ConfigError
+from laminar_py.store.database import reading
+from laminar_py.types import Status
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Of consumed trajectories, in versions."""
+
+    mean: float
+    max: int
+    counts: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One run in figures."""
+
+    run: str
+    steps: int
+    trained_tokens: int
+    tokens: TokenAccount
+    tails: Tails
+    stragglers: Stragglers
+    drops: DropTable
+    verdicts: tuple[str, ...]  # on dropping
+    staleness: Staleness | None  # None before anything was consumed
+    quality: Quality
+
+    @property
+    def rl_s(self) -> float:
+        """Seconds of RL so far."""
+        return self.tokens.rl_s
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        """Response tokens in learner steps, whatever their weight."""
+        return self.trained_tokens / self.rl_s if self.rl_s else 0.0
+
+
+def read_report(run: Path) -> RunReport:
+    """Raises `ValueError` with one line if `run` is no run folder, or nothing has finished in it."""
+    if run.is_file():
+        raise ConfigError(f"run={run}: is a file; name the folder of a run, e.g. runs/quickstart-1")
+    with reading(run) as connection:
+        trajectories, scan = read_trajectories(connection), scan_events(connection)
+        last_step, undone = connection.execute(
+            "SELECT coalesce(max(step) FILTER (WHERE NOT undone), 0), coalesce(sum(num_tokens * undone), 0)"
+            " FROM step"
+        ).fetchone()
+        steps = read_steps(run)
+        quality = read_quality(run, connection, steps)
+    if not np.any(trajectories.finish >= 0):
+        raise ConfigError(f"run={run}: no trajectory has finished yet, so nothing can be said; wait for one")
+    drops = table_of_drops(trajectories, scan.probes)
+    return RunReport(
+        str(run),
+        last_step,
+        steps[-1].trained_tokens if steps else 0,
+        account_tokens(trajectories, scan, undone=undone, rl_s=read_rl_seconds(run)),
+        measure_tails(trajectories),
+        measure_stragglers(trajectories, group_wait(trajectories), read_fleet(run)),
+        drops,
+        tuple(verdicts(drops)),
+        _staleness(trajectories),
+        quality,
+    )
+
+
+def _staleness(trajectories: Trajectories) -> Staleness | None:
+    staleness = trajectories.staleness[trajectories.is_status(Status.CONSUMED)]
+    if not len(staleness):
+        return None
+    counts = Counter(staleness.tolist())
+    return Staleness(float(staleness.mean()), int(staleness.max()), dict(sorted(counts.items())))

@@ -1,0 +1,55 @@
+"""`laminar report`: what limits a run and where its tokens and time went, or several runs side by side.
+
+Owns the order in which things are said, the most important first; figures and tables come from `analytics`.
+"""
+
+import dataclasses
+from math import isnan
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+console = Console(highlight=False)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, e.g. runs/quickstart-1")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also tails by replica, version and task, and drops by length")
+    ] = False,
+) -> None:
+    """Say where the tokens and the time of a run went, also while it goes on; of several runs, side by side."""
+    from laminar_py.analytics.compare import compare
+    from laminar_py.analytics.run_report import read_report
+
+    reports = [read_report(run) for run in runs]
+    comparison = compare(reports) if len(reports) > 1 else None
+    if as_json:
+        print(msgspec.json.encode(plain({"runs": reports, "comparison": comparison})).decode())
+    elif comparison is not None:
+        from laminar_py.analytics.compare_tables import comparison_tables
+
+        for table in comparison_tables(reports, comparison):
+            console.print(table)
+    else:
+        from laminar_py.analytics.run_tables import run_tables
+
+        for part in run_tables(reports[0], details=details):
+            console.print(part)
+
+
+def plain(value: object) -> object:
+    """Records as JSON has them, with what is derived of them beside their fields; NaN is none."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name, member in vars(type(value)).items() if isinstance(member, property)]
+        return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and isnan(value) else value

@@ -1,0 +1,116 @@
+"""Small real runs with everything that becomes of trajectories, for tests of what is said of them."""
+
+import numpy as np
+
+from laminar_py.events import (
+    Assigned,
+    Consumed,
+    Dropped,
+    Evaluated,
+    Finished,
+    Interrupted,
+    Probed,
+    Ready,
+    RolledBack,
+    Scored,
+    Stepped,
+    StepSkipped,
+    Undone,
+)
+from laminar_py.store.digests import response_digest
+from laminar_py.types import DropReason, FinishReason, Span
+from tests.store.runs import begin, issue, open_ledger, run_to, tokens
+
+UNFINISHED = {DropReason.GROUP_DEADLINE, DropReason.VERSION_LOST}
+UNSCORED = {DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.TOO_LONG}
+
+
+def live(ledger, id, length, *, reward=1.0, to="ready"):
+    """From issue on: `to` is "running", "finished", "scored" or "ready"."""
+    issue(ledger, id)
+    run_to(ledger, id, ((0, 0, length),) if length else ())
+    if to == "running":
+        return
+    spans = (Span(0, 0, length),)
+    digest = response_digest(*tokens(id, 0, length))
+    ledger.append(Finished(id, 1, FinishReason.STOP, spans, length, digest, 0.1, 0.2))
+    if to == "finished":
+        return
+    ledger.append(Scored(id, reward, 0.01))
+    if to == "ready":
+        ledger.append(Ready(id, 0.5))
+
+
+def drop(ledger, id, length, reason, *, reward=1.0):
+    """Dropped where that reason drops."""
+    stage = "running" if reason in UNFINISHED else "finished" if reason in UNSCORED else "scored"
+    live(ledger, id, length, reward=reward, to=stage)
+    ledger.append(Dropped(id, reason))
+
+
+def step(ledger, number, sizes, *, weights=None):
+    """A step that consumes trajectories that are ready: `sizes` has the length of each."""
+    weights = weights or {}
+    ledger.append(Stepped(number, 1, len(sizes), sum(sizes.values()), 0.1, 0.2, 1.0, 0.3))
+    for id in sizes:
+        ledger.append(Consumed(id, number, number - 1, number - 1, weights.get(id, 1.0)))
+
+
+def undo(ledger, number, *ids):
+    """Go back behind step `number`."""
+    ledger.append(RolledBack(number - 1, "learner_died"))
+    for id in ids:
+        ledger.append(Undone(id, number))
+
+
+async def write_small_run(run):
+    """Ten trajectories of 103 tokens; what became of each is known, see `test_tokens`."""
+    async with open_ledger(run) as ledger:
+        begin(ledger, versions=(0, 1, 2, 3))
+        live(ledger, "g0.0", 10)
+        live(ledger, "g0.1", 20)
+        step(ledger, 1, {"g0.0": 10, "g0.1": 20}, weights={"g0.1": 0.5})
+        live(ledger, "g1.0", 5)
+        step(ledger, 2, {"g1.0": 5})
+        undo(ledger, 2, "g1.0")
+        step(ledger, 2, {"g1.0": 5})
+        live(ledger, "g2.0", 7)
+        step(ledger, 3, {"g2.0": 7})
+        ledger.append(StepSkipped(3, 1, 1, ("g2.0",)))
+        drop(ledger, "g3.0", 8, DropReason.NO_SIGNAL, reward=1.0)
+        drop(ledger, "g4.0", 9, DropReason.NO_SIGNAL, reward=0.0)
+        drop(ledger, "g5.0", 11, DropReason.STALE)
+        drop(ledger, "g6.0", 12, DropReason.GROUP_DEADLINE)
+        ledger.append(Probed("g6.0", 40, FinishReason.STOP, 1.0, 3.0))
+        drop(ledger, "g7.0", 6, DropReason.REWARD_FAILED)
+        issue(ledger, "g8.0")
+        run_to(ledger, "g8.0", ((0, 0, 15),))
+        ledger.append(Interrupted("g8.0", 1, 15, "repacked"))
+        ledger.append(Assigned("g8.0", 1, 2, 15))
+        ledger.append(Evaluated(3, 3, 8, 0.5, 3.0))
+
+
+def random_ledger(draws):
+    """What `draws`, a list of (fate, length, reward, weight), tells to append to a ledger."""
+
+    def write(ledger):
+        begin(ledger, versions=(0, 1))
+        consumed = {}
+        for place, (fate, length, reward, weight) in enumerate(draws):
+            id = f"g{place}.0"
+            if fate == "consumed":
+                live(ledger, id, length, reward=reward)
+                consumed[id] = length, weight
+            elif isinstance(fate, DropReason):
+                drop(ledger, id, length, fate, reward=reward)
+            else:
+                live(ledger, id, length, reward=reward, to=fate)
+        sizes = {id: length for id, (length, _) in consumed.items()}
+        step(ledger, 1, sizes, weights={id: weight for id, (_, weight) in consumed.items()})
+
+    return write
+
+
+def useful(draws):
+    """What `random_ledger` has to come to."""
+    return round(sum(np.float32(weight) * length for fate, length, _, weight in draws if fate == "consumed"))

@@ -1,0 +1,95 @@
+"""`laminar report` on small folders: one run, several, and what is no run."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from laminar_py.analytics.run_report import read_report
+from laminar_py.analytics.samples import read_fleet, read_rl_seconds, read_steps
+from laminar_py.cli import app
+from tests.analytics.ledgers import live, write_small_run
+from tests.runtime.runs import REPO
+from tests.store.runs import open_ledger
+
+STEPS = [
+    {"step": 1, "rl_s": 1.0, "reward": 0.25, "generated_tokens": 50, "trained_tokens": 30},
+    {"step": 2, "rl_s": 2.0, "reward": 0.5, "generated_tokens": 60, "trained_tokens": 35},
+    {"step": 2, "rl_s": 2.5, "reward": 0.5, "generated_tokens": 80, "trained_tokens": 35},
+    {"step": 3, "rl_s": 4.0, "reward": 0.75, "generated_tokens": 98, "trained_tokens": 42},
+]
+FLEET = [{"rl_s": float(at), "running": [4, 4], "kv_use": [0.5, 0.5]} for at in (1, 2, 3)]
+
+
+@pytest.fixture
+async def run(tmp_path):
+    """A run that was killed: no summary, and half a line at the end."""
+    folder = tmp_path / "small-1"
+    folder.mkdir()
+    await write_small_run(folder)
+    shutil.copy(REPO / "configs/quickstart.yaml", folder / "config.yaml")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in STEPS) + '{"step": 4, "rl')
+    (folder / "fleet.jsonl").write_text("".join(json.dumps(line) + "\n" for line in FLEET))
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+
+
+async def test_half_a_line_counts_for_nothing_and_a_step_counts_as_last_done(run):
+    assert [(line.step, line.generated_tokens) for line in read_steps(run)] == [(1, 50), (2, 80), (3, 98)]
+    assert read_rl_seconds(run) == 4.0
+    assert read_fleet(run).running.tolist() == [[4, 4]] * 3
+    (run / "summary.json").write_text('{"rl_seconds": 5.5, "finished": true}')
+    assert read_rl_seconds(run) == 5.5
+
+
+async def test_a_report_says_where_tokens_and_time_went(run):
+    done = invoke(run, "--details")
+    assert done.exit_code == 0
+    for words in ("goodput 6 useful", "no signal: all wrong", "step skipped", "By replica", "group deadline"):
+        assert words in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if "  " in line) <= 100, "tables fit the terminal"
+
+
+async def test_one_object_of_json_has_all_of_it_and_what_is_derived(run):
+    (found,) = json.loads(invoke(run, "--json").stdout)["runs"]
+    assert (found["steps"], found["tokens"]["goodput"], found["trained_tokens_per_s"]) == (3, 6.25, 10.5)
+    assert found["tails"]["overall"]["length"]["tail"] > 1
+    assert found["quality"]["accuracy"][0]["value"] == 0.5
+    assert found["staleness"] == {"mean": 0.75, "max": 2, "counts": {"0": 2, "1": 1, "2": 1}}
+
+
+async def test_runs_stand_side_by_side(run):
+    other = shutil.copytree(run, run.with_name("small-2"))
+    done = invoke(run, other)
+    assert done.exit_code == 0
+    for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "At equal device-hours", "Until reward is"):
+        assert words in done.stdout
+    assert json.loads(invoke(run, run, "--json").stdout)["comparison"]["measure"] == "reward"
+
+
+async def test_a_run_that_goes_on_is_reported_too(run):
+    async with open_ledger(run) as ledger:
+        live(ledger, "g20.0", 30)
+        await ledger.commit()
+        assert read_report(run).tokens.issued == 133
+
+
+async def test_what_is_no_run_or_has_nothing_yet_is_told_in_one_line(tmp_path, run):
+    empty = tmp_path / "empty-1"
+    empty.mkdir()
+    shutil.copy(REPO / "configs/quickstart.yaml", empty / "config.yaml")
+    with pytest.raises(ValueError, match=r"^ledger=.*empty-1/ledger.sqlite: no such file; name the folder"):
+        invoke(empty)
+    async with open_ledger(empty):
+        pass
+    with pytest.raises(ValueError, match=r"^run=.*empty-1: no trajectory has finished yet"):
+        invoke(empty)
+    with pytest.raises(ValueError, match=r"^run=.*ledger.sqlite: is a file; name the folder of a run"):
+        invoke(run / "ledger.sqlite")
+    (run / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"^config=.*config.yaml: no such file"):
+        invoke(run)
