@@ -6,14 +6,12 @@ reference stage count, and all of them from the first second of RL to the last.
 
 import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from laminar_py.analytics.columns import Times
 from laminar_py.analytics.samples import StepLine, running_mean
 from laminar_py.config import Device, EngineKind, RunConfig
-from laminar_py.config_file import load_config
 
 REWARD_STEPS = 10  # that a point of the reward's curve is a mean of
 
@@ -39,9 +37,9 @@ class Quality:
     reward: tuple[Point, ...]  # of each step, mean of the last `REWARD_STEPS`
 
 
-def read_quality(run: Path, connection: sqlite3.Connection, steps: list[StepLine]) -> Quality:
-    """From the ledger and what lies beside it. Raises ConfigError on a bad `config.yaml`."""
-    devices, device = count_devices(load_config(run / "config.yaml", []))
+def read_quality(connection: sqlite3.Connection, config: RunConfig, steps: list[StepLine]) -> Quality:
+    """From the ledger and what lies beside it."""
+    devices, device = count_devices(config)
     at = np.array([0.0, *(line.rl_s for line in steps)])
     tokens = np.array([0.0, *(line.trained_tokens for line in steps)])
 

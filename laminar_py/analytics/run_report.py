@@ -7,20 +7,23 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from laminar_py.analytics.columns import Trajectories, read_trajectories
+from laminar_py.analytics.columns import Trajectories
 from laminar_py.analytics.drops import DropTable, table_of_drops
+from laminar_py.analytics.pipeline import read_record
 from laminar_py.analytics.quality import Quality, read_quality
+from laminar_py.analytics.reading import read_reading
 from laminar_py.analytics.samples import read_fleet, read_rl_seconds, read_steps
 from laminar_py.analytics.scan import scan_events
 from laminar_py.analytics.stragglers import Stragglers, measure_stragglers
 from laminar_py.analytics.tails import Tails, group_wait, measure_tails
 from laminar_py.analytics.tokens import TokenAccount, account_tokens
+from laminar_py.analytics.triage import Diagnosis, diagnose
 from laminar_py.analytics.verdicts import verdicts
 from laminar_py.section import ConfigError
 from laminar_py.store.database import reading
-from laminar_py.types import Status
+from laminar_py.types import Kind, Status
+
+_FINISHED = "SELECT 1 FROM trajectory WHERE kind = ? AND finish_reason IS NOT NULL LIMIT 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class RunReport:
     """One run in figures."""
 
     run: str
+    diagnosis: Diagnosis | None  # None before the first whole step
     steps: int
     trained_tokens: int
     tokens: TokenAccount
@@ -63,18 +67,20 @@ def read_report(run: Path) -> RunReport:
     if run.is_file():
         raise ConfigError(f"run={run}: is a file; name the folder of a run, e.g. runs/quickstart-1")
     with reading(run) as connection:
-        trajectories, scan = read_trajectories(connection), scan_events(connection)
+        if connection.execute(_FINISHED, (Kind.TRAIN,)).fetchone() is None:
+            raise ConfigError(f"run={run}: no trajectory has finished yet, so nothing can be said; wait for one")
+        record, scan = read_record(run, connection), scan_events(connection)
         last_step, undone = connection.execute(
             "SELECT coalesce(max(step) FILTER (WHERE NOT undone), 0), coalesce(sum(num_tokens * undone), 0)"
             " FROM step"
         ).fetchone()
         steps = read_steps(run)
-        quality = read_quality(run, connection, steps)
-    if not np.any(trajectories.finish >= 0):
-        raise ConfigError(f"run={run}: no trajectory has finished yet, so nothing can be said; wait for one")
+        quality = read_quality(connection, record.config, steps)
+    trajectories, found = record.trajectories, read_reading(record)
     drops = table_of_drops(trajectories, scan.probes)
     return RunReport(
         str(run),
+        None if found is None else diagnose(found, record.config),
         last_step,
         steps[-1].trained_tokens if steps else 0,
         account_tokens(trajectories, scan, undone=undone, rl_s=read_rl_seconds(run)),

@@ -10,6 +10,8 @@ from laminar_py.analytics.drops import DropRow, DropTable
 from laminar_py.analytics.run_report import RunReport
 from laminar_py.analytics.tails import MOST_ROWS, Distribution, Distributions, Measure, Tails
 from laminar_py.analytics.tokens import Part, TokenAccount
+from laminar_py.analytics.told import tell
+from laminar_py.analytics.triage import Diagnosis
 
 NAMES = {
     Measure.LENGTH: "response tokens",
@@ -35,7 +37,9 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
     if report.steps and tokens.useful_trajectories:
         size, length = tokens.useful_trajectories / report.steps, tokens.useful / tokens.useful_trajectories
         step_s = report.rl_s / report.steps
-        yield f"a step: {size:,.0f} trajectories x {length:,.1f} useful tokens / {tell_seconds(step_s)}"
+        yield f"a step, on average: {size:,.0f} trajectories x {length:,.1f} useful tokens / {tell_seconds(step_s)}"
+    if report.diagnosis is not None:
+        yield diagnosis_table(report.diagnosis)
     yield token_table(tokens)
     yield from _beside(tokens)
     yield tail_table(report.tails)
@@ -64,6 +68,14 @@ def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Ite
     for row in rows:
         table.add_row(*row)
     return Group(Text(title, style="bold", no_wrap=True), table)
+
+
+def diagnosis_table(diagnosis: Diagnosis) -> Group:
+    """What limits the run, and what to do."""
+    table = Table.grid(padding=(0, 2))
+    for heading, line in tell(diagnosis):
+        table.add_row(heading, line)
+    return Group(Text("\nWhat limits it", style="bold"), table)
 
 
 def token_table(account: TokenAccount) -> Group:
