@@ -102,7 +102,9 @@ def main() -> None:
     settings = load_config(CONFIG, ["name=recording", f"steps={args.steps}"])
     summary = launch(settings, resume=None, console=Console(stderr=True))
     spent_s, total_s = sum(watch.spent_s.values()), processes.total_s()
-    conditions = f"quickstart, {args.steps} steps, {summary.trajectories.issued} trajectories; warm start from its cache"
+    conditions = (
+        f"quickstart, {args.steps} steps, {summary.trajectories.issued} trajectories; warm start from its cache"
+    )
     rows = [
         Row("recording_share", spent_s / total_s, "of all CPU seconds", conditions),
         Row("recording_s", spent_s, "CPU s", ", ".join(f"{n} {s:.2f}" for n, s in watch.spent_s.most_common())),

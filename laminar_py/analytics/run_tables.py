@@ -37,7 +37,7 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
     if report.steps and tokens.useful_trajectories:
         size, length = tokens.useful_trajectories / report.steps, tokens.useful / tokens.useful_trajectories
         step_s = report.rl_s / report.steps
-        yield f"a step, on average: {size:,.0f} trajectories x {length:,.1f} useful tokens / {tell_seconds(step_s)}"
+        yield f"a mean step: {size:,.0f} trajectories x {length:,.1f} useful tokens / {tell_seconds(step_s)}"
     if report.diagnosis is not None:
         yield diagnosis_table(report.diagnosis)
     yield token_table(tokens)
