@@ -32,8 +32,8 @@ class Stragglers:
 
 def measure_stragglers(t: Trajectories, group_wait: Times, fleet: FleetSamples) -> Stragglers:
     """`group_wait` is that of `tails.measures`, [N]."""
-    now = np.nanmax([*(_last(column) for column in (t.issued_s, t.finished_s, t.scored_s, t.ended_s))])
-    live_s = float(np.sum(np.where(np.isnan(t.ended_s), now, t.ended_s) - t.issued_s))
+    now = max(_last(column) for column in (t.issued_s, t.finished_s, t.scored_s, t.ended_s))
+    live_s = float(np.nansum(np.where(np.isnan(t.ended_s), now, t.ended_s) - t.issued_s))
     waited_s = float(np.nansum(group_wait))
     return Stragglers(
         waited_s / live_s if live_s > 0 else None,

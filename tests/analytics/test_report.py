@@ -49,7 +49,14 @@ async def test_half_a_line_counts_for_nothing_and_a_step_counts_as_last_done(run
 async def test_a_report_says_where_tokens_and_time_went(run):
     done = invoke(run, "--details")
     assert done.exit_code == 0
-    for words in ("goodput 6 useful", "no signal: all wrong", "step skipped", "By replica", "group deadline"):
+    for words in (
+        "goodput 6 useful",
+        "What limits it",
+        "no signal: all wrong",
+        "step skipped",
+        "By replica",
+        "group deadline",
+    ):
         assert words in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "  " in line) <= 100, "tables fit the terminal"
 

@@ -103,3 +103,9 @@ def test_without_samples_of_the_fleet_no_share_of_its_slots_is_told():
     trajectories = make_trajectories(1, status=Status.DROPPED, drop=DropReason.STALE)
     found = measure_stragglers(trajectories, group_wait(trajectories), nothing)
     assert (found.slots, found.kv) == (None, None)
+
+
+def test_a_ledger_of_a_release_without_times_has_lengths_alone():
+    times = dict.fromkeys(("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s"), NAN)
+    found = measure_tails(make_trajectories(3, score_s=NAN, **times))
+    assert (list(found.overall), found.longest_over_mean) == ([Measure.LENGTH], None)
