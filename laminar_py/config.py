@@ -258,6 +258,15 @@ class RolloutConfig(Section):
     partial_interval_s: Seconds = 1.0
     """Seconds between two reports of a running trajectory's new tokens; a crash costs up to twice as much."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.probe_share and self.group_deadline_s is None:
+            raise ValueError(
+                f"rollout.probe_share={self.probe_share:g}: without rollout.group_deadline_s no deadline drops"
+                " anything; set that, or leave probe_share at 0"
+            )
+        return self
+
 
 class StalenessConfig(Section):
     """How old a trajectory may be when the learner consumes it, in weight versions."""

@@ -34,6 +34,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=http://a: these are SGLang"),
         ({"schedule": "later"}, "schedule='later'"),
+        ({"rollout": {"probe_share": 0.1}}, "rollout.probe_share=0.1: without rollout.group_deadline_s"),
         ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
         ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
         ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),
