@@ -1,9 +1,9 @@
 """The record of a run: one SQLite file, written by the controller alone.
 
-`append` and `store_*` only touch memory and never wait; four times a second what has gathered is written by a thread, in
-the order of the appends and in one transaction. A batch is cut between two turns of the event loop, so what is
-appended without an `await` in between is never split. Invariant (law 1): issued = consumed + dropped + live, in
-memory at every moment and on disk after every crash.
+`append` and `store_*` only touch memory and never wait; four times a second what has gathered is written by a
+thread, in the order of the appends and in one transaction. A batch is cut between two turns of the event loop, so
+what is appended without an `await` in between is never split. Invariant (law 1): issued = consumed + dropped +
+live, in memory at every moment and on disk after every crash.
 """
 
 import asyncio
