@@ -209,6 +209,7 @@ class Relayed(Event, frozen=True):
     wire_bytes: int
     first_byte_s: float
     elapsed_s: float
+    parent: str = ""  # the node that it came from, last if from several; none at the root
 
 
 class Pulled(Event, frozen=True):

@@ -1,107 +1,208 @@
-"""Which trajectory was on which replica, from hand-over to the end of its stream there. Reads the ledger only.
+"""Which replica had which trajectory when: a stay lasts from one hand-over to the end, or to an interruption.
 
-Invariant: a stay ends by the next event of its trajectory that says so, or is open; stays of one trajectory do not
-overlap.
+Called for the pictures; reads the ledger only. Most trajectories have one stay, which their row tells; events are
+read of those alone that were interrupted.
 """
 
+import heapq
+import json
 import sqlite3
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.analytics.columns import Ints, Times
+from laminar_py.analytics.columns import Floats, Ints, Times, Trajectories
+from laminar_py.analytics.history import EventClock
+from laminar_py.codec import BoolArray
+from laminar_py.events import Assigned, Interrupted
+from laminar_py.store.rows import decode_event
 
-_KINDS = ("assigned", "finished", "interrupted", "dropped")
-_BLOCK = 100_000
 
-
-class StayEnd(IntEnum):
+class Fate(IntEnum):
     """How a stay ended."""
 
-    OPEN = 0  # it goes on
+    RUNNING = 0
     FINISHED = 1
-    INTERRUPTED = 2  # it goes on elsewhere, or here under newer weights
-    DROPPED = 3
+    MOVED = 2  # repacked: it goes on elsewhere
+    INTERRUPTED = 3  # for new weights, by a death, by a stop
+    DROPPED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """Columns [M] by trajectory and time, e.g. trajectory 17 on replica 1 from 3.2 s to 4.1 s, FINISHED.
+    """Columns [M] in the order of trajectories, and of each in time; -1 stands for none."""
 
-    Seconds are by the run's clock, since the `origin_s` that was asked for; an open stay ends at infinity.
-    """
-
-    trajectory: Ints  # its number in the ledger
+    of: Ints  # place of the trajectory in the columns that these were read for
     replica: Ints
+    version: Ints  # of its last token there
+    fate: Ints
     start_s: Times
-    end_s: Times
-    end: npt.NDArray[np.int8]
+    end_s: Times  # NaN while it runs
 
     def __len__(self) -> int:
-        return len(self.trajectory)
+        return len(self.of)
 
+    def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
+        """Those of a mask [M], or at these places."""
+        columns = (self.of, self.replica, self.version, self.fate, self.start_s, self.end_s)
+        return Stays(*(column[chosen] for column in columns))  # type: ignore[arg-type]
 
-class RunTimes:
-    """Turns the stamps of events into seconds of the run's clock, see `store.machine.RunClock`."""
-
-    def __init__(self, connection: sqlite3.Connection, origin_s: float) -> None:
-        rows = connection.execute(
-            "SELECT seq, wall, mono FROM event WHERE seq = 1 OR seq IN (SELECT seq FROM incarnation) ORDER BY seq"
-        ).fetchall()
-        self._since, self._wall, self._mono = (np.array(column) for column in zip(*rows, strict=True))
-        self._origin_s = origin_s
-
-    def at(self, seq: npt.ArrayLike, mono: npt.ArrayLike) -> Times:
-        """Seconds since the origin of events with these numbers and monotonic stamps [n]."""
-        place = np.searchsorted(self._since, np.asarray(seq), side="right") - 1
-        times: Times = self._wall[place] - self._origin_s + (np.asarray(mono, np.float64) - self._mono[place])
-        return times
-
-    @property
-    def starts_s(self) -> Times:
-        """When each incarnation began."""
-        return self.at(self._since, self._mono)
-
-
-def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
-    """Of all trajectories, evaluations too."""
-    number_of: dict[str, int] = dict(connection.execute("SELECT id, number FROM trajectory"))
-    cursor = connection.execute(
-        "SELECT seq, mono, kind, subject, CASE kind WHEN 'assigned' THEN json_extract(body, '$.replica') END"
-        f" FROM event WHERE kind IN {_KINDS} ORDER BY seq"
-    )
-    blocks = []
-    while rows := cursor.fetchmany(_BLOCK):
-        seq, mono, kind, subject, replica = zip(*rows, strict=True)
-        blocks.append(
-            (
-                np.array(seq, np.int64),
-                np.array(mono, np.float64),
-                np.array([_KINDS.index(name) for name in kind], np.int8),
-                np.array([number_of[id] for id in subject], np.int32),
-                np.array([-1 if index is None else index for index in replica], np.int32),
-            )
+    def until(self, now_s: float) -> "Stays":
+        """What still runs ends now."""
+        return Stays(
+            self.of, self.replica, self.version, self.fate, self.start_s, np.fmax(self.start_s, _or(self.end_s, now_s))
         )
-    if not blocks:
-        nothing = np.empty(0, np.int32)
-        return Stays(nothing, nothing, np.empty(0), np.empty(0), np.empty(0, np.int8))
-    seq_, mono_, kind_, number, replica_ = (np.concatenate(column) for column in zip(*blocks, strict=True))
-    return _pair(number, times.at(seq_, mono_), kind_, replica_)
 
 
-def _pair(number: Ints, at: Times, kind: npt.NDArray[np.int8], replica: Ints) -> Stays:
-    """Each hand-over with the next event of its trajectory."""
-    order = np.argsort(number, kind="stable")
-    number, at, kind, replica = number[order], at[order], kind[order], replica[order]
-    begins = np.flatnonzero(kind == 0)
-    after = np.minimum(begins + 1, len(number) - 1)
-    ended = (after > begins) & (number[after] == number[begins]) & (kind[after] != 0)
-    return Stays(
-        number[begins],
-        replica[begins],
-        at[begins],
-        np.where(ended, at[after], np.inf),
-        np.where(ended, kind[after], 0).astype(np.int8),
+def read_stays(connection: sqlite3.Connection, trajectories: Trajectories) -> Stays:
+    """All stays of all these trajectories."""
+    clock = EventClock(connection, trajectories.origin_s)
+    parted = _interrupted(connection, trajectories, clock)
+    whole = ~np.isnan(trajectories.started_s)
+    whole[parted.of] = False
+    places = np.flatnonzero(whole)
+    of_whole = _whole(trajectories, places)
+    order = np.argsort(np.concatenate([of_whole.of, parted.of]), kind="stable")
+    joined = [
+        np.concatenate([mine, others])[order]
+        for mine, others in zip(_columns(of_whole), _columns(parted), strict=True)
+    ]
+    return Stays(*joined)
+
+
+def lanes_of(stays: Stays) -> Ints:
+    """[M] a row for each stay among those of its replica, the lowest that is free when it begins.
+
+    Where all stays of a replica are given, its rows in use are what it ran at that moment.
+    """
+    lanes = np.zeros(len(stays), np.int32)
+    order = np.lexsort((stays.start_s, stays.replica))
+    replica, busy, free = None, list[tuple[float, int]](), list[int]()
+    rows = zip(
+        order.tolist(),
+        stays.replica[order].tolist(),
+        stays.start_s[order].tolist(),
+        stays.end_s[order].tolist(),
+        strict=True,
     )
+    for place, own, start, end in rows:
+        if own != replica:
+            replica, busy, free = own, [], []
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (end, lane))
+        lanes[place] = lane
+    return lanes
+
+
+def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
+    """Mean number running on a replica and their mean version, for each bin between `edges` [B + 1]: two of [B].
+
+    The version is NaN where nothing ran. Exact, by integrals of steps up and down.
+    """
+    mine = stays.replica == replica
+    start, end = stays.start_s[mine], stays.end_s[mine]
+    version = stays.version[mine].astype(np.float64)
+    ones = np.ones_like(version)
+    width = np.diff(edges)
+    area = np.diff(_integral(start, ones, edges) - _integral(end, ones, edges))
+    weighted = np.diff(_integral(start, version, edges) - _integral(end, version, edges))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(area > 1e-9, weighted / area, np.nan)
+    return (area / width).astype(np.float32), mean.astype(np.float32)
+
+
+def _integral(steps: Times, heights: Times, edges: Times) -> Times:
+    """[B + 1] up to each edge, of a function that rises by `heights` at `steps`."""
+    order = np.argsort(steps)
+    steps, heights = steps[order], heights[order]
+    count = np.searchsorted(steps, edges)
+    rise = np.concatenate([[0.0], np.cumsum(heights)])[count]
+    moment = np.concatenate([[0.0], np.cumsum(heights * steps)])[count]
+    found: Times = edges * rise - moment
+    return found
+
+
+def _columns(stays: Stays) -> tuple[npt.NDArray[np.generic], ...]:
+    return stays.of, stays.replica, stays.version, stays.fate, stays.start_s, stays.end_s
+
+
+def _or(times: Times, other: float | Times) -> Times:
+    found: Times = np.where(np.isnan(times), other, times)
+    return found
+
+
+def _whole(trajectories: Trajectories, places: npt.NDArray[np.int64]) -> Stays:
+    """The one stay of trajectories that nothing interrupted."""
+    finished, ended = trajectories.finished_s[places], trajectories.ended_s[places]
+    fate = np.full(len(places), Fate.RUNNING, np.int32)
+    fate[~np.isnan(ended)] = Fate.DROPPED  # unless it had finished before
+    fate[~np.isnan(finished)] = Fate.FINISHED
+    return Stays(
+        places.astype(np.int32),
+        trajectories.replica[places],
+        trajectories.newest_version[places],
+        fate,
+        trajectories.started_s[places],
+        _or(finished, ended),
+    )
+
+
+def _interrupted(connection: sqlite3.Connection, trajectories: Trajectories, clock: EventClock) -> Stays:
+    """The stays of trajectories that were."""
+    rows = connection.execute("SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'")
+    ids = json.dumps([id for (id,) in rows])
+    numbers = trajectories.number
+    of = {  # of those of this kind
+        id: (int(place), _spans(spans))
+        for id, number, spans in connection.execute(
+            "SELECT id, number, spans FROM trajectory WHERE id IN (SELECT value FROM json_each(?))", (ids,)
+        )
+        if (place := np.searchsorted(numbers, number)) < len(numbers) and numbers[place] == number
+    }
+    events = connection.execute(
+        "SELECT seq, wall, mono, body FROM event WHERE kind IN ('assigned', 'interrupted')"
+        " AND subject IN (SELECT value FROM json_each(?)) ORDER BY seq",
+        (ids,),
+    )
+    stays: list[tuple[int, int, int, int, float, float]] = []
+    open_: dict[str, tuple[int, float]] = {}  # replica and start
+    for seq, wall, mono, body in events:
+        event, at_s = decode_event(body), clock.at(seq, wall, mono)
+        if event.trajectory_id not in of:  # type: ignore[union-attr]
+            continue
+        if isinstance(event, Assigned):
+            open_[event.trajectory_id] = event.replica, at_s
+        elif isinstance(event, Interrupted) and event.trajectory_id in open_:
+            place, spans = of[event.trajectory_id]
+            replica, start_s = open_.pop(event.trajectory_id)
+            version = _version_at(spans, event.length, int(trajectories.newest_version[place]))
+            fate = Fate.MOVED if event.reason == "repacked" else Fate.INTERRUPTED
+            stays.append((place, replica, version, fate, start_s, at_s))
+    stays += [_last(trajectories, of[id][0], *stay) for id, stay in open_.items()]
+    stays.sort(key=lambda stay: (stay[0], stay[4]))
+    columns = np.array(stays, np.float64).reshape(-1, 6).T
+    return Stays(*(column.astype(np.int32) for column in columns[:4]), columns[4], columns[5])
+
+
+def _last(
+    trajectories: Trajectories, place: int, replica: int, start_s: float
+) -> tuple[int, int, int, int, float, float]:
+    finished, ended = trajectories.finished_s[place], trajectories.ended_s[place]
+    fate = Fate.FINISHED if not np.isnan(finished) else Fate.DROPPED if not np.isnan(ended) else Fate.RUNNING
+    end_s = ended if np.isnan(finished) else finished
+    return place, replica, int(trajectories.newest_version[place]), fate, start_s, float(end_s)
+
+
+def _spans(text: str | None) -> list[tuple[int, int]]:
+    """(version, start) of each, ascending."""
+    return [(span[0], span[1]) for span in msgspec.json.decode(text)] if text else []
+
+
+def _version_at(spans: list[tuple[int, int]], length: int, otherwise: int) -> int:
+    """The version of the last of `length` tokens."""
+    return next((version for version, start in reversed(spans) if start < max(length, 1)), otherwise)

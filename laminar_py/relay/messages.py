@@ -212,6 +212,7 @@ class VersionComplete(msgspec.Struct, frozen=True, tag=True):
     wire_bytes: int  # that came for it
     first_byte_s: float
     elapsed_s: float
+    parent: str = ""  # endpoint of the node that the last of it came from; none at the root
 
 
 class VersionPulled(msgspec.Struct, frozen=True, tag=True):

@@ -289,6 +289,7 @@ class RelayNode:
                 wire_bytes=intake.wire_bytes if intake else 0,
                 first_byte_s=intake.first_byte_s if intake else 0.0,
                 elapsed_s=intake.elapsed_s if intake else 0.0,
+                parent=self._uplink.parent if intake else "",
             )
         )
         self._desk.completed(manifest.version)

@@ -61,6 +61,7 @@ class Uplink:
         self._handle = handle
         self._is_idle = is_idle
         self._visit_s = visit_s
+        self.parent = ""  # endpoint of the one that is followed, or was last
         self._link: Link | None = None
         self._hurries = 0  # parents to try in haste, since one that was there has gone
 
@@ -73,7 +74,7 @@ class Uplink:
         """Follow one parent after the other, until cancelled."""
         place = 0
         while True:
-            endpoint = self.parents[place]
+            endpoint = self.parent = self.parents[place]
             self._link = self._wire.connect(endpoint, max_frame_bytes=self._max_frame_bytes)
             try:
                 farewell = await self._follow(self._link, visiting=place > 0)

@@ -8,7 +8,7 @@ and if that was the root's, all others start anew below the new one.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -93,6 +93,11 @@ class Relays:
         labels, placement = self._config.relay.zones, self._placement
         hosts = [host or self._hosts.get(node) for node, host in enumerate(placement.plan.relays)]
         return [labels.get(placement.ip(host), "") if host else "" for host in hosts]
+
+    @property
+    def _names(self) -> dict[str, str]:
+        """Name of the node at each endpoint, as last heard of."""
+        return {endpoint: f"relay-{node}" for node, endpoint in self._endpoints.items()}
 
     def store(self, node: int) -> Path:
         """Where a node keeps version folders, on its host."""
@@ -195,7 +200,7 @@ class Relays:
         assert isinstance(answer, bytes)
         news = decode(RelayNews, answer)
         for event in news.events:
-            self._record(on_record(event))
+            self._record(on_record(event, self._names))
         return news.pid
 
     async def _bring_up(self, node: int) -> bool:
@@ -274,11 +279,11 @@ class Relays:
         return 0 if base is None else base + node
 
 
-def on_record(event: RelayEvent) -> AnyEvent:
-    """A node's report as the ledger has it."""
+def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
+    """A node's report as the ledger has it, which knows nodes by name and not by endpoint."""
     match event:
         case VersionComplete():
-            return Relayed(**msgspec.structs.asdict(event))
+            return Relayed(**msgspec.structs.asdict(event) | {"parent": names.get(event.parent, "")})
         case VersionPulled():
             return Pulled(**msgspec.structs.asdict(event))
         case VersionFailed():

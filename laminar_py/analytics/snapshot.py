@@ -1,0 +1,141 @@
+"""One look at a run: all that its pictures and figures are drawn from, of one state of the ledger.
+
+Called by the report, the trace and the dashboard. Reads the run folder only, also of a run that is still going on;
+the reading never holds up its writer.
+"""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from laminar_py.analytics.columns import Times, Trajectories, read_trajectories
+from laminar_py.analytics.history import History, read_history
+from laminar_py.analytics.stays import Stays, read_stays
+from laminar_py.codec import BoolArray
+from laminar_py.events import RunEnded, RunStarted
+from laminar_py.store.database import ledger_path, reading
+from laminar_py.types import Kind
+
+
+class StepLine(msgspec.Struct, frozen=True):
+    """What is drawn of a line of `metrics.jsonl`; times in seconds of the RL phase."""
+
+    step: int
+    rl_s: float
+    reward: float = 0.0
+    entropy: float = 0.0
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class FleetLine(msgspec.Struct, frozen=True):
+    """A line of `fleet.jsonl`: what the replicas did at a moment, [replicas] each."""
+
+    rl_s: float
+    versions: list[int]
+    running: list[int]
+    waiting: list[int]
+    kv_use: list[float]
+
+
+Line = TypeVar("Line", StepLine, FleetLine)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at a moment; times in seconds since its first trajectory was issued."""
+
+    name: str
+    seq: int  # of the last event
+    end_s: float  # when that was
+    live: bool  # whether the run goes on, or broke off
+    trajectories: Trajectories  # of training
+    everyone: Trajectories  # and of evaluations too
+    is_eval: BoolArray  # [N] of everyone
+    stays: Stays  # of everyone
+    history: History
+    metrics: tuple[StepLine, ...]
+    fleet: tuple[FleetLine, ...]
+
+    @property
+    def rl_s(self) -> float:
+        """Seconds of RL so far: by `metrics.jsonl`, or the time since the first trajectory."""
+        return self.metrics[-1].rl_s if self.metrics else self.end_s
+
+    @property
+    def accuracy(self) -> float | None:
+        """Held out, the last one."""
+        return self.accuracies[-1][1] if self.accuracies else None
+
+    @property
+    def accuracies(self) -> list[tuple[float, float]]:
+        """(seconds of RL, held-out accuracy)."""
+        from laminar_py.events import Evaluated
+
+        return sorted((event.rl_s, event.accuracy) for _, event in self.history.of(Evaluated))
+
+    def at_rl(self, rl_s: Times) -> Times:
+        """Times of moments that are known by seconds of RL, which pause for evaluations; by the steps between."""
+        ends = {step.step: at_s for at_s, step in self.history.steps}
+        known = [(line.rl_s, ends[line.step]) for line in self.metrics if line.step in ends]
+        if not known:
+            return rl_s
+        of_rl, of_run = np.maximum.accumulate(np.array(known).T, axis=1)
+        before, after = of_run[0] - of_rl[0], of_run[-1] - of_rl[-1]
+        inside = np.interp(rl_s, of_rl, of_run)
+        found: Times = np.where(rl_s < of_rl[0], rl_s + before, np.where(rl_s > of_rl[-1], rl_s + after, inside))
+        return found
+
+
+def read_snapshot(run: Path) -> Snapshot:
+    """Everything. Raises a one-line `ValueError` if there is no readable ledger."""
+    folder = ledger_path(run).parent
+    with reading(run) as connection:
+        train = read_trajectories(connection)
+        evals = read_trajectories(connection, kind=Kind.EVAL)
+        everyone, is_eval = _joined(train, evals)
+        history = read_history(connection, origin_s=train.origin_s)
+        stays = read_stays(connection, everyone)
+        seq = connection.execute("SELECT seq FROM head").fetchone()[0]
+    known = [everyone.ended_s, everyone.finished_s, everyone.started_s, everyone.issued_s]
+    latest = [float(np.nanmax(times)) for times in known if np.any(~np.isnan(times))]
+    end_s = max([0.0, *latest, *(one.at_s for one in history.happened[-1:])])
+    return Snapshot(
+        folder.resolve().name,
+        seq,
+        end_s,
+        _goes_on(history),
+        train,
+        everyone,
+        is_eval,
+        stays.until(end_s),
+        history,
+        read_lines(folder / "metrics.jsonl", StepLine),
+        read_lines(folder / "fleet.jsonl", FleetLine),
+    )
+
+
+def read_lines(path: Path, kind: type[Line]) -> tuple[Line, ...]:
+    """Of a file that may still grow: a last line that is not whole is left out."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    decoder = msgspec.json.Decoder(kind)
+    return tuple(decoder.decode(line) for line in lines if line)
+
+
+def _goes_on(history: History) -> bool:
+    last = [one.event for one in history.happened if isinstance(one.event, RunStarted | RunEnded)]
+    return bool(last) and isinstance(last[-1], RunStarted)
+
+
+def _joined(train: Trajectories, evals: Trajectories) -> tuple[Trajectories, BoolArray]:
+    """Both, in the order of issue; and which are the evaluations."""
+    order = np.argsort(np.concatenate([train.number, evals.number]), kind="stable")
+    columns: dict[str, Any] = {
+        field.name: np.concatenate([getattr(train, field.name), getattr(evals, field.name)])[order]
+        for field in fields(train)
+        if isinstance(getattr(train, field.name), np.ndarray)
+    }
+    return replace(train, **columns), order >= len(train)

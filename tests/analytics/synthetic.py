@@ -1,0 +1,209 @@
+"""A run as a simulation writes it: replicas under `drain` with long tails, repacks, a learner and two relays.
+
+Everything goes through a real ledger, in virtual time.
+"""
+
+import heapq
+import json
+from collections import defaultdict, deque
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py import events as e
+from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.store.ledger import Ledger
+from laminar_py.types import DropReason, FinishReason, Kind, Prompt, Span
+
+GROUP, TOKEN_S, LEARN_S, MAX_STALENESS = 8, 0.02, 3.0, 4
+IDS = np.zeros(4096, np.int32)
+LOGPROBS = np.zeros(4096, np.float32)
+
+
+class Clock:
+    def __init__(self):
+        self.at = 1000.0
+
+    def now(self):
+        return self.at
+
+
+class Simulation:
+    """`replicas` that run `slots` trajectories each, until `steps` learner steps are done."""
+
+    def __init__(self, ledger, clock, *, replicas, slots, steps, seed=0):
+        self.ledger, self.clock, self.rng = ledger, clock, np.random.default_rng(seed)
+        self.slots, self.steps = slots, steps
+        self.version = self.step = self.group = self.order = self.num_live = 0
+        self.per_step = max(2, replicas * slots // GROUP // 2)
+        self.served = [0] * replicas
+        self.running = [set() for _ in range(replicas)]
+        self.where, self.epoch, self.began, self.length, self.made_by = {}, {}, {}, {}, {}
+        self.scored, self.ready = defaultdict(list), deque()
+        self.learning, self.held = False, []
+        self.agenda = []
+        self.metrics = []
+
+    def later(self, delay_s, act, *values):
+        self.order += 1
+        heapq.heappush(self.agenda, (self.clock.at + delay_s, self.order, act, values))
+
+    async def run(self):
+        self.ledger.append(e.RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", True, 4))
+        self.publish(None)
+        for replica in range(len(self.served)):
+            self.ledger.append(e.PartStarted(f"replica-{replica}", 100 + replica))
+            self.admit(replica)
+        while self.step < self.steps:
+            self.clock.at, _, act, values = heapq.heappop(self.agenda)
+            act(*values)
+            if act == self.learned or self.order % 50 == 0:
+                await self.ledger.commit()
+
+    def admit(self, replica):
+        if self.is_full:
+            self.held.append(replica)
+            return
+        self.served[replica] = self.version
+        self.num_live += self.slots // GROUP
+        for _ in range(0, self.slots, GROUP):
+            group, self.group = f"g{self.group}", self.group + 1
+            index = self.group
+            self.ledger.store_prompt(Prompt(f"p{index}", index, f"{index} + 1 = <b>", IDS[:4], str(index + 1)))
+            for sample in range(GROUP):
+                id = f"{group}.{sample}"
+                self.ledger.append(e.Issued(id, group, f"p{index}", index, sample, Kind.TRAIN))
+                self.length[id] = int(min(800, self.rng.lognormal(3.6, 0.9) + 1))
+                self.epoch[id] = 0
+                self.assign(id, replica, 0)
+
+    def assign(self, id, replica, length):
+        self.epoch[id] += 1
+        self.ledger.append(e.Assigned(id, replica, self.epoch[id], length))
+        self.where[id], self.began[id] = replica, (self.clock.at, length)
+        self.running[replica].add(id)
+        pace = TOKEN_S * self.rng.uniform(0.9, 1.1)
+        self.later((self.length[id] - length) * pace, self.finished, id, self.epoch[id])
+
+    def finished(self, id, epoch):
+        if epoch != self.epoch[id]:
+            return
+        replica, (began, had) = self.where[id], self.began[id]
+        version, length = self.served[replica], self.length[id]
+        self.made_by[id] = version
+        self.grow(id, had, length, version)
+        self.running[replica].discard(id)
+        took = self.clock.at - began
+        span = (Span(version, 0, length),)
+        self.ledger.append(e.Finished(id, epoch, FinishReason.STOP, span, length, "d", 0.1 * took, took))
+        self.later(self.rng.exponential(0.2), self.score, id)
+        if not self.running[replica]:
+            self.refresh(replica)
+        elif len(self.running[replica]) == 3:
+            self.repack(replica)
+
+    def grow(self, id, start, end, version):
+        if end > start:
+            tokens = end - start
+            self.ledger.store_segment(id, start, (Span(version, start, end),), IDS[:tokens], LOGPROBS[:tokens])
+
+    def repack(self, source):
+        version = self.served[source]
+        others = [r for r, v in enumerate(self.served) if v == version and r != source and self.running[r]]
+        if not others or self.version == version:
+            return
+        destination = max(others, key=lambda r: len(self.running[r]))
+        moved = sorted(self.running[source])
+        for id in moved:
+            began, had = self.began[id]
+            length = min(self.length[id] - 1, had + int((self.clock.at - began) / TOKEN_S))
+            self.grow(id, had, max(had, length), version)
+            self.ledger.append(e.Interrupted(id, self.epoch[id], max(had, length), "repacked"))
+            self.running[source].discard(id)
+            self.assign(id, destination, max(had, length))
+        self.ledger.append(e.Repacked(version, len(moved), 0, (source,), 100, 0.1))
+        self.refresh(source)
+
+    def refresh(self, replica):
+        digest = f"digest{self.version}"
+        self.ledger.append(e.Pulled(f"relay-{1 + replica % 2}", f"replica-{replica}", self.version, 0.01))
+        self.ledger.append(e.VersionLoaded(replica, self.version, digest, 0.3))
+        self.later(0.3, self.admit, replica)
+
+    def score(self, id):
+        reward = float(self.rng.random() < 0.4 + 0.5 * self.step / self.steps)
+        self.ledger.append(e.Scored(id, reward, float(self.rng.exponential(0.05))))
+        group = id.partition(".")[0]
+        self.scored[group].append((id, reward))
+        if len(self.scored[group]) == GROUP:
+            self.close(group)
+
+    def close(self, group):
+        members = self.scored.pop(group)
+        if len({reward for _, reward in members}) == 1:
+            for id, _ in members:
+                self.ledger.append(e.Dropped(id, DropReason.NO_SIGNAL))
+            self.num_live -= 1
+            self.let_in()
+            return
+        for id, _ in members:
+            self.ledger.append(e.Ready(id, 0.5))
+        self.ready.append(members)
+        self.learn()
+
+    def learn(self):
+        if not self.learning and len(self.ready) >= self.per_step:
+            self.learning = True
+            self.later(LEARN_S, self.learned, [self.ready.popleft() for _ in range(self.per_step)])
+
+    def learned(self, batch):
+        self.step, self.learning = self.step + 1, False
+        ids = [id for members in batch for id, _ in members]
+        tokens = sum(self.length[id] for id in ids)
+        used = [e.Consumed(id, self.step, self.version, self.version - self.made_by[id], 1.0) for id in ids]
+        reward = float(np.mean([reward for members in batch for _, reward in members]))
+        self.ledger.append_all(
+            [e.Stepped(self.step, 1, len(ids), tokens, 0.1, 0.2, reward, LEARN_S, 0.5, 0.2), *used]
+        )
+        line = {"step": self.step, "rl_s": self.clock.at - 1000, "reward": reward, "entropy": 1 / self.step}
+        self.metrics.append({**line, "trained_tokens": tokens, "generated_tokens": tokens})
+        self.publish(self.version)
+        if self.step % 10 == 0:
+            accuracy = self.step / self.steps
+            self.ledger.append(e.Evaluated(self.version, self.step, 100, accuracy, self.clock.at - 1000))
+        self.num_live -= len(batch)
+        self.let_in()
+        self.learn()
+
+    @property
+    def is_full(self):
+        return self.num_live >= (1 + MAX_STALENESS) * self.per_step
+
+    def let_in(self):
+        while self.held and not self.is_full:
+            self.refresh(self.held.pop(0))
+
+    def publish(self, parent):
+        self.version = 0 if parent is None else parent + 1
+        digest = f"digest{self.version}"
+        self.ledger.append(e.VersionPublished(self.version, self.step, 1, parent, digest, 10**6, 0.01))
+        for node, above, took in ((0, "", 0.0), (1, "relay-0", 0.08), (2, "relay-1", 0.15)):
+            event = e.Relayed(f"relay-{node}", self.version, digest, 10**6, parent, 10**5, took / 4, took, above)
+            self.ledger.append(event)
+
+
+async def simulate(run: Path, *, replicas=3, slots=32, steps=6, seed=0, close=True):
+    """Write a run to the folder `run`, which is made; without `close` it goes on, as far as the ledger knows."""
+    run.mkdir(parents=True, exist_ok=True)
+    clock = Clock()
+    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=clock)
+    await ledger.start()
+    simulation = Simulation(ledger, clock, replicas=replicas, slots=slots, steps=steps, seed=seed)
+    await simulation.run()
+    if close:
+        ledger.append(e.RunEnded(1, "finished"))
+    await ledger.close()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in simulation.metrics))
+    fleet = {"versions": simulation.served, "waiting": [0] * replicas, "kv_use": [0.5] * replicas}
+    row = {"rl_s": clock.at - 1000, "running": [len(ids) for ids in simulation.running], **fleet}
+    (run / "fleet.jsonl").write_text(json.dumps(row) + "\n")
