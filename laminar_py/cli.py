@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from laminar_py.cli_dashboard import dashboard
 from laminar_py.cli_report import report
 from laminar_py.config import EngineKind
 from laminar_py.config_file import load_config
@@ -37,6 +38,7 @@ app.add_typer(bench, name="bench")
 relay = typer.Typer(help="The tree that carries weights, by itself.", no_args_is_help=True)
 app.add_typer(relay, name="relay")
 app.command(epilog="Example: laminar report runs/quickstart-1")(report)
+app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
 console = Console()
 
 

@@ -32,6 +32,7 @@ LAYERS = {
     "bench": 4,
     "cli": 4,
     "cli_report": 4,
+    "cli_dashboard": 4,
 }
 APART = (
     {"rollout", "relay"},
@@ -56,7 +57,9 @@ ROOMS = {
     ),
     "transformers": ("learner/", "bench/"),
     "peft": ("learner/lora.py",),
-    "aiohttp": ("engines/sglang", "bench/"),
+    "aiohttp": ("engines/sglang", "bench/", "analytics/dashboard.py"),
+    "plotly": ("analytics/page.py",),
+    "prometheus_client": ("analytics/gauges.py",),
     "sqlite3": ("store/", "audit/", "analytics/", "runtime/summary.py"),
     "tensorboard": ("runtime/trackers.py",),
     "wandb": ("runtime/trackers.py",),

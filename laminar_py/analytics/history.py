@@ -43,7 +43,7 @@ class EventClock:
 
     def __init__(self, connection: sqlite3.Connection, origin_s: float) -> None:
         rows = connection.execute("SELECT seq, wall, mono FROM event WHERE seq IN (SELECT seq FROM incarnation)")
-        self._starts = sorted(rows)
+        self._starts: list[tuple[int, float, float]] = sorted(rows)
         self._origin_s = origin_s
 
     def at(self, seq: int, wall: float, mono: float) -> float:

@@ -62,7 +62,7 @@ def encode_page(page: Page) -> bytes:
 
 def render(page: Page | None) -> str:
     """The whole page. Without data it asks `data.json` beside it, again and again."""
-    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # heavy, and needed here alone
+    from plotly.offline import get_plotlyjs  # heavy, and needed here alone
 
     web = files("laminar_py.analytics") / "web"
     data = "null" if page is None else encode_page(page).decode()

@@ -36,14 +36,14 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Remedy(msgspec.Struct, frozen=True):
-    """What to change, and the most that it gains, e.g. `Remedy("rollout.replicas: 8 -> 16", "step 34 s -> 19 s")`."""
+    """What to change, and the most that it gains, e.g. `Remedy("rollout.replicas: 8 -> 16", "34 s -> 19 s")`."""
 
     change: str
     gain: str = ""
 
 
 class Wall(msgspec.Struct, frozen=True):
-    """What limits the run, e.g. `Wall("generation", ("replicas are busy 97 % of the step",), (Remedy(...),), ...)`."""
+    """What limits the run, e.g. `Wall("generation", ("replicas are busy 97 % of the step",), (Remedy(...),))`."""
 
     name: str
     evidence: tuple[str, ...] = ()

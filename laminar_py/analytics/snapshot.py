@@ -15,7 +15,7 @@ from laminar_py.analytics.columns import Times, Trajectories, read_trajectories
 from laminar_py.analytics.history import History, read_history
 from laminar_py.analytics.stays import Stays, read_stays
 from laminar_py.codec import BoolArray
-from laminar_py.events import RunEnded, RunStarted
+from laminar_py.events import Evaluated, RunEnded, RunStarted
 from laminar_py.store.database import ledger_path, reading
 from laminar_py.types import Kind
 
@@ -73,8 +73,6 @@ class Snapshot:
     @property
     def accuracies(self) -> list[tuple[float, float]]:
         """(seconds of RL, held-out accuracy)."""
-        from laminar_py.events import Evaluated
-
         return sorted((event.rl_s, event.accuracy) for _, event in self.history.of(Evaluated))
 
     def at_rl(self, rl_s: Times) -> Times:
@@ -96,6 +94,9 @@ def read_snapshot(run: Path) -> Snapshot:
     with reading(run) as connection:
         train = read_trajectories(connection)
         evals = read_trajectories(connection, kind=Kind.EVAL)
+        if not len(train) + len(evals):  # times count from the start then
+            begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
+            train = replace(train, origin_s=begun)
         everyone, is_eval = _joined(train, evals)
         history = read_history(connection, origin_s=train.origin_s)
         stays = read_stays(connection, everyone)

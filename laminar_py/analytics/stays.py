@@ -47,13 +47,24 @@ class Stays:
 
     def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
         """Those of a mask [M], or at these places."""
-        columns = (self.of, self.replica, self.version, self.fate, self.start_s, self.end_s)
-        return Stays(*(column[chosen] for column in columns))  # type: ignore[arg-type]
+        return Stays(
+            self.of[chosen],
+            self.replica[chosen],
+            self.version[chosen],
+            self.fate[chosen],
+            self.start_s[chosen],
+            self.end_s[chosen],
+        )
 
     def until(self, now_s: float) -> "Stays":
         """What still runs ends now."""
         return Stays(
-            self.of, self.replica, self.version, self.fate, self.start_s, np.fmax(self.start_s, _or(self.end_s, now_s))
+            self.of,
+            self.replica,
+            self.version,
+            self.fate,
+            self.start_s,
+            np.fmax(self.start_s, _or(self.end_s, now_s)),
         )
 
 
@@ -156,14 +167,7 @@ def _interrupted(connection: sqlite3.Connection, trajectories: Trajectories, clo
     """The stays of trajectories that were."""
     rows = connection.execute("SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'")
     ids = json.dumps([id for (id,) in rows])
-    numbers = trajectories.number
-    of = {  # of those of this kind
-        id: (int(place), _spans(spans))
-        for id, number, spans in connection.execute(
-            "SELECT id, number, spans FROM trajectory WHERE id IN (SELECT value FROM json_each(?))", (ids,)
-        )
-        if (place := np.searchsorted(numbers, number)) < len(numbers) and numbers[place] == number
-    }
+    of = _find(connection, trajectories.number, ids)
     events = connection.execute(
         "SELECT seq, wall, mono, body FROM event WHERE kind IN ('assigned', 'interrupted')"
         " AND subject IN (SELECT value FROM json_each(?)) ORDER BY seq",
@@ -173,11 +177,12 @@ def _interrupted(connection: sqlite3.Connection, trajectories: Trajectories, clo
     open_: dict[str, tuple[int, float]] = {}  # replica and start
     for seq, wall, mono, body in events:
         event, at_s = decode_event(body), clock.at(seq, wall, mono)
-        if event.trajectory_id not in of:  # type: ignore[union-attr]
+        assert isinstance(event, Assigned | Interrupted), f"{body} is of another kind"
+        if event.trajectory_id not in of:
             continue
         if isinstance(event, Assigned):
             open_[event.trajectory_id] = event.replica, at_s
-        elif isinstance(event, Interrupted) and event.trajectory_id in open_:
+        elif event.trajectory_id in open_:
             place, spans = of[event.trajectory_id]
             replica, start_s = open_.pop(event.trajectory_id)
             version = _version_at(spans, event.length, int(trajectories.newest_version[place]))
@@ -186,7 +191,23 @@ def _interrupted(connection: sqlite3.Connection, trajectories: Trajectories, clo
     stays += [_last(trajectories, of[id][0], *stay) for id, stay in open_.items()]
     stays.sort(key=lambda stay: (stay[0], stay[4]))
     columns = np.array(stays, np.float64).reshape(-1, 6).T
-    return Stays(*(column.astype(np.int32) for column in columns[:4]), columns[4], columns[5])
+    of_, replicas, versions, fates = (column.astype(np.int32) for column in columns[:4])
+    return Stays(of_, replicas, versions, fates, columns[4], columns[5])
+
+
+def _find(connection: sqlite3.Connection, numbers: Ints, ids: str) -> dict[str, tuple[int, list[tuple[int, int]]]]:
+    """Place and spans of those of `ids`, a JSON array, that are among `numbers` [N]."""
+    rows = connection.execute(
+        "SELECT id, number, spans FROM trajectory WHERE id IN (SELECT value FROM json_each(?))", (ids,)
+    ).fetchall()
+    wanted = np.array([number for _, number, _ in rows], numbers.dtype)
+    places = np.searchsorted(numbers, wanted)
+    there = np.isin(wanted, numbers)
+    return {
+        id: (place, _spans(spans))
+        for (id, _, spans), place, found in zip(rows, places.tolist(), there.tolist(), strict=True)
+        if found
+    }
 
 
 def _last(

@@ -41,7 +41,7 @@ def read_timeline(connection: sqlite3.Connection, snapshot: Snapshot) -> Timelin
     replicas = sorted(set(np.unique(stays.replica).tolist()) | {event.replica for _, event in _loads(snapshot)})
     place = {replica: row for row, replica in enumerate(replicas)}
     start_s = 0.0
-    drawn, chosen = draw(snapshot)
+    drawn, chosen = draw(snapshot, MOST_BARS)
     heat = _heat(stays, replicas, start_s, end_s)
     shown = np.flatnonzero(chosen)
     renumbered = np.cumsum(chosen) - 1
@@ -79,7 +79,7 @@ def read_timeline(connection: sqlite3.Connection, snapshot: Snapshot) -> Timelin
     )
 
 
-def draw(snapshot: Snapshot, most: int = MOST_BARS) -> tuple[Stays, BoolArray]:
+def draw(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
     """The stays to draw, at most about `most` of them, and of which trajectories [N] they are."""
     stays, numbers = snapshot.stays, snapshot.everyone.number
     chosen = np.ones(len(numbers), np.bool_)
@@ -102,8 +102,6 @@ def natural(name: str) -> tuple[str, int]:
     """So that relay-10 comes after relay-9."""
     stem, _, number = name.rpartition("-")
     return (stem, int(number)) if number.isdigit() else (name, 0)
-
-
 
 
 def thin(rows: list[Row], most: int = MOST_MARKS) -> list[Row]:

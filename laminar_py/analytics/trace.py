@@ -1,8 +1,8 @@
 """`trace.json`: a run for Perfetto, in Chrome's trace event format. Called by `laminar report`.
 
-Each replica is a process with a lane for each slot, the learner, the relays and the scorer are others; arrows follow
-trajectories that moved. Invariant: events are in the order of their times, and at most about `MOST_STAYS` stays are
-in it, chosen as in the report.
+Each replica is a process with a lane for each slot, the learner, the relays and the scorer are others; arrows
+follow trajectories that moved. Invariant: events are in the order of their times, and at most about `MOST_STAYS`
+stays are in it, chosen as in the report.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,11 +27,13 @@ MOST_COUNTS = 400  # of each counter
 LEARNER, SCORER, RELAYS, REPLICAS = 1, 2, 3, 10  # processes; replica r is REPLICAS + r
 WEIGHTS = 0  # the lane of a replica for loads; its slots come after
 
+Args = Mapping[str, str | int | float | None]
+
 
 class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One event; `ts` and `dur` in microseconds, e.g. `TraceEvent("X", 1, 0, "step 3", 1500, dur=700)`.
 
-    `ph` is its kind: M names a process or lane, X is a slice, C a counter, i a moment, s and f the ends of an arrow.
+    `ph` is its kind: M names a process or lane, X is a slice, C a counter, i a moment, s and f end an arrow.
     """
 
     ph: Literal["M", "X", "C", "i", "s", "f"]
@@ -44,7 +46,7 @@ class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     id: int | None = None
     bp: str | None = None
     s: str | None = None
-    args: Mapping[str, str | int | float | None] | None = None
+    args: Args | None = None
 
 
 class Trace(msgspec.Struct, frozen=True, rename="camel"):
@@ -93,7 +95,7 @@ def _stays(
     columns = (drawn.of, drawn.replica, drawn.version, drawn.fate, lanes, drawn.start_s, drawn.end_s)
     for of, replica, version, fate, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
         reward = float(everyone.reward[of])
-        args = {
+        args: Args = {
             "version": version,
             "length": int(everyone.length[of]),
             "reward": None if np.isnan(reward) else reward,
@@ -147,9 +149,9 @@ def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
 def _relays(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for at_s, event in thin(list(snapshot.history.of(Relayed))):
         tid, name = natural(event.node)[1], f"version {event.version}"
-        args = {"wire_bytes": event.wire_bytes, "num_bytes": event.num_bytes, "parent": event.parent}
+        sent: Args = {"wire_bytes": event.wire_bytes, "num_bytes": event.num_bytes, "parent": event.parent}
         start, dur = _us(at_s - event.elapsed_s), max(1, _us(event.elapsed_s))
-        yield TraceEvent("X", RELAYS, tid, name, start, dur, "relay", args=args)
+        yield TraceEvent("X", RELAYS, tid, name, start, dur, "relay", args=sent)
 
 
 def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:

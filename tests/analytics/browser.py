@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -61,9 +60,10 @@ class Tab:
     async def until(self, expression):
         """Wait until it is true."""
         async with asyncio.timeout(PATIENCE_S):
-            while not (found := await self.look(expression)):
+            while True:
+                if await self.look(expression):
+                    return
                 await asyncio.sleep(0.1)
-        return found
 
     async def open(self, address, *, dark=False):
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
@@ -71,7 +71,7 @@ class Tab:
         await self.do("Page.navigate", url=address)
         await self.until("window.laminar !== undefined && window.laminar.timeline.mode !== ''")
 
-    async def screenshot(self, path: Path):
+    async def screenshot(self, path):
         """The whole page."""
         size = (await self.do("Page.getLayoutMetrics"))["cssContentSize"]
         shot = await self.do(
@@ -83,7 +83,7 @@ class Tab:
 
 
 @asynccontextmanager
-async def browsing(profile: Path, *, width=1400, height=1000):
+async def browsing(profile, *, width=1400, height=1000):
     """A tab of a browser of its own, which ends with it."""
     profile.mkdir(parents=True)
     arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]

@@ -6,7 +6,6 @@ Everything goes through a real ledger, in virtual time.
 import heapq
 import json
 from collections import defaultdict, deque
-from pathlib import Path
 
 import numpy as np
 
@@ -168,7 +167,7 @@ class Simulation:
         line = {"step": self.step, "rl_s": self.clock.at - 1000, "reward": reward, "entropy": 1 / self.step}
         self.metrics.append({**line, "trained_tokens": tokens, "generated_tokens": tokens})
         self.publish(self.version)
-        if self.step % 10 == 0:
+        if self.step % 5 == 0:
             accuracy = self.step / self.steps
             self.ledger.append(e.Evaluated(self.version, self.step, 100, accuracy, self.clock.at - 1000))
         self.num_live -= len(batch)
@@ -192,7 +191,7 @@ class Simulation:
             self.ledger.append(event)
 
 
-async def simulate(run: Path, *, replicas=3, slots=32, steps=6, seed=0, close=True):
+async def simulate(run, *, replicas=3, slots=32, steps=6, seed=0, close=True):
     """Write a run to the folder `run`, which is made; without `close` it goes on, as far as the ledger knows."""
     run.mkdir(parents=True, exist_ok=True)
     clock = Clock()

@@ -39,6 +39,14 @@ async def test_every_subscriber_of_a_tree_gets_the_published_bytes(tmp_path: Pat
         assert folder_bytes(Path(version.path)) == wanted
 
 
+async def test_each_node_says_from_which_parent_it_got_a_version(tmp_path: Path) -> None:
+    events = Events()
+    async with growing(tmp_path, chain(3), emit=events) as nodes, Learner(tmp_path, nodes[0].endpoint) as learner:
+        await learner.publish(1)
+        for node, parent in ((0, ""), (1, nodes[0].endpoint), (2, nodes[1].endpoint)):
+            assert (await events.first(VersionComplete, node=f"relay-{node}", version=1)).parent == parent
+
+
 async def test_a_delivered_version_loads_as_the_tensors_that_were_published(tmp_path: Path) -> None:
     async with growing(tmp_path, chain(3)) as nodes, running(replica := subscriber(nodes[2], "replica")):
         async with Learner(tmp_path, nodes[0].endpoint) as learner:
