@@ -37,7 +37,7 @@ def headline(snapshot: Snapshot, wall: Wall | None) -> list[Figure]:
     """What a reader wants first."""
     train, figures = snapshot.trajectories, list[Figure]()
     if wall is not None:
-        figures.append(Figure("limited by", wall.name, wall.evidence[0] if wall.evidence else ""))
+        figures.append(Figure("limited by", wall.name, "evidence and remedies are below"))
     consumed = train.is_status(Status.CONSUMED)
     dropped = int(train.is_status(Status.DROPPED).sum())
     tokens = int(train.length[consumed].sum(dtype=np.int64))

@@ -18,9 +18,12 @@ from laminar_py.store.database import ledger_path, reading
 REPORT_NAME = "report.html"
 
 
-def write_report(run: Path, *, wall: Wall | None = None) -> Path:
-    """Draw the run so far into its folder, and say where. Raises a one-line `ValueError` without a ledger."""
-    page = read_page(run, read_snapshot(run), wall=wall)
+def write_report(run: Path, *, wall: Wall | None = None, snapshot: Snapshot | None = None) -> Path:
+    """Draw the run into its folder, and say where: as it is now, or as `snapshot` has it.
+
+    Raises a one-line `ValueError` without a ledger.
+    """
+    page = read_page(run, snapshot or read_snapshot(run), wall=wall)
     path = ledger_path(run).parent / REPORT_NAME
     partial = path.with_suffix(".tmp")
     partial.write_text(render(page), encoding="utf-8")

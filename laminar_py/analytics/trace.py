@@ -57,9 +57,12 @@ class Trace(msgspec.Struct, frozen=True, rename="camel"):
     display_time_unit: str = "ms"
 
 
-def write_trace(run: Path) -> Path:
-    """Write the run so far into its folder, and say where. Raises a one-line `ValueError` without a ledger."""
-    snapshot = read_snapshot(run)
+def write_trace(run: Path, *, snapshot: Snapshot | None = None) -> Path:
+    """Write the run into its folder, and say where: as it is now, or as `snapshot` has it.
+
+    Raises a one-line `ValueError` without a ledger.
+    """
+    snapshot = snapshot or read_snapshot(run)
     drawn, chosen = draw(snapshot, MOST_STAYS)
     shown = np.flatnonzero(chosen)
     with reading(run) as connection:

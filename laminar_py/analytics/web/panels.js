@@ -158,7 +158,20 @@ function drawRelays(page) {
   select.onchange();
 }
 
-function drawTree(hops, version) {
+// Many subscribers of one relay are drawn as one leaf, with the longest of their times.
+function together(hops, version) {
+  const of = new Map();
+  for (const hop of hops) if (!hop.is_relay) of.set(hop.parent, [...(of.get(hop.parent) || []), hop]);
+  const merged = [...of].map(([parent, leaves]) => leaves.length < 5 ? leaves : [{
+    ...leaves[0], name: `${leaves.length} of ${leaves[0].name} to ${leaves.at(-1).name}`, parent,
+    worst_s: Math.max(...leaves.map((one) => one.worst_s)), median_s: leaves.map((one) => one.median_s).sort((a, b) => a - b)[leaves.length >> 1],
+    recent: leaves.flatMap((one) => one.recent.filter((entry) => entry[0] === version)).sort((a, b) => b[1] - a[1]).slice(0, 1),
+  }]);
+  return [...hops.filter((hop) => hop.is_relay), ...merged.flat()];
+}
+
+function drawTree(all, version) {
+  const hops = all.length > 24 ? together(all, version) : all;
   const box = byId("relays"), root = hops.find((hop) => hop.is_relay);
   if (!root) return box.replaceChildren(element("p", "Nothing yet.", "empty"));
   const children = new Map(hops.map((hop) => [hop.name, []])), told = new Map();
@@ -207,6 +220,7 @@ function drawTree(hops, version) {
     add("text", { x: x + 10, y: y * pitch + 15, class: "note" }, text);
   }
   box.replaceChildren(svg);
+  box.scrollTop = place.get(root.name).y * pitch - box.clientHeight / 2;
 }
 
 function table(heads, rows) {

@@ -300,7 +300,7 @@ class Timeline {
     const text = `${count} trajectories from replica ${names[source]} to ${names[destination]} at ${at.toFixed(1)} s`;
     const down = destination > source;
     if (!this.crowded) return this.arrow(x, a.y + a.height * (down ? 0.8 : 0.2), x, b.y + b.height * (down ? 0.2 : 0.8), 1 + Math.log2(count) / 3, repacked, text);
-    this.box(x - 0.5, a.y, 1.5, Math.min(7, a.height), css(repacked ? "second" : "alarm"));
+    this.box(x - 0.5, a.y, 1.5, Math.min(7, a.height / 4), css(repacked ? "second" : "alarm"));
     this.hits.push([x - 3, a.y, 6, 9, () => text]);
     this.drawn.ticks++;
   }
