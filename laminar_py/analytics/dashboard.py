@@ -20,7 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from laminar_py.analytics.gauges import CONTENT_TYPE, expose
 from laminar_py.analytics.page import encode_page, read_page, render
-from laminar_py.analytics.panels import Wall
+from laminar_py.analytics.panels import WallPanel
 from laminar_py.analytics.snapshot import read_snapshot
 from laminar_py.store.database import ledger_path, reading
 
@@ -51,7 +51,7 @@ class Drawn:
 class Reader:
     """Keeps `drawn` up to date; `judge` names what limits the run, where that is wanted."""
 
-    def __init__(self, run: Path, *, judge: Callable[[Path], Wall | None] | None = None) -> None:
+    def __init__(self, run: Path, *, judge: Callable[[Path], WallPanel | None] | None = None) -> None:
         self.drawn: Drawn | None = None
         self.wait_s = LEAST_S  # until the next look
         self.trouble = "the record is being read for the first time"
@@ -131,7 +131,7 @@ async def serve(
     port: int,
     token: str | None,
     tell: Callable[[str], None],
-    judge: Callable[[Path], Wall | None] | None = None,
+    judge: Callable[[Path], WallPanel | None] | None = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises `ValueError` on a bad binding, or if there is no such run."""
     check_binding(host, token)

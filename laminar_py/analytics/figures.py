@@ -18,9 +18,9 @@ from laminar_py.analytics.panels import (
     DropRow,
     Figure,
     Hop,
-    Stage,
+    StageBar,
     StalenessMap,
-    Wall,
+    WallPanel,
 )
 from laminar_py.analytics.snapshot import Snapshot
 from laminar_py.analytics.timeline import ids_of, natural, thin
@@ -33,7 +33,7 @@ MOST_BINS, MOST_COLUMNS, MOST_POINTS, MOST_RECENT, MOST_ROWS, NUM_EXAMPLES = 50,
 Values = npt.NDArray[np.floating] | npt.NDArray[np.integer]
 
 
-def headline(snapshot: Snapshot, wall: Wall | None) -> list[Figure]:
+def headline(snapshot: Snapshot, wall: WallPanel | None) -> list[Figure]:
     """What a reader wants first."""
     train, figures = snapshot.trajectories, list[Figure]()
     if wall is not None:
@@ -161,7 +161,7 @@ def hops(snapshot: Snapshot) -> list[Hop]:
     return found
 
 
-def step_stages(snapshot: Snapshot) -> tuple[list[Stage], float]:
+def step_stages(snapshot: Snapshot) -> tuple[list[StageBar], float]:
     """What the mean step of the learner consists of, one after the other; and how long it is."""
     steps = snapshot.history.steps
     if not steps:
@@ -183,7 +183,7 @@ def step_stages(snapshot: Snapshot) -> tuple[list[Stage], float]:
     longest = max(seconds for _, seconds, _ in parts)
     stages, start_s = [], 0.0
     for name, seconds, words in parts:
-        stages.append(Stage(name, start_s, seconds, seconds == longest, words))
+        stages.append(StageBar(name, start_s, seconds, seconds == longest, words))
         start_s += seconds
     return stages, whole
 

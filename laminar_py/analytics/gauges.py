@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from laminar_py.analytics.columns import REASONS, STATUSES
 from laminar_py.analytics.figures import latencies, lengths, percentiles
-from laminar_py.analytics.panels import Wall
+from laminar_py.analytics.panels import WallPanel
 from laminar_py.analytics.snapshot import Snapshot
 from laminar_py.events import PartDied, Pulled, Relayed, Repacked, Stepped, VersionLoaded, VersionPublished
 from laminar_py.types import Status
@@ -29,7 +29,7 @@ Labelled = Mapping[str, float]
 class RunCollector(Collector):
     """Figures of one snapshot, and what limits the run."""
 
-    def __init__(self, snapshot: Snapshot, wall: Wall | None) -> None:
+    def __init__(self, snapshot: Snapshot, wall: WallPanel | None) -> None:
         self._snapshot = snapshot
         self._wall = wall
 
@@ -43,7 +43,7 @@ class RunCollector(Collector):
         yield from _run(self._snapshot, self._wall)
 
 
-def expose(snapshot: Snapshot, wall: Wall | None = None) -> bytes:
+def expose(snapshot: Snapshot, wall: WallPanel | None = None) -> bytes:
     """The text of `/metrics`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunCollector(snapshot, wall))
@@ -143,7 +143,7 @@ def _weights(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter("pull_waited_seconds", "That a subscriber waited for versions", waited, label="subscriber")
 
 
-def _run(snapshot: Snapshot, wall: Wall | None) -> Iterator[Metric]:
+def _run(snapshot: Snapshot, wall: WallPanel | None) -> Iterator[Metric]:
     deaths = Counter(event.part for _, event in snapshot.history.of(PartDied))
     yield _counter("deaths", "Parts that were found dead, and restarted", deaths, label="part")
     yield _gauge("live", "1 while the run goes on", float(snapshot.live))

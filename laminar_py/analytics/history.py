@@ -4,16 +4,16 @@ Called for the pictures. Times are on the clock of `columns.Trajectories`: withi
 """
 
 import sqlite3
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from laminar_py.analytics.stays import RunTimes
 from laminar_py.events import AnyEvent, RolledBack, Stepped
 from laminar_py.store.rows import decode_event
 
-_OF_ONKindTRAJECTORY = (
+_OF_ONE_TRAJECTORY = (
     "issued",
     "assigned",
     "interrupted",
@@ -36,23 +36,6 @@ class Happened:
 
     at_s: float
     event: AnyEvent
-
-
-class EventClock:
-    """When events happened: the stamps of an incarnation's start, and monotonic seconds since."""
-
-    def __init__(self, connection: sqlite3.Connection, origin_s: float) -> None:
-        rows = connection.execute("SELECT seq, wall, mono FROM event WHERE seq IN (SELECT seq FROM incarnation)")
-        self._starts: list[tuple[int, float, float]] = sorted(rows)
-        self._origin_s = origin_s
-
-    def at(self, seq: int, wall: float, mono: float) -> float:
-        """Seconds since the origin."""
-        place = bisect_right(self._starts, (seq, float("inf"), 0.0)) - 1
-        if place < 0:
-            return wall - self._origin_s
-        _, wall_then, mono_then = self._starts[place]
-        return wall_then + (mono - mono_then) - self._origin_s
 
 
 @dataclass(frozen=True)
@@ -78,16 +61,14 @@ class History:
         return tuple(kept)
 
 
-def read_history(connection: sqlite3.Connection, *, origin_s: float) -> History:
-    """All of a run; evaluations and the like are few, so this costs one look at each row of the log."""
-    clock = EventClock(connection, origin_s)
-    left_out = ", ".join(f"'{kind}'" for kind in _OF_ONKindTRAJECTORY)
+def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
+    """All of a run; this costs one look at each row of the log."""
+    left_out = ", ".join(f"'{kind}'" for kind in _OF_ONE_TRAJECTORY)
     rows = connection.execute(
-        f"SELECT seq, wall, mono, body FROM event WHERE kind NOT IN ({left_out}) ORDER BY seq"
-    )
-    return History(tuple(_timed(clock, rows)))
-
-
-def _timed(clock: EventClock, rows: Iterable[tuple[int, float, float, str]]) -> Iterator[Happened]:
-    for seq, wall, mono, body in rows:
-        yield Happened(clock.at(seq, wall, mono), decode_event(body))
+        f"SELECT seq, mono, body FROM event WHERE kind NOT IN ({left_out}) ORDER BY seq"
+    ).fetchall()
+    if not rows:
+        return History(())
+    seq, mono, bodies = zip(*rows, strict=True)
+    at = times.at(seq, mono).tolist()
+    return History(tuple(Happened(at_s, decode_event(body)) for at_s, body in zip(at, bodies, strict=True)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.analytics import figures
-from laminar_py.analytics.panels import Page, Wall
+from laminar_py.analytics.panels import Page, WallPanel
 from laminar_py.analytics.snapshot import Snapshot, read_snapshot
 from laminar_py.analytics.timeline import read_timeline
 from laminar_py.store.database import ledger_path, reading
@@ -18,7 +18,7 @@ from laminar_py.store.database import ledger_path, reading
 REPORT_NAME = "report.html"
 
 
-def write_report(run: Path, *, wall: Wall | None = None, snapshot: Snapshot | None = None) -> Path:
+def write_report(run: Path, *, wall: WallPanel | None = None, snapshot: Snapshot | None = None) -> Path:
     """Draw the run into its folder, and say where: as it is now, or as `snapshot` has it.
 
     Raises a one-line `ValueError` without a ledger.
@@ -31,7 +31,7 @@ def write_report(run: Path, *, wall: Wall | None = None, snapshot: Snapshot | No
     return path
 
 
-def read_page(run: Path, snapshot: Snapshot, *, wall: Wall | None = None) -> Page:
+def read_page(run: Path, snapshot: Snapshot, *, wall: WallPanel | None = None) -> Page:
     """All that the page shows. `wall` is what limits the run, where that is known."""
     train = snapshot.trajectories
     with reading(run) as connection:

@@ -22,8 +22,8 @@ def pack(array: npt.NDArray[np.generic], kind: str) -> Packed:
     return Packed(kind, base64.b64encode(array.astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode())
 
 
-class Stage(msgspec.Struct, frozen=True):
-    """A stage of the mean step, e.g. `Stage("generation", 0.0, 31.5, binding=True)`.
+class StageBar(msgspec.Struct, frozen=True):
+    """A stage of the mean step, e.g. `StageBar("generation", 0.0, 31.5, binding=True)`.
 
     It begins `start_s` into the step: stages that overlap begin together, those that wait for another after it.
     """
@@ -35,20 +35,20 @@ class Stage(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class Remedy(msgspec.Struct, frozen=True):
-    """What to change, and the most that it gains, e.g. `Remedy("rollout.replicas: 8 -> 16", "34 s -> 19 s")`."""
+class RemedyLine(msgspec.Struct, frozen=True):
+    """What to change, and what for, e.g. `RemedyLine("rollout.replicas: 8 -> 16", "34 s -> 19 s")`."""
 
     change: str
     gain: str = ""
 
 
-class Wall(msgspec.Struct, frozen=True):
-    """What limits the run, e.g. `Wall("generation", ("replicas are busy 97 % of the step",), (Remedy(...),))`."""
+class WallPanel(msgspec.Struct, frozen=True):
+    """What limits the run, e.g. `WallPanel("generation", ("replicas are busy 97 % of the step",), ...)`."""
 
     name: str
     evidence: tuple[str, ...] = ()
-    remedies: tuple[Remedy, ...] = ()
-    stages: tuple[Stage, ...] = ()  # none: the page draws what the learner's steps took
+    remedies: tuple[RemedyLine, ...] = ()
+    stages: tuple[StageBar, ...] = ()  # none: the page draws what the learner's steps took
     step_s: float = 0.0  # mean, measured
 
 
@@ -76,7 +76,7 @@ class Bars(msgspec.Struct, frozen=True):
     of: Packed  # [M] place in what follows below
     replica: Packed  # place in `Timeline.replicas`
     version: Packed
-    fate: Packed  # `stays.Fate`
+    fate: Packed  # `stays.StayEnd`
     start: Packed
     end: Packed
     ids: list[str]  # [N]
@@ -222,13 +222,13 @@ class Page(msgspec.Struct, frozen=True):
     seq: int
     live: bool
     headline: list[Figure]
-    wall: Wall | None
+    wall: WallPanel | None
     timeline: Timeline
     distributions: list[Distribution]
     staleness: StalenessMap
     curves: Curves
     hops: list[Hop]
-    stages: list[Stage]
+    stages: list[StageBar]
     step_s: float
     drops: list[DropKind]
     drop_rows: list[DropRow]

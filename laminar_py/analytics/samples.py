@@ -25,6 +25,7 @@ class FleetLine(msgspec.Struct, frozen=True):
     rl_s: float
     running: list[int]  # [replicas]
     kv_use: list[float]  # [replicas] share of the KV cache
+    waiting: list[int] = []  # [replicas] in their engines
 
 
 class StepLine(msgspec.Struct, frozen=True):
@@ -33,6 +34,7 @@ class StepLine(msgspec.Struct, frozen=True):
     step: int
     rl_s: float
     reward: float = 0.0
+    entropy: float = 0.0  # nats
     generated_tokens: int = 0
     trained_tokens: int = 0
 
@@ -52,7 +54,7 @@ class FleetSamples:
 
 def read_fleet(run: Path) -> FleetSamples:
     """The samples with as many replicas as the last one has."""
-    lines = list(_lines(run / "fleet.jsonl", FleetLine))
+    lines = list(read_lines(run / "fleet.jsonl", FleetLine))
     replicas = len(lines[-1].running) if lines else 0
     lines = [line for line in lines if len(line.running) == replicas]
     at = np.array([line.rl_s for line in lines], np.float64)
@@ -68,15 +70,15 @@ def read_fleet(run: Path) -> FleetSamples:
 def read_steps(run: Path) -> list[StepLine]:
     """One for each step, as last done: those that a rollback undid are left out."""
     steps: dict[int, StepLine] = {}
-    for line in _lines(run / "metrics.jsonl", StepLine):
+    for line in read_lines(run / "metrics.jsonl", StepLine):
         steps[line.step] = line
     return [steps[step] for step in sorted(steps)]
 
 
 def read_rl_seconds(run: Path) -> float:
     """Seconds of RL so far: the most that any file says. There is a summary once the run has ended."""
-    fleet = [line.rl_s for line in _lines(run / "fleet.jsonl", FleetLine)]
-    steps = [line.rl_s for line in _lines(run / "metrics.jsonl", StepLine)]
+    fleet = [line.rl_s for line in read_lines(run / "fleet.jsonl", FleetLine)]
+    steps = [line.rl_s for line in read_lines(run / "metrics.jsonl", StepLine)]
     summary = run / "summary.json"
     ended = [msgspec.json.decode(summary.read_bytes(), type=_Summary).rl_seconds] if summary.is_file() else []
     return max([*fleet, *steps, *ended], default=0.0)
@@ -90,7 +92,8 @@ def running_mean(values: Times, width: int) -> npt.NDArray[np.float64]:
     return (total[end] - total[start]) / (end - start)
 
 
-def _lines(path: Path, kind: type[Line]) -> Iterator[Line]:
+def read_lines(path: Path, kind: type[Line]) -> Iterator[Line]:
+    """All whole lines of such a file; none without one."""
     if not path.is_file():
         return
     decoder = msgspec.json.Decoder(kind)

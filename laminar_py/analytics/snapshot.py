@@ -6,42 +6,19 @@ the reading never holds up its writer.
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from laminar_py.analytics.columns import Times, Trajectories, read_trajectories
 from laminar_py.analytics.history import History, read_history
-from laminar_py.analytics.stays import Stays, read_stays
+from laminar_py.analytics.samples import FleetLine, StepLine, read_lines, read_steps
+from laminar_py.analytics.stays import RunTimes, Stays, read_stays
 from laminar_py.codec import BoolArray
 from laminar_py.events import Evaluated, RunEnded, RunStarted
 from laminar_py.store.database import ledger_path, reading
 from laminar_py.types import Kind
-
-
-class StepLine(msgspec.Struct, frozen=True):
-    """What is drawn of a line of `metrics.jsonl`; times in seconds of the RL phase."""
-
-    step: int
-    rl_s: float
-    reward: float = 0.0
-    entropy: float = 0.0
-    trained_tokens: int = 0
-    generated_tokens: int = 0
-
-
-class FleetLine(msgspec.Struct, frozen=True):
-    """A line of `fleet.jsonl`: what the replicas did at a moment, [replicas] each."""
-
-    rl_s: float
-    versions: list[int]
-    running: list[int]
-    waiting: list[int]
-    kv_use: list[float]
-
-
-Line = TypeVar("Line", StepLine, FleetLine)
 
 
 @dataclass(frozen=True)
@@ -75,6 +52,11 @@ class Snapshot:
         """(seconds of RL, held-out accuracy)."""
         return sorted((event.rl_s, event.accuracy) for _, event in self.history.of(Evaluated))
 
+    def places(self, stays: Stays) -> npt.NDArray[np.int64]:
+        """[M] of the trajectories of these stays, among everyone."""
+        found: npt.NDArray[np.int64] = np.searchsorted(self.everyone.number, stays.trajectory)
+        return found
+
     def at_rl(self, rl_s: Times) -> Times:
         """Times of moments that are known by seconds of RL, which pause for evaluations; by the steps between."""
         ends = {step.step: at_s for at_s, step in self.history.steps}
@@ -96,10 +78,10 @@ def read_snapshot(run: Path) -> Snapshot:
         evals = read_trajectories(connection, kind=Kind.EVAL)
         if not len(train) + len(evals):  # times count from the start then
             begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
-            train = replace(train, origin_s=begun)
+            train, evals = replace(train, origin_s=begun), replace(evals, origin_s=begun)
         everyone, is_eval = _joined(train, evals)
-        history = read_history(connection, origin_s=train.origin_s)
-        stays = read_stays(connection, everyone)
+        times = RunTimes(connection, train.origin_s)
+        history, stays = read_history(connection, times), read_stays(connection, times)
         seq = connection.execute("SELECT seq FROM head").fetchone()[0]
     known = [everyone.ended_s, everyone.finished_s, everyone.started_s, everyone.issued_s]
     latest = [float(np.nanmax(times)) for times in known if np.any(~np.isnan(times))]
@@ -114,16 +96,9 @@ def read_snapshot(run: Path) -> Snapshot:
         is_eval,
         stays.until(end_s),
         history,
-        read_lines(folder / "metrics.jsonl", StepLine),
-        read_lines(folder / "fleet.jsonl", FleetLine),
+        tuple(read_steps(folder)),
+        tuple(read_lines(folder / "fleet.jsonl", FleetLine)),
     )
-
-
-def read_lines(path: Path, kind: type[Line]) -> tuple[Line, ...]:
-    """Of a file that may still grow: a last line that is not whole is left out."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    decoder = msgspec.json.Decoder(kind)
-    return tuple(decoder.decode(line) for line in lines if line)
 
 
 def _goes_on(history: History) -> bool:

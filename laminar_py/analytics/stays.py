@@ -1,10 +1,10 @@
-"""Which replica had which trajectory when: a stay lasts from one hand-over to the end, or to an interruption.
+"""Which trajectory was on which replica, from hand-over to the end of its stream there. Reads the ledger only.
 
-Called for the pictures; reads the ledger only. Most trajectories have one stay, which their row tells; events are
-read of those alone that were interrupted.
+Most have one stay, which their row tells; events are read of those alone that were interrupted, or whose row is of
+a release that kept no times. Invariant: a stay ends by the next event of its trajectory that says so, or is open;
+stays of one trajectory do not overlap.
 """
 
-import heapq
 import json
 import sqlite3
 from dataclasses import dataclass
@@ -14,209 +14,160 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.analytics.columns import Floats, Ints, Times, Trajectories
-from laminar_py.analytics.history import EventClock
+from laminar_py.analytics.columns import Ints, Times
 from laminar_py.codec import BoolArray
-from laminar_py.events import Assigned, Interrupted
+from laminar_py.events import Assigned, Dropped, Finished, Interrupted
 from laminar_py.store.rows import decode_event
 
+_BLOCK = 100_000
 
-class Fate(IntEnum):
+
+class StayEnd(IntEnum):
     """How a stay ended."""
 
-    RUNNING = 0
+    OPEN = 0  # it goes on
     FINISHED = 1
-    MOVED = 2  # repacked: it goes on elsewhere
-    INTERRUPTED = 3  # for new weights, by a death, by a stop
-    DROPPED = 4
+    INTERRUPTED = 2  # it goes on elsewhere, or here under newer weights
+    DROPPED = 3
+    MOVED = 4  # interrupted by a repack
 
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """Columns [M] in the order of trajectories, and of each in time; -1 stands for none."""
+    """Columns [M] by trajectory and time, e.g. trajectory 17 on replica 1 from 3.2 s to 4.1 s, FINISHED.
 
-    of: Ints  # place of the trajectory in the columns that these were read for
+    Seconds are by the run's clock, since the `origin_s` that was asked for; an open stay ends at infinity.
+    """
+
+    trajectory: Ints  # its number in the ledger
     replica: Ints
-    version: Ints  # of its last token there
-    fate: Ints
+    version: Ints  # of its last token there; -1: none
     start_s: Times
-    end_s: Times  # NaN while it runs
+    end_s: Times
+    end: npt.NDArray[np.int8]
 
     def __len__(self) -> int:
-        return len(self.of)
+        return len(self.trajectory)
 
     def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
         """Those of a mask [M], or at these places."""
         return Stays(
-            self.of[chosen],
+            self.trajectory[chosen],
             self.replica[chosen],
             self.version[chosen],
-            self.fate[chosen],
             self.start_s[chosen],
             self.end_s[chosen],
+            self.end[chosen],
         )
 
     def until(self, now_s: float) -> "Stays":
-        """What still runs ends now."""
-        return Stays(
-            self.of,
-            self.replica,
-            self.version,
-            self.fate,
-            self.start_s,
-            np.fmax(self.start_s, _or(self.end_s, now_s)),
-        )
+        """What is open ends now."""
+        end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
+        return Stays(self.trajectory, self.replica, self.version, self.start_s, end_s, self.end)
 
 
-def read_stays(connection: sqlite3.Connection, trajectories: Trajectories) -> Stays:
-    """All stays of all these trajectories."""
-    clock = EventClock(connection, trajectories.origin_s)
-    parted = _interrupted(connection, trajectories, clock)
-    whole = ~np.isnan(trajectories.started_s)
-    whole[parted.of] = False
-    places = np.flatnonzero(whole)
-    of_whole = _whole(trajectories, places)
-    order = np.argsort(np.concatenate([of_whole.of, parted.of]), kind="stable")
-    joined = [
-        np.concatenate([mine, others])[order]
-        for mine, others in zip(_columns(of_whole), _columns(parted), strict=True)
-    ]
-    return Stays(*joined)
+class RunTimes:
+    """Turns the stamps of events into seconds of the run's clock, see `store.machine.RunClock`."""
+
+    def __init__(self, connection: sqlite3.Connection, origin_s: float) -> None:
+        rows = connection.execute(
+            "SELECT seq, wall, mono FROM event WHERE seq = 1 OR seq IN (SELECT seq FROM incarnation) ORDER BY seq"
+        ).fetchall()
+        self._since, self._wall, self._mono = (np.array(column) for column in zip(*rows, strict=True))
+        self.origin_s = origin_s
+
+    def at(self, seq: npt.ArrayLike, mono: npt.ArrayLike) -> Times:
+        """Seconds since the origin of events with these numbers and monotonic stamps [n]."""
+        place = np.searchsorted(self._since, np.asarray(seq), side="right") - 1
+        times: Times = self._wall[place] - self.origin_s + (np.asarray(mono, np.float64) - self._mono[place])
+        return times
+
+    @property
+    def starts_s(self) -> Times:
+        """When each incarnation began."""
+        return self.at(self._since, self._mono)
 
 
-def lanes_of(stays: Stays) -> Ints:
-    """[M] a row for each stay among those of its replica, the lowest that is free when it begins.
-
-    Where all stays of a replica are given, its rows in use are what it ran at that moment.
-    """
-    lanes = np.zeros(len(stays), np.int32)
-    order = np.lexsort((stays.start_s, stays.replica))
-    replica, busy, free = None, list[tuple[float, int]](), list[int]()
-    rows = zip(
-        order.tolist(),
-        stays.replica[order].tolist(),
-        stays.start_s[order].tolist(),
-        stays.end_s[order].tolist(),
-        strict=True,
-    )
-    for place, own, start, end in rows:
-        if own != replica:
-            replica, busy, free = own, [], []
-        while busy and busy[0][0] <= start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        lane = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (end, lane))
-        lanes[place] = lane
-    return lanes
-
-
-def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
-    """Mean number running on a replica and their mean version, for each bin between `edges` [B + 1]: two of [B].
-
-    The version is NaN where nothing ran. Exact, by integrals of steps up and down.
-    """
-    mine = stays.replica == replica
-    start, end = stays.start_s[mine], stays.end_s[mine]
-    version = stays.version[mine].astype(np.float64)
-    ones = np.ones_like(version)
-    width = np.diff(edges)
-    area = np.diff(_integral(start, ones, edges) - _integral(end, ones, edges))
-    weighted = np.diff(_integral(start, version, edges) - _integral(end, version, edges))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(area > 1e-9, weighted / area, np.nan)
-    return (area / width).astype(np.float32), mean.astype(np.float32)
-
-
-def _integral(steps: Times, heights: Times, edges: Times) -> Times:
-    """[B + 1] up to each edge, of a function that rises by `heights` at `steps`."""
-    order = np.argsort(steps)
-    steps, heights = steps[order], heights[order]
-    count = np.searchsorted(steps, edges)
-    rise = np.concatenate([[0.0], np.cumsum(heights)])[count]
-    moment = np.concatenate([[0.0], np.cumsum(heights * steps)])[count]
-    found: Times = edges * rise - moment
-    return found
-
-
-def _columns(stays: Stays) -> tuple[npt.NDArray[np.generic], ...]:
-    return stays.of, stays.replica, stays.version, stays.fate, stays.start_s, stays.end_s
-
-
-def _or(times: Times, other: float | Times) -> Times:
-    found: Times = np.where(np.isnan(times), other, times)
-    return found
-
-
-def _whole(trajectories: Trajectories, places: npt.NDArray[np.int64]) -> Stays:
-    """The one stay of trajectories that nothing interrupted."""
-    finished, ended = trajectories.finished_s[places], trajectories.ended_s[places]
-    fate = np.full(len(places), Fate.RUNNING, np.int32)
-    fate[~np.isnan(ended)] = Fate.DROPPED  # unless it had finished before
-    fate[~np.isnan(finished)] = Fate.FINISHED
+def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
+    """Of all trajectories, evaluations too."""
+    numbers, parted = _parted(connection, times)
+    whole = _whole(connection, times)
+    whole = whole[~np.isin(whole[:, 0], numbers)]
+    rows = np.concatenate([whole, parted])
+    rows = rows[np.lexsort((rows[:, 3], rows[:, 0]))]
+    number, replica, version, start_s, end_s, end = rows.T
     return Stays(
-        places.astype(np.int32),
-        trajectories.replica[places],
-        trajectories.newest_version[places],
-        fate,
-        trajectories.started_s[places],
-        _or(finished, ended),
+        number.astype(np.int32),
+        replica.astype(np.int32),
+        version.astype(np.int32),
+        start_s.copy(),
+        np.where(np.isnan(end_s), np.inf, end_s),
+        end.astype(np.int8),
     )
 
 
-def _interrupted(connection: sqlite3.Connection, trajectories: Trajectories, clock: EventClock) -> Stays:
-    """The stays of trajectories that were."""
-    rows = connection.execute("SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'")
-    ids = json.dumps([id for (id,) in rows])
-    of = _find(connection, trajectories.number, ids)
-    events = connection.execute(
-        "SELECT seq, wall, mono, body FROM event WHERE kind IN ('assigned', 'interrupted')"
-        " AND subject IN (SELECT value FROM json_each(?)) ORDER BY seq",
-        (ids,),
+def _whole(connection: sqlite3.Connection, times: RunTimes) -> Times:
+    """[M, 6] the columns of `Stays` as if nothing had been interrupted, with NaN for an end that is open."""
+    cursor = connection.execute(
+        "SELECT number, replica, coalesce(newest_version, -1), started_s - :origin,"
+        f" coalesce(finished_s, ended_s) - :origin, CASE WHEN finished_s IS NOT NULL THEN {StayEnd.FINISHED:d}"
+        f" WHEN ended_s IS NOT NULL THEN {StayEnd.DROPPED:d} ELSE {StayEnd.OPEN:d} END"
+        " FROM trajectory WHERE started_s IS NOT NULL",
+        {"origin": times.origin_s},
     )
-    stays: list[tuple[int, int, int, int, float, float]] = []
-    open_: dict[str, tuple[int, float]] = {}  # replica and start
-    for seq, wall, mono, body in events:
-        event, at_s = decode_event(body), clock.at(seq, wall, mono)
-        assert isinstance(event, Assigned | Interrupted), f"{body} is of another kind"
-        if event.trajectory_id not in of:
-            continue
-        if isinstance(event, Assigned):
-            open_[event.trajectory_id] = event.replica, at_s
-        elif event.trajectory_id in open_:
-            place, spans = of[event.trajectory_id]
-            replica, start_s = open_.pop(event.trajectory_id)
-            version = _version_at(spans, event.length, int(trajectories.newest_version[place]))
-            fate = Fate.MOVED if event.reason == "repacked" else Fate.INTERRUPTED
-            stays.append((place, replica, version, fate, start_s, at_s))
-    stays += [_last(trajectories, of[id][0], *stay) for id, stay in open_.items()]
-    stays.sort(key=lambda stay: (stay[0], stay[4]))
-    columns = np.array(stays, np.float64).reshape(-1, 6).T
-    of_, replicas, versions, fates = (column.astype(np.int32) for column in columns[:4])
-    return Stays(of_, replicas, versions, fates, columns[4], columns[5])
+    blocks = [np.empty((0, 6))]
+    while rows := cursor.fetchmany(_BLOCK):
+        blocks.append(np.array(rows, np.float64))
+    return np.concatenate(blocks)
 
 
-def _find(connection: sqlite3.Connection, numbers: Ints, ids: str) -> dict[str, tuple[int, list[tuple[int, int]]]]:
-    """Place and spans of those of `ids`, a JSON array, that are among `numbers` [N]."""
+def _parted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times, Times]:
+    """Numbers of the trajectories whose stays only events tell, and their stays as in `_whole`."""
     rows = connection.execute(
-        "SELECT id, number, spans FROM trajectory WHERE id IN (SELECT value FROM json_each(?))", (ids,)
-    ).fetchall()
-    wanted = np.array([number for _, number, _ in rows], numbers.dtype)
-    places = np.searchsorted(numbers, wanted)
-    there = np.isin(wanted, numbers)
-    return {
-        id: (place, _spans(spans))
-        for (id, _, spans), place, found in zip(rows, places.tolist(), there.tolist(), strict=True)
-        if found
+        "SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'"
+        " UNION SELECT id FROM trajectory WHERE replica IS NOT NULL AND started_s IS NULL"
+    )
+    ids = json.dumps([id for (id,) in rows])
+    among = "IN (SELECT value FROM json_each(?))"
+    of = {
+        id: (number, _spans(spans), newest)
+        for id, number, spans, newest in connection.execute(
+            f"SELECT id, number, spans, coalesce(newest_version, -1) FROM trajectory WHERE id {among}", (ids,)
+        )
     }
+    events = connection.execute(
+        "SELECT seq, mono, body FROM event WHERE kind IN ('assigned', 'interrupted', 'finished', 'dropped')"
+        f" AND subject {among} ORDER BY seq",
+        (ids,),
+    ).fetchall()
+    at = times.at([seq for seq, _, _ in events], [mono for _, mono, _ in events]) if events else np.empty(0)
+    stays: list[tuple[float, ...]] = []
+    begun: dict[str, tuple[int, float]] = {}  # replica and start
+    for (_, _, body), at_s in zip(events, at.tolist(), strict=True):
+        event = decode_event(body)
+        assert isinstance(event, Assigned | Interrupted | Finished | Dropped), f"{body} is of another kind"
+        id = event.trajectory_id
+        if isinstance(event, Assigned):
+            begun[id] = event.replica, at_s
+        elif id in begun:
+            number, spans, newest = of[id]
+            length = event.length if isinstance(event, Interrupted) else None
+            stays.append(
+                (number, begun[id][0], _version(spans, length, newest), begun.pop(id)[1], at_s, _end(event))
+            )
+    for id, (replica, start_s) in begun.items():
+        stays.append((of[id][0], replica, of[id][2], start_s, np.nan, StayEnd.OPEN))
+    numbers = np.array([number for number, _, _ in of.values()], np.float64)
+    return numbers, np.array(stays, np.float64).reshape(-1, 6)
 
 
-def _last(
-    trajectories: Trajectories, place: int, replica: int, start_s: float
-) -> tuple[int, int, int, int, float, float]:
-    finished, ended = trajectories.finished_s[place], trajectories.ended_s[place]
-    fate = Fate.FINISHED if not np.isnan(finished) else Fate.DROPPED if not np.isnan(ended) else Fate.RUNNING
-    end_s = ended if np.isnan(finished) else finished
-    return place, replica, int(trajectories.newest_version[place]), fate, start_s, float(end_s)
+def _end(event: Interrupted | Finished | Dropped) -> StayEnd:
+    match event:
+        case Finished():
+            return StayEnd.FINISHED
+        case Dropped():
+            return StayEnd.DROPPED
+    return StayEnd.MOVED if event.reason == "repacked" else StayEnd.INTERRUPTED
 
 
 def _spans(text: str | None) -> list[tuple[int, int]]:
@@ -224,6 +175,8 @@ def _spans(text: str | None) -> list[tuple[int, int]]:
     return [(span[0], span[1]) for span in msgspec.json.decode(text)] if text else []
 
 
-def _version_at(spans: list[tuple[int, int]], length: int, otherwise: int) -> int:
-    """The version of the last of `length` tokens."""
-    return next((version for version, start in reversed(spans) if start < max(length, 1)), otherwise)
+def _version(spans: list[tuple[int, int]], length: int | None, newest: int) -> int:
+    """The version of the last of `length` tokens, or of the whole response."""
+    if length is None:
+        return newest
+    return next((version for version, start in reversed(spans) if start < max(length, 1)), newest)

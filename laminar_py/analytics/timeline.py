@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.analytics.columns import STATUSES
+from laminar_py.analytics.lanes import occupancy
 from laminar_py.analytics.panels import Bars, Heat, Mark, Move, StepBar, Timeline, Transfer, pack
 from laminar_py.analytics.snapshot import Snapshot
-from laminar_py.analytics.stays import Fate, Stays, occupancy
+from laminar_py.analytics.stays import StayEnd, Stays
 from laminar_py.codec import BoolArray
 from laminar_py.events import (
     Checkpointed,
@@ -47,10 +48,10 @@ def read_timeline(connection: sqlite3.Connection, snapshot: Snapshot) -> Timelin
     renumbered = np.cumsum(chosen) - 1
     rows = np.array([place[replica] for replica in drawn.replica.tolist()], np.int32)
     bars = Bars(
-        pack(renumbered[drawn.of], "uint32"),
+        pack(renumbered[snapshot.places(drawn)], "uint32"),
         pack(rows, "uint16"),
         pack(drawn.version, "int32"),
-        pack(drawn.fate, "uint8"),
+        pack(drawn.end, "uint8"),
         pack(_ms(drawn.start_s - start_s), "uint32"),
         pack(_ms(drawn.end_s - start_s), "uint32"),
         ids_of(connection, everyone.number[shown]),
@@ -86,7 +87,7 @@ def draw(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
     if len(stays) > most:
         hashed = (numbers.astype(np.uint64) * np.uint64(2654435761)) % np.uint64(2**32)
         chosen = hashed < np.uint64(int(most / len(stays) * 2**32))
-    return stays.where(chosen[stays.of]), chosen
+    return stays.where(chosen[snapshot.places(stays)]), chosen
 
 
 def ids_of(connection: sqlite3.Connection, numbers: npt.NDArray[np.int32]) -> list[str]:
@@ -133,13 +134,15 @@ def _heat(stays: Stays, replicas: list[int], start_s: float, end_s: float) -> tu
 
 def _moves(stays: Stays, place: dict[int, int]) -> Iterator[Move]:
     """From each stay to the next of the same trajectory, those of a moment together."""
-    following = np.flatnonzero((stays.of[1:] == stays.of[:-1]) & (stays.replica[1:] != stays.replica[:-1]))
+    following = np.flatnonzero(
+        (stays.trajectory[1:] == stays.trajectory[:-1]) & (stays.replica[1:] != stays.replica[:-1])
+    )
     counts = Counter(
         zip(
             np.round(stays.end_s[following], 1).tolist(),
             stays.replica[following].tolist(),
             stays.replica[following + 1].tolist(),
-            (stays.fate[following] == Fate.MOVED).tolist(),
+            (stays.end[following] == StayEnd.MOVED).tolist(),
             strict=True,
         )
     )

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.analytics.columns import STATUSES
+from laminar_py.analytics.lanes import lanes_of, occupancy
 from laminar_py.analytics.snapshot import Snapshot, read_snapshot
-from laminar_py.analytics.stays import Fate, Stays, lanes_of, occupancy
+from laminar_py.analytics.stays import StayEnd, Stays
 from laminar_py.analytics.timeline import draw, ids_of, natural, thin
 from laminar_py.events import Checkpointed, PartDied, Relayed, VersionLoaded, VersionPublished
 from laminar_py.store.database import ledger_path, reading
@@ -77,7 +78,7 @@ def write_trace(run: Path, *, snapshot: Snapshot | None = None) -> Path:
 
 def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
     """Of these stays; `ids` names their trajectories by place."""
-    lanes = lanes_of(drawn)
+    lanes = lanes_of(drawn.replica, drawn.start_s, drawn.end_s)
     events = [*_stays(snapshot, drawn, lanes, ids), *_arrows(drawn, lanes), *_scores(snapshot, ids)]
     events += [*_learner(snapshot), *_relays(snapshot), *_loads(snapshot), *_counters(snapshot)]
     first = min((event.ts for event in events), default=0)
@@ -95,14 +96,14 @@ def _stays(
     snapshot: Snapshot, drawn: Stays, lanes: npt.NDArray[np.int32], ids: Mapping[int, str]
 ) -> Iterator[TraceEvent]:
     everyone = snapshot.everyone
-    columns = (drawn.of, drawn.replica, drawn.version, drawn.fate, lanes, drawn.start_s, drawn.end_s)
-    for of, replica, version, fate, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
+    columns = (snapshot.places(drawn), drawn.replica, drawn.version, drawn.end, lanes, drawn.start_s, drawn.end_s)
+    for of, replica, version, how, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
         reward = float(everyone.reward[of])
         args: Args = {
             "version": version,
             "length": int(everyone.length[of]),
             "reward": None if np.isnan(reward) else reward,
-            "stay": Fate(fate).name.lower(),
+            "stay": StayEnd(how).name.lower(),
             "status": str(STATUSES[everyone.status[of]]),
         }
         start, dur = _us(start_s), max(1, _us(end_s) - _us(start_s))
@@ -111,8 +112,10 @@ def _stays(
 
 def _arrows(drawn: Stays, lanes: npt.NDArray[np.int32]) -> Iterator[TraceEvent]:
     """From the end of a stay to the next of the same trajectory."""
-    for number, place in enumerate(np.flatnonzero(drawn.of[1:] == drawn.of[:-1]).tolist(), start=1):
-        name = "repack" if drawn.fate[place] == Fate.MOVED else "interruption"
+    for number, place in enumerate(
+        np.flatnonzero(drawn.trajectory[1:] == drawn.trajectory[:-1]).tolist(), start=1
+    ):
+        name = "repack" if drawn.end[place] == StayEnd.MOVED else "interruption"
         leaves = max(_us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1)  # within its slice: that binds it
         comes = max(leaves, _us(drawn.start_s[place + 1]))
         (pid, tid), (pid_to, tid_to) = (
@@ -127,8 +130,7 @@ def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
     places = np.fromiter(ids, np.int64, len(ids))
     places = places[~np.isnan(everyone.scored_s[places]) & ~np.isnan(everyone.score_s[places])]
     end_s, took_s = everyone.scored_s[places], everyone.score_s[places].astype(np.float64)
-    zeros = np.zeros(len(places), np.int32)
-    lanes = lanes_of(Stays(zeros, zeros, zeros, zeros, end_s - took_s, end_s))
+    lanes = lanes_of(np.zeros(len(places), np.int32), end_s - took_s, end_s)
     for place, lane, end, took in zip(
         places.tolist(), lanes.tolist(), end_s.tolist(), took_s.tolist(), strict=True
     ):

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from laminar_py.analytics.dashboard import Reader, check_binding, make_app
 from laminar_py.analytics.gauges import expose
-from laminar_py.analytics.panels import Wall
+from laminar_py.analytics.panels import WallPanel
 from laminar_py.analytics.snapshot import read_snapshot
 from laminar_py.events import PartDied
 from laminar_py.types import Status
@@ -100,7 +100,7 @@ async def test_the_record_is_read_again_only_when_it_has_grown(run):
 
 async def test_metrics_agree_with_the_ledger(run):
     snapshot = read_snapshot(run)
-    train, found = snapshot.trajectories, samples(expose(snapshot, Wall("generation")).decode())
+    train, found = snapshot.trajectories, samples(expose(snapshot, WallPanel("generation")).decode())
     assert found[("laminar_issued_total",)] == len(train)
     for status in Status:
         assert found["laminar_trajectories", status] == train.is_status(status).sum()
@@ -131,7 +131,7 @@ async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
 async def test_all_that_the_grafana_dashboard_draws_is_exported(run):
     board = json.loads(GRAFANA.read_text())
     named = set(re.findall(r"laminar_[a-z_]+", json.dumps([panel["targets"] for panel in board["panels"]])))
-    text = expose(read_snapshot(run), Wall("generation")).decode()
+    text = expose(read_snapshot(run), WallPanel("generation")).decode()
     exported = {name for name, *_ in samples(text)} | set(re.findall(r"# TYPE (\w+)", text))
     assert len(named) > 20
     assert named <= exported

@@ -8,7 +8,7 @@ import pytest
 
 from laminar_py.analytics import timeline
 from laminar_py.analytics.page import write_report
-from laminar_py.analytics.panels import Remedy, Stage, Wall
+from laminar_py.analytics.panels import RemedyLine, StageBar, WallPanel
 from laminar_py.analytics.snapshot import read_snapshot
 from laminar_py.analytics.timeline import draw
 from laminar_py.events import Dropped, Pulled, Relayed
@@ -17,11 +17,11 @@ from tests.analytics.browser import browsing, needs_browser
 from tests.analytics.synthetic import simulate
 from tests.store.runs import begin, issue, open_ledger
 
-WALL = Wall(
+WALL = WallPanel(
     "generation",
     ("replicas are busy",),
-    (Remedy("rollout.replicas", "a half"),),
-    (Stage("generation", 0, 3.0),),
+    (RemedyLine("rollout.replicas", "a half"),),
+    (StageBar("generation", 0, 3.0),),
     3.0,
 )
 MARKS = """JSON.stringify(Object.fromEntries(

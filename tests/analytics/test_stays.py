@@ -7,8 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.analytics.lanes import lanes_of, occupancy
 from laminar_py.analytics.snapshot import read_snapshot
-from laminar_py.analytics.stays import Fate, Stays, lanes_of, occupancy
+from laminar_py.analytics.stays import StayEnd, Stays
 from laminar_py.events import Assigned, Dropped, Interrupted
 from laminar_py.types import DropReason, Kind
 from tests.analytics.synthetic import simulate
@@ -19,8 +20,8 @@ def make_stays(rows):
     """Of (replica, version, start, end)."""
     replica, version, start, end = np.array(rows, np.float64).reshape(-1, 4).T
     of = np.arange(len(replica), dtype=np.int32)
-    ints = (column.astype(np.int32) for column in (of, replica, version, of * 0 + Fate.FINISHED))
-    return Stays(*ints, start, end)
+    ints = (column.astype(np.int32) for column in (of, replica, version))
+    return Stays(*ints, start, end, np.full(len(of), StayEnd.FINISHED, np.int8))
 
 
 def stay():
@@ -33,7 +34,7 @@ def stay():
 @given(st.lists(stay(), max_size=40))
 def test_a_lane_has_one_stay_at_a_time_and_there_are_as_few_as_can_be(rows):
     stays = make_stays(rows)
-    lanes = lanes_of(stays)
+    lanes = lanes_of(stays.replica, stays.start_s, stays.end_s)
     cells = Counter(
         (row[0], lane, t) for row, lane in zip(rows, lanes.tolist(), strict=True) for t in range(row[2], row[3])
     )
@@ -71,8 +72,8 @@ async def test_each_stay_has_its_replica_its_version_and_how_it_ended(tmp_path):
         ledger.append(Assigned("g0.2", 3, 1, 0))
     snapshot = read_snapshot(tmp_path)
     stays = snapshot.stays
-    rows = zip(stays.of.tolist(), stays.replica.tolist(), stays.version.tolist(), stays.fate.tolist(), strict=True)
-    moved, finished, dropped, running = Fate.MOVED, Fate.FINISHED, Fate.DROPPED, Fate.RUNNING
+    rows = zip(*(c.tolist() for c in (stays.trajectory, stays.replica, stays.version, stays.end)), strict=True)
+    moved, finished, dropped, running = StayEnd.MOVED, StayEnd.FINISHED, StayEnd.DROPPED, StayEnd.OPEN
     expected = [
         (0, 0, 0, moved),
         (0, 1, 1, finished),
@@ -93,4 +94,4 @@ async def test_what_runs_at_a_moment_is_what_the_events_say(tmp_path):
     areas = sum(occupancy(snapshot.stays, replica=r, edges=edges)[0].sum() for r in range(3)) * edges[1]
     lasted = (snapshot.stays.end_s - snapshot.stays.start_s).sum()
     assert np.isclose(areas, lasted, rtol=1e-4)
-    assert (snapshot.stays.fate == Fate.MOVED).any()
+    assert (snapshot.stays.end == StayEnd.MOVED).any()

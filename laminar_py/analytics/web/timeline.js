@@ -3,7 +3,8 @@
 "use strict";
 
 const VIEWS = { uint8: Uint8Array, uint16: Uint16Array, uint32: Uint32Array, int32: Int32Array, float32: Float32Array };
-const FATES = ["runs", "finished here", "was moved by a repack", "was interrupted", "was dropped"];
+const FATES = ["runs", "finished here", "was interrupted", "was dropped", "was moved by a repack"]; // `stays.StayEnd`
+const DROPPED = 3, MOVED = 4;
 const MOST_BARS = 9000, MOST_ARROWS = 80, MOST_MARKS = 240, GUTTER = 92, AXIS = 26, ROW = 26, RELAY_ROW = 13, GAP = 8;
 const RAMP = [[68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [109, 205, 89], [180, 222, 44], [253, 231, 37]];
 
@@ -226,7 +227,7 @@ class Timeline {
       const x = this.x(base + start[bar] / 1000), width = Math.max(1, this.x(base + end[bar] / 1000) - x - (pitch > 3 ? 0.6 : 0));
       const tall = Math.max(0.8, pitch > 3 ? pitch - 1 : pitch), y = band.y + band.height - (lane.get(bar) + 1) * pitch;
       this.box(x, y, width, tall, isEval[of[bar]] ? css("quiet") : this.colour(version[bar]));
-      if (fate[bar] === 4 && pitch > 2) this.box(x + width - 2, y, 2, tall, css("alarm"));
+      if (fate[bar] === DROPPED && pitch > 2) this.box(x + width - 2, y, 2, tall, css("alarm"));
       this.places.set(bar, [x, y + tall / 2, width]);
       this.hits.push([x, y, Math.max(3, width), Math.max(2, tall), () => this.tellBar(bar)]);
     }
@@ -310,7 +311,7 @@ class Timeline {
     for (const bar of visible)
       if (of[bar + 1] === of[bar] && this.places.has(bar + 1)) {
         const [x, y, width] = this.places.get(bar), [x2, y2] = this.places.get(bar + 1);
-        arrows.push([x + width, y, x2, y2, 1, fate[bar] === 2, `${this.bars.ids[of[bar]]} ${FATES[fate[bar]]}`]);
+        arrows.push([x + width, y, x2, y2, 1, fate[bar] === MOVED, `${this.bars.ids[of[bar]]} ${FATES[fate[bar]]}`]);
       }
     return arrows;
   }
