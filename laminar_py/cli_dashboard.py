@@ -18,8 +18,10 @@ def dashboard(
 ) -> None:
     """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
     from laminar_py.analytics.dashboard import TOKEN_VARIABLE, serve
+    from laminar_py.analytics.wall import read_wall
 
     def tell(line: str) -> None:
         Console().print(line, highlight=False, soft_wrap=True)
 
-    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=tell))
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    asyncio.run(serve(run, host=host, port=port, token=token, tell=tell, judge=read_wall))

@@ -6,11 +6,14 @@ Owns the order in which things are said, the most important first; figures and t
 import dataclasses
 from math import isnan
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from laminar_py.analytics.triage import Diagnosis
 
 console = Console(highlight=False)
 
@@ -22,7 +25,10 @@ def report(
         bool, typer.Option("--details", help="Also tails by replica, version and task, and drops by length")
     ] = False,
 ) -> None:
-    """Say where the tokens and the time of a run went, also while it goes on; of several runs, side by side."""
+    """Say where the tokens and the time of a run went, also while it goes on; of several, side by side.
+
+    Of one run it also writes report.html and trace.json into its folder.
+    """
     from laminar_py.analytics.compare import compare
     from laminar_py.analytics.run_report import read_report
 
@@ -40,6 +46,18 @@ def report(
 
         for part in run_tables(reports[0], details=details):
             console.print(part)
+        _draw(runs[0], reports[0].diagnosis)
+
+
+def _draw(run: Path, diagnosis: "Diagnosis | None") -> None:
+    from laminar_py.analytics.page import write_report
+    from laminar_py.analytics.snapshot import read_snapshot
+    from laminar_py.analytics.trace import write_trace
+    from laminar_py.analytics.wall import wall_panel
+
+    snapshot, wall = read_snapshot(run), None if diagnosis is None else wall_panel(diagnosis)
+    page, trace = write_report(run, wall=wall, snapshot=snapshot), write_trace(run, snapshot=snapshot)
+    console.print(f"in pictures: {page}; for Perfetto: {trace}", soft_wrap=True)
 
 
 def plain(value: object) -> object:

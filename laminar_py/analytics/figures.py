@@ -40,10 +40,9 @@ def headline(snapshot: Snapshot, wall: WallPanel | None) -> list[Figure]:
         figures.append(Figure("limited by", wall.name, "evidence and remedies are below"))
     consumed = train.is_status(Status.CONSUMED)
     dropped = int(train.is_status(Status.DROPPED).sum())
-    tokens = int(train.length[consumed].sum(dtype=np.int64))
-    rl_s, used = snapshot.rl_s, int(consumed.sum())
-    goodput = tokens / rl_s if rl_s else 0.0
-    figures.append(Figure("goodput", f"{goodput:,.0f} tokens/s", f"{tokens:,} trained in {rl_s:,.1f} s of RL"))
+    used, rl_s = int(consumed.sum()), snapshot.rl_s
+    words = f"{snapshot.useful_tokens:,} useful in {rl_s:,.1f} s of RL"
+    figures.append(Figure("goodput", f"{snapshot.goodput:,.0f} tokens/s", words))
     if snapshot.accuracies:
         first, last = snapshot.accuracies[0][1], snapshot.accuracies[-1][1]
         figures.append(Figure("held-out accuracy", f"{last:.3f}", f"{first:.3f} at the first evaluation"))

@@ -57,13 +57,11 @@ def _trajectories(snapshot: Snapshot) -> Iterator[Metric]:
     dropped = np.bincount(train.drop[train.drop >= 0], minlength=len(REASONS)).tolist()
     yield _counter("dropped", "Dropped trajectories by reason", _named(REASONS, dropped), label="reason")
     yield _counter("issued", "Training trajectories issued", len(train))
-    consumed = train.is_status(Status.CONSUMED)
-    useful = consumed & (train.weight > 0)
     generated = int(train.length.sum(dtype=np.int64))
     yield _counter("tokens_generated", "Response tokens of training, stored so far", generated)
-    tokens, rl_s = int(train.length[useful].sum(dtype=np.int64)), snapshot.rl_s
-    yield _gauge("tokens_useful", "Response tokens that steps which count have used, with a weight", tokens)
-    yield _gauge("goodput_tokens_per_second", "Useful tokens over seconds of RL", tokens / rl_s if rl_s else 0.0)
+    useful = snapshot.useful_tokens
+    yield _gauge("tokens_useful", "Of steps that stand, each weighed as its loss was", useful)
+    yield _gauge("goodput_tokens_per_second", "Useful tokens over seconds of RL", snapshot.goodput)
     scored = train.reward[~np.isnan(train.reward)]
     if len(scored):
         yield _gauge("reward", "Mean reward of the last thousand scored", float(scored[-1000:].mean()))
@@ -96,13 +94,12 @@ def _replicas(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("replica_version", "Weight version that a replica serves", served, label="replica")
     if snapshot.fleet:
         last = snapshot.fleet[-1]
-        replicas = [str(replica) for replica in range(len(last.running))]
         for name, words, values in (
             ("replica_running", "Trajectories that it decodes", last.running),
             ("replica_waiting", "Trajectories that wait in its engine", last.waiting),
             ("replica_kv_share", "Share of its KV cache in use", last.kv_use),
         ):
-            yield _gauge(name, words, _named(replicas, values), label="replica")
+            yield _gauge(name, words, _named(map(str, range(len(values))), values), label="replica")
     moved = Counter[str]()
     for _, event in snapshot.history.of(Repacked):
         moved["running"] += event.num_running

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from laminar_py.analytics.stays import RunTimes
-from laminar_py.events import AnyEvent, RolledBack, Stepped
+from laminar_py.events import AnyEvent, RolledBack, Stepped, StepSkipped
 from laminar_py.store.rows import decode_event
 
 _OF_ONE_TRAJECTORY = (
@@ -26,6 +26,7 @@ _OF_ONE_TRAJECTORY = (
     "consumed",
     "undone",
     "dropped",
+    "probed",
 )
 Kind = TypeVar("Kind")
 
@@ -59,6 +60,17 @@ class History:
                 last = one.event.step
                 kept = [(at_s, step) for at_s, step in kept if step.step <= last]
         return tuple(kept)
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Steps whose gradient was not finite, the last time that they were done."""
+        found: set[int] = set()
+        for one in self.happened:
+            if isinstance(one.event, Stepped):
+                found.discard(one.event.step)  # its own word that it was skipped follows
+            elif isinstance(one.event, StepSkipped):
+                found.add(one.event.step)
+        return frozenset(found)
 
 
 def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:

@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from laminar_py.analytics.columns import Times, Trajectories, read_trajectories
 from laminar_py.analytics.history import History, read_history
-from laminar_py.analytics.samples import FleetLine, StepLine, read_lines, read_steps
+from laminar_py.analytics.samples import FleetLine, StepLine, read_lines, read_rl_seconds, read_steps
 from laminar_py.analytics.stays import RunTimes, Stays, read_stays
 from laminar_py.codec import BoolArray
 from laminar_py.events import Evaluated, RunEnded, RunStarted
 from laminar_py.store.database import ledger_path, reading
-from laminar_py.types import Kind
+from laminar_py.types import Kind, Status
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,19 @@ class Snapshot:
     history: History
     metrics: tuple[StepLine, ...]
     fleet: tuple[FleetLine, ...]
+    rl_s: float  # seconds of RL so far
 
     @property
-    def rl_s(self) -> float:
-        """Seconds of RL so far: by `metrics.jsonl`, or the time since the first trajectory."""
-        return self.metrics[-1].rl_s if self.metrics else self.end_s
+    def useful_tokens(self) -> int:
+        """As in `tokens.TokenAccount`: of steps that stand, each weighed as its loss was."""
+        train = self.trajectories
+        stands = train.is_status(Status.CONSUMED) & ~np.isin(train.step, list(self.history.skipped))
+        return round(float(np.sum(train.length[stands] * train.weight[stands].astype(np.float64))))
+
+    @property
+    def goodput(self) -> float:
+        """Useful tokens a second of RL."""
+        return self.useful_tokens / self.rl_s if self.rl_s else 0.0
 
     @property
     def accuracy(self) -> float | None:
@@ -98,6 +106,7 @@ def read_snapshot(run: Path) -> Snapshot:
         history,
         tuple(read_steps(folder)),
         tuple(read_lines(folder / "fleet.jsonl", FleetLine)),
+        read_rl_seconds(folder),
     )
 
 

@@ -175,10 +175,10 @@ def _counters(snapshot: Snapshot) -> Iterator[TraceEvent]:
     lines = thin(list(snapshot.fleet), MOST_COUNTS)
     times = snapshot.at_rl(np.array([line.rl_s for line in lines], np.float64)).tolist()
     for at_s, line in zip(times, lines, strict=True):
-        for replica, (waiting, kv_use) in enumerate(zip(line.waiting, line.kv_use, strict=True)):
-            pid = REPLICAS + replica
-            yield TraceEvent("C", pid, 0, "waiting", _us(at_s), args={"waiting": waiting})
-            yield TraceEvent("C", pid, 0, "KV cache", _us(at_s), args={"share": kv_use})
+        for replica, waiting in enumerate(line.waiting):
+            yield TraceEvent("C", REPLICAS + replica, 0, "waiting", _us(at_s), args={"waiting": waiting})
+        for replica, kv_use in enumerate(line.kv_use):
+            yield TraceEvent("C", REPLICAS + replica, 0, "KV cache", _us(at_s), args={"share": kv_use})
     train = snapshot.trajectories
     consumed = train.is_status(Status.CONSUMED)
     last = int(train.step[consumed].max(initial=0))

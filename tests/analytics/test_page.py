@@ -120,8 +120,8 @@ async def test_what_is_drawn_is_chosen_the_same_each_time_and_whole(run):
     drawn, chosen = draw(snapshot, 300)
     again, _ = draw(read_snapshot(run), 300)
     assert 150 < len(drawn) < 450
-    assert drawn.of.tolist() == again.of.tolist()
-    assert len(drawn) == int(np.isin(snapshot.stays.of, np.flatnonzero(chosen)).sum())
+    assert drawn.trajectory.tolist() == again.trajectory.tolist()
+    assert len(drawn) == int(np.isin(snapshot.places(snapshot.stays), np.flatnonzero(chosen)).sum())
 
 
 @needs_browser

@@ -1,0 +1,58 @@
+"""A diagnosis as the page shows it: the binding wall, and the stages of the mean step as its schedule has them wait.
+
+Called by `laminar report` and the dashboard.
+"""
+
+from pathlib import Path
+
+from laminar_py.analytics.goodput import Stage, StageTimes
+from laminar_py.analytics.panels import RemedyLine, StageBar, WallPanel
+from laminar_py.analytics.pipeline import read_record
+from laminar_py.analytics.reading import read_reading
+from laminar_py.analytics.remedies import Wall
+from laminar_py.analytics.triage import STAGE_OF, Diagnosis, diagnose
+from laminar_py.config import Schedule
+from laminar_py.store.database import reading
+
+SMALL = 1e-4  # seconds of a stage that is not drawn
+
+
+def read_wall(run: Path) -> WallPanel | None:
+    """What limits a run; None before its first whole step, or without its config. Raises `ValueError`."""
+    if not (run / "config.yaml").is_file():
+        return None
+    with reading(run) as connection:
+        record = read_record(run, connection)
+    found = read_reading(record)
+    return None if found is None else wall_panel(diagnose(found, record.config))
+
+
+def wall_panel(diagnosis: Diagnosis) -> WallPanel:
+    """The same in the words of the page."""
+    binding, following, times = diagnosis.binding, diagnosis.next, diagnosis.reading.times
+    evidence = (
+        binding.evidence,
+        f"without it, goodput would be at most {binding.gain:.2f} times as high",
+        f"the next wall is then {following.wall}: {following.evidence}",
+    )
+    moves = tuple(RemedyLine(f"{move.key}: {move.change}", move.why) for move in binding.remedies)
+    stages = stage_bars(diagnosis.reading.schedule, times, binding.wall)
+    return WallPanel(str(binding.wall), evidence, moves, stages, diagnosis.reading.measured_s)
+
+
+def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> tuple[StageBar, ...]:
+    """Stages that wait for each other one after another, the others side by side, see `goodput.compose`."""
+    rollout = max(times.generation_s, times.reward_s, times.reference_s)
+    match schedule:
+        case Schedule.SYNC:
+            begin = {Stage.LEARNER: rollout, Stage.WEIGHTS: rollout + times.learner_s}
+        case Schedule.ONE_STEP:
+            begin = {Stage.WEIGHTS: max(rollout, times.learner_s)}
+        case Schedule.ASYNC:
+            begin = {Stage.WEIGHTS: times.generation_s}
+    of_wall = Stage.GENERATION if wall is Wall.LONG_TAIL else STAGE_OF.get(wall)
+    return tuple(
+        StageBar(str(stage), begin.get(stage, 0.0), times.of(stage), stage is of_wall)
+        for stage in Stage
+        if times.of(stage) >= SMALL
+    )
