@@ -1,8 +1,8 @@
 """What it costs to record a run: CPU seconds of emitting and writing over all CPU seconds of the quickstart.
 
 `python experiments/recording/run.py [--json] [--steps N]` trains in this process, whose controller is the only
-one that records, with a stopwatch of CPU time around every entrance of the ledger; the CPU time of all processes of
-the run is looked at twice a second.
+one that records, with a stopwatch of CPU time around every entrance of the ledger; the CPU time of all processes
+of the run is looked at twice a second.
 """
 
 import argparse

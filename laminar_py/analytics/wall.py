@@ -1,4 +1,4 @@
-"""A diagnosis as the page shows it: the binding wall, and the stages of the mean step as its schedule has them wait.
+"""A diagnosis as the page shows it: the binding wall, and the stages of a mean step as they wait for each other.
 
 Called by `laminar report` and the dashboard.
 """
