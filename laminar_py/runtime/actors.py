@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from laminar_py.codec import decode, encode
 from laminar_py.config import Device, EngineConfig, EngineKind, OnNewWeights, RunConfig
 from laminar_py.relay.messages import RelayEvent
+from laminar_py.runtime.one_thread import OneThread
 from laminar_py.runtime.placement import Place
 from laminar_py.runtime.run_folder import SystemClock
 from laminar_py.runtime.specs import (
@@ -57,6 +58,10 @@ def _share_cpus(engine: EngineConfig) -> None:
         _one_thread()
     if engine.kind is EngineKind.LOCAL or engine.device is Device.CPU:
         os.nice(REPLICA_NICENESS)
+
+
+def _import_learner() -> None:
+    import laminar_py.runtime.learner_part  # noqa: F401 (for `start`)
 
 
 class RelayActor:
@@ -194,10 +199,12 @@ class ReplicaActor:
 
 
 class LearnerActor:
-    """One rank of the learner. Calls run on threads: some are waited for beside a step."""
+    """One rank of the learner. Calls come on threads, as some are waited for beside a step; it computes on one."""
 
     def __init__(self) -> None:
         self._progress = LearnerProgress("loading", 0, 1, 0.0)
+        self._one = OneThread()
+        self._one.begin(_import_learner)  # seconds, in which the relays start
 
     def pid(self) -> int:
         """Its process id."""
@@ -209,12 +216,14 @@ class LearnerActor:
 
     def start(self, data: bytes) -> bytes:
         """Load or warm-start the model, restore a checkpoint; `LearnerStarted`."""
+        return self._one.run(lambda: self._start(decode(LearnerSpec, data)))
+
+    def _start(self, spec: LearnerSpec) -> bytes:
         from laminar_py.relay.pages import allow_many_files
         from laminar_py.runtime.learner_part import LearnerPart
 
         _one_thread()
         allow_many_files()
-        spec = decode(LearnerSpec, data)
         _log_to(spec.run_dir, f"learner-{spec.rank}")
         self._part = LearnerPart(spec, self._note)
         return encode(self._part.started())
@@ -224,11 +233,11 @@ class LearnerActor:
 
     def step(self, data: bytes) -> bytes:
         """One optimizer step and its publication; `StepOutcome`."""
-        return encode(self._part.step(decode(StepRequest, data)))
+        return self._one.run(lambda: encode(self._part.step(decode(StepRequest, data))))
 
     def publish(self, version: int) -> float:
         """Publish the weights as they are; seconds that the learner stood still."""
-        return self._part.publish(version)
+        return self._one.run(lambda: self._part.publish(version))
 
     def sealed(self, version: int) -> bytes:
         """`Published`, once that version is complete."""
@@ -236,7 +245,7 @@ class LearnerActor:
 
     def save(self, path: str) -> None:
         """Begin a checkpoint in a folder; the state is copied when this returns."""
-        self._part.save(Path(path))
+        self._one.run(lambda: self._part.save(Path(path)))
 
     def saved(self) -> None:
         """Return when that checkpoint is complete on disk."""
@@ -271,17 +280,22 @@ class ScorerActor:
 
 
 class ReferenceActor:
-    """The reference model in a process of its own. Calls run on threads: `pid` can be asked beside a pass."""
+    """The reference model in a process of its own. Calls come on threads, as those of a learner do."""
+
+    def __init__(self) -> None:
+        self._one = OneThread()
 
     def start(self, data: bytes) -> int:
         """Load the model; its process id."""
+        self._one.run(lambda: self._start(decode(ReferenceSpec, data)))
+        return self.pid()
+
+    def _start(self, spec: ReferenceSpec) -> None:
         from laminar_py.runtime.reference_part import ReferencePart
 
         _one_thread()
-        spec = decode(ReferenceSpec, data)
         _log_to(spec.run_dir, "reference-0")
         self._part = ReferencePart(spec)
-        return self.pid()
 
     def pid(self) -> int:
         """Its process id."""
@@ -289,7 +303,7 @@ class ReferenceActor:
 
     def logprobs(self, data: bytes) -> bytes:
         """`ReferenceAnswer` for a list of `Trajectory`."""
-        return encode(self._part.logprobs(decode(list[Trajectory], data)))
+        return self._one.run(lambda: encode(self._part.logprobs(decode(list[Trajectory], data))))
 
 
 def remote(kind: type, *, concurrency: int, place: Place) -> "ray.actor.ActorClass":
