@@ -1,6 +1,7 @@
 """Small real runs of `laminar train` in processes of their own."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import time
 from pathlib import Path
 
 import psutil
+
+from laminar_py.runtime.run_folder import RunFolder
 
 REPO = Path(__file__).parent.parent.parent
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
@@ -23,7 +26,9 @@ SMALL = [
     "rollout.without_signal=train",
     "rollout.sampling.max_new_tokens=48",
     "learner.checkpoint_every=2",
+    f"data.heldout={Path(__file__).with_name('heldout.jsonl')}",
 ]
+ALONE = ("rollout.replicas=1", "relay.nodes=1")  # for laws that more of them have no part in
 
 
 class TrainProcess:
@@ -73,6 +78,11 @@ class TrainProcess:
         """Exit code and output."""
         output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
+
+
+def forget_versions(run: Path) -> None:
+    """A run that was stopped keeps its weights in shared memory for a resume; those of a test go with it."""
+    shutil.rmtree(RunFolder(run).shm(Path("/dev/shm")), ignore_errors=True)
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> list[psutil.Process]:

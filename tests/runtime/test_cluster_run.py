@@ -2,22 +2,21 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
+from laminar_py.runtime.run_folder import RunFolder
 from tests.runtime.fake_cluster import FakeCluster
-from tests.runtime.runs import TrainProcess
+from tests.runtime.runs import TrainProcess, forget_versions
 
 
 @pytest.fixture(autouse=True)
 def no_versions_left_behind(tmp_path):
     yield
-    for leftover in Path("/dev/shm").glob(f"laminar-{tmp_path.name}-small-*"):
-        shutil.rmtree(leftover)
+    forget_versions(tmp_path / "small-1")
 
 
 def titles(cluster: FakeCluster, node: int) -> list[str]:
@@ -33,7 +32,7 @@ def test_a_run_joins_a_cluster_of_two_nodes_and_leaves_it_as_it_was(tmp_path):
             assert "LearnerActor" in titles(cluster, 0)
             code, output = train.finish()
         assert code == 0, output
-        assert not list(Path("/dev/shm").glob(f"laminar-{tmp_path.name}-small-*"))
+        assert not RunFolder(train.run).shm(Path("/dev/shm")).exists()
         cluster.wait_until_empty()
     assert verify(train.run) == []
     assert accounting(train.run).balanced

@@ -14,6 +14,7 @@ from tests.runtime.runs import LAMINAR, REPO, TrainProcess
 CONFIG = REPO / "configs/emulation/repack.yaml"
 SETTINGS = (
     "warm_start=null",  # of the small settings, which are for the quickstart
+    "data.heldout=null",
     "steps=4",
     "rollout.replicas=3",
     "rollout.max_batch=8",

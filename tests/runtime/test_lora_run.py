@@ -23,7 +23,8 @@ def test_a_killed_run_of_adapters_on_two_ranks_resumes_and_keeps_the_laws(tmp_pa
     """The base is the warm start's result and the reference of the KL term; engines merge each version with it."""
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
     settings = [
-        "steps=8",
+        "relay.nodes=1",
+        "steps=6",
         "learner.lora.rank=4",
         "learner.lr=3e-3",
         "learner.world_size=2",
@@ -31,7 +32,7 @@ def test_a_killed_run_of_adapters_on_two_ranks_resumes_and_keeps_the_laws(tmp_pa
         f"reward.function={tmp_path / 'reward.py'}:score",
     ]
     with TrainProcess(tmp_path, *settings) as train:
-        train.wait_for_step(4)
+        train.wait_for_step(3)
         family = train.family()
         for process in family:
             process.kill()
@@ -43,7 +44,7 @@ def test_a_killed_run_of_adapters_on_two_ranks_resumes_and_keeps_the_laws(tmp_pa
         assert wait_until_gone(family) == []
     assert verify(again.run) == []
     rows = metrics_of(again.run)
-    assert rows[-1]["step"] == 8
+    assert rows[-1]["step"] == 6
     assert max(row["mismatch_max"] for row in rows) < 1e-3
     assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its base"
     (base,) = (tmp_path / "warm").glob("*/model.safetensors")

@@ -7,22 +7,20 @@ import signal
 import sqlite3
 from contextlib import closing
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
+from laminar_py.runtime.run_folder import RunFolder
 from laminar_py.types import Kind, Status
-from tests.runtime.runs import TrainProcess, wait_until_gone
+from tests.runtime.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
 
 
 @pytest.fixture(autouse=True)
 def no_versions_left_behind(tmp_path):
-    """A run that was stopped keeps its weights in shared memory for a resume; those of a test go with it."""
     yield
-    for leftover in Path("/dev/shm").glob(f"laminar-{tmp_path.name}-small-*"):
-        shutil.rmtree(leftover)
+    forget_versions(tmp_path / "small-1")
 
 
 def summary_of(run):
@@ -81,7 +79,7 @@ def assert_only_ray_listens_beyond_loopback(family):
 
 def test_sync_is_on_policy_and_one_step_is_one_step_behind(tmp_path):
     for schedule, staleness in (("sync", {0}), ("one_step", {0, 1})):
-        with TrainProcess(tmp_path / schedule, f"schedule={schedule}") as train:
+        with TrainProcess(tmp_path / schedule, f"schedule={schedule}", "relay.nodes=1") as train:
             code, output = train.finish()
         assert code == 0, output
         assert {row.staleness for row in consumed(train.run)} == staleness
@@ -112,21 +110,21 @@ def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on
 @pytest.mark.parametrize("everything", [False, True], ids=["controller", "everything"])
 def test_a_killed_run_resumes_where_the_ledger_says(tmp_path, everything):
     tracked = [f"tracking.kinds=[{'tensorboard' if find_spec('tensorboard') else ''}]"]
-    with TrainProcess(tmp_path, "steps=12", *tracked) as train:
-        train.wait_for_step(5)
+    with TrainProcess(tmp_path, "steps=8", *tracked) as train:
+        train.wait_for_step(3)
         family = train.family()
         for process in family if everything else family[:1]:
             process.kill()
         train.process.wait()
         assert accounting(train.run).balanced
-    with TrainProcess(tmp_path, "steps=12", *tracked, resume=True) as again:
+    with TrainProcess(tmp_path, "steps=8", *tracked, resume=True) as again:
         code, output = again.finish()
         assert code == 0, output
         assert wait_until_gone(family) == []
-    assert summary_of(again.run)["steps"] == 12
+    assert summary_of(again.run)["steps"] == 8
     assert_laws(again.run)
     if find_spec("tensorboard"):
-        assert_tracked(again.run, steps=12)
+        assert_tracked(again.run, steps=8)
 
 
 def assert_tracked(run, *, steps):
@@ -144,14 +142,14 @@ def assert_tracked(run, *, steps):
 
 
 def test_ctrl_c_finishes_the_step_checkpoints_and_says_how_to_go_on(tmp_path):
-    with TrainProcess(tmp_path, "steps=10000") as train:
+    with TrainProcess(tmp_path, "steps=10000", *ALONE) as train:
         train.wait_for_step(3)
         train.send(signal.SIGINT)
         code, output = train.finish()
     assert code == 130
     assert "--resume" in output
     steps = summary_of(train.run)["steps"]
-    with TrainProcess(tmp_path, f"steps={steps + 2}", resume=True) as again:
+    with TrainProcess(tmp_path, f"steps={steps + 2}", *ALONE, resume=True) as again:
         code, output = again.finish()
     assert code == 0, output
     assert summary_of(again.run)["steps"] == steps + 2
@@ -161,7 +159,7 @@ def test_ctrl_c_finishes_the_step_checkpoints_and_says_how_to_go_on(tmp_path):
 def test_two_learner_ranks_and_partial_rollout(tmp_path):
     settings = ("learner.world_size=2", "rollout.on_new_weights=resume", "rollout.partial_interval_s=0.1")
     long = "rollout.sampling.max_new_tokens=200"  # longer than a learner step
-    with TrainProcess(tmp_path, "steps=8", long, *settings) as train:
+    with TrainProcess(tmp_path, "steps=6", "relay.nodes=1", long, *settings) as train:
         code, output = train.finish()
     assert code == 0, output
     assert any(row.oldest_version != row.newest_version for row in consumed(train.run)), (
@@ -171,12 +169,14 @@ def test_two_learner_ranks_and_partial_rollout(tmp_path):
 
 
 def test_a_second_controller_on_a_run_is_refused(tmp_path):
-    with TrainProcess(tmp_path, "steps=10000") as train:
-        train.wait_for_step(1)
-        with TrainProcess(tmp_path, resume=True) as second:
-            code, output = second.finish()
-        assert code == 2
-        assert "another process runs it" in output
+    first = RunFolder(tmp_path / "small-1")
+    first.path.mkdir()
+    shutil.copyfile(REPO / "configs/quickstart.yaml", first.path / "config.yaml")
+    first.lock()
+    with TrainProcess(tmp_path, resume=True) as second:
+        code, output = second.finish()
+    assert code == 2
+    assert f"run={first.path}: another process runs it" in output
 
 
 def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_resume(tmp_path):
@@ -185,11 +185,11 @@ def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_res
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
     rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
     learns = ["algorithm.name=decoupled_ppo", "algorithm.kl_coef=0.1", "learner.recompute=all", rewarded]
-    with TrainProcess(tmp_path, *cut, *learns) as train:
+    with TrainProcess(tmp_path, *ALONE, *cut, *learns) as train:
         train.wait_for_step(2)
         train.send(signal.SIGINT)
         assert train.finish()[0] == 130
-    with TrainProcess(tmp_path, *cut, *learns, resume=True) as train:
+    with TrainProcess(tmp_path, *ALONE, *cut, *learns, resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
     assert_laws(train.run)
@@ -205,7 +205,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
     cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
     rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
-    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage", rewarded, *cut]
+    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage", rewarded, *cut, *ALONE]
     with TrainProcess(tmp_path, "steps=10000", *refers) as train:
         train.wait_for_step(2)
         os.kill(pids_of(train.run)["reference-0"], signal.SIGKILL)
@@ -229,7 +229,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
 def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(tmp_path):
     (tmp_path / "reward.py").write_text("def score(request): return 3e38 * (len(request.response_ids) % 2)")
     unbounded = ["algorithm.advantage=group_mean", f"reward.function={tmp_path / 'reward.py'}:score", "steps=9"]
-    with TrainProcess(tmp_path, *unbounded) as train:
+    with TrainProcess(tmp_path, *ALONE, *unbounded) as train:
         code, output = train.finish()
     assert code == 1
     assert "learner.max_skipped=3: the gradient was not finite in 3 steps in a row, up to step 3" in output
