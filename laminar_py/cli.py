@@ -74,11 +74,11 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this name")] = False,
 ) -> None:
     """Train a model; everything the run leaves is in runs/<name>-<n>/."""
-    from laminar_py.runtime.launch import RunInterruptedError, launch
-    from laminar_py.runtime.run_folder import newest_run
-
     changes = overrides or []
     settings = load_config(config, changes)
+    from laminar_py.runtime.launch import RunInterruptedError, launch  # takes a second: after what may be refused
+    from laminar_py.runtime.run_folder import newest_run
+
     run = newest_run(settings) if resume else None
     if run is not None:
         settings = load_config(run.config, changes)

@@ -14,6 +14,7 @@ from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.export import export_checkpoint
 from laminar_py.learner.marker import MARKER, read_marker
 from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
+from tests.learner.ranks import FORKSERVER, prepared
 
 WIDE = 20_000  # words: what a child saves takes a while to write
 PATIENCE_S = 120
@@ -156,8 +157,8 @@ def num_files(folder: Path) -> int:
 def test_kill_9_at_any_moment_leaves_what_is_complete_or_refused(tmp_path: Path, files):
     """Killed once so many files of the second checkpoint are there, or it is complete."""
     source, folder = make_model_folder(tmp_path / "wide", vocab=WIDE), tmp_path / "checkpoints"
-    spawn = multiprocessing.get_context("spawn")
-    child = spawn.Process(target=save_often, args=(source, folder), daemon=True)
+    prepared()
+    child = multiprocessing.get_context(FORKSERVER).Process(target=save_often, args=(source, folder), daemon=True)
     child.start()
     try:
         deadline = time.monotonic() + PATIENCE_S

@@ -26,7 +26,8 @@ from tests.learner.builders import (
     record_gradients,
     with_experts,
 )
-from tests.learner.test_sharded import WORLD_SIZE, run_ranks
+from tests.learner.ranks import run_ranks
+from tests.learner.test_sharded import WORLD_SIZE
 
 REL = 1e-5
 NOT_CLIPPED = SETTINGS.model_copy(update={"grad_clip": 1e9})
@@ -98,7 +99,7 @@ def rank_main(rank: int, folders: dict[str, Path], folder: Path) -> None:
 def two_ranks(folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each of two ranks has found."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(rank_main, folders, folder)
+    run_ranks(rank_main, folders, folder, world_size=WORLD_SIZE)
     return folder
 
 

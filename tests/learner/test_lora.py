@@ -5,7 +5,6 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
@@ -25,7 +24,8 @@ from tests.learner.builders import (
     pack,
     write_adapters,
 )
-from tests.learner.test_sharded import JOIN_S, WORLD_SIZE, measured, microbatches
+from tests.learner.ranks import run_ranks
+from tests.learner.test_sharded import WORLD_SIZE, measured, microbatches
 
 SIZES = {
     "vocab_size": 61,
@@ -212,11 +212,7 @@ def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
 
 
 def test_adapters_on_two_ranks_learn_what_they_do_in_one_process(model_folder: Path, tmp_path: Path):
-    context = multiprocessing.spawn(rank_main, (model_folder, tmp_path), nprocs=WORLD_SIZE, join=False)
-    done = any(context.join(timeout=JOIN_S) for _ in range(WORLD_SIZE))
-    for process in context.processes:
-        process.terminate()
-    assert done, "a rank hangs"
+    run_ranks(rank_main, model_folder, tmp_path, world_size=WORLD_SIZE)
     learner = make_learner(model_folder, settings=SHARDED, algorithm=REFERRING)
     metrics = [learner.step(microbatches(0, 1)) for _ in range(2)]
     assert metrics[1].tokens.kl_reference_k3 > 0

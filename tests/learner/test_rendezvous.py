@@ -7,11 +7,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from laminar_py.learner.distributed import join_group, leave_group
-
-JOIN_S = 90
+from tests.learner.ranks import run_ranks
 
 
 def own_addresses() -> list[str]:
@@ -36,9 +34,5 @@ def rank_main(rank: int, ip: str, port: int, folder: Path) -> None:
 def test_ranks_meet_at_an_address_and_listen_there_only(tmp_path, ip):
     with socket.create_server((ip, 0)) as probe:
         port = probe.getsockname()[1]
-    context = multiprocessing.spawn(rank_main, (ip, port, tmp_path), nprocs=2, join=False)
-    done = any(context.join(timeout=JOIN_S) for _ in range(2))  # raises what a rank raised
-    for process in context.processes:
-        process.terminate()
-    assert done, "a rank hangs"
+    run_ranks(rank_main, ip, port, tmp_path, world_size=2)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from laminar_py.cli import app, main
 from tests.runtime.runs import LAMINAR, REPO
 from tests.store.runs import begin, checkpoint, open_ledger
 
@@ -24,6 +26,15 @@ def train(*settings):
         [LAMINAR, "train", CONFIG, *settings], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
     )
     return done.returncode, done.stderr.strip().splitlines()
+
+
+def in_process(monkeypatch, capsys, *settings):
+    """The same, without the second that a process takes to start."""
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(sys, "argv", [LAMINAR, "train", CONFIG, *settings])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code, capsys.readouterr().err.strip().splitlines()
 
 
 def children():
@@ -54,9 +65,9 @@ def children():
         ("nonsense", "override=nonsense: not of the form key=value"),
     ],
 )
-def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, setting, message):
+def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, setting, message):
     before = children()
-    code, lines = train(f"runs={tmp_path}", setting)
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path}", setting)
     assert code == 2
     assert len(lines) == 1
     assert lines[0].startswith(f"laminar: {message}")
@@ -64,20 +75,20 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, setting, message):
     assert children() <= before
 
 
-def test_a_broken_line_of_a_prompt_file_is_named(tmp_path):
+def test_a_broken_line_of_a_prompt_file_is_named(tmp_path, monkeypatch, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "e-2;o*7;1x5?", "answer": "7"}\n{"prompt": "e-2;\n')
-    code, lines = train(f"runs={tmp_path / 'runs'}", f"data.train={path}")
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", f"data.train={path}")
     assert code == 2
     assert len(lines) == 1
     assert f"data.train={path}:2" in lines[0]
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path):
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     sizes = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(sizes | {"vocab_size": 7}))
-    code, lines = train(f"runs={tmp_path / 'runs'}", f"model.path={folder}")
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", f"model.path={folder}")
     assert code == 2
     assert len(lines) == 1
     assert lines[0].startswith(f"laminar: model.path={folder}: its tokenizer has ")
@@ -133,7 +144,7 @@ def test_a_truncated_ledger_is_refused_by_the_audit(tmp_path):
 
 def test_every_command_has_help_with_an_example():
     for words in (["train"], ["export"], ["audit"], ["doctor"], ["audit", "x", "verify"]):
-        done = subprocess.run([LAMINAR, *words, "--help"], capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0
-        assert "Example:" in done.stdout
+        told = CliRunner().invoke(app, [*words, "--help"])
+        assert told.exit_code == 0
+        assert "Example:" in told.stdout
     assert shutil.which(LAMINAR)
