@@ -4,6 +4,8 @@ SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/installed
 SGLANG := .venv-sglang/installed
+# a worker for each core; a whole run under test takes 1.6 GiB and more than one core
+WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 
 .PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test schedules repack vs-trl docs clean
 
@@ -15,7 +17,7 @@ quickstart-sglang: $(INSTALLED) $(SGLANG)
 	$(BIN)/laminar train configs/quickstart_sglang.yaml seed=$(SEED)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not slow and not sglang" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow and not sglang" $(WORKERS) $(ARGS)
 
 test-sglang: $(INSTALLED) $(SGLANG)
 	LAMINAR_SGLANG_PYTHON=$(CURDIR)/$(dir $(SGLANG))bin/python $(BIN)/python -m pytest -m sglang -rs $(ARGS)

@@ -69,7 +69,7 @@ def test_nothing_is_lost_or_doubled(tmp_path, folder, planner):
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nor_when_replicas_die_at_any_moment_of_it(tmp_path, folder, seed):
     slow = seed != 1
-    house = campaign(tmp_path, folder, moves=10_000 if slow else 1_000, seed=seed, kill_every_s=15.0)
+    house = campaign(tmp_path, folder, moves=10_000 if slow else 500, seed=seed, kill_every_s=15.0)
     assert house.kills > 3
     assert verify(tmp_path) == []
     account = accounting(tmp_path).train

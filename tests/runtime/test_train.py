@@ -77,21 +77,31 @@ def assert_only_ray_listens_beyond_loopback(family):
     assert len(environment["RAY_AUTH_TOKEN"]) >= 32
 
 
-def test_sync_is_on_policy_and_one_step_is_one_step_behind(tmp_path):
-    for schedule, staleness in (("sync", {0}), ("one_step", {0, 1})):
-        with TrainProcess(tmp_path / schedule, f"schedule={schedule}", "relay.nodes=1") as train:
-            code, output = train.finish()
-        assert code == 0, output
-        assert {row.staleness for row in consumed(train.run)} == staleness
-        assert_laws(train.run)
-
-
-def test_versions_are_held_until_their_deferred_evaluations(tmp_path):
-    with TrainProcess(tmp_path, "eval.every_steps=1", "eval.deferred=true", "relay.keep_versions=1") as train:
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """A run one step behind, whose versions are evaluated after its end."""
+    evaluates = ("eval.every_steps=1", "eval.deferred=true", "relay.keep_versions=1")
+    with TrainProcess(tmp_path_factory.mktemp("one-step"), "schedule=one_step", *evaluates) as train:
         code, output = train.finish()
     assert code == 0, output
-    assert [(e["step"], e["version"]) for e in summary_of(train.run)["evaluations"]] == [(i, i) for i in range(5)]
     assert_laws(train.run)
+    return train.run
+
+
+def test_sync_is_on_policy(tmp_path):
+    with TrainProcess(tmp_path, "schedule=sync", "relay.nodes=1") as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert {row.staleness for row in consumed(train.run)} == {0}
+    assert_laws(train.run)
+
+
+def test_one_step_is_one_step_behind(one_step):
+    assert {row.staleness for row in consumed(one_step)} == {0, 1}
+
+
+def test_versions_are_held_until_their_deferred_evaluations(one_step):
+    assert [(e["step"], e["version"]) for e in summary_of(one_step)["evaluations"]] == [(i, i) for i in range(5)]
 
 
 def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on(tmp_path):
