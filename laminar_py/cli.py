@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from laminar_py.cli_dashboard import dashboard
-from laminar_py.cli_report import report
+from laminar_py.cli_report import print_limits, report
 from laminar_py.config import EngineKind
 from laminar_py.config_file import load_config
 from laminar_py.types import DropReason, Kind, Status
@@ -85,10 +85,12 @@ def train(
     try:
         summary = launch(settings, resume=run, console=console)
     except RunInterruptedError as stop:
+        print_limits(Path(stop.summary.run))
         again = " ".join(["laminar train", str(config), *changes, "--resume"])
         console.print(f"{stop}; go on with: {again}", soft_wrap=True, highlight=False)
         raise typer.Exit(130) from None
     _print_summary(summary)
+    print_limits(Path(summary.run))
 
 
 @app.command(epilog="Example: laminar export runs/quickstart-1 out/quickstart --dtype bf16")
@@ -394,9 +396,6 @@ def _print_summary(summary: "Summary") -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table, highlight=False)
-    console.print(
-        f"{summary.run}/summary.json has all of it; laminar audit {summary.run} verify proves it", soft_wrap=True
-    )
 
 
 def tell_relay(relay: "RelayFigures") -> str:

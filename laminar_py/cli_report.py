@@ -49,6 +49,17 @@ def report(
         _draw(runs[0], reports[0].diagnosis)
 
 
+def print_limits(run: Path) -> None:
+    """What limits a run, and where all the rest is told; the last words of `laminar train`."""
+    from laminar_py.analytics.run_tables import diagnosis_table
+    from laminar_py.analytics.triage import read_diagnosis
+
+    diagnosis = read_diagnosis(run)
+    if diagnosis is not None:
+        console.print(diagnosis_table(diagnosis))
+    console.print(f"laminar report {run}: all figures, and report.html; laminar audit {run} verify proves them")
+
+
 def _draw(run: Path, diagnosis: "Diagnosis | None") -> None:
     from laminar_py.analytics.page import write_report
     from laminar_py.analytics.snapshot import read_snapshot

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from laminar_py.analytics.pipeline import read_record
-from laminar_py.analytics.reading import read_reading
-from laminar_py.analytics.triage import Diagnosis, diagnose
+from laminar_py.analytics.triage import Diagnosis, read_diagnosis
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import train
 from laminar_py.config import Schedule
-from laminar_py.store.database import reading
 
 CONFIG = Path("configs/quickstart.yaml")
 HERE = Path(__file__).parent
@@ -43,11 +40,9 @@ def run(plant: Plant, schedule: Schedule, steps: int) -> Diagnosis:
     """The diagnosis of a run with that wall."""
     settings = [f"name=walls-{plant.name}", f"schedule={schedule}", f"steps={steps}", "eval.every_steps=null"]
     done = train(CONFIG, [*settings, *plant.settings])
-    with reading(done.folder) as connection:
-        record = read_record(done.folder, connection)
-    read = read_reading(record)
-    assert read is not None, f"{done.folder} has no steps"
-    return diagnose(read, record.config)
+    found = read_diagnosis(done.folder)
+    assert found is not None, f"{done.folder} has no steps"
+    return found
 
 
 def rows(plant: Plant, found: Diagnosis, sync: Diagnosis) -> list[Row]:

@@ -1,15 +1,18 @@
-"""What limits a run, by name: the binding wall, its evidence, what to change first, and what that can gain. Pure.
+"""What limits a run, by name: the binding wall, its evidence, what to change first, and what that can gain.
 
 A wall is judged by the goodput that would be there without it, so one that does not bind gains nothing. Called by
 the report, by the end of `laminar train`, and by the dashboard.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from laminar_py.analytics.goodput import Stage, StageTimes, compose, predict
-from laminar_py.analytics.reading import Reading
+from laminar_py.analytics.pipeline import read_record
+from laminar_py.analytics.reading import Reading, read_reading
 from laminar_py.analytics.remedies import Remedy, Wall, remedies
 from laminar_py.config import RunConfig, Schedule
+from laminar_py.store.database import reading as reading_ledger
 
 SPARSE = 0.5  # share of the groups without any success from which on that may be the wall
 STAGE_OF = {
@@ -41,6 +44,14 @@ class Diagnosis:
     composed_s: float  # of the stages, as the schedule has them wait for each other; the rest of a step is slack
     under: dict[Schedule, float]  # seconds of a step: as measured, and predicted under the other schedules
     walls_under: dict[Schedule, Stage]  # what takes most of such a step
+
+
+def read_diagnosis(run: Path) -> Diagnosis | None:
+    """Of a run folder; None before its first whole step. Raises `ValueError`."""
+    with reading_ledger(run) as connection:
+        record = read_record(run, connection)
+    found = read_reading(record)
+    return None if found is None else diagnose(found, record.config)
 
 
 def diagnose(reading: Reading, config: RunConfig) -> Diagnosis:

@@ -7,12 +7,9 @@ from pathlib import Path
 
 from laminar_py.analytics.goodput import Stage, StageTimes
 from laminar_py.analytics.panels import RemedyLine, StageBar, WallPanel
-from laminar_py.analytics.pipeline import read_record
-from laminar_py.analytics.reading import read_reading
 from laminar_py.analytics.remedies import Wall
-from laminar_py.analytics.triage import STAGE_OF, Diagnosis, diagnose
+from laminar_py.analytics.triage import STAGE_OF, Diagnosis, read_diagnosis
 from laminar_py.config import Schedule
-from laminar_py.store.database import reading
 
 SMALL = 1e-4  # seconds of a stage that is not drawn
 
@@ -21,10 +18,8 @@ def read_wall(run: Path) -> WallPanel | None:
     """What limits a run; None before its first whole step, or without its config. Raises `ValueError`."""
     if not (run / "config.yaml").is_file():
         return None
-    with reading(run) as connection:
-        record = read_record(run, connection)
-    found = read_reading(record)
-    return None if found is None else wall_panel(diagnose(found, record.config))
+    diagnosis = read_diagnosis(run)
+    return None if diagnosis is None else wall_panel(diagnosis)
 
 
 def wall_panel(diagnosis: Diagnosis) -> WallPanel:
