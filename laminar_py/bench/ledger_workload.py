@@ -1,0 +1,147 @@
+"""A run as its controller records it, without the run: for measuring the ledger and its readers.
+
+Groups of 8 of about 100 response tokens each, 256 trajectories a step, a window of live groups, a version a step, a
+checkpoint every tenth step and what that lets move to Parquet. Driven by `bench.ledger`; seeded.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from laminar_py.codec import FloatArray, IntArray
+from laminar_py.events import (
+    Assigned,
+    Checkpointed,
+    Consumed,
+    Dropped,
+    Finished,
+    Interrupted,
+    Issued,
+    Ready,
+    RunStarted,
+    Scored,
+    Stepped,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.store.database import SCHEMA_VERSION
+from laminar_py.store.digests import response_digest
+from laminar_py.store.ledger import Ledger
+from laminar_py.types import DropReason, FinishReason, Kind, Prompt, Span
+
+GROUP = 8
+STEP = 32  # groups
+LIVE = 96  # groups
+REPLICAS = 16
+MEAN_TOKENS = 100
+CHECKPOINT_EVERY = 10  # steps
+HOST = "host-1"
+_DROPPED_EVERY = 41  # groups
+_INTERRUPTED_EVERY = 1  # groups
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One that is live: its number and the responses of its members."""
+
+    number: int
+    version: int
+    responses: list[tuple[IntArray, FloatArray]]
+
+
+class Workload:
+    """Appends to `ledger` what a run would; each call of `step` is a learner step."""
+
+    def __init__(self, ledger: Ledger, *, seed: int = 0) -> None:
+        self._ledger = ledger
+        self._rng = np.random.default_rng(seed)
+        self._live: deque[Group] = deque()
+        self._issued = 0
+        self.step = 0
+        self._ids = self._rng.integers(0, 150_000, 1 << 20).astype(np.int32)
+        self._logprobs = -self._rng.exponential(0.5, 1 << 20).astype(np.float32)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Issued so far."""
+        return self._issued * GROUP
+
+    def begin(self) -> None:
+        """The run starts, with version 0."""
+        self._ledger.append(RunStarted(1, HOST, 1, SCHEMA_VERSION, "c0", True, None))
+        self._publish()
+
+    def advance(self) -> None:
+        """One learner step, and the groups that come in its place."""
+        while len(self._live) < LIVE:
+            self._issue()
+        used = [self._finish(self._live.popleft()) for _ in range(STEP)]
+        self.step += 1
+        consumed = [
+            Consumed(id, self.step, self.step - 1, self.step - 1 - version, 1.0)
+            for version, ids in used
+            for id in ids
+        ]
+        stepped = Stepped(self.step, 1, len(consumed), MEAN_TOKENS * len(consumed), 0.1, 0.2, 0.5, 0.3)
+        self._ledger.append_all([stepped, *consumed])
+        self._publish()
+
+    def checkpoint(self) -> None:
+        """What was consumed so far can no longer be undone."""
+        path = f"checkpoints/step-{self.step}-1.0"
+        self._ledger.append(Checkpointed(self.step, self.step, path, 0.01, 0.5))
+
+    def _publish(self) -> None:
+        version, digest = self.step, f"{self.step:032x}"
+        self._ledger.append(VersionPublished(version, self.step, 1, version - 1 or None, digest, 10**6, 0.005))
+        for replica in range(REPLICAS):
+            self._ledger.append(VersionLoaded(replica, version, digest, 0.05))
+
+    def _issue(self) -> None:
+        number = self._issued
+        self._issued += 1
+        prompt_ids = self._ids[number % 4096 :][:64]
+        text = f"What is {number} times {number + 7}? Think step by step and box the answer."
+        self._ledger.store_prompt(Prompt(f"p{number}", number, text, prompt_ids, str(number * (number + 7))))
+        responses = []
+        lengths = np.clip(self._rng.lognormal(np.log(MEAN_TOKENS) - 0.18, 0.6, GROUP), 1, 4000).astype(int)
+        for member, length in enumerate(lengths.tolist()):
+            start = int(self._rng.integers(0, len(self._ids) - length))
+            responses.append((self._ids[start : start + length], self._logprobs[start : start + length]))
+            id = f"g{number}.{member}"
+            self._ledger.append(Issued(id, f"g{number}", f"p{number}", number, member, Kind.TRAIN))
+            self._ledger.append(Assigned(id, number % REPLICAS, 1, 0))
+        self._live.append(Group(number, self.step, responses))
+
+    def _finish(self, group: Group) -> tuple[int, list[str]]:
+        """Its version, and the ids of what is ready to be trained on."""
+        ids = []
+        for member, (tokens, logprobs) in enumerate(group.responses):
+            id = f"g{group.number}.{member}"
+            epoch = self._generate(group, id, tokens, logprobs)
+            spans = (Span(group.version, 0, len(tokens)),)
+            digest = response_digest(tokens, logprobs)
+            finished = Finished(id, epoch, FinishReason.STOP, spans, len(tokens), digest, 0.5, 2.5)
+            self._ledger.append(finished)
+            self._ledger.append(Scored(id, float(member % 2), 0.002))
+            ids.append(id)
+        if group.number % _DROPPED_EVERY == 0:
+            for id in ids:
+                self._ledger.append(Dropped(id, DropReason.NO_SIGNAL))
+            return group.version, []
+        for member, id in enumerate(ids):
+            self._ledger.append(Ready(id, 1.0 if member % 2 else -1.0))
+        return group.version, ids
+
+    def _generate(self, group: Group, id: str, tokens: IntArray, logprobs: FloatArray) -> int:
+        """Store its response, in two pieces if it was interrupted; its epoch."""
+        half = len(tokens) // 2 if group.number % _INTERRUPTED_EVERY == 0 else 0
+        for start, end in ((0, half), (half, len(tokens))):
+            if start < end:
+                spans = (Span(group.version, start, end),)
+                self._ledger.store_segment(id, start, spans, tokens[start:end], logprobs[start:end])
+            if end == half and half:
+                self._ledger.append(Interrupted(id, 1, half, "repacked"))
+                self._ledger.append(Assigned(id, (group.number + 1) % REPLICAS, 2, half))
+        return 2 if half else 1
