@@ -281,6 +281,21 @@ class RolledBack(Event, frozen=True):
     reason: str
 
 
+class Archived(Event, frozen=True):
+    """Responses of so many trajectories stand in a file of Parquet, `path` in the run folder, for good."""
+
+    path: str
+    num_trajectories: int
+    num_bytes: int
+    digest: str
+
+
+class SealBroken(Event, frozen=True):
+    """A sealed run goes on; `digest` is of the seal that no longer holds."""
+
+    digest: str
+
+
 class PartStarted(Event, frozen=True):
     """A supervised part runs, e.g. `PartStarted("replica-1", 4711)`."""
 
@@ -332,6 +347,8 @@ AnyEvent = (
     | StepSkipped
     | Checkpointed
     | RolledBack
+    | Archived
+    | SealBroken
     | PartStarted
     | PartDied
     | Evaluated

@@ -1,15 +1,17 @@
 """Checks that follow the event log, one law each. Driven by `audit.verify`; each remembers little.
 
-`see` gets every event in order, with the row of its trajectory as it was before; `end` says what is still open.
+`see` gets every event of the kinds in `sees`, in order, with the row of its trajectory as it was before; `end` says
+what is still open.
 """
 
 from collections import Counter
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from laminar_py.audit.findings import Finding, Law
 from laminar_py.events import (
     AnyEvent,
     Consumed,
+    Event,
     Finished,
     PartStarted,
     Relayed,
@@ -29,6 +31,8 @@ from laminar_py.types import Kind
 class Check(Protocol):
     """One law along the log."""
 
+    sees: ClassVar[tuple[type[Event], ...]]
+
     def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
         """What is wrong with this event."""
         ...
@@ -40,6 +44,8 @@ class Check(Protocol):
 
 class StalenessCheck:
     """Staleness is the learner's version minus the oldest in the trajectory, and within the bound of the run."""
+
+    sees = (RunStarted, Consumed)
 
     def __init__(self) -> None:
         self._bound: int | None = None
@@ -67,6 +73,8 @@ class StalenessCheck:
 class DrainCheck:
     """Where the run promises drain, a finished trajectory has one version."""
 
+    sees = (RunStarted, Finished)
+
     def __init__(self) -> None:
         self._promised = False
 
@@ -92,6 +100,8 @@ class WeightsCheck:
     A replica may report a version before the learner's own answer is in, so what is not known as published yet
     waits; a run that goes on, or was killed, may leave the version above the highest published one waiting.
     """
+
+    sees = (PartStarted, VersionPublished, VersionLoaded, Relayed, Finished, RunStarted, RunEnded)
 
     def __init__(self) -> None:
         self._digests: dict[int, str] = {}
@@ -163,6 +173,8 @@ class WeightsCheck:
 class ChecksumCheck:
     """Replicas that verified a version in one layout hold the same tensors."""
 
+    sees = (VersionLoaded,)
+
     def __init__(self) -> None:
         self._verified: dict[tuple[int, int], VersionLoaded] = {}  # by version and GPUs: who verified it first
 
@@ -183,6 +195,8 @@ class ChecksumCheck:
 
 class StepCheck:
     """A learner step consumed as many trajectories as it says; after a rollback the step counts anew."""
+
+    sees = (Stepped, Consumed, Undone, RolledBack)
 
     def __init__(self) -> None:
         self._consumed: Counter[int] = Counter()

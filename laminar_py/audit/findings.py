@@ -8,12 +8,14 @@ import msgspec
 class Law(StrEnum):
     """What a finding speaks against."""
 
+    SEAL = "seal"  # a closed run is as it was sealed
     LOG = "log"  # the event log is whole and unchanged
     ORDER = "order"  # every event was possible when it happened
     ROWS = "rows"  # the tables say what the events say
     ACCOUNTING = "accounting"  # issued = consumed + dropped + live
     CONSUMPTION = "consumption"  # no trajectory is consumed twice, and each by a step that counts it
     SPANS = "spans"  # every response token is stored, unchanged, and knows its version
+    ARCHIVE = "archive"  # its files are those that were written
     RECORDING = "recording"  # masks and experts, where recorded, are whole and fit the tokens
     DRAIN = "drain"  # one version per trajectory where that is promised
     STALENESS = "staleness"  # as recorded, and within the bound

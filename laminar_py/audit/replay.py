@@ -1,91 +1,117 @@
 """The tables against a replay of the events. Driven by `audit.verify`.
 
-A row is compared when its trajectory is done with, and then forgotten; only those whose consumption is undone
-somewhere in the log, and those that are live at its end, wait.
+A row is compared when its trajectory is done with, some hundreds at a time, and then forgotten; only those whose
+consumption is undone somewhere in the log, and those that are live at its end, wait.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from laminar_py.audit.findings import Finding, Law
-from laminar_py.events import AnyEvent, Consumed, Finished, Interrupted, Restamped, StreamCut
+from laminar_py.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamCut
 from laminar_py.store.database import create
 from laminar_py.store.machine import IllegalEventError, Machine
 from laminar_py.store.rows import COLUMNS, TrajectoryRow, read_accounting
 from laminar_py.store.writer import SIDE_TABLES, apply_to_tables
 from laminar_py.types import Status
 
+_AT_ONCE = 500  # rows that are compared by one statement
 _FROM_PIECES = frozenset({"length", "oldest_version", "newest_version"})  # known from events once finished
+_OF_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamCut, Finished, Restamped})
 
 
 class Replay:
-    """Applies the events a second time and compares what comes of it."""
+    """Applies the events a second time and compares what comes of it; what it finds is in `findings`."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
+        self.findings: list[Finding] = []
         self._connection = connection
         self._again = sqlite3.connect(":memory:", isolation_level=None)
         create(self._again)
         undone = connection.execute("SELECT DISTINCT subject FROM event WHERE kind = 'undone'")
         self._undone = {subject for (subject,) in undone}
         self._waiting: dict[str, TrajectoryRow] = {}  # done with, but for an undone step
+        self._done: list[TrajectoryRow] = []  # to be compared
         self._machine = Machine(recall=self._waiting.get)
+        # a ledger of an older schema has not all columns in its file
+        own = {name for _, name, *_ in connection.execute("PRAGMA main.table_info(trajectory)")}
+        self._compared = [(place, name) for place, name in enumerate(COLUMNS) if name in own]
 
     def row_before(self, event: AnyEvent) -> TrajectoryRow | None:
         """The row of the event's trajectory, if that is live."""
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
-    def see(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> Iterator[Finding]:
+    def see(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> None:
         """Apply event number `seq`, stamped by the two clocks; say so if that cannot be."""
-        before = self.row_before(event)
-        if before is not None:  # the pieces are compared elsewhere
-            if isinstance(event, Interrupted | StreamCut | Finished):
-                before.length = event.length
-            elif isinstance(event, Restamped) and event.spans:
-                before.length = event.spans[-1].end
+        if type(event) in _OF_LENGTH:
+            self._grow(event)
         try:
             row = self._machine.apply(seq, event, wall=wall, mono=mono)
         except IllegalEventError as error:
             law = Law.CONSUMPTION if isinstance(event, Consumed) else Law.ORDER
-            yield Finding(law, f"event {seq}", str(error))
+            self.findings.append(Finding(law, f"event {seq}", str(error)))
             return
-        apply_to_tables(self._again, seq, event)
-        if row is None or row.id in self._machine.live:
-            return
-        if row.id in self._undone:
-            self._waiting[row.id] = row
-        else:
-            yield from self._compare(row)
+        if row is None:
+            apply_to_tables(self._again, seq, event)
+        elif row.status is Status.CONSUMED or row.status is Status.DROPPED:
+            if row.id in self._undone:
+                self._waiting[row.id] = row
+            else:
+                self._compare_later(row)
 
-    def end(self) -> Iterator[Finding]:
+    def end(self) -> None:
         """Compare everything that could not be compared before."""
         live = self._machine.live
         for row in live.values():
-            yield from self._compare(row)
+            self._compare_later(row)
         for row in self._waiting.values():
             if row.id not in live:
-                yield from self._compare(row)
+                self._compare_later(row)
+        self._compare()
         highest = self._machine.marks.number
         query = "SELECT id FROM trajectory WHERE number > ? OR number < 1"
         for (id,) in self._connection.execute(query, (highest,)):
-            yield Finding(Law.ROWS, id, "has a row, but was never issued")
-        yield from self._compare_tables()
-        yield from self._compare_accounting()
+            self.findings.append(Finding(Law.ROWS, id, "has a row, but was never issued"))
+        self.findings += self._compare_tables()
+        self.findings += self._compare_accounting()
         self._again.close()
 
-    def _compare(self, row: TrajectoryRow) -> Iterator[Finding]:
-        if row.status is Status.DROPPED and row.drop_reason is None:
-            yield Finding(Law.DROPS, row.id, "was dropped without a reason")
-        columns = ", ".join(COLUMNS)
-        query = f"SELECT {columns} FROM trajectory WHERE number = ?"
-        stored = self._connection.execute(query, (row.number,)).fetchone()
-        if stored is None:
-            yield Finding(Law.ROWS, row.id, "has no row")
+    def _grow(self, event: AnyEvent) -> None:
+        """Its pieces are compared elsewhere."""
+        row = self.row_before(event)
+        if row is None:
             return
-        for column, replayed, found in zip(COLUMNS, msgspec.to_builtins(row), stored, strict=True):
-            if found != replayed and not (column in _FROM_PIECES and row.finish_reason is None):
-                yield Finding(Law.ROWS, row.id, f"{column} is {found!r}, the events say {replayed!r}")
+        if isinstance(event, Interrupted | StreamCut | Finished):
+            row.length = event.length
+        elif isinstance(event, Restamped) and event.spans:
+            row.length = event.spans[-1].end
+
+    def _compare_later(self, row: TrajectoryRow) -> None:
+        self._done.append(row)
+        if len(self._done) == _AT_ONCE:
+            self._compare()
+
+    def _compare(self) -> None:
+        rows, self._done = self._done, []
+        marks = ", ".join("?" * len(rows))
+        query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE number IN ({marks})"
+        stored = {found[0]: found for found in self._connection.execute(query, [row.number for row in rows])}
+        for row in rows:
+            replayed, found = msgspec.to_builtins(row), stored.get(row.number)
+            if found is None:
+                self.findings.append(Finding(Law.ROWS, row.id, "has no row"))
+            elif list(found) != replayed:
+                self.findings += self._differences(row, replayed, found)
+
+    def _differences(
+        self, row: TrajectoryRow, replayed: Sequence[object], stored: Sequence[object]
+    ) -> Iterator[Finding]:
+        for place, column in self._compared:
+            found, expected = stored[place], replayed[place]
+            if found != expected and not (column in _FROM_PIECES and row.finish_reason is None):
+                yield Finding(Law.ROWS, row.id, f"{column} is {found!r}, the events say {expected!r}")
 
     def _compare_tables(self) -> Iterator[Finding]:
         for table in SIDE_TABLES:

@@ -5,7 +5,7 @@ row is only compared here: `audit.replay` proves it.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, dropwhile, groupby
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 from laminar_py.audit.findings import Finding, Law
 from laminar_py.codec import BoolArray, IntArray
 from laminar_py.events import StreamCut
-from laminar_py.store.archive import archived_pieces
+from laminar_py.store.archive import file_pieces
 from laminar_py.store.digests import response_digest
 from laminar_py.store.payload import Payload, Piece, join, stored_pieces
 from laminar_py.store.recording import unpack_mask
@@ -27,6 +27,7 @@ from laminar_py.types import SamplingMask
 class _Promise(msgspec.Struct, array_like=True):
     """What a trajectory's row says of its response; its fields are columns."""
 
+    number: int
     id: str
     prompt_id: str
     first_seq: int
@@ -37,21 +38,42 @@ class _Promise(msgspec.Struct, array_like=True):
     digest: str | None  # None: not finished
 
 
-def check_responses(run: Path, connection: sqlite3.Connection) -> Iterator[Finding]:
-    """What is wrong with the responses stored in `run`, a run's folder."""
-    highest = connection.execute("SELECT coalesce(max(number), 0) FROM trajectory").fetchone()[0]
-    seen = bytearray(highest + 1)
-    query = f"SELECT {', '.join(_Promise.__struct_fields__)} FROM trajectory WHERE number = ?"
-    all_pieces = chain(stored_pieces(connection), archived_pieces(run))
-    for number, pieces in groupby(all_pieces, key=lambda piece: piece.trajectory):
-        row = connection.execute(query, (number,)).fetchone()
-        if row is not None:
-            seen[number] = 1
-            # a crash of the archive leaves pieces twice, equal byte for byte
-            yield from _check(connection, list(dict.fromkeys(pieces)), msgspec.convert(row, _Promise))
-    for number, id, length in connection.execute("SELECT number, id, length FROM trajectory WHERE length > 0"):
-        if not seen[number]:
-            yield Finding(Law.SPANS, id, f"none of its {length} tokens is stored")
+class ResponseCheck:
+    """Compares responses; `numbers` are the trajectories of which it saw pieces, `findings` what is wrong."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.numbers: list[int] = []
+        self.findings: list[Finding] = []
+        self._connection = connection
+
+    def see_stored(self, first: int, last: int) -> list[int]:
+        """Look at what SQLite has of trajectories `first` to `last`; those of which it should have more."""
+        pieces = stored_pieces(self._connection, "number BETWEEN ? AND ?", (first, last))
+        self._see(pieces, first, last)
+        rows = self._connection.execute(
+            "SELECT number FROM trajectory WHERE length > 0 AND number BETWEEN ? AND ?", (first, last)
+        )
+        return sorted({number for (number,) in rows} - set(self.numbers))
+
+    def see_file(self, path: Path) -> None:
+        """Look at what a file of the archive has."""
+        pieces = file_pieces(path)
+        one = next(pieces, None)
+        if one is not None:
+            self._see(chain((one,), pieces), one.trajectory, 2**62)
+
+    def _see(self, all_pieces: Iterable[Piece], first: int, last: int) -> None:
+        """Pieces are in the order of their trajectories, as are the rows: both are read once."""
+        query = f"SELECT {', '.join(_Promise.__struct_fields__)} FROM trajectory WHERE number BETWEEN ? AND ?"
+        rows = self._connection.execute(f"{query} ORDER BY number", (first, last))
+        row = rows.fetchone()
+        for number, pieces in groupby(all_pieces, key=lambda piece: piece.trajectory):
+            while row is not None and row[0] < number:
+                row = rows.fetchone()
+            if row is not None and row[0] == number:
+                self.numbers.append(number)
+                # a crash of the archive leaves pieces twice, equal byte for byte
+                self.findings += _check(self._connection, list(dict.fromkeys(pieces)), _Promise(*row))
 
 
 def _check(connection: sqlite3.Connection, pieces: list[Piece], promise: _Promise) -> Iterator[Finding]:

@@ -1,100 +1,120 @@
 """Proves the laws on a ledger, of a run that ended, was killed, or goes on. Called by `laminar audit verify`.
 
-It reads one state of the file from beginning to end and trusts no table: every row is derived again from the
-hash-chained events, every response from its pieces.
+It trusts no table: every row is derived again from the hash-chained events, every response from its pieces. A large
+ledger is read by several processes at once, each of which has parts of the work; a part sees one state of the file
+from beginning to end and finds nothing between two states, so a run that goes on is judged by what is there.
 """
 
-import sqlite3
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
-import msgspec
-
-from laminar_py.audit.checks import (
-    Check,
-    ChecksumCheck,
-    DrainCheck,
-    StalenessCheck,
-    StepCheck,
-    WeightsCheck,
-)
+from laminar_py.audit import parts
 from laminar_py.audit.findings import Finding, Law
-from laminar_py.audit.replay import Replay
-from laminar_py.audit.responses import check_responses
-from laminar_py.events import AnyEvent
-from laminar_py.store.database import ledger_path, reading
-from laminar_py.store.digests import CHAIN_START, event_hash, prompt_digest
-from laminar_py.store.rows import decode_event
+from laminar_py.audit.parts import Part
+from laminar_py.store.database import LedgerError, ledger_path, reading
+from laminar_py.store.seal import Seal, broken_seal, differences, read_seal
+
+_ALONE = 100_000  # events that one process is done with sooner than others have started
+_EVENTS = 500_000  # of the chain, in one part
+_TRAJECTORIES = 50_000  # responses in SQLite, in one part
 
 
-def verify(run: Path) -> list[Finding]:
-    """Every breach of a law in the ledger of `run`; none if all is well. Raises `ValueError` on a bad file."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found, and what else is to be said: whether the run is sealed, what could not be judged."""
+
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def verify(run: Path, *, processes: int | None = None) -> list[Finding]:
+    """Every breach of a law in the record of `run`; none if all is well. Raises `ValueError` on a bad file."""
+    return prove(run, processes=processes).findings
+
+
+def prove(run: Path, *, processes: int | None = None) -> Verdict:
+    """The same, with what else is to be said. `processes`: at most so many, by default one for each core."""
+    folder = ledger_path(run).parent
+    seal = _find_seal(folder)
+    verdict = _judge(run, seal, processes=processes or len(os.sched_getaffinity(0)))
+    if seal is not None and broken_seal(folder) is None:  # the run went on meanwhile
+        return prove(run, processes=processes)
+    return verdict
+
+
+def _find_seal(folder: Path) -> Seal | Finding | None:
+    try:
+        return read_seal(folder)
+    except LedgerError as error:
+        return Finding(Law.SEAL, "seal.json", str(error))
+
+
+def _judge(run: Path, seal: Seal | Finding | None, *, processes: int) -> Verdict:
+    verdict = Verdict()
+    folder = ledger_path(run).parent
+    if isinstance(seal, Finding):
+        verdict.findings.append(seal)
+    elif seal is not None:
+        verdict.findings.extend(Finding(Law.SEAL, *difference) for difference in differences(folder, seal))
+    try:
+        _check_ledger(run, verdict, processes=processes)
+    except LedgerError as error:
+        if not verdict.findings:
+            raise
+        verdict.findings.append(Finding(Law.LOG, "ledger", str(error)))
+    if isinstance(seal, Seal):
+        verdict.notes.insert(0, f"sealed: {len(seal.files)} files, event {seal.seq} is the last")
+    elif seal is None:
+        verdict.notes.insert(0, "not sealed: the run goes on, or was killed")
+    return verdict
+
+
+def _check_ledger(run: Path, verdict: Verdict, *, processes: int) -> None:
     with reading(run) as connection:
-        found = [*_check_file(connection), *_check_events(connection), *_check_prompts(connection)]
-        return found + list(check_responses(ledger_path(run).parent, connection))
+        (events,) = connection.execute("SELECT coalesce(max(seq), 0) FROM event").fetchone()
+        (trajectories,) = connection.execute("SELECT coalesce(max(number), 0) FROM trajectory").fetchone()
+    ranges = _ranges(trajectories, _TRAJECTORIES)
+    chain = _ranges(events, _EVENTS)
+    chain[-1] = chain[-1][0], None
+    with _workers(1 if events < _ALONE else processes) as submit:
+        work = [submit(parts.check_events, run), submit(parts.check_file, run)]  # the longest first
+        stored = [submit(parts.check_stored, run, *numbers) for numbers in ranges]
+        work += [submit(parts.check_chain, run, *numbers) for numbers in chain]
+        work.append(submit(parts.check_prompts, run))
+        missing = {number for part in stored for number in part().missing}
+        # now: what a run moves to a file meanwhile is in one that is there by the time it is gone from SQLite
+        archive = [submit(parts.check_archive, run, path) for path in parts.files_of(run)]
+        for part in [*work, *stored, *archive]:
+            done = part()
+            verdict.findings.extend(done.findings)
+            verdict.notes.extend(done.notes)
+            missing.difference_update(done.seen)
+    verdict.findings.extend(parts.nowhere(run, missing))
 
 
-def _check_file(connection: sqlite3.Connection) -> Iterator[Finding]:
-    for (message,) in connection.execute("PRAGMA quick_check(10)"):
-        if message != "ok":
-            yield Finding(Law.LOG, "file", message)
+def _ranges(count: int, size: int) -> list[tuple[int, int | None]]:
+    """[1, count] in pieces; one that is empty if there is nothing."""
+    return [(first, min(first + size - 1, count)) for first in range(1, count + 1, size)] or [(1, 0)]
 
 
-def _check_events(connection: sqlite3.Connection) -> Iterator[Finding]:
-    replay = Replay(connection)
-    checks: list[Check] = [
-        StalenessCheck(),
-        DrainCheck(),
-        WeightsCheck(),
-        ChecksumCheck(),
-        StepCheck(),
-    ]
-    for entry in _read_log(connection):
-        if isinstance(entry, Finding):
-            yield entry
-            continue
-        seq, wall, mono, event = entry
-        row = replay.row_before(event)
-        for check in checks:
-            yield from check.see(event, row)
-        yield from replay.see(seq, event, wall=wall, mono=mono)
-    for check in checks:
-        yield from check.end()
-    yield from replay.end()
+Submit = Callable[..., Callable[[], Part]]
 
 
-def _read_log(connection: sqlite3.Connection) -> Iterator[tuple[int, float, float, AnyEvent] | Finding]:
-    """Events with their numbers and stamps, and what is wrong with the chain where it is wrong."""
-    last, previous = 0, CHAIN_START
-    cursor = connection.execute(
-        # as bytes: a changed byte need not be valid text
-        "SELECT seq, wall, mono, host, kind, subject, CAST(body AS BLOB), hash FROM event ORDER BY seq"
-    )
-    for seq, wall, mono, host, kind, subject, body, stored in cursor:
-        if seq != last + 1:
-            yield Finding(Law.LOG, f"event {last + 1}", f"is missing; the next one is {seq}")
-        elif event_hash(previous, seq, wall, mono, host, kind, subject, body) != stored:
-            yield Finding(Law.LOG, f"event {seq}", f"({kind} {subject}) was changed or put in")
-        last, previous = seq, stored
-        try:
-            event = decode_event(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            yield Finding(Law.LOG, f"event {seq}", f"({kind} {subject}) cannot be read: {error}")
-        else:
-            yield seq, wall, mono, event
-    head = connection.execute("SELECT seq, hash FROM head").fetchone()
-    if head != (last, previous):
-        yield Finding(Law.LOG, "end", f"the log ends with event {last}, written were {head[0]}")
+@contextmanager
+def _workers(processes: int) -> Iterator[Submit]:
+    """Takes a function and its arguments and gives what waits for its result; in this process if that is enough."""
+    if processes == 1:
+        yield lambda function, *arguments: partial(_value, function(*arguments))
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result
 
 
-def _check_prompts(connection: sqlite3.Connection) -> Iterator[Finding]:
-    for id, ids, text, answer, task, digest in connection.execute(
-        "SELECT id, ids, text, answer, task, digest FROM prompt"
-    ):
-        if prompt_digest(id, text, ids, answer, task) != digest:
-            yield Finding(Law.ROWS, f"prompt {id}", "was changed")
-    missing = connection.execute(
-        "SELECT id, prompt_id FROM trajectory WHERE prompt_id NOT IN (SELECT id FROM prompt)"
-    )
-    for id, prompt_id in missing:
-        yield Finding(Law.ROWS, id, f"its prompt {prompt_id} is not stored")
+def _value(part: Part) -> Part:
+    return part

@@ -103,7 +103,7 @@ class Workload:
         self._issued += 1
         prompt_ids = self._ids[number % 4096 :][:64]
         text = f"What is {number} times {number + 7}? Think step by step and box the answer."
-        self._ledger.store_prompt(Prompt(f"p{number}", number, text, prompt_ids, str(number * (number + 7))))
+        self._ledger.store_prompt(Prompt(f"p{number}", number, text, prompt_ids, str(number * (number + 7)), "times"))
         responses = []
         lengths = np.clip(self._rng.lognormal(np.log(MEAN_TOKENS) - 0.18, 0.6, GROUP), 1, 4000).astype(int)
         for member, length in enumerate(lengths.tolist()):

@@ -8,7 +8,7 @@ pyarrow is imported by the functions that need it: a controller that archives no
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.store.database import ARCHIVE_NAME, reading
+from laminar_py.events import Archived
+from laminar_py.store.database import ARCHIVE_NAME, LedgerError, reading
+from laminar_py.store.digests import file_digest
 from laminar_py.store.payload import Payload, Piece, join, stored_pieces
 from laminar_py.store.rows import TrajectoryRow
 from laminar_py.store.spans import decode_spans, replace_spans
@@ -29,10 +31,18 @@ _BINARY = ("mask", "experts", "digest")
 _SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <= ?)"
 
 
-def write_archive(run: Path, step: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A new file of the archive, and the numbers of the trajectories that are in it."""
+
+    event: Archived
+    trajectories: list[int]
+
+
+def write_archive(run: Path, step: int) -> Written | None:
     """Copy to a new file all pieces still in SQLite that nobody needs who goes back to `step` or a later one.
 
-    Returns the numbers of their trajectories.
+    None if there are none.
     """
     moved: list[int] = []
     with reading(run) as connection:
@@ -40,37 +50,48 @@ def write_archive(run: Path, step: int) -> list[int]:
         seq = connection.execute("SELECT seq FROM head").fetchone()[0]
         first = next(pieces, None)
         if first is None:
-            return moved
+            return None
         folder = run / ARCHIVE_NAME
         folder.mkdir(exist_ok=True)
         unfinished = folder / "unfinished"
         _write_file(unfinished, _noting(moved, first, pieces))
         # by event number: a later file never takes the name of an earlier one
-        os.replace(unfinished, folder / f"pieces-{seq:012d}.parquet")
-    return moved
+        path = folder / f"pieces-{seq:012d}.parquet"
+        os.replace(unfinished, path)
+    event = Archived(str(path.relative_to(run)), len(moved), path.stat().st_size, file_digest(path))
+    return Written(event, moved)
 
 
-def archived_pieces(run: Path, number: int | None = None) -> Iterator[Piece]:
-    """Pieces in Parquet, file by file and in each by trajectory, as stored; of one trajectory, or of all."""
-    files = sorted((run / ARCHIVE_NAME).glob("*.parquet"))
-    if not files:
-        return
+def archive_files(run: Path) -> list[Path]:
+    """In the order in which they were written."""
+    return sorted((run / ARCHIVE_NAME).glob("*.parquet"))
+
+
+def file_pieces(path: Path, number: int | None = None) -> Iterator[Piece]:
+    """Pieces in one file, by trajectory, as stored; of one trajectory, or of all. Raises `LedgerError`."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    for path in files:
-        file = pq.ParquetFile(path)
-        for group in range(file.num_row_groups):
-            statistics = file.metadata.row_group(group).column(0).statistics
-            if number is None or statistics.min <= number <= statistics.max:
-                rows = file.read_row_group(group)
-                yield from (piece for piece in _pieces(rows) if number is None or piece.trajectory == number)
+    try:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                statistics = file.metadata.row_group(group).column(0).statistics
+                if number is None or statistics.min <= number <= statistics.max:
+                    rows = file.read_row_group(group, use_threads=False)
+                    if number is not None:
+                        rows = rows.filter(pc.equal(rows["trajectory"], number))
+                    yield from _pieces(rows)
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise LedgerError(f"archive={path}: cannot be read ({reason}); restore it") from error
 
 
 def find_payload(run: Path, connection: sqlite3.Connection, row: TrajectoryRow) -> Payload:
     """The response of a trajectory, wherever its pieces are, with the spans that hold."""
     pieces = list(stored_pieces(connection, "number = ?", (row.number,)))
     if not pieces and row.length:
-        by_file = archived_pieces(run, row.number)
+        by_file = chain.from_iterable(file_pieces(path, row.number) for path in archive_files(run))
         pieces = list({piece.digest: piece for piece in by_file}.values())
     response = join(pieces)
     if row.spans is None:

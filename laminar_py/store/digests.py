@@ -5,6 +5,7 @@ computes each of them again. All are BLAKE3 cut to 16 bytes: enough against acci
 """
 
 import struct
+from pathlib import Path
 
 from blake3 import blake3
 
@@ -15,6 +16,7 @@ CHAIN_START = bytes(DIGEST_BYTES)
 
 _event_head = struct.Struct("<qddIII").pack
 _segment_head = struct.Struct("<qqIIIqq").pack
+_token_reward_head = struct.Struct("<qq").pack
 _prompt_head = struct.Struct("<qqII").pack
 _task_head = struct.Struct("<I").pack
 
@@ -49,9 +51,20 @@ def segment_digest(
     return blake3(whole).digest(length=DIGEST_BYTES)
 
 
+def token_reward_digest(trajectory: int, rewards: bytes) -> bytes:
+    """Digest of the stored scores of a response's tokens."""
+    head = _token_reward_head(trajectory, len(rewards))
+    return blake3(head + rewards).digest(length=DIGEST_BYTES)
+
+
 def prompt_digest(id: str, text: str, ids: bytes, answer: str, task: str = "") -> bytes:
     """Digest of one stored prompt; as if there were no tasks, where it is of none."""
     head = _prompt_head(len(id), len(text), len(ids), len(answer))
     tail = _task_head(len(task)) + task.encode() if task else b""
     whole = b"".join((head, f"{id}{text}".encode(), ids, answer.encode(), tail))
     return blake3(whole).digest(length=DIGEST_BYTES)
+
+
+def file_digest(path: Path) -> str:
+    """Hex digest of a file, which is not read into memory. Raises `OSError`."""
+    return blake3().update_mmap(path).hexdigest(length=DIGEST_BYTES)

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from laminar_py.codec import FloatArray, IntArray
-from laminar_py.events import AnyEvent
+from laminar_py.events import AnyEvent, SealBroken
 from laminar_py.interfaces import Clock
 from laminar_py.store.archive import write_archive
-from laminar_py.store.database import open_reader, open_writer
+from laminar_py.store.database import SEAL_NAME, open_reader, open_writer
 from laminar_py.store.machine import IllegalEventError, Machine, Marks, RunClock, Tally
 from laminar_py.store.recovery import newest_version, rollback_events, unpublished
 from laminar_py.store.rows import (
@@ -29,6 +29,7 @@ from laminar_py.store.rows import (
     read_accounting,
     read_rows,
 )
+from laminar_py.store.seal import broken_seal
 from laminar_py.store.spans import encode_spans
 from laminar_py.store.writer import Batch, Segment, Stamped, Writer
 from laminar_py.types import Prompt, Published, RoutedExperts, SamplingMask, Span
@@ -61,7 +62,10 @@ class Ledger:
         self._closing = False
 
     async def start(self) -> None:
-        """Open the file, or lay it out; take up the trajectories that are live in it. Raises `ValueError`."""
+        """Open the file, or lay it out; take up the trajectories that are live in it. Raises `ValueError`.
+
+        A run that was sealed goes on: that is on record before its seal is gone.
+        """
         self._writer = Writer(await asyncio.to_thread(open_writer, self._path), host=self._host)
         self._reader = open_reader(self._path)
         self._seq = self._writer.seq
@@ -69,6 +73,11 @@ class Ledger:
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
         self._task.add_done_callback(self._ended)
+        seal = await asyncio.to_thread(broken_seal, self._path.parent)
+        if seal is not None:
+            self.append(SealBroken(seal))
+            await self.commit()
+            (self._path.parent / SEAL_NAME).unlink()
 
     async def close(self) -> None:
         """Write what is left and close the file. Raises what ended the ledger early, if anything did."""
@@ -194,11 +203,14 @@ class Ledger:
     async def archive(self, step: int) -> int:
         """Move to Parquet what no rollback to `step` or later can need; the number of trajectories moved."""
         await self.commit()
-        moved = await asyncio.to_thread(write_archive, self._path.parent, step)
-        for first in range(0, len(moved), _FORGET):
-            self._batch.archived += moved[first : first + _FORGET]
+        written = await asyncio.to_thread(write_archive, self._path.parent, step)
+        if written is None:
+            return 0
+        self.append(written.event)
+        for first in range(0, len(written.trajectories), _FORGET):
+            self._batch.archived += written.trajectories[first : first + _FORGET]
             await self.commit()
-        return len(moved)
+        return len(written.trajectories)
 
     # ---- behind
 

@@ -4,7 +4,8 @@ The fields of `TrajectoryRow` are the columns of the table `trajectory`, in orde
 """
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import msgspec
 
@@ -86,12 +87,23 @@ class Accounting(msgspec.Struct, frozen=True):
 
 COLUMNS = TrajectoryRow.__struct_fields__
 
+KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))  # of events, as the log has them
+
+_events_decoder: msgspec.json.Decoder[list[AnyEvent]] = msgspec.json.Decoder(list[AnyEvent])
 _event_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def decode_event(body: str | bytes) -> AnyEvent:
     """The event in a body of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if it is none."""
     return _event_decoder.decode(body)
+
+
+def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
+    """The events in bodies of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if one of them is none."""
+    events = _events_decoder.decode(b"[" + b",".join(bodies) + b"]")
+    if len(events) != len(bodies):
+        raise msgspec.DecodeError(f"{len(events)} events in {len(bodies)} bodies")
+    return events
 
 
 def read_rows(

@@ -77,7 +77,8 @@ CREATE TABLE segment (            -- appended as a response grows; moved to Parq
 CREATE INDEX segment_of ON segment (trajectory);
 CREATE TABLE token_reward (
     trajectory INTEGER PRIMARY KEY,
-    rewards BLOB NOT NULL         -- [L] little-endian float32
+    rewards BLOB NOT NULL,        -- [L] little-endian float32
+    digest BLOB NOT NULL
 );
 
 CREATE TABLE incarnation (

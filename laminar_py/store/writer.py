@@ -28,7 +28,7 @@ from laminar_py.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.store.digests import event_hash, prompt_digest, segment_digest
+from laminar_py.store.digests import event_hash, prompt_digest, segment_digest, token_reward_digest
 from laminar_py.store.recording import pack_experts, pack_mask
 from laminar_py.store.rows import COLUMNS
 from laminar_py.types import Prompt, RoutedExperts, SamplingMask
@@ -126,7 +126,10 @@ class Writer:
                 "INSERT INTO segment VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [segment.row() for segment in batch.segments],
             )
-            connection.executemany("INSERT INTO token_reward VALUES (?, ?)", batch.token_rewards)
+            connection.executemany(
+                "INSERT INTO token_reward VALUES (?, ?, ?)",
+                [(number, rewards, token_reward_digest(number, rewards)) for number, rewards in batch.token_rewards],
+            )
             connection.executemany(
                 "DELETE FROM segment WHERE trajectory = ?", [(number,) for number in batch.archived]
             )

@@ -8,7 +8,7 @@ from laminar_py.audit.queries import story
 from laminar_py.audit.verify import verify
 from laminar_py.events import Assigned, Dropped, Restamped
 from laminar_py.store import archive
-from laminar_py.store.archive import archived_pieces, write_archive
+from laminar_py.store.archive import archive_files, file_pieces, write_archive
 from laminar_py.store.database import reading
 from laminar_py.store.payload import stored_recordings
 from laminar_py.store.recording import pack_mask
@@ -48,11 +48,11 @@ async def test_a_crash_between_copy_and_deletion_does_no_harm(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await settle(ledger)
         await ledger.commit()
-        assert len(write_archive(tmp_path, 1)) == 2
+        assert len(write_archive(tmp_path, 1).trajectories) == 2
         assert verify(tmp_path) == []
         ledger.append_all(consume(3, 1, "g2.0"))
         await ledger.archive(1)
-    assert len(list(archived_pieces(tmp_path))) == 6
+    assert sum(len(list(file_pieces(path))) for path in archive_files(tmp_path)) == 6
     assert len(story(tmp_path, "g0.0").response.ids) == 7
     assert verify(tmp_path) == []
 
@@ -65,7 +65,7 @@ async def test_a_lost_archive_is_found_out(tmp_path, monkeypatch):
     assert verify(tmp_path) == []
     (file,) = (tmp_path / "archive").iterdir()
     os.remove(file)
-    assert {finding.subject for finding in verify(tmp_path)} == {"g0.0", "g3.0"}
+    assert {finding.subject for finding in verify(tmp_path)} == {"g0.0", "g3.0", f"archive/{file.name}"}
 
 
 async def test_masks_experts_and_corrected_spans_are_in_the_archive_too(tmp_path):
@@ -106,7 +106,7 @@ async def test_experts_that_came_without_tokens_survive_a_crash_of_the_archive(t
         write_archive(tmp_path, 1)
         issue(ledger, "g1.0", index=1)
         await ledger.archive(1)
-    assert len(list(archived_pieces(tmp_path))) == 6
+    assert sum(len(list(file_pieces(path))) for path in archive_files(tmp_path)) == 6
     assert story(tmp_path, "g0.0").response.routed_experts == make_experts(0, 7)
     assert verify(tmp_path) == []
 
