@@ -5,6 +5,7 @@ ledger is read by several processes at once, each of which has parts of the work
 from beginning to end and finds nothing between two states, so a run that goes on is judged by what is there.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -112,7 +113,8 @@ def _workers(processes: int) -> Iterator[Submit]:
     if processes == 1:
         yield lambda function, *arguments: partial(_value, function(*arguments))
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    # the collector of cycles finds none here, in the millions of records that come and go
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=gc.disable) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result
 
 

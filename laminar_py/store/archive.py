@@ -155,9 +155,9 @@ def _lists(blobs: list[bytes], dtype: np.dtype[Any]) -> tuple[npt.NDArray[np.int
 
 
 def _blobs(column: "pa.ListArray") -> list[bytes]:
-    offsets = column.offsets.to_numpy()
     values = column.values.to_numpy()
-    return [values[start:end].tobytes() for start, end in pairwise(offsets.tolist())]
+    data, size = values.tobytes(), values.itemsize
+    return [data[start * size : end * size] for start, end in pairwise(column.offsets.to_pylist())]
 
 
 def _pieces(rows: "pa.Table") -> Iterator[Piece]:

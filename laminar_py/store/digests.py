@@ -21,10 +21,10 @@ _prompt_head = struct.Struct("<qqII").pack
 _task_head = struct.Struct("<I").pack
 
 
-def response_digest(ids: IntArray, logprobs: FloatArray) -> str:
-    """Hex digest of a whole response: token ids [L] and their log-probabilities [L]."""
+def response_digest(ids: IntArray | bytes, logprobs: FloatArray | bytes) -> str:
+    """Hex digest of a whole response: token ids [L] and their log-probabilities [L], as arrays or as their bytes."""
     assert len(ids) == len(logprobs), f"{len(ids)} ids but {len(logprobs)} log-probabilities"
-    return blake3(ids.tobytes() + logprobs.tobytes()).hexdigest(length=DIGEST_BYTES)
+    return blake3(bytes(ids) + bytes(logprobs)).hexdigest(length=DIGEST_BYTES)
 
 
 def event_hash(
@@ -45,8 +45,8 @@ def segment_digest(
     experts: bytes | None = None,
 ) -> bytes:
     """Digest of one stored piece of a response, as its row has it."""
-    recorded = (-1 if part is None else len(part) for part in (mask, experts))
-    head = _segment_head(trajectory, start, len(spans), len(ids), len(logprobs), *recorded)
+    masked, routed = -1 if mask is None else len(mask), -1 if experts is None else len(experts)
+    head = _segment_head(trajectory, start, len(spans), len(ids), len(logprobs), masked, routed)
     whole = b"".join((head, spans.encode(), ids, logprobs, mask or b"", experts or b""))
     return blake3(whole).digest(length=DIGEST_BYTES)
 

@@ -91,7 +91,7 @@ class RunClock:
 
     def at(self, wall: float, mono: float, event: AnyEvent) -> float:
         """The time of an event that was stamped so."""
-        if self.wall is None or isinstance(event, RunStarted):
+        if self.wall is None or type(event) is RunStarted:
             self.wall, self.mono = wall, mono
         return self.wall + (mono - self.mono)
 
@@ -105,6 +105,7 @@ class Machine:
         self.eval = Tally()
         self.marks = Marks()
         self.clock = RunClock()
+        self._now = 0.0  # when the event that is being applied happened
         self._recall = recall
         self._handlers: dict[type[Event], Callable[..., TrajectoryRow | None]] = {
             Issued: self._issued,
@@ -134,7 +135,7 @@ class Machine:
 
         Raises `IllegalEventError`.
         """
-        at = self.clock.at(wall, mono, event)
+        self._now = self.clock.at(wall, mono, event)
         handler = self._handlers.get(type(event))
         if handler is None:
             return None
@@ -143,7 +144,6 @@ class Machine:
             row.last_seq = seq
             if not row.first_seq:
                 row.first_seq = seq
-            _note_time(row, at)
         return row
 
     def grow(self, trajectory_id: str, start: int, spans: tuple[Span, ...], count: int) -> TrajectoryRow:
@@ -184,6 +184,7 @@ class Machine:
             Status.QUEUED,
             0,
             0,
+            issued_s=self._now,
         )
         self.live[event.trajectory_id] = row
         self._tally(row).issued += 1
@@ -195,6 +196,8 @@ class Machine:
             _refuse(event, f"its epoch is {row.epoch}")
         _same_length(event, event.length, row)
         row.status, row.epoch, row.replica = Status.RUNNING, event.epoch, event.replica
+        if row.started_s is None:
+            row.started_s = self._now
         return row
 
     def _interrupted(self, event: Interrupted) -> TrajectoryRow:
@@ -230,6 +233,7 @@ class Machine:
         row.spans = encode_spans(event.spans)
         row.finish_reason, row.digest = event.finish_reason, event.digest
         row.queue_s, row.generate_s = event.queue_s, event.generate_s
+        row.finished_s = self._now
         return row
 
     def _cut(self, event: Cut) -> TrajectoryRow:
@@ -241,19 +245,20 @@ class Machine:
         row = self._find(event, Status.FINISHED)
         _finite(event, event.reward)
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
+        row.scored_s = self._now
         return row
 
     def _ready(self, event: Ready) -> TrajectoryRow:
         row = self._find(event, Status.SCORED)
         _finite(event, event.advantage, event.advantage_scale)
-        row.status = Status.READY
+        row.status, row.ready_s = Status.READY, self._now
         row.advantage, row.advantage_scale = event.advantage, event.advantage_scale
         return row
 
     def _consumed(self, event: Consumed) -> TrajectoryRow:
         row = self._find(event, Status.READY)
         _finite(event, event.weight)
-        row.status = Status.CONSUMED
+        row.status, row.ended_s = Status.CONSUMED, self._now
         row.step, row.version = event.step, event.version
         row.staleness, row.weight = event.staleness, event.weight
         del self.live[row.id]
@@ -275,7 +280,7 @@ class Machine:
         row = self.live.pop(event.trajectory_id, None)
         if row is None:
             _refuse(event, "it is not live")
-        row.status = Status.DROPPED
+        row.status, row.ended_s = Status.DROPPED, self._now
         row.drop_reason, row.drop_detail = event.reason, event.detail
         self._tally(row).dropped[event.reason] += 1
         return row
@@ -329,23 +334,6 @@ class Machine:
         return self.train if row.kind is Kind.TRAIN else self.eval
 
 
-def _note_time(row: TrajectoryRow, at: float) -> None:
-    """Its status is new since `at`, or as it was."""
-    match row.status:
-        case Status.QUEUED:
-            row.issued_s = at
-        case Status.RUNNING if row.started_s is None:
-            row.started_s = at
-        case Status.FINISHED if row.finished_s is None:
-            row.finished_s = at
-        case Status.SCORED:
-            row.scored_s = at
-        case Status.READY if row.ready_s is None:  # else a step was undone
-            row.ready_s = at
-        case Status.CONSUMED | Status.DROPPED:
-            row.ended_s = at
-
-
 def _refuse(event: AnyEvent, why: str) -> NoReturn:
     raise IllegalEventError(f"{event} cannot happen: {why}")
 
@@ -362,8 +350,9 @@ def _same_length(event: AnyEvent, length: int, row: TrajectoryRow) -> None:
 
 def _finite(event: AnyEvent, *values: float) -> None:
     # JSON has no word for them, so the log could not be read back
-    if not all(isfinite(value) for value in values):
-        _refuse(event, "it holds a number that is not finite")
+    for value in values:
+        if not isfinite(value):
+            _refuse(event, "it holds a number that is not finite")
 
 
 def _note_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:

@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from laminar_py.codec import FloatArray, IntArray
@@ -15,8 +16,7 @@ from laminar_py.types import RoutedExperts, SamplingMask, Span
 IDS_AT_A_TIME = 1000  # SQLite bounds the parameters of a statement
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Response tokens [start, start + n) of trajectory number `trajectory`, byte for byte as stored."""
 
     trajectory: int
