@@ -24,7 +24,6 @@ from laminar_py.store.recovery import checkpoints_on_record, newest_there
 
 log = logging.getLogger(__name__)
 
-ARCHIVE_EVERY = 10  # checkpoints; each archive is a Parquet file of its own
 _GONE = ".gone"
 _OURS = re.compile(r"step-\d+-\d+\.\d+(\.tmp)?(\.gone)?")
 
@@ -87,7 +86,6 @@ class Checkpoints:
         self._clock = clock
         self._keep = keep
         self._kept = [last] if last else []  # the oldest first
-        self._count = 0
         self._writing: asyncio.Task[None] | None = None
 
     @property
@@ -145,9 +143,7 @@ class Checkpoints:
         self._settled(step)
         self._kept = [*self._kept, self.last][-self._keep :]
         await asyncio.to_thread(self._delete_others)
-        self._count += 1
-        if self._count % ARCHIVE_EVERY == 0:
-            await self._ledger.archive(self._kept[0].step)
+        await self._ledger.archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
         """What is older, and what a death left half written, unrecorded or half deleted; nothing of a user's.

@@ -42,9 +42,10 @@ from laminar_py.runtime.tracking import Tracking
 from laminar_py.runtime.trainer import Trainer
 from laminar_py.runtime.versions import Versions
 from laminar_py.runtime.view import View
-from laminar_py.store.database import SCHEMA_VERSION
+from laminar_py.store.database import SCHEMA_VERSION, LedgerError
 from laminar_py.store.ledger import Ledger
 from laminar_py.store.recovery import Recovered, recover
+from laminar_py.store.seal import seal_run
 from laminar_py.types import Kind, Prompt, Score, ScoringRequest, Trajectory
 
 log = logging.getLogger(__name__)
@@ -216,8 +217,16 @@ class Controller:
         finally:
             try:
                 await self._ledger.close()
+                if summary is not None:
+                    await asyncio.to_thread(self._seal)
             finally:
                 await self._tracking.close(summary)
+
+    def _seal(self) -> None:
+        try:
+            seal_run(self._run.path)
+        except LedgerError as error:  # no reason to fail a run that is done
+            log.warning("%s", error)
 
     async def _lead_rl(self) -> Summary:
         trainer, stats, flow = self._trainer, self._stats, self._flow

@@ -26,7 +26,7 @@ from laminar_py.store.spans import decode_spans, replace_spans
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_ROW_GROUP_BYTES = 16 * 2**20
+_ROW_GROUP_BYTES = 4 * 2**20  # whoever looks for one trajectory reads so much
 _BINARY = ("mask", "experts", "digest")
 _SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <= ?)"
 
@@ -55,8 +55,7 @@ def write_archive(run: Path, step: int) -> Written | None:
         folder.mkdir(exist_ok=True)
         unfinished = folder / "unfinished"
         _write_file(unfinished, _noting(moved, first, pieces))
-        # by event number: a later file never takes the name of an earlier one
-        path = folder / f"pieces-{seq:012d}.parquet"
+        path = folder / _file_name(seq)
         os.replace(unfinished, path)
     event = Archived(str(path.relative_to(run)), len(moved), path.stat().st_size, file_digest(path))
     return Written(event, moved)
@@ -91,12 +90,26 @@ def find_payload(run: Path, connection: sqlite3.Connection, row: TrajectoryRow) 
     """The response of a trajectory, wherever its pieces are, with the spans that hold."""
     pieces = list(stored_pieces(connection, "number = ?", (row.number,)))
     if not pieces and row.length:
-        by_file = chain.from_iterable(file_pieces(path, row.number) for path in archive_files(run))
-        pieces = list({piece.digest: piece for piece in by_file}.values())
+        pieces = _archived(run, row)
     response = join(pieces)
     if row.spans is None:
         return response
     return replace(response, spans=replace_spans(response.spans, decode_spans(row.spans)))
+
+
+def _archived(run: Path, row: TrajectoryRow) -> list[Piece]:
+    """Its pieces in the archive: all in one file, the first but a few that was written after its last event."""
+    for path in archive_files(run):
+        if path.name >= _file_name(row.last_seq):
+            pieces = list(file_pieces(path, row.number))
+            if pieces:
+                return pieces
+    return []
+
+
+def _file_name(seq: int) -> str:
+    """By event number: a later file never takes the name of an earlier one."""
+    return f"pieces-{seq:012d}.parquet"
 
 
 def _noting(moved: list[int], first: Piece, rest: Iterable[Piece]) -> Iterator[Piece]:
@@ -121,7 +134,10 @@ def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
         ]
     )
     with path.open("wb") as file:
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        # numbers repeat too seldom for a dictionary; statistics are for finding a trajectory
+        with pq.ParquetWriter(
+            file, schema, compression="zstd", use_dictionary=["spans"], write_statistics=["trajectory"]
+        ) as writer:
             for group in _by_size(pieces):
                 ids = _lists([piece.ids for piece in group], np.dtype("<i4"))
                 logprobs = _lists([piece.logprobs for piece in group], np.dtype("<f4"))

@@ -15,11 +15,11 @@ from rich.console import Console
 from laminar_py.audit.verify import verify
 from laminar_py.events import RolledBack, Undone
 from laminar_py.learner.marker import MARKER, Architecture, seal
-from laminar_py.runtime.checkpoints import ARCHIVE_EVERY, Checkpoints, checkpoint_name, find_checkpoint
+from laminar_py.runtime.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
 from laminar_py.runtime.errors import PartDiedError
 from laminar_py.runtime.launch import tell_fallback
 from laminar_py.runtime.run_folder import RunFolder
-from laminar_py.store.archive import archived_pieces
+from laminar_py.store.archive import archive_files, file_pieces
 from laminar_py.store.database import reading
 from laminar_py.store.payload import stored_recordings
 from laminar_py.store.recovery import recover
@@ -57,13 +57,16 @@ def write_checkpoint(folder, step=1):
     seal(partial, folder, step=step, world_size=1, model=Architecture("qwen3", 7, "f"))
 
 
+STEPS = 4
+
+
 @asynccontextmanager
 async def running(path, disk, *, keep=2, recorded=on_record):
     """Checkpoints of a run, its ledger, and the steps that were settled."""
     (path / "checkpoints").mkdir(exist_ok=True)
     settled = []
     async with open_ledger(path) as ledger:
-        begin(ledger, versions=range(ARCHIVE_EVERY + 1))
+        begin(ledger, versions=range(STEPS + 1))
         yield (
             Checkpoints(
                 RunFolder(path),
@@ -215,16 +218,17 @@ async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_pat
     """Masks and experts are learned from what is in the ledger."""
     disk = Disk()
     async with running(tmp_path, disk) as (checkpoints, ledger, _):
-        for step in range(1, ARCHIVE_EVERY + 1):
+        for step in range(1, STEPS + 1):
             step_once(ledger, step, recorded=True)
             await save(checkpoints, disk, step)
-    shutil.rmtree(tmp_path / "checkpoints" / name(ARCHIVE_EVERY))
+    shutil.rmtree(tmp_path / "checkpoints" / name(STEPS))
     (live,) = recover(tmp_path, there=RunFolder(tmp_path).has).live
-    assert live.id == f"g{ARCHIVE_EVERY}.0"
+    assert live.id == f"g{STEPS}.0"
     with reading(tmp_path) as connection:
         recorded = stored_recordings(connection, [live.id])[live.id]
     assert len(recorded.sampling_mask.counts) == len(live.response.ids)
-    assert len({piece.trajectory for piece in archived_pieces(tmp_path)}) == ARCHIVE_EVERY - 1
+    archived = [piece.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
+    assert len(set(archived)) == STEPS - 1
 
 
 async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_path):
