@@ -9,16 +9,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from laminar_py.cli_audit import audit
 from laminar_py.cli_dashboard import dashboard
 from laminar_py.cli_report import print_limits, report
 from laminar_py.config import EngineKind
 from laminar_py.config_file import load_config
-from laminar_py.types import DropReason, Kind, Status
 
 if TYPE_CHECKING:
     from laminar_py.runtime.doctor import Fit
@@ -31,7 +30,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-audit = typer.Typer()
 app.add_typer(audit, name="audit")
 bench = typer.Typer(help="Measure a part on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -138,70 +136,6 @@ def _print_fit(fit: "Fit") -> None:
         console.print(line, style="red", highlight=False, soft_wrap=True)
     if fit.faults:
         raise typer.Exit(2)
-
-
-@audit.callback(invoke_without_command=True, epilog="Example: laminar audit runs/quickstart-1 verify")
-def audit_run(
-    context: typer.Context, run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]
-) -> None:
-    """Prove from the ledger what a run did, also while it goes on; without a command: the accounting."""
-    context.obj = run
-    if context.invoked_subcommand is None:
-        _print_accounting(run)
-
-
-@audit.command(epilog="Example: laminar audit runs/quickstart-1 verify")
-def verify(context: typer.Context) -> None:
-    """Check every law against the ledger; exit code 1 if one is broken."""
-    from laminar_py.audit.verify import verify as check_laws
-
-    _print_accounting(context.obj)
-    findings = check_laws(context.obj)
-    for finding in findings:
-        console.print(str(finding), style="red", highlight=False, soft_wrap=True)
-    if findings:
-        console.print(f"{len(findings)} findings: a law is broken")
-        raise typer.Exit(1)
-    console.print("every law holds")
-
-
-@audit.command(epilog="Example: laminar audit runs/quickstart-1 show g17.3")
-def show(context: typer.Context, trajectory: Annotated[str, typer.Argument(help="Its id, e.g. g17.3")]) -> None:
-    """Tell one trajectory's whole story."""
-    from laminar_py.audit.queries import story, tell_response
-
-    told = story(context.obj, trajectory)
-    row = told.row
-    console.print(f"{row.id} of prompt {row.prompt_id} ({told.prompt!r}, answer {told.answer!r})", highlight=False)
-    console.print(f"{row.status}, {row.length} response tokens", highlight=False)
-    for line in tell_response(told.response):
-        console.print(f"  {line}", highlight=False)
-    for entry in told.events:
-        fields = msgspec.to_builtins(entry.event)
-        name = fields.pop("event")
-        fields.pop("trajectory_id")
-        details = "  ".join(f"{key} {value}" for key, value in fields.items() if value not in (None, ""))
-        console.print(f"  {entry.since_s:9.3f} s  {name:<12} {details}", highlight=False, soft_wrap=True)
-
-
-@audit.command("list", epilog="Example: laminar audit runs/quickstart-1 list --staleness '>3' --status consumed")
-def list_trajectories(
-    context: typer.Context,
-    status: Annotated[Status | None, typer.Option(help="Where they are")] = None,
-    reason: Annotated[DropReason | None, typer.Option(help="Why they were dropped")] = None,
-    staleness: Annotated[str | None, typer.Option(help="A comparison, e.g. '>3'")] = None,
-    kind: Annotated[Kind | None, typer.Option(help="What they are for")] = None,
-    group: Annotated[str | None, typer.Option(help="Their group, e.g. g17")] = None,
-) -> None:
-    """List trajectories, one line each."""
-    from laminar_py.audit.queries import Filters, listing
-
-    wanted = Filters(status=status, reason=reason, staleness=staleness, kind=kind, group=group)
-    for row in listing(context.obj, wanted):
-        fate = f"step {row.step}" if row.step is not None else str(row.drop_reason or "")
-        versions = "-" if row.oldest_version is None else f"{row.oldest_version}..{row.newest_version}"
-        line = f"{row.id:<12} {row.status:<11} versions {versions:<9} tokens {row.length:<5} reward {row.reward}"
-        console.print(f"{line}  staleness {row.staleness}  {fate}", highlight=False, soft_wrap=True)
 
 
 @bench.command("engine", epilog="Example: laminar bench engine --only local --repeats 5 --json")
@@ -347,22 +281,6 @@ def relay_plan(
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _print_accounting(run: Path) -> None:
-    from laminar_py.audit.queries import accounting, staleness_histogram
-
-    found = accounting(run)
-    table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")
-    for name, account in (("train", found.train), ("eval", found.eval)):
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(account.dropped.items()))
-        dropped = sum(account.dropped.values())
-        table.add_row(name, *map(str, (account.issued, account.consumed, dropped, account.live)), reasons)
-    console.print(table)
-    histogram = staleness_histogram(run)
-    most = max(histogram.values(), default=1)
-    for staleness, count in histogram.items():
-        console.print(f"staleness {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}", highlight=False)
 
 
 def _print_summary(summary: "Summary") -> None:

@@ -1,7 +1,7 @@
 """Checks that follow the event log, one law each. Driven by `audit.verify`; each remembers little.
 
-`see` gets every event of the kinds in `sees`, in order, with the row of its trajectory as it was before; `end` says
-what is still open.
+`see` gets every event of the kinds in `sees`, in order, with the row of its trajectory as it was before; `end`
+says what is still open.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class Check(Protocol):
 class StalenessCheck:
     """Staleness is the learner's version minus the oldest in the trajectory, and within the bound of the run."""
 
-    sees = (RunStarted, Consumed)
+    sees: ClassVar[tuple[type[Event], ...]] = (RunStarted, Consumed)
 
     def __init__(self) -> None:
         self._bound: int | None = None
@@ -73,7 +73,7 @@ class StalenessCheck:
 class DrainCheck:
     """Where the run promises drain, a finished trajectory has one version."""
 
-    sees = (RunStarted, Finished)
+    sees: ClassVar[tuple[type[Event], ...]] = (RunStarted, Finished)
 
     def __init__(self) -> None:
         self._promised = False
@@ -101,7 +101,15 @@ class WeightsCheck:
     waits; a run that goes on, or was killed, may leave the version above the highest published one waiting.
     """
 
-    sees = (PartStarted, VersionPublished, VersionLoaded, Relayed, Finished, RunStarted, RunEnded)
+    sees: ClassVar[tuple[type[Event], ...]] = (
+        PartStarted,
+        VersionPublished,
+        VersionLoaded,
+        Relayed,
+        Finished,
+        RunStarted,
+        RunEnded,
+    )
 
     def __init__(self) -> None:
         self._digests: dict[int, str] = {}
@@ -173,7 +181,7 @@ class WeightsCheck:
 class ChecksumCheck:
     """Replicas that verified a version in one layout hold the same tensors."""
 
-    sees = (VersionLoaded,)
+    sees: ClassVar[tuple[type[Event], ...]] = (VersionLoaded,)
 
     def __init__(self) -> None:
         self._verified: dict[tuple[int, int], VersionLoaded] = {}  # by version and GPUs: who verified it first
@@ -196,7 +204,7 @@ class ChecksumCheck:
 class StepCheck:
     """A learner step consumed as many trajectories as it says; after a rollback the step counts anew."""
 
-    sees = (Stepped, Consumed, Undone, RolledBack)
+    sees: ClassVar[tuple[type[Event], ...]] = (Stepped, Consumed, Undone, RolledBack)
 
     def __init__(self) -> None:
         self._consumed: Counter[int] = Counter()

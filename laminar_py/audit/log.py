@@ -1,7 +1,7 @@
 """The event log as the audit reads it: its chain of hashes, and its events in order. Reads only.
 
-Driven by `audit.verify`. A log may hold events that a later release of the software wrote: their hashes are checked
-like all others, and what they say is passed over.
+Driven by `audit.verify`. A log may hold events that a later release of the software wrote: their hashes are
+checked like all others, and what they say is passed over.
 """
 
 import sqlite3

@@ -5,50 +5,36 @@
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_py.events import AnyEvent
-from laminar_py.store.archive import find_payload
-from laminar_py.store.database import ledger_path, reading
-from laminar_py.store.payload import Payload
-from laminar_py.store.rows import Accounting, TrajectoryRow, decode_event, read_accounting, read_rows
+from laminar_py.store.database import reading
+from laminar_py.store.rows import Accounting, TrajectoryRow, read_accounting, read_rows
 from laminar_py.types import DropReason, Kind, Status
 
-_COMPARISON = re.compile(r"(>=|<=|>|<|=)?\s*(\d+)")
+_COMPARISON = re.compile(r"(>=|<=|!=|>|<|=)?\s*(-?\d+(?:\.\d+)?)")
+_READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which trajectories to list, e.g. `Filters(status=Status.CONSUMED, staleness=">3")`; None: all."""
+    """Which trajectories to list, e.g. `Filters(status=Status.CONSUMED, staleness=">3")`; None: all.
+
+    A comparison is a number, with `=`, `!=`, `<`, `<=`, `>` or `>=` before it.
+    """
 
     status: Status | None = None
     reason: DropReason | None = None
-    staleness: str | None = None  # a number, with `=`, `<`, `<=`, `>` or `>=` before it
     kind: Kind | None = None
     group: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoryEvent:
-    """One event of a trajectory, `since_s` seconds after its issue."""
-
-    seq: int
-    since_s: float
-    host: str
-    event: AnyEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Story:
-    """Everything about one trajectory; which step used it, its reward and the like are in `row`."""
-
-    row: TrajectoryRow
-    prompt: str
-    answer: str
-    events: tuple[StoryEvent, ...]
-    response: Payload  # token ids, log-probabilities and the versions they came from
+    prompt: str | None = None
+    replica: int | None = None  # the last one that had it
+    version: int | None = None  # one that made tokens of it
+    staleness: str | None = None  # comparisons
+    step: str | None = None  # that consumed it
+    reward: str | None = None
+    length: str | None = None
 
 
 def accounting(run: Path) -> Accounting:
@@ -67,72 +53,53 @@ def staleness_histogram(run: Path) -> dict[int, int]:
         return dict(rows.fetchall())
 
 
-def listing(run: Path, filters: Filters) -> Iterator[TrajectoryRow]:
+def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterator[TrajectoryRow]:
     """Trajectories that pass all filters, in the order of issue. Raises `ValueError` on a bad comparison."""
-    conditions = {
+    wanted: dict[str, str | int | float | None] = {
         "status = ?": filters.status,
         "drop_reason = ?": filters.reason,
         "kind = ?": filters.kind,
         "group_id = ?": filters.group,
+        "prompt_id = ?": filters.prompt,
+        "replica = ?": filters.replica,
+        "? BETWEEN oldest_version AND newest_version": filters.version,
     }
-    if filters.staleness is not None:
-        sign, number = parse_comparison(filters.staleness)
-        conditions[f"staleness {sign} CAST(? AS INTEGER)"] = number
-    used = {condition: value for condition, value in conditions.items() if value is not None}
+    for column in ("staleness", "step", "reward", "length"):
+        comparison = getattr(filters, column)
+        if comparison is not None:
+            sign, number = parse_comparison(comparison, field=column)
+            wanted[f"{column} {sign} ?"] = number
+    used = {condition: value for condition, value in wanted.items() if value is not None}
+    values = tuple(str(value) if isinstance(value, str) else value for value in used.values())  # enums too
     with reading(run) as connection:
-        yield from read_rows(connection, " AND ".join(used) or "1", tuple(map(str, used.values())))
+        yield from read_rows(connection, " AND ".join(used) or "1", values, limit=limit)
 
 
-def story(run: Path, trajectory_id: str) -> Story:
-    """What happened to one trajectory. Raises `ValueError` if it does not exist."""
-    with reading(run) as connection:
-        row = next(iter(read_rows(connection, "id = ?", (trajectory_id,))), None)
-        if row is None:
-            raise ValueError(
-                f"trajectory={trajectory_id}: not in {ledger_path(run)}; `laminar audit list` names them all"
-            )
-        prompt = connection.execute("SELECT text, answer FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
-        text, answer = prompt or ("", "")
-        folder = ledger_path(run).parent
-        response = find_payload(folder, connection, row)
-        return Story(row, text, answer, tuple(_events(connection, row)), response)
-
-
-def tell_response(response: Payload) -> list[str]:
-    """Lines about a response: one for each of its spans, and one for each kind of recording it has."""
-    lines = []
-    for span in response.spans:
-        cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"
-        lines.append(f"tokens {span.start} to {span.end}: version {span.version}{cache}")
-    mask, experts = response.sampling_mask, response.routed_experts
-    if mask is not None:
-        mean = len(mask.ids) / max(len(mask.counts), 1)
-        lines.append(f"sampling mask: {len(mask.counts)} tokens, each of {mean:.1f} on average")
-    if experts is not None:
-        shape = f"{experts.layers} layers, {experts.top_k} in each"
-        lines.append(f"routed experts: positions {experts.start} to {experts.start + experts.positions}, {shape}")
-    return lines
-
-
-def parse_comparison(text: str) -> tuple[str, str]:
-    """Sign and number of a comparison: `>3` gives `(">", "3")`, `3` gives `("=", "3")`."""
+def parse_comparison(text: str, *, field: str) -> tuple[str, float]:
+    """Sign and number of a comparison: `>3` gives `(">", 3.0)`, `3` gives `("=", 3.0)`."""
     match = _COMPARISON.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"staleness={text}: not a comparison; write for example '>3', '<=1' or '2'")
-    return match[1] or "=", match[2]
+        raise ValueError(f"{field}={text}: not a comparison; write for example '>3', '<=1' or '2'")
+    return match[1] or "=", float(match[2])
 
 
-def _events(connection: sqlite3.Connection, row: TrajectoryRow) -> Iterator[StoryEvent]:
-    # between its first and last event: there is no index on `subject`, which would cost every append
-    cursor = connection.execute(
-        "SELECT seq, wall, mono, host, body FROM event WHERE seq BETWEEN ? AND ? AND subject = ? ORDER BY seq",
-        (row.first_seq, row.last_seq, row.id),
-    )
-    origin: tuple[float, float, str] | None = None
-    for seq, wall, mono, host, body in cursor:
-        if origin is None:
-            origin = wall, mono, host
-        # monotonic clocks of two hosts have nothing in common, nor have those of two boots of one
-        same_clock = host == origin[2] and mono >= origin[1]
-        since_s = mono - origin[1] if same_clock else wall - origin[0]
-        yield StoryEvent(seq, since_s, host, decode_event(body))
+def select(run: Path, statement: str, *, show: Callable[[list[str], Iterator[tuple[object, ...]]], None]) -> None:
+    """Have `show` look at columns and rows of an SQL statement, which may do nothing but read.
+
+    Raises `ValueError` if it does, or is none.
+    """
+    with reading(run) as connection:
+        connection.set_authorizer(_may_read)
+        try:
+            cursor = connection.execute(statement)
+            show([column for column, *_ in cursor.description or ()], cursor)
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            raise ValueError(
+                f"sql={statement!r}: {error}; write one SELECT over its tables, such as trajectory or step"
+            ) from None
+        finally:
+            connection.set_authorizer(None)
+
+
+def _may_read(action: int, *_: str | None) -> int:
+    return sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY

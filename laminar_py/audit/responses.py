@@ -79,7 +79,7 @@ class ResponseCheck:
 
 
 def _is_plainly_right(pieces: list[Piece], promise: _Promise) -> bool:
-    """Whether all is well, of a finished response with nothing recorded or restamped: of most, at a third of the cost.
+    """Whether all is well, of a finished response with nothing recorded or restamped: at a third of the cost.
 
     What it doubts may yet be right.
     """

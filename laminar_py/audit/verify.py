@@ -1,8 +1,8 @@
 """Proves the laws on a ledger, of a run that ended, was killed, or goes on. Called by `laminar audit verify`.
 
-It trusts no table: every row is derived again from the hash-chained events, every response from its pieces. A large
-ledger is read by several processes at once, each of which has parts of the work; a part sees one state of the file
-from beginning to end and finds nothing between two states, so a run that goes on is judged by what is there.
+It trusts no table: every row is derived again from the hash-chained events, every response from its pieces. A
+large ledger is read by several processes at once, each of which does parts of the work. A part sees one state of
+the file from beginning to end and compares nothing between two, so a run that goes on is judged by what is there.
 """
 
 import gc
@@ -19,7 +19,7 @@ from laminar_py.audit import parts
 from laminar_py.audit.findings import Finding, Law
 from laminar_py.audit.parts import Part
 from laminar_py.store.database import LedgerError, ledger_path, reading
-from laminar_py.store.seal import Seal, broken_seal, differences, read_seal
+from laminar_py.store.seal import Seal, differences, read_seal, seal_digest
 
 _ALONE = 100_000  # events that one process is done with sooner than others have started
 _EVENTS = 500_000  # of the chain, in one part
@@ -44,7 +44,7 @@ def prove(run: Path, *, processes: int | None = None) -> Verdict:
     folder = ledger_path(run).parent
     seal = _find_seal(folder)
     verdict = _judge(run, seal, processes=processes or len(os.sched_getaffinity(0)))
-    if seal is not None and broken_seal(folder) is None:  # the run went on meanwhile
+    if seal is not None and seal_digest(folder) is None:  # the run went on meanwhile
         return prove(run, processes=processes)
     return verdict
 
@@ -109,7 +109,7 @@ Submit = Callable[..., Callable[[], Part]]
 
 @contextmanager
 def _workers(processes: int) -> Iterator[Submit]:
-    """Takes a function and its arguments and gives what waits for its result; in this process if that is enough."""
+    """Takes a function and its arguments, gives what waits for its result; in this process if that is enough."""
     if processes == 1:
         yield lambda function, *arguments: partial(_value, function(*arguments))
         return

@@ -1,7 +1,7 @@
 """A run as its controller records it, without the run: for measuring the ledger and its readers.
 
-Groups of 8 of about 100 response tokens each, 256 trajectories a step, a window of live groups, a version a step, a
-checkpoint every tenth step and what that lets move to Parquet. Driven by `bench.ledger`; seeded.
+Groups of 8 of about 100 response tokens each, every trajectory interrupted once and moved, so that it has 8 events
+and two pieces; 256 of them a step, three steps' worth live, a version a step. Driven by `bench.ledger`; seeded.
 """
 
 from collections import deque
@@ -103,7 +103,9 @@ class Workload:
         self._issued += 1
         prompt_ids = self._ids[number % 4096 :][:64]
         text = f"What is {number} times {number + 7}? Think step by step and box the answer."
-        self._ledger.store_prompt(Prompt(f"p{number}", number, text, prompt_ids, str(number * (number + 7)), "times"))
+        self._ledger.store_prompt(
+            Prompt(f"p{number}", number, text, prompt_ids, str(number * (number + 7)), "times")
+        )
         responses = []
         lengths = np.clip(self._rng.lognormal(np.log(MEAN_TOKENS) - 0.18, 0.6, GROUP), 1, 4000).astype(int)
         for member, length in enumerate(lengths.tolist()):

@@ -22,7 +22,7 @@ _task_head = struct.Struct("<I").pack
 
 
 def response_digest(ids: IntArray | bytes, logprobs: FloatArray | bytes) -> str:
-    """Hex digest of a whole response: token ids [L] and their log-probabilities [L], as arrays or as their bytes."""
+    """Hex digest of a whole response: token ids [L] and their log-probabilities [L], or the bytes of both."""
     assert len(ids) == len(logprobs), f"{len(ids)} ids but {len(logprobs)} log-probabilities"
     return blake3(bytes(ids) + bytes(logprobs)).hexdigest(length=DIGEST_BYTES)
 

@@ -29,7 +29,7 @@ from laminar_py.store.rows import (
     read_accounting,
     read_rows,
 )
-from laminar_py.store.seal import broken_seal
+from laminar_py.store.seal import seal_digest
 from laminar_py.store.spans import encode_spans
 from laminar_py.store.writer import Batch, Segment, Stamped, Writer
 from laminar_py.types import Prompt, Published, RoutedExperts, SamplingMask, Span
@@ -73,7 +73,7 @@ class Ledger:
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
         self._task.add_done_callback(self._ended)
-        seal = await asyncio.to_thread(broken_seal, self._path.parent)
+        seal = await asyncio.to_thread(seal_digest, self._path.parent)
         if seal is not None:
             self.append(SealBroken(seal))
             await self.commit()

@@ -107,12 +107,11 @@ def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
 
 
 def read_rows(
-    connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
+    connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = (), *, limit: int | None = None
 ) -> Iterable[TrajectoryRow]:
     """Rows for which the SQL condition `where` holds, in the order of issue; `values` fill its marks."""
-    cursor = connection.execute(
-        f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number", values
-    )
+    query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number LIMIT ?"
+    cursor = connection.execute(query, (*values, -1 if limit is None else limit))
     return (msgspec.convert(row, TrajectoryRow) for row in cursor)
 
 

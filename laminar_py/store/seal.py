@@ -1,8 +1,8 @@
 """The seal of a closed run: `seal.json` with size and digest of every file of its record.
 
-Written by the controller when a run has ended, checked by `laminar audit RUN verify`, broken by the ledger when the
-run goes on. It has no key: it finds accidents and casual edits, down to a bit. Who rewrites the ledger with its
-chain, and then the seal with its digests, is found only by somebody who noted the seal's digest elsewhere.
+Written by the controller when a run has ended, checked by `laminar audit RUN verify`, broken by the ledger when
+the run goes on. It has no key: it finds accidents and casual edits, down to a bit. Who rewrites the ledger with
+its chain, and then the seal with its digests, is found only by somebody who noted the seal's digest elsewhere.
 Invariant: a run that was killed, or that goes on, has no seal.
 """
 
@@ -62,7 +62,7 @@ def seal_run(run: Path) -> Seal:
 
 
 def read_seal(run: Path) -> Seal | None:
-    """The seal of a run folder, None if there is none. Raises `LedgerError` if it is none of ours, or was changed."""
+    """The seal of a run folder, None if there is none. Raises `LedgerError` if it was changed."""
     path = run / SEAL_NAME
     try:
         written = path.read_bytes()
@@ -76,8 +76,8 @@ def read_seal(run: Path) -> Seal | None:
     return seal
 
 
-def broken_seal(run: Path) -> str | None:
-    """The digest by which the seal that a run has, but that no longer holds, is remembered; None if it has none."""
+def seal_digest(run: Path) -> str | None:
+    """The digest of the seal that a run has, by which it is remembered once it is gone; None if it has none."""
     path = run / SEAL_NAME
     return file_digest(path) if path.is_file() else None
 

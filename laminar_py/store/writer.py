@@ -128,7 +128,10 @@ class Writer:
             )
             connection.executemany(
                 "INSERT INTO token_reward VALUES (?, ?, ?)",
-                [(number, rewards, token_reward_digest(number, rewards)) for number, rewards in batch.token_rewards],
+                [
+                    (number, rewards, token_reward_digest(number, rewards))
+                    for number, rewards in batch.token_rewards
+                ],
             )
             connection.executemany(
                 "DELETE FROM segment WHERE trajectory = ?", [(number,) for number in batch.archived]

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from laminar_py.audit.queries import story
+from laminar_py.audit.story import story
 from laminar_py.audit.verify import verify
 from laminar_py.events import Assigned, Dropped, Restamped
 from laminar_py.store import archive

@@ -1,0 +1,165 @@
+"""Trajectories of a run as a file for other tools: JSONL or Parquet. Reads the ledger and its archive only.
+
+Called by `laminar audit RUN export`. Every column of the table `trajectory`; with responses also the prompt, token
+ids, log-probabilities and spans. Memory holds one block of trajectories. The file appears when it is whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args, get_type_hints
+
+import msgspec
+
+from laminar_py.store.archive import archive_files, file_pieces
+from laminar_py.store.database import ledger_path, reading
+from laminar_py.store.payload import Payload, Piece, join, stored_pieces
+from laminar_py.store.rows import COLUMNS, TrajectoryRow, read_rows
+from laminar_py.store.spans import decode_spans, replace_spans
+from laminar_py.types import Span
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    import pyarrow as pa
+
+_BLOCK = 4096
+
+
+class Response(msgspec.Struct, frozen=True):
+    """What `--responses` adds to a trajectory."""
+
+    prompt_text: str
+    answer: str
+    task: str
+    prompt_ids: list[int]  # [P]
+    response_ids: list[int]  # [L]
+    logprobs: list[float]  # [L], of the policy that sampled
+    token_spans: tuple[Span, ...]  # cover [0, L); each is version, start, end, KV version
+
+
+Record = tuple[TrajectoryRow, Response | None]
+
+
+def export(run: Path, out: Path, *, responses: bool = False) -> int:
+    """Write all trajectories to `out`, a new file, JSONL or Parquet by its suffix; their number.
+
+    In the order of issue; with `responses` those in the archive come first, as they stand. Raises `ValueError`.
+    """
+    writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
+    if out.suffix not in writers:
+        raise ValueError(f"out={out}: its suffix says neither .jsonl nor .parquet; name a file with one of them")
+    if out.exists():
+        raise ValueError(f"out={out}: is there already; name a new file")
+    if not out.parent.is_dir():
+        raise ValueError(f"out={out}: there is no folder {out.parent}; make it")
+    unfinished = out.with_name(f"{out.name}.tmp")
+    with reading(run) as connection:
+        rows: Iterator[Record]
+        rows = _with_responses(run, connection) if responses else ((row, None) for row in read_rows(connection))
+        try:
+            count = writers[out.suffix](unfinished, rows, responses)
+            unfinished.replace(out)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return count
+
+
+def _with_responses(run: Path, connection: "sqlite3.Connection") -> Iterator[Record]:
+    """Each trajectory once: what a crash left in two places is equal."""
+    files = archive_files(ledger_path(run).parent)
+    sources = chain((file_pieces(path) for path in files), (stored_pieces(connection),))
+    done: set[int] = set()
+    for source in sources:
+        for block in _blocks(groupby(source, key=lambda piece: piece.trajectory), done):
+            done.update(number for number, _ in block)
+            yield from _joined(connection, block)
+    for row in read_rows(connection):
+        if row.number not in done:
+            yield row, _response(connection, row, [])
+
+
+def _blocks(
+    groups: "Iterator[tuple[int, Iterator[Piece]]]", done: set[int]
+) -> Iterator[list[tuple[int, list[Piece]]]]:
+    whole = ((number, list(pieces)) for number, pieces in groups)
+    fresh = ((number, pieces) for number, pieces in whole if number not in done)
+    while block := list(islice(fresh, _BLOCK)):
+        yield block
+
+
+def _joined(connection: "sqlite3.Connection", block: list[tuple[int, list[Piece]]]) -> Iterator[Record]:
+    numbers = [number for number, _ in block]
+    near = read_rows(connection, "number BETWEEN ? AND ?", (min(numbers), max(numbers)))
+    wanted = set(numbers)
+    rows = {row.number: row for row in near if row.number in wanted}
+    for number, pieces in block:
+        if number in rows:
+            yield rows[number], _response(connection, rows[number], pieces)
+
+
+def _response(connection: "sqlite3.Connection", row: TrajectoryRow, pieces: list[Piece]) -> Response:
+    query = "SELECT text, answer, task, ids FROM prompt WHERE id = ?"
+    text, answer, task, ids = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "", b"")
+    payload: Payload = join(dict.fromkeys(pieces))
+    if row.spans is not None:
+        payload = replace(payload, spans=replace_spans(payload.spans, decode_spans(row.spans)))
+    prompt = memoryview(ids).cast("i").tolist()
+    return Response(text, answer, task, prompt, payload.ids.tolist(), payload.logprobs.tolist(), payload.spans)
+
+
+def _values(record: Record) -> list[object]:
+    row, response = record
+    values: list[object] = msgspec.to_builtins(row)
+    return values if response is None else [*values, *msgspec.to_builtins(response).values()]
+
+
+def _names(responses: bool) -> tuple[str, ...]:
+    return COLUMNS + (Response.__struct_fields__ if responses else ())
+
+
+def _write_jsonl(path: Path, rows: Iterator[Record], responses: bool) -> int:
+    names, encoder, count = _names(responses), msgspec.json.Encoder(), 0
+    with path.open("wb") as file:
+        for record in rows:
+            file.write(encoder.encode(dict(zip(names, _values(record), strict=True))) + b"\n")
+            count += 1
+    return count
+
+
+def _write_parquet(path: Path, rows: Iterator[Record], responses: bool) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema, count = _schema(responses), 0
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while block := [_values(record) for record in islice(rows, _BLOCK)]:
+            columns = [
+                pa.array(column, field.type)
+                for column, field in zip(zip(*block, strict=True), schema, strict=True)
+            ]
+            writer.write_table(pa.table(columns, schema=schema))
+            count += len(block)
+    return count
+
+
+def _schema(responses: bool) -> "pa.Schema":
+    import pyarrow as pa
+
+    plain = {int: pa.int64(), float: pa.float64()}
+    hints = get_type_hints(TrajectoryRow)
+    kinds = [
+        next((kind for kind in (get_args(hints[name]) or (hints[name],)) if kind in plain), str)
+        for name in COLUMNS
+    ]
+    fields = [(name, plain.get(kind, pa.string())) for name, kind in zip(COLUMNS, kinds, strict=True)]
+    if responses:
+        fields += [
+            *((name, pa.string()) for name in ("prompt_text", "answer", "task")),
+            ("prompt_ids", pa.list_(pa.int32())),
+            ("response_ids", pa.list_(pa.int32())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("token_spans", pa.list_(pa.list_(pa.int32()))),
+        ]
+    return pa.schema(fields)

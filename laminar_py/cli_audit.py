@@ -1,0 +1,182 @@
+"""`laminar audit`: arguments and what is printed. All work is done in `audit/`. Registered by `cli`.
+
+Exit codes: 0 done, 1 a law is broken, 2 bad input or a ledger that cannot be read (one line on standard error).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from laminar_py.types import DropReason, Kind, Status
+
+audit = typer.Typer()
+console = Console()
+
+_PRINTED = 100  # findings, or rows of a table
+_COMPARISON = "A comparison, e.g. '>3'"
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else, on stdout")]
+
+
+@audit.callback(invoke_without_command=True, epilog="Example: laminar audit runs/quickstart-1 verify")
+def audit_run(
+    context: typer.Context, run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]
+) -> None:
+    """Prove from the ledger what a run did, also while it goes on; without a command: the accounting."""
+    context.obj = run
+    if context.invoked_subcommand is None:
+        _print_accounting(run)
+
+
+@audit.command(epilog="Example: laminar audit runs/quickstart-1 verify")
+def verify(context: typer.Context) -> None:
+    """Check the seal, and every law against the ledger; exit code 1 if one is broken. A line for each breach."""
+    from laminar_py.audit.verify import prove
+
+    verdict = prove(context.obj)
+    for note in verdict.notes:
+        _say(note)
+    for finding in verdict.findings[:_PRINTED]:
+        console.print(str(finding), style="red", highlight=False, markup=False, soft_wrap=True)
+    if not verdict.findings:
+        _print_accounting(context.obj)
+        console.print("every law holds")
+        return
+    if len(verdict.findings) > _PRINTED:
+        laws = Counter(finding.law for finding in verdict.findings[_PRINTED:])
+        _say(f"and {', '.join(f'{count} more of {law}' for law, count in laws.items())}")
+    _say(f"{len(verdict.findings)} findings: a law is broken")
+    raise typer.Exit(1)
+
+
+@audit.command(epilog="Example: laminar audit runs/quickstart-1 show g17.3")
+def show(context: typer.Context, trajectory: Annotated[str, typer.Argument(help="Its id, e.g. g17.3")]) -> None:
+    """Tell one trajectory's whole life: prompt, who made which tokens, interruptions, moves, reward, use."""
+    from laminar_py.audit.story import story, tell_story
+
+    for line in tell_story(story(context.obj, trajectory)):
+        _say(line)
+
+
+@audit.command("list", epilog="Example: laminar audit runs/quickstart-1 list --staleness '>3' --status consumed")
+def list_trajectories(
+    context: typer.Context,
+    status: Annotated[Status | None, typer.Option(help="Where they are")] = None,
+    reason: Annotated[DropReason | None, typer.Option(help="Why they were dropped")] = None,
+    staleness: Annotated[str | None, typer.Option(help=_COMPARISON)] = None,
+    kind: Annotated[Kind | None, typer.Option(help="What they are for")] = None,
+    group: Annotated[str | None, typer.Option(help="Their group, e.g. g17")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Their prompt's id, e.g. p17")] = None,
+    step: Annotated[str | None, typer.Option(help=f"The step that used them. {_COMPARISON}")] = None,
+    replica: Annotated[int | None, typer.Option(help="The last one that had them")] = None,
+    version: Annotated[int | None, typer.Option(help="Weights that made tokens of them")] = None,
+    reward: Annotated[str | None, typer.Option(help=_COMPARISON)] = None,
+    length: Annotated[str | None, typer.Option(help=f"Response tokens. {_COMPARISON}")] = None,
+    limit: Annotated[int | None, typer.Option(min=0, help="At most so many")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List trajectories that meet all conditions, one line each."""
+    from laminar_py.audit.queries import Filters, listing
+    from laminar_py.store.rows import COLUMNS
+
+    wanted = Filters(
+        status,
+        reason,
+        kind,
+        group,
+        prompt,
+        replica,
+        version,
+        staleness=staleness,
+        step=step,
+        reward=reward,
+        length=length,
+    )
+    for row in listing(context.obj, wanted, limit=limit):
+        if as_json:
+            _write_json(dict(zip(COLUMNS, msgspec.to_builtins(row), strict=True)))
+            continue
+        fate = f"step {row.step}" if row.step is not None else str(row.drop_reason or "")
+        versions = "-" if row.oldest_version is None else f"{row.oldest_version}..{row.newest_version}"
+        line = f"{row.id:<12} {row.status:<11} versions {versions:<9} tokens {row.length:<5} reward {row.reward}"
+        _say(f"{line}  staleness {row.staleness}  {fate}")
+
+
+@audit.command(
+    epilog="Example: laminar audit runs/quickstart-1 sql 'SELECT status, count(*) FROM trajectory GROUP BY 1'"
+)
+def sql(
+    context: typer.Context,
+    statement: Annotated[str, typer.Argument(help="One SELECT over the ledger; store/schema.sql has its tables")],
+    as_json: AsJson = False,
+) -> None:
+    """Ask the ledger anything; nothing is written."""
+    from laminar_py.audit.queries import select
+
+    select(context.obj, statement, show=_write_rows if as_json else _print_rows)
+
+
+@audit.command(epilog="Example: laminar audit runs/quickstart-1 export out.parquet --responses")
+def export(
+    context: typer.Context,
+    out: Annotated[Path, typer.Argument(help="New file, .jsonl or .parquet")],
+    responses: Annotated[bool, typer.Option("--responses", help="With prompts, tokens and spans")] = False,
+) -> None:
+    """Write all trajectories, with every column, to a file for other tools."""
+    from laminar_py.audit.export import export as write
+
+    count = write(context.obj, out, responses=responses)
+    _say(f"{out}: {count} trajectories")
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _write_json(record: dict[str, object]) -> None:
+    console.file.write(msgspec.json.encode(record, enc_hook=str).decode() + "\n")
+
+
+def _write_rows(names: list[str], rows: Iterator[tuple[object, ...]]) -> None:
+    for row in rows:
+        values = (value.hex() if isinstance(value, bytes) else value for value in row)
+        _write_json(dict(zip(names, values, strict=True)))
+
+
+def _print_rows(names: list[str], rows: Iterator[tuple[object, ...]]) -> None:
+    table = Table(*map(escape, names))
+    for row in islice(rows, _PRINTED):
+        table.add_row(*(escape(_cell(value)) for value in row))
+    console.print(table)
+    if next(rows, None) is not None:
+        _say(f"the first {_PRINTED} rows; --json writes all")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return "" if value is None else str(value)
+
+
+def _print_accounting(run: Path) -> None:
+    from laminar_py.audit.queries import accounting, staleness_histogram
+
+    found = accounting(run)
+    table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")
+    for name, account in (("train", found.train), ("eval", found.eval)):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(account.dropped.items()))
+        dropped = sum(account.dropped.values())
+        table.add_row(name, *map(str, (account.issued, account.consumed, dropped, account.live)), reasons)
+    console.print(table)
+    histogram = staleness_histogram(run)
+    most = max(histogram.values(), default=1)
+    for staleness, count in histogram.items():
+        console.print(f"staleness {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}", highlight=False)

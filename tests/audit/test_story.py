@@ -1,0 +1,71 @@
+"""One trajectory's life, as the audit tells it."""
+
+import re
+
+from laminar_py.audit.story import Stretch, story, tell_response, tell_story
+from laminar_py.events import Cut, Dropped, Interrupted, Restamped, StreamCut
+from laminar_py.types import DropReason, Span
+from tests.store.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
+
+
+async def test_a_story_tells_a_trajectory_from_issue_to_use(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "g0.0")
+        make_ready(ledger, "g1.0", index=1)
+        run_to(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)], replica=2)
+        ledger.append(Cut("g0.0", "tokens", 5))
+        finish(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)])
+        ledger.append_all(consume(1, 2, "g0.0"))
+    told = story(tmp_path, "g0.0")
+    kinds = [type(item.event).__name__ for item in told.events]
+    assert kinds == ["Issued", "Assigned", "Cut", "Finished", "Scored", "Ready", "Consumed"]
+    times = [item.since_s for item in told.events]
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert told.response.spans == (Span(0, 0, 3), Span(1, 3, 5))
+    assert (told.prompt, told.answer) == ("prompt 0", "4")
+    assert (told.row.replica, told.row.step, told.row.staleness, told.row.cap) == (2, 1, 2, "tokens")
+
+
+async def test_a_story_tells_what_was_recorded_and_corrected(tmp_path):
+    spans = (Span(0, 0, 2), Span(1, 2, 5, 0))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 5)], recorded=True)
+        ledger.append(StreamCut("g0.0", 0, 5))
+        ledger.append(Restamped("g0.0", spans))
+        await ledger.commit()
+        told = story(tmp_path, "g0.0")
+    assert [type(item.event).__name__ for item in told.events] == ["Issued", "Assigned", "StreamCut", "Restamped"]
+    assert tell_response(told) == [
+        "tokens 0 to 2: version 0, replica 0",
+        "tokens 2 to 5: version 1, replica 0, on a KV cache from version 0 on",
+        "sampling mask: 5 tokens, each of 2.0 on average",
+        "routed experts: positions 0 to 7, 3 layers, 2 in each",
+    ]
+
+
+async def test_a_story_tells_a_move_and_who_made_which_tokens(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.1")
+        ledger.append(Dropped("g0.1", DropReason.NO_SIGNAL))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3)], replica=2)
+        ledger.append(Interrupted("g0.0", 1, 3, "repacked"))
+        run_to(ledger, "g0.0", [(0, 3, 5)], replica=1, epoch=2, start=3)
+        finish(ledger, "g0.0", [(0, 0, 5)], epoch=2)
+        ledger.append_all(consume(1, 2, "g0.0"))
+    told = story(tmp_path, "g0.0")
+    assert told.stretches == [Stretch(2, Span(0, 0, 3)), Stretch(1, Span(0, 3, 5))]
+    lines = tell_story(told)
+    assert lines[:4] == [
+        "g0.0: sample 0 of group g0 (1 dropped, 1 consumed), for train",
+        "prompt p0, place 0: 'prompt 0', answer '4'",
+        "consumed: learner step 1 used it at version 2, staleness 2, weight 1; reward 1, advantage 0.5",
+        "5 response tokens, ended by stop",
+    ]
+    (moved,) = (line for line in lines if "epoch 2  length 3" in line)
+    assert re.search(r"replica 1 .*moved there by a repack, 1\.000 s after it stopped", moved)
