@@ -32,4 +32,5 @@ class Finding(msgspec.Struct, frozen=True):
     message: str
 
     def __str__(self) -> str:
-        return f"{self.law}: {self.subject}: {self.message}"
+        # one line, whatever it quotes of what was damaged
+        return " ".join(f"{self.law}: {self.subject}: {self.message}".split())

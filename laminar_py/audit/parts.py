@@ -26,6 +26,7 @@ from laminar_py.events import Archived, Event
 from laminar_py.store.archive import archive_files
 from laminar_py.store.database import SCHEMA_VERSION, LedgerError, ledger_path, reading, schema_of, unlike_schema
 from laminar_py.store.digests import file_digest, prompt_digest, token_reward_digest
+from laminar_py.store.migrations import mistyped
 from laminar_py.store.rows import decode_event
 
 _NAMED = 20  # trajectories whose loss is told one by one
@@ -44,7 +45,10 @@ def check_file(run: Path) -> Part:
     """Whether SQLite finds the file whole, and its tables laid out as they should be."""
     with reading(run) as connection:
         said = [message for (message,) in connection.execute("PRAGMA integrity_check(10)") if message != "ok"]
-        found = [Finding(Law.LOG, "file", " ".join(message.split())) for message in said]
+        found = [Finding(Law.LOG, "file", message) for message in said]
+        found += [
+            Finding(Law.LOG, table, "has values of other types than its columns") for table in mistyped(connection)
+        ]
         schema = schema_of(connection)
         if schema != SCHEMA_VERSION:
             note = f"of schema {schema}, before {SCHEMA_VERSION}: what the newer one adds is not compared"

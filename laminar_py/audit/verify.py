@@ -84,7 +84,12 @@ def _check_ledger(run: Path, verdict: Verdict, *, processes: int) -> None:
     chain = _ranges(events, _EVENTS)
     chain[-1] = chain[-1][0], None
     with _workers(1 if events < _ALONE else processes) as submit:
-        work = [submit(parts.check_events, run), submit(parts.check_file, run)]  # the longest first
+        whole = submit(parts.check_file, run)()
+        verdict.findings.extend(whole.findings)
+        verdict.notes.extend(whole.notes)
+        if whole.findings:
+            return  # values are not of their types, rows not in their order: whatever follows would be noise
+        work = [submit(parts.check_events, run)]  # the longest first
         stored = [submit(parts.check_stored, run, *numbers) for numbers in ranges]
         work += [submit(parts.check_chain, run, *numbers) for numbers in chain]
         work.append(submit(parts.check_prompts, run))

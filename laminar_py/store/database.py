@@ -125,6 +125,7 @@ def _complaints(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
+        reason = " ".join(str(error).split())  # it may quote what was damaged
         raise LedgerError(
-            f"ledger={path}: cannot be read ({error}); restore the file with its -wal file, or start a new run"
+            f"ledger={path}: cannot be read ({reason}); restore the file with its -wal file, or start a new run"
         ) from error

@@ -5,6 +5,7 @@ views of its own that show the newest columns. Migrations are SQL and never call
 releases. Invariant: the event log is not touched; events that have new fields have defaults for them.
 """
 
+import json
 import re
 import sqlite3
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ MIGRATIONS = (
             WHERE kind IN ('issued', 'assigned', 'finished', 'scored', 'ready', 'consumed', 'dropped');
         CREATE TEMP TABLE life AS
             SELECT subject,
-                max(CASE kind WHEN 'scored' THEN number(body -> '$.elapsed_s') END) AS score_s,
+                max(CASE kind WHEN 'scored' THEN elapsed_s(body) END) AS score_s,
                 min(CASE kind WHEN 'issued' THEN at END) AS issued_s,
                 min(CASE kind WHEN 'assigned' THEN at END) AS started_s,
                 min(CASE kind WHEN 'finished' THEN at END) AS finished_s,
@@ -62,6 +63,7 @@ MIGRATIONS = (
         """,
     ),
 )
+_EVERYTHING = "SELECT type, name, tbl_name, sql FROM main.sqlite_master"
 OLDEST = MIGRATIONS[0].to - 1
 NEWEST = MIGRATIONS[-1].to
 
@@ -97,10 +99,30 @@ def migrate(connection: sqlite3.Connection, schema: int, script: str) -> None:
 
 
 def layout_differences(connection: sqlite3.Connection, script: str) -> list[str]:
-    """Tables and indexes of the file that are not as `script` lays them out; comments do not count."""
-    stored = connection.execute("SELECT name, sql FROM main.sqlite_master WHERE sql IS NOT NULL").fetchall()
-    found, expected = ({name: _plain(sql) for name, sql in pairs} for pairs in (stored, _layout(script).items()))
+    """Tables and indexes of the file that are not as `script` lays them out; comments and spaces do not count."""
+    empty = sqlite3.connect(":memory:")
+    empty.executescript(script)
+    found, expected = (
+        {name: (kind, table, _plain(sql or "")) for kind, name, table, sql in one.execute(_EVERYTHING)}
+        for one in (connection, empty)
+    )
+    empty.close()
     return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+
+
+def mistyped(connection: sqlite3.Connection) -> list[str]:
+    """Tables with values that are not of their column's type; of strict ones SQLite says so itself."""
+    found = []
+    loose = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND sql NOT LIKE '% STRICT'"
+    for (table,) in connection.execute(loose).fetchall():
+        columns = connection.execute(f'PRAGMA main.table_info("{table}")').fetchall()
+        wrong = [
+            f"typeof(\"{name}\") NOT IN ('{kind.lower()}', '{kind.lower() if required or key else 'null'}')"
+            for _, name, kind, required, _, key in columns
+        ]
+        if connection.execute(f'SELECT 1 FROM main."{table}" WHERE {" OR ".join(wrong)} LIMIT 1').fetchone():
+            found.append(table)
+    return found
 
 
 def _changed(schema: int) -> list[str]:
@@ -126,9 +148,15 @@ def _layout(script: str) -> dict[str, str]:
 
 
 def _plain(sql: str) -> str:
-    return " ".join(re.sub(r"--[^\n]*", "", sql).split())
+    """Without comments, spaces, and the word that a table lacks which no migration has made anew."""
+    return " ".join(re.sub(r"--[^\n]*", "", sql).split()).removesuffix(" STRICT")
+
+
+def _elapsed_s(body: str) -> float:
+    """Of an event; SQLite's own reading of a number is off by a bit at times."""
+    return float(json.loads(body)["elapsed_s"])
 
 
 def _define_functions(connection: sqlite3.Connection) -> None:
-    connection.create_function("number", 1, float, deterministic=True)  # SQLite's own is off by a bit at times
+    connection.create_function("elapsed_s", 1, _elapsed_s, deterministic=True)
     connection.create_function("token_reward_digest", 2, token_reward_digest, deterministic=True)

@@ -4,7 +4,7 @@
 CREATE TABLE head (               -- one row: the last event of the chain
     seq INTEGER NOT NULL,
     hash BLOB NOT NULL
-);
+) STRICT;
 CREATE TABLE event (
     seq INTEGER PRIMARY KEY,      -- 1, 2, 3, ... without a gap
     wall REAL NOT NULL,           -- seconds since 1970
@@ -14,7 +14,7 @@ CREATE TABLE event (
     subject TEXT NOT NULL,        -- trajectory, part or version it is about
     body TEXT NOT NULL,           -- the event as JSON
     hash BLOB NOT NULL
-);
+) STRICT;
 CREATE TABLE prompt (
     id TEXT PRIMARY KEY,
     idx INTEGER NOT NULL,         -- place in the stream when it was first issued
@@ -23,7 +23,7 @@ CREATE TABLE prompt (
     answer TEXT NOT NULL,
     task TEXT NOT NULL,
     digest BLOB NOT NULL
-) WITHOUT ROWID;
+) WITHOUT ROWID, STRICT;
 CREATE TABLE trajectory (         -- columns in the order of the fields of `rows.TrajectoryRow`
     number INTEGER PRIMARY KEY,   -- 1, 2, 3, ... in the order of issue
     id TEXT NOT NULL UNIQUE,
@@ -63,7 +63,7 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     scored_s REAL,
     ready_s REAL,                 -- its group was complete
     ended_s REAL                  -- consumed or dropped
-);
+) STRICT;
 CREATE TABLE segment (            -- appended as a response grows; moved to Parquet once it cannot be needed
     trajectory INTEGER NOT NULL,
     start INTEGER NOT NULL,
@@ -73,13 +73,13 @@ CREATE TABLE segment (            -- appended as a response grows; moved to Parq
     mask BLOB,                    -- sampling mask of n rows, as `recording.pack_mask` has it; NULL: not recorded
     experts BLOB,                 -- routed experts, as `recording.pack_experts` has them, of positions of their own
     digest BLOB NOT NULL
-);
+) STRICT;
 CREATE INDEX segment_of ON segment (trajectory);
 CREATE TABLE token_reward (
     trajectory INTEGER PRIMARY KEY,
     rewards BLOB NOT NULL,        -- [L] little-endian float32
     digest BLOB NOT NULL
-);
+) STRICT;
 
 CREATE TABLE incarnation (
     seq INTEGER PRIMARY KEY,
@@ -91,7 +91,7 @@ CREATE TABLE incarnation (
     max_staleness INTEGER,
     resumed_step INTEGER,
     ended TEXT                    -- why, if it ended by itself
-);
+) STRICT;
 CREATE TABLE version (
     seq INTEGER PRIMARY KEY,
     version INTEGER NOT NULL UNIQUE,
@@ -101,7 +101,7 @@ CREATE TABLE version (
     digest TEXT NOT NULL,
     num_bytes INTEGER NOT NULL,
     stall_s REAL NOT NULL
-);
+) STRICT;
 CREATE TABLE step (
     seq INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
@@ -115,14 +115,14 @@ CREATE TABLE step (
     waited_s REAL NOT NULL,
     reference_s REAL NOT NULL,
     undone INTEGER NOT NULL DEFAULT 0
-);
+) STRICT;
 CREATE TABLE checkpoint (
     seq INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
     version INTEGER NOT NULL,
     path TEXT NOT NULL,
     undone INTEGER NOT NULL DEFAULT 0
-);
+) STRICT;
 CREATE TABLE evaluation (
     seq INTEGER PRIMARY KEY,
     version INTEGER NOT NULL,
@@ -130,4 +130,4 @@ CREATE TABLE evaluation (
     num_prompts INTEGER NOT NULL,
     accuracy REAL NOT NULL,
     rl_s REAL NOT NULL
-);
+) STRICT;

@@ -1,0 +1,126 @@
+"""Single bytes of a closed run are changed at random, and every change is found.
+
+With a seal all are. Without one, all that change anything that can be read from the ledger: SQLite leaves bytes
+unused (free pages, the space between cells of a page, counters of its header), and nothing depends on comments and
+spaces in the text of the schema.
+"""
+
+import random
+import re
+import sqlite3
+
+from laminar_py.audit.findings import Finding
+from laminar_py.audit.verify import prove, verify
+from laminar_py.events import Assigned, Checkpointed, Dropped, Evaluated, Restamped, StreamCut, VersionLoaded
+from laminar_py.store.database import LEDGER_NAME
+from laminar_py.store.seal import seal_run
+from laminar_py.types import DropReason, Span
+from tests.store.runs import begin, consume, issue, make_ready, open_ledger, run_to, tokens
+
+SEALED, OPEN = 1000, 300  # changes
+
+
+async def closed_run(run):
+    """A bit of everything that a ledger has, in SQLite and in the archive."""
+    async with open_ledger(run) as ledger:
+        begin(ledger, drain=False, max_staleness=3, versions=(0, 1))
+        ledger.append(VersionLoaded(0, 1, "digest1", 0.1, "aa-bb"))
+        for index in range(6):
+            make_ready(ledger, f"g{index}.0", spans=((0, 0, 3), (1, 3, 7)), index=index, recorded=index < 2)
+        ledger.append_all(consume(1, 1, "g0.0", "g1.0", "g2.0"))
+        ledger.append(Checkpointed(1, 1, "checkpoints/step-1", 0.1, 0.4))
+        await ledger.archive(1)
+        ledger.append_all(consume(2, 1, "g3.0"))
+        ledger.append_all(await ledger.undo_since(1, reason="learner_died"))
+        ledger.append(Dropped("g4.0", DropReason.STALE, "staleness 4"))
+        issue(ledger, "g9.0", index=9)
+        run_to(ledger, "g9.0", [(1, 0, 4)], recorded=True)
+        ledger.append(StreamCut("g9.0", 0, 4))
+        ledger.append(Restamped("g9.0", (Span(0, 0, 1), Span(1, 1, 4))))
+        ledger.store_token_rewards("g9.0", tokens("g9.0", 0, 4)[1])
+        issue(ledger, "g9.1", index=9)
+        ledger.append(Assigned("g9.1", 0, 1, 0))
+        ledger.append(Evaluated(1, 1, 8, 0.5, 3.0))
+
+
+def changes(files, count, *, seed):
+    """File, place and another byte, seeded; half of the places hold something, most of the rest is empty."""
+    rng = random.Random(seed)
+    places = [(file, place, byte) for file in files for place, byte in enumerate(file.read_bytes())]
+    full = [(file, place) for file, place, byte in places if byte]
+    for index in range(count):
+        file, place = rng.choice(full) if index % 2 else rng.choice(places)[:2]
+        yield file, place, rng.randrange(1, 256)
+
+
+def flip(file, place, by):
+    """Change one byte; doing it twice changes nothing."""
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ by]))
+
+
+def findings(run):
+    """What verify says, also where it can read nothing: one line each."""
+    try:
+        found = [str(finding) for finding in verify(run)]
+    except ValueError as error:
+        found = [str(error)]
+    assert not any("\n" in line for line in found)
+    return found
+
+
+async def test_every_change_of_a_byte_of_a_sealed_run_is_found(tmp_path):
+    await closed_run(tmp_path)
+    seal_run(tmp_path)
+    files = [tmp_path / LEDGER_NAME, *(tmp_path / "archive").iterdir()]
+    for file, place, by in changes(files, SEALED, seed=1):
+        flip(file, place, by)
+        named = str(file.relative_to(tmp_path))
+        assert any(line.startswith(f"seal: {named}: was changed") for line in seal_findings(tmp_path)), (place, by)
+        flip(file, place, by)
+    assert prove(tmp_path).findings == []
+
+
+async def test_without_a_seal_every_change_of_what_can_be_read_is_found(tmp_path):
+    await closed_run(tmp_path)
+    files = [tmp_path / LEDGER_NAME, *(tmp_path / "archive").iterdir()]
+    whole, unused = readable(tmp_path), 0
+    assert verify(tmp_path) == []
+    for file, place, by in changes(files, OPEN, seed=2):
+        flip(file, place, by)
+        if not findings(tmp_path):
+            assert file.name == LEDGER_NAME, f"byte {place} of {file.name} ^ {by}"
+            assert readable(tmp_path) == whole, f"byte {place} ^ {by} changes what is read, and is not found"
+            unused += 1
+        flip(file, place, by)
+    assert unused < OPEN * 0.8
+    assert verify(tmp_path) == []
+
+
+def seal_findings(run):
+    """As `findings`, by the seal alone: what the laws say is the other test's."""
+    from laminar_py.store.seal import differences, read_seal
+
+    return [str(Finding("seal", *difference)) for difference in differences(run, read_seal(run))]
+
+
+def readable(run):
+    """Everything that SQL can see, but for comments in the schema."""
+    connection = sqlite3.connect(f"file:{run / LEDGER_NAME}?mode=ro&immutable=1", uri=True)
+    connection.text_factory = bytes
+    try:
+        schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name").fetchall()
+        text = [
+            b" ".join(re.sub(rb"--[^\n]*", b"", b" ".join(map(bytes, filter(None, row)))).split())
+            for row in schema
+        ]
+        tables = [row[1].decode() for row in schema if row[0] == b"table"]
+        rows = {table: connection.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
+        return text, rows, connection.execute("PRAGMA integrity_check").fetchall()
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        return str(error)
+    finally:
+        connection.close()
