@@ -171,6 +171,18 @@ def bench_packer(
     show_report("packer", packer.rows(tell=_tell), as_json=as_json)
 
 
+@bench.command("ledger", epilog="Example: laminar bench ledger --trajectories 1000000 --json")
+def bench_ledger(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    trajectories: Annotated[int, typer.Option(min=1, help="So many are recorded; 4 kB of disk each")] = 100_000,
+) -> None:
+    """Cost of recording, size on disk, and cost of reading it back. Takes about a minute."""
+    from laminar_py.bench import ledger
+    from laminar_py.bench.report import show as show_report
+
+    show_report("ledger", ledger.rows(trajectories=trajectories, tell=_tell), as_json=as_json)
+
+
 @bench.command("learner", epilog="Example: laminar bench learner --json")
 def bench_learner(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,

@@ -92,7 +92,9 @@ def select(run: Path, statement: str, *, show: Callable[[list[str], Iterator[tup
         connection.set_authorizer(_may_read)
         try:
             cursor = connection.execute(statement)
-            show([column for column, *_ in cursor.description or ()], cursor)
+            if cursor.description is None:
+                raise sqlite3.ProgrammingError("it asks nothing")
+            show([column for column, *_ in cursor.description], cursor)
         except (sqlite3.Error, sqlite3.Warning) as error:
             raise ValueError(
                 f"sql={statement!r}: {error}; write one SELECT over its tables, such as trajectory or step"

@@ -1,0 +1,107 @@
+"""`laminar audit` as it is typed: what it prints, its exit codes, and one line for whatever is wrong."""
+
+import json
+import sqlite3
+import sys
+
+import pytest
+
+from laminar_py.cli import main
+from laminar_py.store.database import LEDGER_NAME
+from laminar_py.store.seal import seal_run
+from tests.audit.test_export import a_run
+
+
+@pytest.fixture
+def laminar(monkeypatch, capsys):
+    """Runs the command line; exit code, standard output and standard error."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["laminar", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return end.value.code or 0, said.out, said.err
+
+    return run
+
+
+async def test_a_run_that_keeps_the_laws_is_proved(tmp_path, laminar):
+    await a_run(tmp_path)
+    code, out, _ = laminar("audit", tmp_path, "verify")
+    assert (code, out.splitlines()[0], out.splitlines()[-1]) == (
+        0,
+        "not sealed: the run goes on, or was killed",
+        "every law holds",
+    )
+    seal_run(tmp_path)
+    code, out, _ = laminar("audit", tmp_path, "verify")
+    assert (code, out.splitlines()[0][:15]) == (0, "sealed: 2 files")
+
+
+async def test_a_broken_law_is_exit_code_1_and_a_line_for_each_breach(tmp_path, laminar):
+    await a_run(tmp_path)
+    next((tmp_path / "archive").iterdir()).unlink()
+    code, out, _ = laminar("audit", tmp_path, "verify")
+    assert code == 1
+    assert "is missing, with 2 trajectories\n" in out
+    assert out.splitlines()[-1] == "3 findings: a law is broken"
+
+
+async def test_list_and_sql_write_json_for_other_tools(tmp_path, laminar):
+    await a_run(tmp_path)
+    _, out, _ = laminar("audit", tmp_path, "list", "--status", "consumed", "--json")
+    (row,) = map(json.loads, out.splitlines())
+    assert (row["id"], row["staleness"], row["step"]) == ("g0.0", 1, 1)
+    _, out, _ = laminar("audit", tmp_path, "sql", "SELECT id, digest FROM prompt LIMIT 1", "--json")
+    assert len(json.loads(out)["digest"]) == 32
+    _, out, _ = laminar("audit", tmp_path, "show", "g1.0")
+    assert "tokens 2 to 5: version 1, replica 0, on a KV cache from version 0 on" in out
+
+
+def nothing(path):
+    path.unlink()
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def other_program(path):
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE notes (x)")
+    connection.close()
+
+
+def newer(path):
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 5000")
+    connection.close()
+
+
+@pytest.mark.parametrize("command", [(), ("verify",), ("list",), ("show", "g0.0"), ("sql", "SELECT 1")])
+@pytest.mark.parametrize("damage", [nothing, empty, other_program, newer])
+async def test_what_is_no_ledger_is_one_line_and_exit_code_2(tmp_path, laminar, damage, command):
+    await a_run(tmp_path)
+    damage(tmp_path / LEDGER_NAME)
+    code, _, err = laminar("audit", tmp_path, *command)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"ledger={tmp_path / LEDGER_NAME}: " in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("list", "--reward", "big"), "reward=big: not a comparison"),
+        (("list", "--length", "> 3 4"), "length=> 3 4: not a comparison"),
+        (("show", "g7.7"), "trajectory=g7.7: not in"),
+        (("sql", "DROP TABLE step"), "sql='DROP TABLE step': not authorized"),
+        (("export", "out.txt"), "out=out.txt: its suffix says neither"),
+    ],
+)
+async def test_a_bad_question_is_one_line_and_exit_code_2(tmp_path, laminar, words, message):
+    await a_run(tmp_path)
+    code, _, err = laminar("audit", tmp_path, *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"laminar: {message}")
