@@ -1,7 +1,7 @@
 """The tables against a replay of the events. Driven by `audit.verify`.
 
-A row is compared when its trajectory is done with, some hundreds at a time, and then forgotten; only those whose
-consumption is undone somewhere in the log, and those that are live at its end, wait.
+A row is compared when its trajectory is done with, and then forgotten; only those whose consumption is undone
+somewhere in the log, and those that are live at its end, wait. Stored rows are read once, in the order of issue.
 """
 
 import sqlite3
@@ -17,7 +17,7 @@ from laminar_py.store.rows import COLUMNS, TrajectoryRow, read_accounting
 from laminar_py.store.writer import SIDE_TABLES, apply_to_tables
 from laminar_py.types import Status
 
-_AT_ONCE = 500  # rows that are compared by one statement
+_AT_ONCE = 256  # rows
 _FROM_PIECES = frozenset({"length", "oldest_version", "newest_version"})  # known from events once finished
 _OF_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamCut, Finished, Restamped})
 
@@ -33,7 +33,9 @@ class Replay:
         undone = connection.execute("SELECT DISTINCT subject FROM event WHERE kind = 'undone'")
         self._undone = {subject for (subject,) in undone}
         self._waiting: dict[str, TrajectoryRow] = {}  # done with, but for an undone step
-        self._done: list[TrajectoryRow] = []  # to be compared
+        self._stored = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM trajectory ORDER BY number")
+        self._read = 0  # the last number that was read
+        self._ahead: dict[int, tuple[object, ...]] = {}  # stored rows whose trajectories are not done with
         self._machine = Machine(recall=self._waiting.get)
         # a ledger of an older schema has not all columns in its file
         own = {name for _, name, *_ in connection.execute("PRAGMA main.table_info(trajectory)")}
@@ -59,17 +61,16 @@ class Replay:
             if row.id in self._undone:
                 self._waiting[row.id] = row
             else:
-                self._compare_later(row)
+                self._compare(row)
 
     def end(self) -> None:
         """Compare everything that could not be compared before."""
         live = self._machine.live
         for row in live.values():
-            self._compare_later(row)
+            self._compare(row)
         for row in self._waiting.values():
             if row.id not in live:
-                self._compare_later(row)
-        self._compare()
+                self._compare(row)
         highest = self._machine.marks.number
         query = "SELECT id FROM trajectory WHERE number > ? OR number < 1"
         for (id,) in self._connection.execute(query, (highest,)):
@@ -88,28 +89,22 @@ class Replay:
         elif isinstance(event, Restamped) and event.spans:
             row.length = event.spans[-1].end
 
-    def _compare_later(self, row: TrajectoryRow) -> None:
-        self._done.append(row)
-        if len(self._done) == _AT_ONCE:
-            self._compare()
-
-    def _compare(self) -> None:
-        rows, self._done = self._done, []
-        marks = ", ".join("?" * len(rows))
-        query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE number IN ({marks})"
-        stored = {found[0]: found for found in self._connection.execute(query, [row.number for row in rows])}
-        for row in rows:
-            replayed, found = msgspec.to_builtins(row), stored.get(row.number)
-            if found is None:
-                self.findings.append(Finding(Law.ROWS, row.id, "has no row"))
-            elif list(found) != replayed:
-                self.findings += self._differences(row, replayed, found)
+    def _compare(self, row: TrajectoryRow) -> None:
+        while self._read < row.number:
+            block = self._stored.fetchmany(_AT_ONCE)
+            self._ahead.update((stored[0], stored) for stored in block)
+            self._read = block[-1][0] if block else row.number
+        found, replayed = self._ahead.pop(row.number, None), msgspec.structs.astuple(row)
+        if found is None:
+            self.findings.append(Finding(Law.ROWS, row.id, "has no row"))
+        elif found != replayed:
+            self.findings += self._differences(row, replayed, found)
 
     def _differences(
         self, row: TrajectoryRow, replayed: Sequence[object], stored: Sequence[object]
     ) -> Iterator[Finding]:
         for place, column in self._compared:
-            found, expected = stored[place], replayed[place]
+            found, expected = stored[place], msgspec.to_builtins(replayed[place])
             if found != expected and not (column in _FROM_PIECES and row.finish_reason is None):
                 yield Finding(Law.ROWS, row.id, f"{column} is {found!r}, the events say {expected!r}")
 
