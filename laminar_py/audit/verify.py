@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -84,15 +84,16 @@ def _check_ledger(run: Path, verdict: Verdict, *, processes: int) -> None:
     chain = _ranges(events, _EVENTS)
     chain[-1] = chain[-1][0], None
     with _workers(1 if events < _ALONE else processes) as submit:
-        whole = submit(parts.check_file, run)()
-        verdict.findings.extend(whole.findings)
-        verdict.notes.extend(whole.notes)
-        if whole.findings:
-            return  # values are not of their types, rows not in their order: whatever follows would be noise
+        whole = submit(parts.check_file, run)
         work = [submit(parts.check_events, run)]  # the longest first
         stored = [submit(parts.check_stored, run, *numbers) for numbers in ranges]
         work += [submit(parts.check_chain, run, *numbers) for numbers in chain]
         work.append(submit(parts.check_prompts, run))
+        file = whole()
+        verdict.findings.extend(file.findings)
+        verdict.notes.extend(file.notes)
+        if file.findings:
+            return  # values are not of their types, rows not in their order: whatever follows would be noise
         missing = {number for part in stored for number in part().missing}
         # now: what a run moves to a file meanwhile is in one that is there by the time it is gone from SQLite
         archive = [submit(parts.check_archive, run, path) for path in parts.files_of(run)]
@@ -114,14 +115,14 @@ Submit = Callable[..., Callable[[], Part]]
 
 @contextmanager
 def _workers(processes: int) -> Iterator[Submit]:
-    """Takes a function and its arguments, gives what waits for its result; in this process if that is enough."""
+    """Takes a function and its arguments, gives what waits for its result; in this process if that is enough.
+
+    What nobody has asked for by the end is given up.
+    """
     if processes == 1:
-        yield lambda function, *arguments: partial(_value, function(*arguments))
+        yield lambda function, *arguments: cache(partial(function, *arguments))
         return
     # the collector of cycles finds none here, in the millions of records that come and go
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=gc.disable) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result
-
-
-def _value(part: Part) -> Part:
-    return part
+        pool.shutdown(cancel_futures=True)
