@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from laminar_py.store.writer import Writer
 
 CONFIG = Path("configs/quickstart.yaml")
 LOOK_S = 0.5
+CALIBRATION = 100_000
 ENTRANCES = ("append", "append_all", "store_prompt", "store_segment", "store_token_rewards", "_cut")
 COPIED = ("write_archive",)  # called by the ledger, in a thread of its own
 
@@ -35,6 +37,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.spent_s: Counter[str] = Counter()
+        self.calls = 0
         self._depth = threading.local()
 
     def watch(self, owner: Any, name: str) -> None:
@@ -52,8 +55,18 @@ class Stopwatch:
             finally:
                 self._depth.inside = False
                 self.spent_s[name] += time.thread_time() - began
+                self.calls += 1
 
         return timed
+
+
+def own_s() -> float:
+    """CPU seconds that a stopwatch adds to each call."""
+    watch = Stopwatch()
+    nothing = watch._timed(lambda: None, "nothing")
+    for _ in range(CALIBRATION):
+        nothing()
+    return watch.spent_s["nothing"] / CALIBRATION
 
 
 class Processes(threading.Thread):
@@ -89,7 +102,7 @@ def main() -> None:
     """Train once and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     args = parser.parse_args()
     watch, processes = Stopwatch(), Processes()
     for name in ENTRANCES:

@@ -5,6 +5,7 @@ the process of `laminar train`; every part that is a process of its own has a ke
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -232,6 +233,7 @@ class Controller:
         trainer, stats, flow = self._trainer, self._stats, self._flow
         if trainer.step == 0:
             await self._evaluator.now(trainer.moment)
+        gc.freeze()  # what the start has made stays: the collector of cycles need not look at it again and again
         flow.go_on()
         stats.rl_phase(True)
         await self._replicas.dispatch()

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _ROW_GROUP_BYTES = 4 * 2**20  # whoever looks for one trajectory reads so much
 _BINARY = ("mask", "experts", "digest")
+# the rest is random bits, as good as
+_COMPRESSION = dict.fromkeys(("trajectory", "start", "spans", "ids.list.element", "mask"), "zstd")
 _SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <= ?)"
 
 
@@ -136,7 +138,7 @@ def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
     with path.open("wb") as file:
         # numbers repeat too seldom for a dictionary; statistics are for finding a trajectory
         with pq.ParquetWriter(
-            file, schema, compression="zstd", use_dictionary=["spans"], write_statistics=["trajectory"]
+            file, schema, compression=_COMPRESSION, use_dictionary=["spans"], write_statistics=["trajectory"]
         ) as writer:
             for group in _by_size(pieces):
                 ids = _lists([piece.ids for piece in group], np.dtype("<i4"))

@@ -31,10 +31,11 @@ from laminar_py.store.rows import (
 )
 from laminar_py.store.seal import seal_digest
 from laminar_py.store.spans import encode_spans
-from laminar_py.store.writer import Batch, Segment, Stamped, Writer
-from laminar_py.types import Prompt, Published, RoutedExperts, SamplingMask, Span
+from laminar_py.store.writer import Batch, Segment, Stamped, Writer, end_of
+from laminar_py.types import Prompt, Published, RoutedExperts, SamplingMask, Span, Status
 
-FLUSH_S = 0.25
+FLUSH_S = 0.5
+ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
 _FORGET = 4096  # archived trajectories whose pieces one transaction deletes
 
 
@@ -53,6 +54,7 @@ class Ledger:
         self._batch = Batch()
         self._prompts: set[str] = set()  # ids in the batch
         self._dirty: dict[str, TrajectoryRow] = {}  # rows that the batch will write
+        self._ends: dict[str, TrajectoryRow] = {}  # rows of which it will write the end alone
         self._in_flight: dict[str, TrajectoryRow] = {}  # rows that are being written
         self._waiters: list[asyncio.Future[None]] = []  # commits that the next cut satisfies
         self._served: list[asyncio.Future[None]] = []  # those that the cut being written satisfies
@@ -108,7 +110,7 @@ class Ledger:
         row = self._machine.apply(self._seq + 1, event, wall=wall, mono=mono)
         self._seq += 1
         if row is not None:
-            self._dirty[row.id] = row
+            self._note_changed(row)
         self._batch.events.append(Stamped(self._seq, wall, mono, event))
         self._schedule()
 
@@ -222,10 +224,11 @@ class Ledger:
         if self._timer is not None:
             self._timer.cancel()
         batch, self._batch, self._timer = self._batch, Batch(), None
-        self._in_flight, self._dirty = self._dirty, {}
-        self._prompts.clear()
         # columns now, plain strings for enums: binding an enum costs SQLite a search for its adapter
-        batch.rows = [msgspec.to_builtins(row) for row in self._in_flight.values()]
+        batch.rows = [msgspec.to_builtins(row) for row in self._dirty.values()]
+        batch.ends = [end_of(row) for row in self._ends.values()]
+        self._in_flight, self._dirty, self._ends = self._ends | self._dirty, {}, {}
+        self._prompts.clear()
         return batch
 
     async def _write_batches(self) -> None:
@@ -250,8 +253,13 @@ class Ledger:
             if not waiter.done() and self._failure is not None:
                 waiter.set_exception(self._failure)
 
+    def _note_changed(self, row: TrajectoryRow) -> None:
+        """The next batch writes it: all of it, or how it ended if nothing else of it is new."""
+        ends = row.status in ENDED and row.id not in self._dirty
+        (self._ends if ends else self._dirty)[row.id] = row
+
     def _recall(self, trajectory_id: str) -> TrajectoryRow | None:
-        for recent in (self._dirty, self._in_flight):
+        for recent in (self._dirty, self._ends, self._in_flight):
             if trajectory_id in recent:
                 return recent[trajectory_id]
         return next(iter(read_rows(self._reader, "id = ?", (trajectory_id,))), None)

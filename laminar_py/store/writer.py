@@ -30,13 +30,26 @@ from laminar_py.events import (
 )
 from laminar_py.store.digests import event_hash, prompt_digest, segment_digest, token_reward_digest
 from laminar_py.store.recording import pack_experts, pack_mask
-from laminar_py.store.rows import COLUMNS
+from laminar_py.store.rows import COLUMNS, TrajectoryRow
 from laminar_py.types import Prompt, RoutedExperts, SamplingMask
 
 _UPSERT_TRAJECTORY = (
     f"INSERT INTO trajectory VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (number) DO UPDATE SET "
     + ", ".join(f"{column} = excluded.{column}" for column in COLUMNS[COLUMNS.index("status") :])
 )
+
+_END = (  # columns that change when a trajectory is consumed or dropped
+    "status",
+    "last_seq",
+    "drop_reason",
+    "drop_detail",
+    "step",
+    "version",
+    "staleness",
+    "weight",
+    "ended_s",
+)
+_UPDATE_END = f"UPDATE trajectory SET {', '.join(f'{column} = ?' for column in _END)} WHERE number = ?"
 
 # How the events that are not about a trajectory show in the other tables; fields of the event fill the names.
 _STATEMENTS: dict[type, tuple[str, ...]] = {
@@ -96,6 +109,7 @@ class Batch:
 
     events: list[Stamped] = field(default_factory=list)
     rows: list[list[object]] = field(default_factory=list)  # trajectory rows as columns
+    ends: list[tuple[object, ...]] = field(default_factory=list)  # of others, what `end_of` says
     prompts: list[Prompt] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     token_rewards: list[tuple[int, bytes]] = field(default_factory=list)  # trajectory, rewards
@@ -121,6 +135,7 @@ class Writer:
             rows, head = self._chain(batch.events)
             connection.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
             connection.executemany(_UPSERT_TRAJECTORY, batch.rows)
+            connection.executemany(_UPDATE_END, batch.ends)
             self._store_prompts(batch.prompts)
             connection.executemany(
                 "INSERT INTO segment VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -167,6 +182,13 @@ class Writer:
             previous = event_hash(previous, seq, wall, mono, host, kind, subject, body)
             rows.append((seq, wall, mono, host, kind, subject, body.decode(), previous))
         return rows, (seq, previous)
+
+
+def end_of(row: TrajectoryRow) -> tuple[object, ...]:
+    """How a trajectory ended, and its number."""
+    reason = None if row.drop_reason is None else row.drop_reason.value
+    end = row.status.value, row.last_seq, reason, row.drop_detail
+    return (*end, row.step, row.version, row.staleness, row.weight, row.ended_s, row.number)
 
 
 _encoder = msgspec.json.Encoder()
