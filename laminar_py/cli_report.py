@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from laminar_py.analytics.snapshot import Snapshot
     from laminar_py.analytics.triage import Diagnosis
 
 console = Console(highlight=False)
@@ -29,7 +30,11 @@ def report(
 
     Of one run it also writes report.html and trace.json into its folder.
     """
+    if len(runs) == 1 and not as_json:
+        _report_one(runs[0], details=details)
+        return
     from laminar_py.analytics.compare import compare
+    from laminar_py.analytics.compare_tables import comparison_tables
     from laminar_py.analytics.run_report import read_report
 
     reports = [read_report(run) for run in runs]
@@ -37,16 +42,23 @@ def report(
     if as_json:
         print(msgspec.json.encode(plain({"runs": reports, "comparison": comparison})).decode())
     elif comparison is not None:
-        from laminar_py.analytics.compare_tables import comparison_tables
-
         for table in comparison_tables(reports, comparison):
             console.print(table)
-    else:
-        from laminar_py.analytics.run_tables import run_tables
 
-        for part in run_tables(reports[0], details=details):
+
+def _report_one(run: Path, *, details: bool) -> None:
+    from laminar_py.analytics.pipeline import read_record
+    from laminar_py.analytics.run_report import reading_run, report_of
+    from laminar_py.analytics.run_tables import run_tables
+    from laminar_py.analytics.snapshot import snapshot_of
+
+    with reading_run(run) as connection:  # figures and pictures are of one state
+        record = read_record(run, connection)
+        found = report_of(run, connection, record)
+        for part in run_tables(found, details=details):
             console.print(part)
-        _draw(runs[0], reports[0].diagnosis)
+        snapshot = snapshot_of(run, connection, record)
+    _draw(run, snapshot, found.diagnosis)
 
 
 def print_limits(run: Path) -> None:
@@ -57,16 +69,22 @@ def print_limits(run: Path) -> None:
     diagnosis = read_diagnosis(run)
     if diagnosis is not None:
         console.print(diagnosis_table(diagnosis))
-    console.print(f"laminar report {run}: all figures, and report.html; laminar audit {run} verify proves them")
+        console.print("what to change are settings of the config, see docs/config.md")
+    else:
+        console.print("no learner step was completed, so what limits the run cannot be told")
+    for command, what in (
+        ("report {}", "has all figures, and draws report.html"),
+        ("audit {} verify", "proves them"),
+    ):
+        console.print(f"laminar {command.format(run)} {what}", soft_wrap=True)
 
 
-def _draw(run: Path, diagnosis: "Diagnosis | None") -> None:
+def _draw(run: Path, snapshot: "Snapshot", diagnosis: "Diagnosis | None") -> None:
     from laminar_py.analytics.page import write_report
-    from laminar_py.analytics.snapshot import read_snapshot
     from laminar_py.analytics.trace import write_trace
     from laminar_py.analytics.wall import wall_panel
 
-    snapshot, wall = read_snapshot(run), None if diagnosis is None else wall_panel(diagnosis)
+    wall = None if diagnosis is None else wall_panel(diagnosis)
     page, trace = write_report(run, wall=wall, snapshot=snapshot), write_trace(run, snapshot=snapshot)
     console.print(f"in pictures: {page}; for Perfetto: {trace}", soft_wrap=True)
 

@@ -28,7 +28,8 @@ class Comparison:
     measure: str  # "accuracy" or "reward"
     reached: tuple[Reached, ...]
     device_hours: float  # that all have taken at least
-    at_equal: tuple[Point | None, ...]  # the last point within them
+    at_equal: tuple[Point | None, ...]  # the last point within them, which may lie well before their end
+    reward_at_equal: tuple[Point | None, ...]  # in training
 
 
 def compare(reports: Sequence[RunReport]) -> Comparison:
@@ -41,6 +42,7 @@ def compare(reports: Sequence[RunReport]) -> Comparison:
         tuple(Reached(level, tuple(_first(curve, level) for curve in curves)) for level in _levels(curves)),
         budget,
         tuple(_within(curve, budget) for curve in curves),
+        tuple(_within(report.quality.reward, budget) for report in reports),
     )
 
 

@@ -30,9 +30,8 @@ def comparison_tables(reports: Sequence[RunReport], comparison: Comparison) -> I
     measure = comparison.measure
     if comparison.reached:
         yield _table(f"\nUntil {measure} is", heads, list(_reached(comparison)))
-    held = [None if point is None else point.value for point in comparison.at_equal]
     title = f"\nAt equal device-hours: {comparison.device_hours:.3g} ({_devices(reports)})"
-    yield _table(title, heads, [Line(measure, held, "{:.3f}".format)])
+    yield _table(title, heads, list(_at_equal(comparison)))
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
@@ -82,16 +81,25 @@ def _staleness(reports: Sequence[RunReport]) -> Iterator[list[str]]:
 
 
 def _reached(comparison: Comparison) -> Iterator[Line]:
-    def of(value: Callable[[Point], float], points: Sequence[Point | None]) -> list[float | None]:
-        return [None if point is None else value(point) for point in points]
-
     for reached in comparison.reached:
         level, points = f"{reached.level:.3f}", reached.points
-        yield Line(f"{level}: time", of(lambda point: point.rl_s, points), tell_seconds)
-        yield Line("  trained tokens", of(lambda point: float(point.tokens), points), "{:,.0f}".format)
-        yield Line("  device-hours", of(lambda point: point.device_hours, points), "{:.3g}".format)
+        yield Line(f"{level}: time", _of(lambda point: point.rl_s, points), tell_seconds)
+        yield Line("  trained tokens", _of(lambda point: float(point.tokens), points), "{:,.0f}".format)
+        yield Line("  device-hours", _of(lambda point: point.device_hours, points), "{:.3g}".format)
+
+
+def _at_equal(comparison: Comparison) -> Iterator[Line]:
+    yield Line(comparison.measure, _of(lambda point: point.value, comparison.at_equal), "{:.3f}".format)
+    yield Line("  last known at", _of(lambda point: point.device_hours, comparison.at_equal), "{:.3g}".format)
+    if comparison.measure != "reward":
+        rewards = comparison.reward_at_equal
+        yield Line("reward in training", _of(lambda point: point.value, rewards), "{:.3f}".format)
 
 
 def _devices(reports: Sequence[RunReport]) -> str:
     counts = dict.fromkeys(f"{report.quality.devices} x {report.quality.device}" for report in reports)
     return ", ".join(counts)
+
+
+def _of(value: Callable[[Point], float], points: Sequence[Point | None]) -> list[float | None]:
+    return [None if point is None else value(point) for point in points]

@@ -78,6 +78,11 @@ def compose(schedule: Schedule, times: StageTimes) -> float:
 
 
 def predict(schedule: Schedule, *, measured_s: float, now: StageTimes, then: StageTimes) -> float:
-    """Seconds of a step if its stages took `then` in place of `now`; slack stays as it is."""
-    slack = max(0.0, measured_s - compose(schedule, now))
-    return compose(schedule, then) + slack
+    """Seconds of a step if its stages took `then` in place of `now`; slack stays as it is.
+
+    Where stages overlapped more than the schedule says, so that they come to more than the step, they go on to.
+    """
+    composed, predicted = compose(schedule, now), compose(schedule, then)
+    if composed > measured_s:
+        return measured_s * predicted / composed
+    return predicted + measured_s - composed

@@ -78,10 +78,11 @@ def _read_pipeline(
     ).fetchall()
     step, seq, mono, waited, reference = (np.array(c) for c in zip(*rows, strict=True)) if rows else _none(5)
     end = times.at(seq, mono)
-    begin = np.concatenate([[np.nanmin(trajectories.issued_s, initial=np.inf)], end[:-1]])
+    issued = trajectories.issued_s[~np.isnan(trajectories.issued_s)]
+    begin: Times = np.concatenate([[issued.min(initial=end[0])], end[:-1]]) if len(end) else end
     counts = _whole(step, begin, end, times)
     versions = _Versions.read(connection, times)
-    replicas = _replicas(config, stays, versions, begin, end)
+    replicas = _replicas(config, stays, versions, begin, end, counts)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
     columns = {
@@ -135,7 +136,7 @@ class _Versions:
         at = times.at(seq, mono)
         since = dict(zip(version.tolist(), at.tolist(), strict=True))
         spread_of: dict[int, float] = {}
-        loads = []
+        loads: list[tuple[int, float, int, int, float]] = []
         query = (
             "SELECT seq, mono, kind, json_extract(body, '$.version'), json_extract(body, '$.replica'),"
             " json_extract(body, '$.elapsed_s') FROM event WHERE kind IN ('relayed', 'versionloaded') ORDER BY seq"
@@ -144,22 +145,28 @@ class _Versions:
             if kind == "relayed":
                 spread_of[of_version] = max(spread_of.get(of_version, 0.0), elapsed)
             else:
-                when = float(times.at([number], [stamp])[0])
-                loads.append((when, elapsed, replica, since.get(of_version, when)))
-        load_at, load, who, load_since = (np.array(c) for c in zip(*loads, strict=True)) if loads else _none(4)
+                loads.append((number, stamp, of_version, replica, elapsed))
+        number, stamp, of, who, load = (np.array(c) for c in zip(*loads, strict=True)) if loads else _none(5)
+        load_at = times.at(number, stamp)
+        load_since = np.array([since.get(v, when) for v, when in zip(of.tolist(), load_at.tolist(), strict=True)])
         spread = np.array([spread_of.get(v, 0.0) for v in since])
         return cls(at, stall, spread, load_at, load, who.astype(np.int32), load_since)
 
 
-def _replicas(config: RunConfig, stays: Stays, versions: _Versions, begin: Times, end: Times) -> dict[str, Times]:
+def _replicas(
+    config: RunConfig, stays: Stays, versions: _Versions, begin: Times, end: Times, counts: BoolArray
+) -> dict[str, Times]:
     """Columns of `_OF_REPLICAS`, [S]: means over the replicas."""
     totals = {name: np.zeros(len(end)) for name in _OF_REPLICAS}
     count = config.rollout.replicas
     horizon = end[-1] if len(end) else 0.0
+    order = np.argsort(stays.replica, kind="stable")
+    parts = np.searchsorted(stays.replica[order], np.arange(count + 1))
     for replica in range(count):
-        mine = stays.replica == replica
-        at, running = _running(stays.start_s[mine], np.minimum(stays.end_s[mine], horizon))
-        usual = min(_usual(at, running), config.rollout.max_batch)
+        mine = order[parts[replica] : parts[replica + 1]]
+        start_s = np.minimum(stays.start_s[mine], horizon)
+        at, running = _running(start_s, np.minimum(stays.end_s[mine], horizon))
+        usual = min(_usual(_counted(at, begin, end, counts), running), config.rollout.max_batch)
         loaded = versions.load_replica == replica
         late = _late(at, running, versions.load_at_s[loaded], versions.load_since_s[loaded])
         busy_s = _integral(at, running > 0, begin, end)
@@ -178,6 +185,13 @@ def _running(start: Times, stop: Times) -> tuple[Times, Ints]:
     change = np.concatenate([np.ones(len(start), np.int32), np.full(len(stop), -1, np.int32)])
     order = np.argsort(at, kind="stable")
     return at[order], np.cumsum(change[order]).astype(np.int32)
+
+
+def _counted(at: Times, begin: Times, end: Times, counts: BoolArray) -> Times:
+    """What a clock shows at these times that goes in the steps that count alone, and stands still while none runs."""
+    edges = np.column_stack([begin, end]).ravel()
+    shown = np.cumsum(np.column_stack([np.zeros(len(end)), np.where(counts, end - begin, 0.0)]).ravel())
+    return np.interp(at, edges, shown) if len(edges) else np.zeros(len(at))
 
 
 def _usual(at: Times, running: Ints) -> float:

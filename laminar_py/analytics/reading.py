@@ -89,11 +89,15 @@ def read_reading(record: Record) -> Reading | None:
 
 
 def _longest(finished: Trajectories, count: int) -> float:
-    """Expected longest response of `count`, at the speed that long ones have when they are least disturbed."""
+    """Expected longest response of `count`, at the speed that long ones have when they are least disturbed.
+
+    Of those that moved, the times of the last replica alone are known, so they tell no speed.
+    """
     if not len(finished):
         return 0.0
     long = finished.where(finished.length >= max(1.0, float(np.quantile(finished.length, 0.9))))
-    per_token = np.quantile((long.generate_s - long.queue_s) / long.length, 0.1) if len(long) else 0.0
+    whole = long.where(long.epoch == 1)
+    per_token = np.quantile((whole.generate_s - whole.queue_s) / whole.length, 0.1) if len(whole) else 0.0
     return expected_longest(finished.length, count) * float(per_token)
 
 
@@ -129,10 +133,15 @@ def _share(trajectories: Trajectories, chosen: BoolArray) -> float:
 
 
 def _hopeless(trajectories: Trajectories) -> float:
-    """Share of the closed groups that had no signal since no member did better than the worst of the run."""
-    closed = trajectories.where(~np.isnan(trajectories.reward))
-    if not len(closed):
+    """Share of the scored groups that had no signal since no member did better than the worst of the run.
+
+    Where all rewards are one and the same above 0, all have succeeded.
+    """
+    scored = trajectories.where(~np.isnan(trajectories.reward))
+    if not len(scored):
         return 0.0
-    groups = len(np.unique(closed.group))
-    silent = closed.dropped_for(DropReason.NO_SIGNAL) & (closed.reward <= closed.reward.min())
-    return len(np.unique(closed.group[silent])) / groups
+    worst = scored.reward.min()
+    if worst == scored.reward.max() and worst > 0:
+        return 0.0
+    silent = scored.dropped_for(DropReason.NO_SIGNAL) & (scored.reward <= worst)
+    return len(np.unique(scored.group[silent])) / len(np.unique(scored.group))

@@ -93,7 +93,7 @@ def _long_tail(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
     cap = rollout.sampling.max_new_tokens
     if rollout.group_deadline_s is None and reading.group_p90_s > 0:
         why = "groups close without stragglers; set rollout.probe_share too, to see what that drops"
-        yield Remedy("rollout.group_deadline_s", f"none -> {2 * reading.group_p90_s:.2g}", why)
+        yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * reading.group_p90_s, 0.1):.1f}", why)
     yield Remedy("rollout.sampling.max_new_tokens", f"below {cap}", "a cap on all, logged with each that it cuts")
 
 
@@ -102,8 +102,12 @@ def _reward(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
     others = max(reading.times.generation_s, reading.times.learner_s, 1e-9)
     needed = min(math.ceil(workers * reading.times.reward_s / others), WORKERS * workers)
     yield Remedy("reward.workers", f"{workers} -> {max(needed, 2 * workers)}", "scoring divides by their number")
-    change = f"{config.reward.timeout_s:g} -> {max(2 * reading.reward_p95_s, 0.1):.1f}"
-    yield Remedy("reward.timeout_s", change, f"p95 of a reward is {reading.reward_p95_s:.2f} s")
+    limit = max(2 * reading.reward_p95_s, 0.1)
+    if limit < config.reward.timeout_s:
+        why = (
+            f"p95 of a reward is {reading.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
+        )
+        yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
     yield Remedy("reward.function", "cache what it computes", "samples of a prompt share their problem")
 
 
@@ -135,7 +139,7 @@ def _learner(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
 def _weights(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
     learner, relay = config.learner, config.relay
     if relay.max_bytes_per_s is not None:
-        change = f"{relay.max_bytes_per_s:g} -> {10 * relay.max_bytes_per_s:g}, or none"
+        change = f"{relay.max_bytes_per_s:.0f} -> {10 * relay.max_bytes_per_s:.0f}, or none"
         yield Remedy("relay.max_bytes_per_s", change, f"a version is {reading.transfer_s:.2f} s on its way")
     if relay.topology is not TopologyKind.AUTO:
         yield Remedy(

@@ -3,13 +3,16 @@
 It works while the run goes on and after it was killed; a folder in which nothing has finished yet is refused.
 """
 
+import sqlite3
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.analytics.columns import Trajectories
 from laminar_py.analytics.drops import DropTable, table_of_drops
-from laminar_py.analytics.pipeline import read_record
+from laminar_py.analytics.pipeline import Record, read_record
 from laminar_py.analytics.quality import Quality, read_quality
 from laminar_py.analytics.reading import read_reading
 from laminar_py.analytics.samples import read_fleet, read_rl_seconds, read_steps
@@ -64,18 +67,29 @@ class RunReport:
 
 def read_report(run: Path) -> RunReport:
     """Raises `ValueError` with one line if `run` is no run folder, or nothing has finished in it."""
+    with reading_run(run) as connection:
+        return report_of(run, connection, read_record(run, connection))
+
+
+@contextmanager
+def reading_run(run: Path) -> Iterator[sqlite3.Connection]:
+    """A connection to the ledger of a run in which something has finished. Raises `ValueError` of one line."""
     if run.is_file():
         raise ConfigError(f"run={run}: is a file; name the folder of a run, e.g. runs/quickstart-1")
     with reading(run) as connection:
         if connection.execute(_FINISHED, (Kind.TRAIN,)).fetchone() is None:
             raise ConfigError(f"run={run}: no trajectory has finished yet, so nothing can be said; wait for one")
-        record, scan = read_record(run, connection), scan_events(connection)
-        last_step, undone = connection.execute(
-            "SELECT coalesce(max(step) FILTER (WHERE NOT undone), 0), coalesce(sum(num_tokens * undone), 0)"
-            " FROM step"
-        ).fetchone()
-        steps = read_steps(run)
-        quality = read_quality(connection, record.config, steps)
+        yield connection
+
+
+def report_of(run: Path, connection: sqlite3.Connection, record: Record) -> RunReport:
+    """What `record`, which was read by this connection, and the files beside the ledger come to."""
+    scan = scan_events(connection)
+    last_step, undone = connection.execute(
+        "SELECT coalesce(max(step) FILTER (WHERE NOT undone), 0), coalesce(sum(num_tokens * undone), 0) FROM step"
+    ).fetchone()
+    steps = read_steps(run)
+    quality = read_quality(connection, record.config, steps)
     trajectories, found = record.trajectories, read_reading(record)
     drops = table_of_drops(trajectories, scan.probes)
     return RunReport(

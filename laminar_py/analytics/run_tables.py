@@ -117,21 +117,25 @@ def tail_table(tails: Tails) -> Group:
     rows = [(NAMES[measure], found, measure is not Measure.LENGTH) for measure, found in tails.overall.items()]
     cells = [(name, *_quantiles(found, seconds=seconds)) for name, found, seconds in rows]
     if tails.longest_over_mean is not None:
-        cells.append(("longest of a group over its mean", *_quantiles(tails.longest_over_mean, seconds=False)))
+        cells.append(("longest over mean of a group", *_quantiles(tails.longest_over_mean, seconds=False)))
     return make_table("\nTails", "", ("p50", "p90", "p95", "p99", "max", "p95/p50"), cells)
 
 
 def _quantiles(found: Distribution, *, seconds: bool) -> list[str]:
     values = found.p50, found.p90, found.p95, found.p99, found.max
     tail = "-" if found.tail is None else f"{found.tail:.1f}"
-    return [*(tell_seconds(value) if seconds else f"{value:,.4g}" for value in values), tail]
+    return [*(map(tell_seconds if seconds else _number, values)), tail]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def tell_seconds(value: float) -> str:
-    """Three digits, in the unit that suits."""
+    """Three digits at most, in the unit that suits."""
     if value < 0.0005:
         return "<1 ms"
-    if value < 0.0995:
+    if value < 0.9995:
         return f"{value * 1000:.0f} ms"
     return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
@@ -168,7 +172,7 @@ def _cells(row: Distributions) -> Iterator[str]:
         if found is None:
             yield "-"
         elif measure is Measure.LENGTH:
-            yield f"{found.p50:,.4g} / {found.p95:,.4g}"
+            yield f"{_number(found.p50)} / {_number(found.p95)}"
         else:
             yield f"{tell_seconds(found.p50)} / {tell_seconds(found.p95)}"
 
@@ -180,7 +184,7 @@ def drop_table(table: DropTable, *, details: bool) -> Group:
         return make_table(
             "\nDropped, and cut by caps",
             "",
-            ("trajectories", "share", "tokens, mean", "reward", "kept of that length"),
+            ("trajectories", "share", "mean tokens", "reward", "kept, same length"),
             ((_reason(row), *_summary(row)) for row in rows),
         )
     heads = [f"to {edge:,}" for edge in table.edges]

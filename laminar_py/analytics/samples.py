@@ -1,8 +1,10 @@
 """What the controller writes beside the ledger: one line a second of the replicas, one a step of the learner.
 
-Read while a run goes on, or after it was killed: a last line that is not whole yet counts for nothing.
+Read while a run goes on, or after it was killed: a last line that is not whole yet counts for nothing, and neither
+does one that a crash tore, even if a resumed run wrote the next one behind it.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy.typing as npt
 
 from laminar_py.analytics.columns import Ints, Times
 
+log = logging.getLogger(__name__)
 Line = TypeVar("Line")
 
 _LONGEST_S = 5.0  # a sample speaks for no longer: the controller was down
@@ -93,11 +96,20 @@ def running_mean(values: Times, width: int) -> npt.NDArray[np.float64]:
 
 
 def read_lines(path: Path, kind: type[Line]) -> Iterator[Line]:
-    """All whole lines of such a file; none without one."""
+    """All whole lines of such a file; none without one.
+
+    Raises `ValueError` with file and line for one that is whole and of another form.
+    """
     if not path.is_file():
         return
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
+        for place, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
                 yield decoder.decode(line)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{path}: line {place}: {error}; use the release that wrote it") from error
+            except msgspec.DecodeError:
+                log.info("%s: line %d is torn and left out", path, place)

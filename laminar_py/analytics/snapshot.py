@@ -4,6 +4,7 @@ Called by the report, the trace and the dashboard. Reads the run folder only, al
 the reading never holds up its writer.
 """
 
+import sqlite3
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from laminar_py.analytics.columns import Times, Trajectories, read_trajectories
 from laminar_py.analytics.history import History, read_history
+from laminar_py.analytics.pipeline import Record
 from laminar_py.analytics.samples import FleetLine, StepLine, read_lines, read_rl_seconds, read_steps
 from laminar_py.analytics.stays import RunTimes, Stays, read_stays
 from laminar_py.codec import BoolArray
@@ -80,17 +82,23 @@ class Snapshot:
 
 def read_snapshot(run: Path) -> Snapshot:
     """Everything. Raises a one-line `ValueError` if there is no readable ledger."""
-    folder = ledger_path(run).parent
     with reading(run) as connection:
-        train = read_trajectories(connection)
-        evals = read_trajectories(connection, kind=Kind.EVAL)
-        if not len(train) + len(evals):  # times count from the start then
-            begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
-            train, evals = replace(train, origin_s=begun), replace(evals, origin_s=begun)
-        everyone, is_eval = _joined(train, evals)
-        times = RunTimes(connection, train.origin_s)
-        history, stays = read_history(connection, times), read_stays(connection, times)
-        seq = connection.execute("SELECT seq FROM head").fetchone()[0]
+        return snapshot_of(run, connection)
+
+
+def snapshot_of(run: Path, connection: sqlite3.Connection, record: Record | None = None) -> Snapshot:
+    """Everything that `connection` sees; what `record` has of it is not read again."""
+    folder = ledger_path(run).parent
+    train = read_trajectories(connection) if record is None else record.trajectories
+    evals = read_trajectories(connection, kind=Kind.EVAL)
+    if not len(train) + len(evals):  # times count from the start then
+        begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
+        train, evals = replace(train, origin_s=begun), replace(evals, origin_s=begun)
+    everyone, is_eval = _joined(train, evals)
+    times = RunTimes(connection, train.origin_s)
+    history = read_history(connection, times)
+    stays = read_stays(connection, times) if record is None else record.stays
+    seq = connection.execute("SELECT seq FROM head").fetchone()[0]
     known = [everyone.ended_s, everyone.finished_s, everyone.started_s, everyone.issued_s]
     latest = [float(np.nanmax(times)) for times in known if np.any(~np.isnan(times))]
     end_s = max([0.0, *latest, *(one.at_s for one in history.happened[-1:])])

@@ -24,29 +24,33 @@ def tell(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "change first", str(first)
     if others:
         yield "or", "; ".join(f"{move.key} {move.change}" for move in others[:NEXT_MOVES])
-    yield "gains", f"{_gain(binding.gain)}; the next wall is {diagnosis.next.wall}: {diagnosis.next.evidence}"
-    yield "a step", f"{reading.measured_s:.2f} s: {_stages(reading)}, {HOW[reading.schedule]}"
-    yield "with twice", ", ".join(_twice(reading))
+    following = diagnosis.next
+    yield "gains", f"{_gain(binding.gain)}; the next limit, {following.wall}, as it is now: {following.evidence}"
+    yield "a step", f"takes {reading.measured_s:.2f} s; its stages, {HOW[reading.schedule]}: {_stages(reading)}"
+    twice = ", ".join(_twice(reading))
+    if twice:
+        yield "with twice", f"{twice} a step, as predicted"
     others_s = (schedule for schedule in Schedule if schedule is not reading.schedule)
     yield (
         "a step under",
-        ", ".join(f"{s} {diagnosis.under[s]:.2f} s (most: {diagnosis.walls_under[s]})" for s in others_s)
+        ", ".join(f"{s} {diagnosis.under[s]:.2f} s (mostly {diagnosis.walls_under[s]})" for s in others_s)
         + ", as predicted",
     )
 
 
 def _gain(gain: float) -> str:
-    return f"at most {gain:.2f} x the goodput" if gain < 100 else "more than 100 x the goodput"
+    times = f"at most {gain:.2f} x" if gain < 100 else "more than 100 x"
+    return f"{times} the goodput (useful tokens per second)"
 
 
 def _stages(reading: Reading) -> str:
-    times = {str(stage): reading.times.of(stage) for stage in Stage}
-    shown = [f"{name} {seconds:.2f}" for name, seconds in times.items() if seconds >= SMALL]
-    if reading.times.tail_s >= SMALL:
-        shown[0] += f" ({reading.times.tail_s:.2f} in its tail)"
-    if reading.reference_in_learner and reading.reference_s >= SMALL:
-        shown.append(f"reference {reading.reference_s:.2f} inside the learner")
-    return ", ".join(shown)
+    times = {stage: reading.times.of(stage) for stage in Stage}
+    shown = {stage: f"{stage} {seconds:.2f} s" for stage, seconds in times.items() if seconds >= SMALL}
+    if Stage.GENERATION in shown and reading.times.tail_s >= SMALL:
+        shown[Stage.GENERATION] += f" ({reading.times.tail_s:.2f} s of it with the last few responses)"
+    if Stage.LEARNER in shown and reading.reference_in_learner and reading.reference_s >= SMALL:
+        shown[Stage.LEARNER] += f" ({reading.reference_s:.2f} s of it the reference model)"
+    return ", ".join(shown.values()) or f"none takes {SMALL} s"
 
 
 def _twice(reading: Reading) -> Iterator[str]:

@@ -94,12 +94,11 @@ def evidence(wall: Wall, reading: Reading) -> str:
 
     match wall:
         case Wall.GENERATION:
-            waits = f"the learner waits for them {share(reading.waited_s)} of it"
-            return f"replicas are busy {share(times.generation_s)} of the time, and {waits}"
+            busy = share(times.generation_s)
+            return f"replicas are busy {busy} of the time; the learner waits for a batch {share(reading.waited_s)}"
         case Wall.LONG_TAIL:
-            few = share(times.tail_s)
-            ratio = f"p95 of lengths is {reading.length_ratio:.1f} x p50"
-            return f"{few} of the time replicas have less than a quarter of their usual batch; {ratio}"
+            few = f"replicas have less than a quarter of their usual batch {share(times.tail_s)} of the time"
+            return f"{few}, held by the last long responses; p95 of lengths is {reading.length_ratio:.1f} x p50"
         case Wall.REWARD:
             busy = share(times.reward_s)
             return f"scorers are busy {busy} of the time; p95 of a reward is {reading.reward_p95_s:.2f} s"
@@ -108,12 +107,14 @@ def evidence(wall: Wall, reading: Reading) -> str:
             return f"the reference model works {share(reading.reference_s)} of the time, {where}"
         case Wall.LEARNER:
             idle = share(reading.held_s)
-            return f"the learner is busy {share(times.learner_s)} of the time; replicas are held idle {idle} of it"
+            busy = share(times.learner_s)
+            return f"the learner is busy {busy} of the time; replicas are idle {idle}, since nothing may begin"
         case Wall.WEIGHTS:
-            late, way = share(times.weights_s), f"{reading.transfer_s:.2f} s on the way"
-            return f"replicas are empty {late} of the time while newer weights are under way: {way} a step"
+            late, way = share(times.weights_s), f"{reading.transfer_s:.2f} s of a step"
+            return f"replicas are idle {late} of the time, waiting for newer weights, which relays carry {way}"
         case Wall.FRESHNESS:
-            held = f"replicas are held idle {share(reading.held_s)} of the time, though no stage is busy"
+            idle = share(reading.held_s)
+            held = f"replicas are idle {idle} of the time, since nothing may begin, though no stage fills the step"
             if not reading.stale_share:
                 return held
             return f"{held}, and {reading.stale_share:.0%} of the tokens are dropped as too old"

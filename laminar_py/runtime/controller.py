@@ -278,7 +278,7 @@ class Controller:
                 one_version=rollout.on_new_weights is OnNewWeights.DRAIN,
                 group_deadline_s=rollout.group_deadline_s,
                 probe_share=rollout.probe_share,
-                max_probes=-(-rollout.replicas * rollout.max_batch // 8),
+                max_probes=self._max_probes,
                 min_group_survivors=rollout.min_group_survivors,
                 max_seconds=rollout.max_seconds,
             ),
@@ -363,9 +363,15 @@ class Controller:
 
     @property
     def _max_live(self) -> int:
-        """Trajectories that can wait for a score: all that admission lets live, and all evaluations."""
-        evaluations = 2 + self._config.num_evaluations
-        return self._config.capacity + self._config.rollout.group_size + evaluations * len(self._inputs.heldout)
+        """Trajectories that can wait for a score: what admission lets live, all evaluations and probes."""
+        evaluations = (2 + self._config.num_evaluations) * len(self._inputs.heldout)
+        return self._config.capacity + self._config.rollout.group_size + evaluations + self._max_probes
+
+    @property
+    def _max_probes(self) -> int:
+        """An eighth of what all replicas decode at a time."""
+        rollout = self._config.rollout
+        return -(-rollout.replicas * rollout.max_batch // 8) if rollout.probe_share else 0
 
     async def _keep_house(self) -> None:
         while True:
