@@ -85,7 +85,7 @@ def _read_pipeline(
     replicas = _replicas(config, stays, versions, begin, end, counts)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
-    columns = {
+    columns: dict[str, npt.NDArray[Any]] = {
         "step": step.astype(np.int32),
         "end_s": end,
         "measured_s": end - begin,
@@ -188,7 +188,7 @@ def _running(start: Times, stop: Times) -> tuple[Times, Ints]:
 
 
 def _counted(at: Times, begin: Times, end: Times, counts: BoolArray) -> Times:
-    """What a clock shows at these times that goes in the steps that count alone, and stands still while none runs."""
+    """What a clock shows at these times that goes in the steps that count and stands still in others."""
     edges = np.column_stack([begin, end]).ravel()
     shown = np.cumsum(np.column_stack([np.zeros(len(end)), np.where(counts, end - begin, 0.0)]).ravel())
     return np.interp(at, edges, shown) if len(edges) else np.zeros(len(at))

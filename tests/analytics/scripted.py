@@ -2,6 +2,8 @@
 
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from laminar_py.config_file import dump_config, load_config
 from laminar_py.events import (
@@ -94,9 +96,12 @@ async def scripted(run, *overrides):
     ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=clock)
     await ledger.start()
     script = Script(ledger, clock)
+    wall = patch("laminar_py.store.ledger.time", SimpleNamespace(time=lambda: clock.second))
+    wall.start()
     try:
         script.at(0.0, RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", False, None))
         script.publish(0.0, 0)
         yield script
     finally:
+        wall.stop()
         await ledger.close()

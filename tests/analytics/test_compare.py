@@ -43,6 +43,14 @@ def test_quality_is_compared_at_the_device_hours_that_all_have_had():
     assert [point.value for point in found.at_equal] == [0.5, 0.6]
 
 
+def test_beside_accuracy_stands_the_reward_in_training_which_is_known_at_each_step():
+    rare = make_report(100.0, 1, (0.0, 0.2), (100.0, 0.9), rewards=((10.0, 0.3), (50.0, 0.7), (100.0, 0.9)))
+    often = make_report(50.0, 1, (0.0, 0.2), (50.0, 0.6), rewards=((10.0, 0.3), (50.0, 0.6)))
+    found = compare([rare, often])
+    assert [(point.rl_s, point.value) for point in found.at_equal] == [(0.0, 0.2), (50.0, 0.6)]
+    assert [point.value for point in found.reward_at_equal] == [0.7, 0.6]
+
+
 def test_without_two_evaluations_of_each_the_reward_is_compared():
     known = make_report(10.0, 1, (0.0, 0.2), (9.0, 0.8), rewards=((1.0, 0.1), (9.0, 0.7)))
     other = make_report(10.0, 1, (0.0, 0.2), rewards=((1.0, 0.1), (9.0, 0.5)))

@@ -1,11 +1,15 @@
 """Where the seconds of each step went, on runs that can be checked on paper."""
 
+import sqlite3
+import warnings
+from contextlib import closing
+
 import numpy as np
 import pytest
 
 from laminar_py.analytics.pipeline import read_record
 from laminar_py.events import RolledBack, RunStarted, Undone
-from laminar_py.store.database import SCHEMA_VERSION, reading
+from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION, reading
 from tests.analytics.scripted import scripted
 
 
@@ -100,6 +104,33 @@ async def test_undone_steps_and_steps_in_which_the_run_was_resumed_do_not_count(
     found = pipeline_of(tmp_path)
     assert found.step.tolist() == [1, 2, 4]
     assert found.measured_s.tolist() == pytest.approx([1.0, 1.0, 1.0])
+
+
+async def test_a_batch_that_stood_while_the_run_was_down_is_not_the_usual_one(tmp_path):
+    async with scripted(tmp_path, "rollout.replicas=1", "rollout.max_batch=8") as script:
+        for sample in range(8):
+            script.issue(0.0, f"g0.{sample}")
+        for sample in range(8):
+            script.finish(8.0, f"g0.{sample}")
+            script.score(8.0, f"g0.{sample}")
+        script.issue(8.0, "g1.0", index=1)
+        script.step(9.0, 1, *(f"g0.{sample}" for sample in range(8)))
+        script.at(900.0, RunStarted(2, "host-1", 8, SCHEMA_VERSION, "c0", False, None, 1))
+        script.finish(901.0, "g1.0")
+        script.score(901.0, "g1.0")
+        script.step(902.0, 2, "g1.0")
+    assert pipeline_of(tmp_path).tail_s.tolist() == pytest.approx(
+        [1.0]
+    )  # from 8 to 9 s, one where eight are usual
+
+
+async def test_steps_of_a_ledger_without_times_are_left_out_without_a_word(tmp_path):
+    await one_step(tmp_path)
+    with closing(sqlite3.connect(tmp_path / LEDGER_NAME)) as connection, connection:
+        connection.execute("UPDATE trajectory SET issued_s = NULL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(pipeline_of(tmp_path)) == 0
 
 
 async def test_a_run_without_steps_has_no_rows(tmp_path):

@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from laminar_py.analytics.run_report import read_report
+from laminar_py.analytics.run_tables import NAMES, tail_table
 from laminar_py.analytics.samples import read_fleet, read_rl_seconds, read_steps
+from laminar_py.analytics.tails import Distribution, Measure, Tails
 from laminar_py.cli import app
+from laminar_py.cli_report import print_limits
 from tests.analytics.ledgers import live, write_small_run
 from tests.runtime.runs import REPO
 from tests.store.runs import open_ledger
@@ -35,7 +40,7 @@ async def run(tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
 
 
 async def test_half_a_line_counts_for_nothing_and_a_step_counts_as_last_done(run):
@@ -58,7 +63,38 @@ async def test_a_report_says_where_tokens_and_time_went(run):
         "group deadline",
     ):
         assert words in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines() if "  " in line) <= 100, "tables fit the terminal"
+    tails = done.stdout.split("\nTails\n")[1].split("lost to stragglers")[0].splitlines()
+    assert all(line.startswith(("    ", *NAMES.values(), "longest")) for line in tails), "no cell is wrapped"
+    assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout, "tables fit the terminal"
+
+
+def test_long_responses_are_told_in_digits():
+    of_length = Distribution(3, 12_345.6, 12_345.6, 16_384.0, 16_384.0, 16_384.0, 16_384.0)
+    console = Console(width=80, file=StringIO())
+    console.print(tail_table(Tails({Measure.LENGTH: of_length}, None, {}, {}, {})))
+    assert "12,346  16,384" in console.file.getvalue()
+
+
+async def test_what_a_crash_tore_counts_for_nothing_and_another_form_is_named(run):
+    with (run / "fleet.jsonl").open("a") as file:
+        file.write(
+            '{"rl_s": 3.5, "run' + json.dumps(FLEET[0]) + "\n" + json.dumps({**FLEET[0], "rl_s": 7.0}) + "\n"
+        )
+    assert read_rl_seconds(run) == 7.0
+    (run / "metrics.jsonl").write_text('{"step": "one", "rl_s": 1.0}\n')
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl: line 1: Expected `int`.*; use the release that wrote it$"
+    ):
+        read_steps(run)
+
+
+async def test_a_run_without_a_whole_step_ends_with_words_too(run, capsys):
+    (run / "sub").mkdir()
+    async with open_ledger(run / "sub") as ledger:
+        live(ledger, "g0.0", 3)
+    shutil.copy(run / "config.yaml", run / "sub")
+    print_limits(run / "sub")
+    assert "no learner step was completed" in capsys.readouterr().out
 
 
 async def test_one_object_of_json_has_all_of_it_and_what_is_derived(run):

@@ -70,6 +70,14 @@ def test_slack_stays_when_a_stage_is_faster():
     assert predict(Schedule.ASYNC, measured_s=5.0, now=now, then=then) == pytest.approx(2.0 + 1.0)
 
 
+@pytest.mark.parametrize("stage", list(Stage))
+def test_where_stages_overlapped_more_than_the_schedule_says_less_of_one_is_never_a_loss(stage):
+    now = StageTimes(generation_s=4.0, reward_s=1.0, learner_s=4.0, weights_s=1.0)
+    assert predict(Schedule.SYNC, measured_s=6.0, now=now, then=now) == 6.0
+    then = predict(Schedule.SYNC, measured_s=6.0, now=now, then=now.without(stage))
+    assert 0.0 < then <= 6.0
+
+
 def test_more_replicas_do_not_shorten_the_tail():
     times = StageTimes(generation_s=4.0, tail_s=3.0)
     assert times.faster(Stage.GENERATION, 2).generation_s == pytest.approx(3.5)
@@ -155,3 +163,17 @@ def test_a_diagnosis_is_told_in_lines_that_name_wall_remedy_and_schedule():
     assert told["limited by"].startswith("LEARNER: the learner is busy 98%")
     assert told["change first"].startswith("learner.recompute: all -> none")
     assert "sync 11.80 s" in told["a step under"]
+    assert told["with twice"] == "the replicas 10.00 s, the learner ranks 5.10 s a step, as predicted"
+
+
+def test_a_step_in_which_no_stage_is_busy_is_told_too():
+    told = dict(tell(diagnosis(reading_of(generation_s=0.0, learner_s=0.0, held_s=10.0))))
+    assert told["limited by"].startswith("FRESHNESS: replicas are idle 100%")
+    assert "with twice" not in told
+
+
+def test_a_limit_on_scoring_is_advised_only_where_it_is_shorter():
+    found = diagnosis(reading_of(**WALLS[Wall.REWARD]), "reward.timeout_s=0.3").binding
+    assert "reward.timeout_s" not in [remedy.key for remedy in found.remedies]
+    found = diagnosis(reading_of(**WALLS[Wall.REWARD]), "reward.timeout_s=5").binding
+    assert "reward.timeout_s" in [remedy.key for remedy in found.remedies]
