@@ -187,6 +187,10 @@ class Flow:
         """Whether it is neither consumed nor dropped."""
         return trajectory_id in self.book.live
 
+    def awaits_score(self, trajectory_id: str) -> bool:
+        """Whether a score would tell anything: it is live, or a probe."""
+        return self.is_live(trajectory_id) or trajectory_id in self._probes
+
     def go_on(self) -> None:
         """Training is handed out, and new groups are issued."""
         self.admitting = self.continuing = True

@@ -35,6 +35,10 @@ class Probes:
         self._submit_score = submit_score
         self._open: dict[str, Lifecycle] = {}  # copies: the flow's own are dropped
 
+    def __contains__(self, trajectory_id: str) -> bool:
+        """Whether it goes on."""
+        return trajectory_id in self._open
+
     def take(self, lifecycle: Lifecycle) -> bool:
         """Whether one that is about to be dropped goes on; then its replica is told nothing."""
         goes_on = lifecycle.status is Status.RUNNING or lifecycle.finish_reason is not None

@@ -27,7 +27,8 @@ class ScoringStage:
     A worker limits each trajectory to `timeout_s` itself. If a batch takes longer than all its limits and
     `grace_s`, its worker hangs where Python cannot interrupt it: it is replaced, and the members of the batch are
     tried one at a time, so that only the guilty one is dropped. `queue` is at least the number of trajectories
-    that can be live, so that `submit` always finds room. `restart(i)` ends worker i and returns a new one, ready.
+    whose score can be `wanted` at a time; what a deadline dropped while it waited makes room for them, so `submit`
+    always finds some. `restart(i)` ends worker i and returns a new one, ready.
     """
 
     def __init__(
@@ -37,17 +38,20 @@ class ScoringStage:
         batch: int,
         timeout_s: float,
         queue: int,
+        wanted: Callable[[str], bool],
         deliver: Callable[[Sequence[Score]], Awaitable[None]],
         restart: Callable[[int], Awaitable[Scorer]],
         grace_s: float = 5.0,
     ) -> None:
         self._workers = list(workers)
+        self._most = queue
         self._batch = batch
         self._timeout_s = timeout_s
         self._grace_s = grace_s
+        self._wanted = wanted
         self._deliver = deliver
         self._restart = restart
-        # Room for every live trajectory and one end mark per worker: `put_nowait` cannot fail.
+        # Room for every score that is wanted and one end mark per worker: `put_nowait` cannot fail.
         self._waiting: asyncio.Queue[ScoringRequest | None] = asyncio.Queue(queue + len(self._workers))
         self._closed = False
 
@@ -59,7 +63,15 @@ class ScoringStage:
     def submit(self, request: ScoringRequest) -> None:
         """Score it as soon as a worker is free."""
         assert not self._closed, f"{request.trajectory_id} submitted to a closed scoring stage"
+        if self._waiting.qsize() >= self._most:
+            self._forget_unwanted()
         self._waiting.put_nowait(request)
+
+    def _forget_unwanted(self) -> None:
+        waiting = [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
+        for request in waiting:
+            if request is None or self._wanted(request.trajectory_id):
+                self._waiting.put_nowait(request)
 
     def close(self) -> None:
         """Workers end after the batch in hand; what waits is not scored any more."""

@@ -185,6 +185,7 @@ class Controller:
                 batch=SCORING_BATCH,
                 timeout_s=self._config.reward.timeout_s,
                 queue=self._max_live,
+                wanted=self._flow.awaits_score,
                 deliver=self._on_scores,
                 restart=scorers.restart,
             )

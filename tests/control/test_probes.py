@@ -60,6 +60,16 @@ async def test_one_that_only_waits_for_its_score_is_a_probe_too():
     assert of(fleet, Probed) == [Probed(slow.id, 3, FinishReason.STOP, None, 0.0)]
 
 
+async def test_a_score_is_awaited_of_what_is_live_and_of_probes_alone():
+    fleet, name = await overdue()
+    assert fleet.flow.awaits_score(name)
+    await fleet.finish(0, name)
+    await fleet.score_all()
+    assert not fleet.flow.awaits_score(name)
+    fleet, name = await overdue(probe_share=0.0)
+    assert not fleet.flow.awaits_score(name)
+
+
 async def lose_replica(fleet, name):
     await fleet.flow.on_replica_lost(0)
 

@@ -1,7 +1,7 @@
 """The scoring stage, before scorers in the same loop and before real processes that hang and die."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -58,9 +58,22 @@ async def no_restart(index: int) -> Scorer:
     raise AssertionError(f"worker {index} was restarted")
 
 
-def make_stage(workers: Sequence[Scorer], inbox: Inbox, *, batch: int = 4, queue: int = 64) -> ScoringStage:
+def make_stage(
+    workers: Sequence[Scorer],
+    inbox: Inbox,
+    *,
+    batch: int = 4,
+    queue: int = 64,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> ScoringStage:
     return ScoringStage(
-        workers, batch=batch, timeout_s=PATIENCE_S, queue=queue, deliver=inbox.deliver, restart=no_restart
+        workers,
+        batch=batch,
+        timeout_s=PATIENCE_S,
+        queue=queue,
+        wanted=wanted,
+        deliver=inbox.deliver,
+        restart=no_restart,
     )
 
 
@@ -107,6 +120,17 @@ async def test_waiting_requests_are_shared_among_free_workers() -> None:
         await inbox.wait(4)
 
 
+async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() -> None:
+    scorer, inbox = GatedScorer(), Inbox()
+    stage = make_stage([scorer], inbox, queue=3, wanted=lambda name: name not in ("g0.0", "g0.2"))
+    for request in make_requests("a", "b", "c", "d", "e"):  # of which a deadline dropped `a` and `c`
+        stage.submit(request)
+    assert stage.num_waiting == 3, "b, d and e"
+    async with running(stage):
+        scorer.gate.set()
+        assert set(await inbox.wait(3)) == {"g0.1", "g0.3", "g0.4"}
+
+
 async def test_close_wakes_idle_workers_and_leaves_what_waits() -> None:
     scorer, inbox = GatedScorer(), Inbox()
     stage = make_stage([scorer, GatedScorer()], inbox, batch=1)
@@ -144,6 +168,7 @@ async def real_stage(inbox: Inbox) -> AsyncIterator[tuple[ScoringStage, Fleet]]:
         batch=8,
         timeout_s=TIMEOUT_S,
         queue=64,
+        wanted=lambda name: True,
         deliver=inbox.deliver,
         restart=fleet.restart,
         grace_s=0.5,
