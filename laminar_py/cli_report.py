@@ -64,6 +64,7 @@ def _report_one(run: Path, *, details: bool) -> None:
 def print_limits(run: Path) -> None:
     """What limits a run, and where all the rest is told; the last words of `laminar train`."""
     from laminar_py.analytics.run_tables import diagnosis_table
+    from laminar_py.analytics.told import NO_STEP
     from laminar_py.analytics.triage import read_diagnosis
 
     diagnosis = read_diagnosis(run)
@@ -71,7 +72,7 @@ def print_limits(run: Path) -> None:
         console.print(diagnosis_table(diagnosis))
         console.print("what to change are settings of the config, see docs/config.md")
     else:
-        console.print("no learner step was completed, so what limits the run cannot be told")
+        console.print(NO_STEP)
     for command, what in (
         ("report {}", "has all figures, and draws report.html"),
         ("audit {} verify", "proves them"),

@@ -10,7 +10,7 @@ from laminar_py.analytics.drops import DropRow, DropTable
 from laminar_py.analytics.run_report import RunReport
 from laminar_py.analytics.tails import MOST_ROWS, Distribution, Distributions, Measure, Tails
 from laminar_py.analytics.tokens import Part, TokenAccount
-from laminar_py.analytics.told import tell
+from laminar_py.analytics.told import NO_STEP, tell
 from laminar_py.analytics.triage import Diagnosis
 
 NAMES = {
@@ -38,8 +38,7 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
         size, length = tokens.useful_trajectories / report.steps, tokens.useful / tokens.useful_trajectories
         step_s = report.rl_s / report.steps
         yield f"a mean step: {size:,.0f} trajectories x {length:,.1f} useful tokens / {tell_seconds(step_s)}"
-    if report.diagnosis is not None:
-        yield diagnosis_table(report.diagnosis)
+    yield NO_STEP if report.diagnosis is None else diagnosis_table(report.diagnosis)
     yield token_table(tokens)
     yield from _beside(tokens)
     yield tail_table(report.tails)

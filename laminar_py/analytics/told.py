@@ -7,6 +7,7 @@ from laminar_py.analytics.reading import Reading
 from laminar_py.analytics.triage import Diagnosis, what_if
 from laminar_py.config import Schedule
 
+NO_STEP = "no learner step was completed, so what limits the run cannot be told"
 SMALL = 0.005  # seconds that are not worth a word
 NEXT_MOVES = 2
 HOW = {
