@@ -27,8 +27,8 @@ class ScoringStage:
     A worker limits each trajectory to `timeout_s` itself. If a batch takes longer than all its limits and
     `grace_s`, its worker hangs where Python cannot interrupt it: it is replaced, and the members of the batch are
     tried one at a time, so that only the guilty one is dropped. `queue` is at least the number of trajectories
-    whose score can be `wanted` at a time; what a deadline dropped while it waited makes room for them, so `submit`
-    always finds some. `restart(i)` ends worker i and returns a new one, ready.
+    whose score can be `wanted` at a time; what a deadline dropped while it waited is not scored and makes room, so
+    `submit` always finds some. `restart(i)` ends worker i and returns a new one, ready.
     """
 
     def __init__(
@@ -97,15 +97,18 @@ class ScoringStage:
 
     async def _take(self) -> list[ScoringRequest]:
         """A fair share of what waits, so that slow rewards spread over the workers; nothing once closed."""
-        requests = []
-        request = await self._waiting.get()
-        share = min(self._batch, 1 + self._waiting.qsize() // len(self._workers))
-        while not self._closed and request is not None:
+        requests: list[ScoringRequest] = []
+        share = 1
+        while len(requests) < share and not (requests and self._waiting.empty()):
+            request = await self._waiting.get()
+            if self._closed or request is None:
+                return []
+            if not self._wanted(request.trajectory_id):
+                continue
+            if not requests:
+                share = min(self._batch, 1 + self._waiting.qsize() // len(self._workers))
             requests.append(request)
-            if len(requests) == share:
-                return requests
-            request = self._waiting.get_nowait()
-        return []
+        return requests
 
     async def _score_together(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
         """Their scores; none if the worker hung or died over one of them, in which case it is a new one now."""

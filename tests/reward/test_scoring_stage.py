@@ -131,6 +131,18 @@ async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() 
         assert set(await inbox.wait(3)) == {"g0.1", "g0.3", "g0.4"}
 
 
+async def test_what_was_dropped_while_it_waited_takes_no_time_of_a_worker() -> None:
+    scorer, inbox, dropped = GatedScorer(), Inbox(), set[str]()
+    stage = make_stage([scorer], inbox, wanted=lambda name: name not in dropped)
+    for request in make_requests("a", "b", "c", "d"):
+        stage.submit(request)
+    dropped |= {"g0.0", "g0.1", "g0.3"}
+    scorer.gate.set()
+    async with running(stage):
+        assert set(await inbox.wait(1)) == {"g0.2"}
+    assert scorer.batches == [["c"]]
+
+
 async def test_close_wakes_idle_workers_and_leaves_what_waits() -> None:
     scorer, inbox = GatedScorer(), Inbox()
     stage = make_stage([scorer, GatedScorer()], inbox, batch=1)
