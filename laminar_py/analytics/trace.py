@@ -1,8 +1,9 @@
 """`trace.json`: a run for Perfetto, in Chrome's trace event format. Called by `laminar report`.
 
 Each replica is a process with a lane for each slot, the learner, the relays and the scorer are others; arrows
-follow trajectories that moved. Invariant: events are in the order of their times, and at most about `MOST_STAYS`
-stays are in it, chosen as in the report.
+follow trajectories that moved. Invariants: events are in the order of their times; slices of one lane do not overlap
+by a microsecond, since Perfetto drops those that do; at most about `MOST_STAYS` stays are in it, chosen as in the
+report.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.analytics.columns import STATUSES
+from laminar_py.analytics.columns import STATUSES, Ints, Times
 from laminar_py.analytics.lanes import lanes_of, occupancy
 from laminar_py.analytics.snapshot import Snapshot, read_snapshot
 from laminar_py.analytics.stays import StayEnd, Stays
@@ -78,18 +79,31 @@ def write_trace(run: Path, *, snapshot: Snapshot | None = None) -> Path:
 
 def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
     """Of these stays; `ids` names their trajectories by place."""
-    lanes = lanes_of(drawn.replica, drawn.start_s, drawn.end_s)
-    events = [*_stays(snapshot, drawn, lanes, ids), *_arrows(drawn, lanes), *_scores(snapshot, ids)]
-    events += [*_learner(snapshot), *_relays(snapshot), *_loads(snapshot), *_counters(snapshot)]
+    relayed = thin(list(snapshot.history.of(Relayed)))
+    relay_lanes = _relay_lanes(relayed)
+    slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
+    events = [*_stays(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
+    events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot), *_counters(snapshot)]
     first = min((event.ts for event in events), default=0)
     events = [msgspec.structs.replace(event, ts=event.ts - first) for event in events]
     events.sort(key=lambda event: event.ts)
     said = {"run": snapshot.name, "trajectories": f"{len(ids)} of {len(snapshot.everyone)}"}
-    return Trace([*_names(snapshot, events), *events], said)
+    return Trace([*_names(events, relay_lanes), *events], said)
 
 
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def _dur(start_s: float, end_s: float) -> int:
+    """Of a slice; one that takes no time could not be seen."""
+    return max(1, _us(end_s) - _us(start_s))
+
+
+def _lanes(row: Ints, start_s: Times, end_s: Times) -> Ints:
+    """[M] lanes of slices within their rows, in the microseconds in which they are written."""
+    start = np.round(start_s * 1e6)
+    return lanes_of(row, start, np.maximum(start + 1, np.round(end_s * 1e6)))
 
 
 def _stays(
@@ -106,7 +120,7 @@ def _stays(
             "stay": StayEnd(how).name.lower(),
             "status": str(STATUSES[everyone.status[of]]),
         }
-        start, dur = _us(start_s), max(1, _us(end_s) - _us(start_s))
+        start, dur = _us(start_s), _dur(start_s, end_s)
         yield TraceEvent("X", REPLICAS + replica, lane + 1, ids[of], start, dur, f"v{version}", args=args)
 
 
@@ -130,18 +144,19 @@ def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
     places = np.fromiter(ids, np.int64, len(ids))
     places = places[~np.isnan(everyone.scored_s[places]) & ~np.isnan(everyone.score_s[places])]
     end_s, took_s = everyone.scored_s[places], everyone.score_s[places].astype(np.float64)
-    lanes = lanes_of(np.zeros(len(places), np.int32), end_s - took_s, end_s)
-    for place, lane, end, took in zip(
-        places.tolist(), lanes.tolist(), end_s.tolist(), took_s.tolist(), strict=True
+    start_s = end_s - took_s
+    lanes = _lanes(np.zeros(len(places), np.int32), start_s, end_s)
+    for place, lane, start, end in zip(
+        places.tolist(), lanes.tolist(), start_s.tolist(), end_s.tolist(), strict=True
     ):
         args = {"reward": float(everyone.reward[place])} if not np.isnan(everyone.reward[place]) else None
-        yield TraceEvent("X", SCORER, lane, ids[place], _us(end - took), max(1, _us(took)), "reward", args=args)
+        yield TraceEvent("X", SCORER, lane, ids[place], _us(start), _dur(start, end), "reward", args=args)
 
 
 def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for at_s, step in thin(list(snapshot.history.steps)):
         args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
-        start, dur = _us(at_s - step.elapsed_s), max(1, _us(step.elapsed_s))
+        start, dur = _us(at_s - step.elapsed_s), _dur(at_s - step.elapsed_s, at_s)
         yield TraceEvent("X", LEARNER, 0, f"step {step.step}", start, dur, "step", args=args)
     for at_s, published in thin(list(snapshot.history.of(VersionPublished))):
         yield TraceEvent("i", LEARNER, 0, f"version {published.version} published", _us(at_s), s="g")
@@ -151,17 +166,32 @@ def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
         yield TraceEvent("i", LEARNER, 0, f"{died.part} died", _us(at_s), s="g", args={"reason": died.reason})
 
 
-def _relays(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    for at_s, event in thin(list(snapshot.history.of(Relayed))):
-        tid, name = natural(event.node)[1], f"version {event.version}"
+def _relay_lanes(relayed: list[tuple[float, Relayed]]) -> list[str]:
+    """[N] the lane of each, by name: a relay that takes two versions at a time has a second one."""
+    rows = {name: row for row, name in enumerate({event.node for _, event in relayed})}
+    row = np.array([rows[event.node] for _, event in relayed], np.int32)
+    end_s = np.array([at_s for at_s, _ in relayed], np.float64)
+    took_s = np.array([event.elapsed_s for _, event in relayed], np.float64)
+    lanes = _lanes(row, end_s - took_s, end_s).tolist()
+    return [event.node if not lane else f"{event.node}, beside {lane}" for (_, event), lane in zip(relayed, lanes, strict=True)]
+
+
+def _relays(relayed: list[tuple[float, Relayed]], lanes: list[str]) -> Iterator[TraceEvent]:
+    tids = {lane: tid for tid, lane in enumerate(_ordered(lanes))}
+    for (at_s, event), lane in zip(relayed, lanes, strict=True):
         sent: Args = {"wire_bytes": event.wire_bytes, "num_bytes": event.num_bytes, "parent": event.parent}
-        start, dur = _us(at_s - event.elapsed_s), max(1, _us(event.elapsed_s))
-        yield TraceEvent("X", RELAYS, tid, name, start, dur, "relay", args=sent)
+        start_s, name = at_s - event.elapsed_s, f"version {event.version}"
+        start, dur = _us(start_s), _dur(start_s, at_s)
+        yield TraceEvent("X", RELAYS, tids[lane], name, start, dur, "relay", args=sent)
+
+
+def _ordered(lanes: list[str]) -> list[str]:
+    return sorted(set(lanes), key=lambda lane: (natural(lane.partition(", ")[0]), lane))
 
 
 def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for at_s, event in thin(list(snapshot.history.of(VersionLoaded))):
-        start, dur = _us(at_s - event.elapsed_s), max(1, _us(event.elapsed_s))
+        start, dur = _us(at_s - event.elapsed_s), _dur(at_s - event.elapsed_s, at_s)
         pid, name = REPLICAS + event.replica, f"load version {event.version}"
         yield TraceEvent("X", pid, WEIGHTS, name, start, dur, "load")
 
@@ -190,7 +220,8 @@ def _counters(snapshot: Snapshot) -> Iterator[TraceEvent]:
             yield TraceEvent("C", LEARNER, 0, "staleness", _us(at_s), args={"mean": mean})
 
 
-def _names(snapshot: Snapshot, events: list[TraceEvent]) -> Iterator[TraceEvent]:
+def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:
+    relays = _ordered(relay_lanes)
     titles = {LEARNER: "learner", SCORER: "scorer", RELAYS: "relays"}
     seen = sorted({(event.pid, event.tid) for event in events})
     for pid in sorted({pid for pid, _ in seen}):
@@ -199,5 +230,5 @@ def _names(snapshot: Snapshot, events: list[TraceEvent]) -> Iterator[TraceEvent]
         yield TraceEvent("M", pid, 0, "process_sort_index", args={"sort_index": pid})
     for pid, tid in seen:
         lane = "weights" if tid == WEIGHTS else f"slot {tid - 1}"
-        title = {LEARNER: "steps", SCORER: f"worker {tid}", RELAYS: f"relay-{tid}"}.get(pid, lane)
+        title = relays[tid] if pid == RELAYS else {LEARNER: "steps", SCORER: f"worker {tid}"}.get(pid, lane)
         yield TraceEvent("M", pid, tid, "thread_name", args={"name": title})

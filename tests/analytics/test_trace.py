@@ -8,7 +8,9 @@ import pytest
 
 from laminar_py.analytics import trace
 from laminar_py.analytics.trace import write_trace
+from laminar_py.events import Relayed
 from tests.analytics.synthetic import simulate
+from tests.store.runs import begin, open_ledger
 
 NEEDS = {  # keys of each kind of event, beside those that all have
     "M": {"args"},
@@ -45,11 +47,11 @@ async def test_times_begin_at_zero_and_never_go_back(events):
 async def test_slices_of_a_lane_do_not_overlap(events):
     lanes = defaultdict(list)
     for event in events:
-        if event["ph"] == "X" and event["pid"] >= trace.REPLICAS and event["tid"] != trace.WEIGHTS:
+        if event["ph"] == "X":
             lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert lanes
-    for spans in lanes.values():
-        assert all(end <= start + 1 for (_, end), (start, _) in pairwise(spans))
+    assert {trace.LEARNER, trace.SCORER, trace.RELAYS, trace.REPLICAS} <= {pid for pid, _ in lanes}
+    for lane, spans in lanes.items():
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), lane
 
 
 async def test_every_arrow_has_two_ends_each_within_a_slice_of_one_trajectory(events):
@@ -87,3 +89,15 @@ async def test_a_long_run_is_thinned_by_whole_trajectories(tmp_path, monkeypatch
     shown, _, of = written["otherData"]["trajectories"].partition(" of ")
     assert 0 < len(stays) < 200 < int(of)
     assert len({e["name"] for e in stays}) == int(shown)
+
+
+async def test_versions_that_a_relay_takes_at_a_time_lie_beside_each_other(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for node, version, took_s in (("relay-10", 1, 3.0), ("relay-10", 2, 2.0), ("relay-9", 1, 1.0)):
+            ledger.append(Relayed(node, version, "d", 10, None, 10, 0.0, took_s, "relay-0"))
+    events = json.loads(write_trace(tmp_path).read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == trace.RELAYS and e["name"] == "thread_name"}
+    of = {(lanes[e["tid"]], e["name"]) for e in events if e["pid"] == trace.RELAYS and e["ph"] == "X"}
+    assert list(lanes.values()) == ["relay-9", "relay-10", "relay-10, beside 1"]
+    assert of == {("relay-9", "version 1"), ("relay-10", "version 1"), ("relay-10, beside 1", "version 2")}
