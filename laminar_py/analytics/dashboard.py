@@ -54,7 +54,7 @@ class Reader:
     def __init__(self, run: Path, *, judge: Callable[[Path], WallPanel | None] | None = None) -> None:
         self.drawn: Drawn | None = None
         self.wait_s = LEAST_S  # until the next look
-        self.trouble = "the record is being read for the first time"
+        self.trouble = "the record is being read for the first time"  # why it is not up to date; else none
         self._run = run
         self._judge = judge
 
@@ -64,21 +64,24 @@ class Reader:
             began = time.monotonic()
             try:
                 await asyncio.to_thread(self.look)
-            except ValueError as error:  # the ledger cannot be read at this moment
+            except (ValueError, OSError) as error:  # it cannot be read at this moment, or the folder is gone
+                if str(error) != self.trouble:
+                    log.warning("%s", error)
                 self.trouble = str(error)
-                log.warning("%s", error)
             self.wait_s = max(LEAST_S, (time.monotonic() - began) * (1 / SHARE - 1))
             await asyncio.sleep(self.wait_s)
 
     def look(self) -> None:
         """Read the record again, if anything has been added to it. Raises a one-line `ValueError`."""
         if self.drawn is not None and self._newest() == self.drawn.seq:
+            self.trouble = ""
             return
         snapshot = read_snapshot(self._run)
         wall = None if self._judge is None else self._judge(self._run)
         self.drawn = Drawn(
             snapshot.seq, encode_page(read_page(self._run, snapshot, wall=wall)), expose(snapshot, wall)
         )
+        self.trouble = ""
 
     def _newest(self) -> int:
         with reading(self._run) as connection:
@@ -105,7 +108,7 @@ def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application
 
     async def data(request: web.Request) -> web.Response:
         drawn, headers = reader.drawn, {"X-Refresh-Seconds": f"{reader.wait_s:.1f}"}
-        if drawn is None:
+        if drawn is None or reader.trouble:
             return web.Response(status=503, text=reader.trouble, headers=headers)
         headers["ETag"] = f'"{drawn.seq}"'
         if request.headers.get("If-None-Match") == headers["ETag"]:
@@ -115,7 +118,7 @@ def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application
         return answer
 
     async def metrics(request: web.Request) -> web.Response:
-        if reader.drawn is None:
+        if reader.drawn is None or reader.trouble:  # a scrape that fails is told from figures that stand still
             return web.Response(status=503, text=reader.trouble)
         return web.Response(body=reader.drawn.metrics, headers={"Content-Type": CONTENT_TYPE})
 
@@ -165,7 +168,7 @@ def _guard(names: frozenset[str] | None, token: str | None) -> Middleware:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if names is not None and _host_name(request.host) not in names:
             return web.Response(status=421, text="this host name is not served here", headers=_HEADERS)
-        if token is not None and not hmac.compare_digest(_token_of(request).encode(), token.encode()):
+        if token is not None and not hmac.compare_digest(_bytes(_token_of(request)), _bytes(token)):
             headers = {**_HEADERS, "WWW-Authenticate": "Bearer"}
             return web.Response(status=401, text=f"the token of {TOKEN_VARIABLE} is needed", headers=headers)
         try:
@@ -181,6 +184,10 @@ def _guard(names: frozenset[str] | None, token: str | None) -> Middleware:
 def _token_of(request: web.Request) -> str:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else request.query.get("token", "")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")  # a header may hold any bytes
 
 
 def _names(host: str) -> frozenset[str] | None:

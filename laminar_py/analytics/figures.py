@@ -10,7 +10,7 @@ from statistics import fmean, median
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.analytics.columns import REASONS, Trajectories
+from laminar_py.analytics.columns import REASONS, Times, Trajectories
 from laminar_py.analytics.panels import (
     Curves,
     Distribution,
@@ -46,14 +46,16 @@ def headline(snapshot: Snapshot, wall: WallPanel | None) -> list[Figure]:
     if snapshot.accuracies:
         first, last = snapshot.accuracies[0][1], snapshot.accuracies[-1][1]
         figures.append(Figure("held-out accuracy", f"{last:.3f}", f"{first:.3f} at the first evaluation"))
-    state = "goes on" if snapshot.live else "has ended"
+    state = "has not ended" if snapshot.live else "has ended"
     figures.append(Figure("learner steps", f"{len(snapshot.history.steps):,}", f"the run {state}"))
     live = len(train) - used - dropped
     words = f"{used:,} consumed + {dropped:,} dropped + {live:,} live"
     figures.append(Figure("trajectories", f"{len(train):,}", words))
     staleness = train.staleness[consumed]
     if used:
-        figures.append(Figure("staleness", f"{staleness.mean():.2f}", f"mean; {staleness.max()} at most"))
+        figures.append(
+            Figure("staleness", f"{staleness.mean():.2f}", f"versions, the mean; {staleness.max()} at most")
+        )
     return figures
 
 
@@ -123,12 +125,25 @@ def staleness_map(train: Trajectories) -> StalenessMap:
 def curves(snapshot: Snapshot) -> Curves:
     """Reward of what each step's time brought, entropy of what it trained, held-out accuracy."""
     lines = thin(list(snapshot.metrics), MOST_POINTS)
+    ends = {step.step: at_s for at_s, step in snapshot.history.steps}
+    lines = [line for line in lines if line.step in ends]
     return Curves(
         [round(line.rl_s, 3) for line in lines],
-        [round(line.reward, 5) for line in lines],
+        _rewards_until(snapshot.trajectories, np.array([ends[line.step] for line in lines], np.float64)),
         [round(line.entropy, 5) for line in lines],
         snapshot.accuracies,
     )
+
+
+def _rewards_until(train: Trajectories, ends_s: Times) -> list[float]:
+    """[S] mean rewards of what was scored between these moments [S], the first since the start; NaN: nothing."""
+    known = ~np.isnan(train.scored_s) & ~np.isnan(train.reward)
+    place = np.searchsorted(ends_s, train.scored_s[known])
+    counts = np.bincount(place, minlength=len(ends_s) + 1)[: len(ends_s)]
+    sums = np.bincount(place, weights=train.reward[known], minlength=len(ends_s) + 1)[: len(ends_s)]
+    with np.errstate(invalid="ignore"):
+        found: list[float] = np.round(sums / counts, 5).tolist()
+    return found
 
 
 def hops(snapshot: Snapshot) -> list[Hop]:

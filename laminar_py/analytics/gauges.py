@@ -143,7 +143,8 @@ def _weights(snapshot: Snapshot) -> Iterator[Metric]:
 def _run(snapshot: Snapshot, wall: WallPanel | None) -> Iterator[Metric]:
     deaths = Counter(event.part for _, event in snapshot.history.of(PartDied))
     yield _counter("deaths", "Parts that were found dead, and restarted", deaths, label="part")
-    yield _gauge("live", "1 while the run goes on", float(snapshot.live))
+    yield _gauge("live", "1 until the run has ended by its own word, so also after a kill", float(snapshot.live))
+    yield _gauge("last_event_timestamp_seconds", "Since 1970; long ago where a run was killed", snapshot.heard_s)
     yield _counter("rl_seconds", "Of the RL phase", snapshot.rl_s)
     yield _counter("events", "In the ledger", snapshot.seq)
     found = {wall.name: 1.0} if wall is not None else {}

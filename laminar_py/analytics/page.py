@@ -44,6 +44,7 @@ def read_page(run: Path, snapshot: Snapshot, *, wall: WallPanel | None = None) -
         name=snapshot.name,
         seq=snapshot.seq,
         live=snapshot.live,
+        heard_s=snapshot.heard_s,
         headline=figures.headline(snapshot, wall),
         wall=wall,
         timeline=timeline,

@@ -43,13 +43,14 @@ class RemedyLine(msgspec.Struct, frozen=True):
 
 
 class WallPanel(msgspec.Struct, frozen=True):
-    """What limits the run, e.g. `WallPanel("generation", ("replicas are busy 97 % of the step",), ...)`."""
+    """What limits the run, e.g. `WallPanel("generation", ("replicas are busy 97% of the step",), ...)`."""
 
     name: str
     evidence: tuple[str, ...] = ()
     remedies: tuple[RemedyLine, ...] = ()
     stages: tuple[StageBar, ...] = ()  # none: the page draws what the learner's steps took
     step_s: float = 0.0  # mean, measured
+    meaning: str = ""  # in a sentence, for those to whom the name says nothing
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -99,7 +100,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepBar(msgspec.Struct, frozen=True, array_like=True):
-    """A learner step: it got its batch at `start_s`, having waited."""
+    """A learner step: it got its batch at `start_s`, having waited; `reward` is the mean of what it trained on."""
 
     step: int
     start_s: float
@@ -173,7 +174,7 @@ class Curves(msgspec.Struct, frozen=True):
     """Over seconds of RL."""
 
     rl_s: list[float]  # [S]
-    reward: list[float]
+    reward: list[float]  # mean of what was scored since the point before; NaN where nothing was
     entropy: list[float]
     accuracy: list[tuple[float, float]]
 
@@ -220,7 +221,8 @@ class Page(msgspec.Struct, frozen=True):
 
     name: str
     seq: int
-    live: bool
+    live: bool  # as `Snapshot.live`
+    heard_s: float  # when the last event was, seconds since 1970
     headline: list[Figure]
     wall: WallPanel | None
     timeline: Timeline

@@ -30,7 +30,8 @@ class Snapshot:
     name: str
     seq: int  # of the last event
     end_s: float  # when that was
-    live: bool  # whether the run goes on, or broke off
+    live: bool  # it has not ended, by its own word: it goes on, or was killed
+    heard_s: float  # when that event was, in seconds since 1970: long ago if it was killed
     trajectories: Trajectories  # of training
     everyone: Trajectories  # and of evaluations too
     is_eval: BoolArray  # [N] of everyone
@@ -98,7 +99,8 @@ def snapshot_of(run: Path, connection: sqlite3.Connection, record: Record | None
     times = RunTimes(connection, train.origin_s)
     history = read_history(connection, times)
     stays = read_stays(connection, times) if record is None else record.stays
-    seq = connection.execute("SELECT seq FROM head").fetchone()[0]
+    heard = "SELECT head.seq, coalesce(wall, 0.0) FROM head LEFT JOIN event USING (seq)"
+    seq, heard_s = connection.execute(heard).fetchone()
     known = [everyone.ended_s, everyone.finished_s, everyone.started_s, everyone.issued_s]
     latest = [float(np.nanmax(times)) for times in known if np.any(~np.isnan(times))]
     end_s = max([0.0, *latest, *(one.at_s for one in history.happened[-1:])])
@@ -106,7 +108,8 @@ def snapshot_of(run: Path, connection: sqlite3.Connection, record: Record | None
         folder.resolve().name,
         seq,
         end_s,
-        _goes_on(history),
+        not _has_ended(history),
+        heard_s,
         train,
         everyone,
         is_eval,
@@ -118,9 +121,9 @@ def snapshot_of(run: Path, connection: sqlite3.Connection, record: Record | None
     )
 
 
-def _goes_on(history: History) -> bool:
+def _has_ended(history: History) -> bool:
     last = [one.event for one in history.happened if isinstance(one.event, RunStarted | RunEnded)]
-    return bool(last) and isinstance(last[-1], RunStarted)
+    return not last or isinstance(last[-1], RunEnded)
 
 
 def _joined(train: Trajectories, evals: Trajectories) -> tuple[Trajectories, BoolArray]:

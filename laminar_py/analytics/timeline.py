@@ -27,6 +27,7 @@ from laminar_py.events import (
     VersionLoaded,
     VersionPublished,
 )
+from laminar_py.types import Status
 
 MOST_BARS = 130_000
 MOST_CELLS = 240_000
@@ -151,6 +152,10 @@ def _moves(stays: Stays, place: dict[int, int]) -> Iterator[Move]:
 
 
 def _steps(snapshot: Snapshot) -> list[StepBar]:
+    train = snapshot.trajectories
+    used = train.is_status(Status.CONSUMED) & ~np.isnan(train.reward)
+    counts = np.maximum(1, np.bincount(train.step[used]))
+    rewards = dict(enumerate((np.bincount(train.step[used], weights=train.reward[used]) / counts).tolist()))
     return [
         StepBar(
             step.step,
@@ -159,7 +164,7 @@ def _steps(snapshot: Snapshot) -> list[StepBar]:
             round(step.waited_s, 4),
             step.num_trajectories,
             step.num_tokens,
-            round(step.reward, 4),
+            round(rewards.get(step.step, np.nan), 4),
         )
         for at_s, step in snapshot.history.steps
     ]

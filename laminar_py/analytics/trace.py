@@ -1,9 +1,8 @@
 """`trace.json`: a run for Perfetto, in Chrome's trace event format. Called by `laminar report`.
 
 Each replica is a process with a lane for each slot, the learner, the relays and the scorer are others; arrows
-follow trajectories that moved. Invariants: events are in the order of their times; slices of one lane do not overlap
-by a microsecond, since Perfetto drops those that do; at most about `MOST_STAYS` stays are in it, chosen as in the
-report.
+follow trajectories that moved. Invariants: events are in the order of their times; slices of one lane never overlap,
+which Perfetto could not draw; at most about `MOST_STAYS` stays are in it, chosen as in the report.
 """
 
 from collections.abc import Iterator, Mapping
@@ -173,7 +172,10 @@ def _relay_lanes(relayed: list[tuple[float, Relayed]]) -> list[str]:
     end_s = np.array([at_s for at_s, _ in relayed], np.float64)
     took_s = np.array([event.elapsed_s for _, event in relayed], np.float64)
     lanes = _lanes(row, end_s - took_s, end_s).tolist()
-    return [event.node if not lane else f"{event.node}, beside {lane}" for (_, event), lane in zip(relayed, lanes, strict=True)]
+    return [
+        event.node if not lane else f"{event.node}, beside {lane}"
+        for (_, event), lane in zip(relayed, lanes, strict=True)
+    ]
 
 
 def _relays(relayed: list[tuple[float, Relayed]], lanes: list[str]) -> Iterator[TraceEvent]:

@@ -12,6 +12,16 @@ from laminar_py.analytics.triage import STAGE_OF, Diagnosis, read_diagnosis
 from laminar_py.config import Schedule
 
 SMALL = 1e-4  # seconds of a stage that is not drawn
+MEANINGS = {
+    Wall.GENERATION: "Replicas generate as fast as they can, and the rest of the run waits for them.",
+    Wall.LONG_TAIL: "A few long responses keep replicas nearly empty while everybody waits for the last of them.",
+    Wall.REWARD: "Responses are finished faster than they are scored.",
+    Wall.REFERENCE: "The reference model's pass takes more of a step than anything that could go on beside it.",
+    Wall.WEIGHTS: "New weights are so long on their way to the replicas that these stand empty meanwhile.",
+    Wall.LEARNER: "Trajectories are there faster than the learner trains on them.",
+    Wall.FRESHNESS: "The bound on staleness keeps the replicas from beginning new work, though nothing is busy.",
+    Wall.SPARSE_REWARD: "Most of what is generated never succeeds, and teaches nothing.",
+}
 
 
 def read_wall(run: Path) -> WallPanel | None:
@@ -27,12 +37,14 @@ def wall_panel(diagnosis: Diagnosis) -> WallPanel:
     binding, following, times = diagnosis.binding, diagnosis.next, diagnosis.reading.times
     evidence = (
         binding.evidence,
-        f"without it, goodput would be at most {binding.gain:.2f} times as high",
+        f"without it, goodput would be at most {binding.gain:.3g} times as high",
         f"the next wall is then {following.wall}: {following.evidence}",
     )
     moves = tuple(RemedyLine(f"{move.key}: {move.change}", move.why) for move in binding.remedies)
     stages = stage_bars(diagnosis.reading.schedule, times, binding.wall)
-    return WallPanel(str(binding.wall), evidence, moves, stages, diagnosis.reading.measured_s)
+    return WallPanel(
+        str(binding.wall), evidence, moves, stages, diagnosis.reading.measured_s, MEANINGS[binding.wall]
+    )
 
 
 def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> tuple[StageBar, ...]:

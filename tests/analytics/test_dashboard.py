@@ -67,6 +67,36 @@ async def test_a_foreign_host_name_is_refused(run):
             assert (await client.get("/", headers={"Host": host})).status == status, host
 
 
+async def test_a_token_of_any_bytes_is_refused_and_nothing_is_logged(run, caplog):
+    async with serving(Reader(run), token=TOKEN) as client:
+        reader, writer = await asyncio.open_connection(client.host, client.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            assert b" 401 " in await reader.readline()
+        writer.close()
+    assert caplog.records == []
+
+
+async def test_what_cannot_be_read_any_more_is_said_and_not_shown_as_if_it_were_new(run):
+    reader, away = Reader(run), run.with_name("away")
+    async with serving(reader) as client:
+        reader.look()
+        assert (await client.get("/metrics")).status == 200
+        run.rename(away)
+        keeping = asyncio.create_task(reader.keep())
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.get("/data.json")).status == 200:
+                pass
+        for path in ("/data.json", "/metrics"):
+            answer = await client.get(path)
+            assert answer.status == 503
+            assert "no such file" in await answer.text()
+        away.rename(run)
+        reader.look()
+        assert (await client.get("/metrics")).status == 200
+        keeping.cancel()
+
+
 async def test_with_a_token_nobody_else_is_let_in(run):
     async with serving(Reader(run), host="0.0.0.0", token=TOKEN) as client:
         for address in ("/", "/data.json", "/metrics", "/nowhere", "/?token=wrong", f"/?token={TOKEN}x"):
@@ -108,6 +138,22 @@ async def test_metrics_agree_with_the_ledger(run):
     assert found[("laminar_tokens_trained_total",)] == train.length[consumed].sum()
     assert found[("laminar_version_published",)] == found[("laminar_learner_step",)] == 5
     assert found["laminar_wall_info", "generation"] == 1
+    assert found[("laminar_live",)] == 0
+    assert found[("laminar_last_event_timestamp_seconds",)] == pytest.approx(snapshot.heard_s)
+
+
+async def test_metrics_have_the_types_and_units_that_their_names_say(run):
+    text = expose(read_snapshot(run), WallPanel("generation")).decode()
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families) > 30
+    for family in families:
+        assert family.documentation
+        assert family.name.startswith("laminar_")
+        assert not family.name.endswith(("_s", "_ms", "_mb"))
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter"), sample
+            assert sample.value >= 0 or family.type == "gauge", sample
+            assert len(sample.labels) <= 2
 
 
 async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
@@ -173,7 +219,8 @@ async def test_an_open_page_follows_a_run_that_grows_and_keeps_its_zoom(tmp_path
             ledger.append(PartDied("replica-1", "a test"))
         await tab.until(f"laminar.page.seq >= {before} + 6")
         assert await tab.look("laminar.timeline.view") == [2, 5]
-        assert "goes on" in await tab.look("document.getElementById('state').textContent")
+        assert "goes on" in await tab.look("fate({ live: true, heard_s: Date.now() / 1000 })")
+        assert "killed" in await tab.look("fate({ live: true, heard_s: Date.now() / 1000 - 3600 })")
         assert await tab.look("laminar.page.timeline.marks.some((mark) => mark[1] === 'death')")
         assert tab.errors == []
         assert all(url.startswith((address, "data:", "blob:")) for url in tab.requests)

@@ -23,6 +23,7 @@ WALL = WallPanel(
     (RemedyLine("rollout.replicas", "a half"),),
     (StageBar("generation", 0, 3.0),),
     3.0,
+    "The rest waits for it.",
 )
 MARKS = """JSON.stringify(Object.fromEntries(
   ['lengths', 'latencies', 'staleness', 'step', 'curves'].map((id) => {
@@ -65,6 +66,8 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
         assert await tab.look("document.querySelectorAll('#relays circle').length") == 6
         assert await tab.look("document.querySelectorAll('#drop-rows tbody tr').length") > 0
         assert await tab.look("document.getElementById('wall-name').textContent") == "generation"
+        assert "waits for it" in await tab.look("document.getElementById('wall').textContent")
+        assert await tab.look("document.documentElement.scrollWidth <= innerWidth")
         await tab.screenshot(tmp_path / "report.png")
         assert tab.errors == []
         assert local_only(tab)

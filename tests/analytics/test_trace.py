@@ -97,7 +97,9 @@ async def test_versions_that_a_relay_takes_at_a_time_lie_beside_each_other(tmp_p
         for node, version, took_s in (("relay-10", 1, 3.0), ("relay-10", 2, 2.0), ("relay-9", 1, 1.0)):
             ledger.append(Relayed(node, version, "d", 10, None, 10, 0.0, took_s, "relay-0"))
     events = json.loads(write_trace(tmp_path).read_text())["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == trace.RELAYS and e["name"] == "thread_name"}
+    lanes = {
+        e["tid"]: e["args"]["name"] for e in events if e["pid"] == trace.RELAYS and e["name"] == "thread_name"
+    }
     of = {(lanes[e["tid"]], e["name"]) for e in events if e["pid"] == trace.RELAYS and e["ph"] == "X"}
     assert list(lanes.values()) == ["relay-9", "relay-10", "relay-10, beside 1"]
     assert of == {("relay-9", "version 1"), ("relay-10", "version 1"), ("relay-10, beside 1", "version 2")}

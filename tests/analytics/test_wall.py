@@ -4,7 +4,7 @@ import pytest
 
 from laminar_py.analytics.goodput import Stage, StageTimes, compose
 from laminar_py.analytics.remedies import Wall
-from laminar_py.analytics.wall import read_wall, stage_bars
+from laminar_py.analytics.wall import MEANINGS, read_wall, stage_bars
 from laminar_py.config import Schedule
 from tests.analytics.scripted import scripted
 from tests.analytics.synthetic import simulate
@@ -31,7 +31,12 @@ async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
     panel = read_wall(tmp_path)
     assert panel.name in {str(wall) for wall in Wall}
     assert panel.remedies
+    assert panel.meaning.endswith(".")
     assert panel.step_s > 0
+
+
+def test_every_wall_has_its_meaning():
+    assert set(MEANINGS) == set(Wall)
 
 
 async def test_a_folder_without_a_config_has_a_page_without_a_wall(tmp_path):

@@ -1,6 +1,8 @@
 // Draws the page from the data in it; a page without data asks `data.json` beside it, again and again.
 "use strict";
 
+const QUIET_S = 120; // without any event, after which a run may have been killed
+
 function drawPage(page) {
   window.laminar = { page, timeline, drawn: true };
   document.title = `${page.name} – laminar`;
@@ -20,10 +22,17 @@ function say(text) {
   byId("state").textContent = text;
 }
 
+// What is known of the run's end: a run that was killed never says that it has ended.
+function fate(page) {
+  if (!page.live) return "has ended";
+  const quiet_s = Date.now() / 1000 - page.heard_s, heard = new Date(page.heard_s * 1000).toLocaleString();
+  return quiet_s < QUIET_S ? "goes on" : `has not ended, but its last event was at ${heard}: killed, or slow`;
+}
+
 async function follow() {
   const token = new URLSearchParams(location.search).get("token");
   const address = token === null ? "data.json" : `data.json?token=${encodeURIComponent(token)}`;
-  let tag = null, wait_s = 2;
+  let tag = null, wait_s = 2, drawn = null;
   for (;;) {
     try {
       const answer = await fetch(address, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
@@ -32,13 +41,14 @@ async function follow() {
         tag = answer.headers.get("ETag");
         const page = await answer.json();
         drawPage(page);
-        const when = new Date().toLocaleTimeString();
-        say(page.live ? `goes on; drawn at ${when}, again every ${number(wait_s, 2)} s` : `has ended; drawn at ${when}`);
+        drawn = { page, when: new Date().toLocaleTimeString() };
       } else if (answer.status !== 304) {
-        say((await answer.text()) || `the dashboard answers ${answer.status}`);
+        throw new Error((await answer.text()) || `it answers ${answer.status}`);
       }
+      const again = drawn.page.live ? `, looks again every ${number(wait_s, 2)} s` : "";
+      say(`${fate(drawn.page)}; drawn at ${drawn.when}${again}`);
     } catch (error) {
-      say(`no answer from the dashboard; trying again (${error.message})`);
+      say(`${drawn ? "not up to date" : "waiting"}: ${error.message}`);
     }
     await new Promise((done) => setTimeout(done, wait_s * 1000));
   }
@@ -47,7 +57,7 @@ async function follow() {
 const data = JSON.parse(byId("data").textContent);
 if (data) {
   drawPage(data);
-  say(data.live ? "went on when this was drawn" : "has ended");
+  say(data.live ? `had not ended when this was drawn; last event at ${new Date(data.heard_s * 1000).toLocaleString()}` : "has ended");
 } else {
   say("reading the record");
   follow();

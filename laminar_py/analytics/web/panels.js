@@ -64,6 +64,7 @@ function drawWall(page) {
   byId("wall").hidden = !page.wall;
   if (!page.wall) return;
   byId("wall-name").textContent = page.wall.name;
+  byId("wall-meaning").textContent = page.wall.meaning;
   byId("wall-evidence").replaceChildren(...page.wall.evidence.map((line) => element("li", line)));
   byId("wall-remedies").replaceChildren(...page.wall.remedies.map((remedy) =>
     element("li", remedy.gain ? `${remedy.change}: ${remedy.gain}` : remedy.change)));
@@ -119,6 +120,8 @@ function drawStaleness(page) {
 }
 
 function drawStep(page) {
+  const orange = page.stages.some((one) => one.binding) ? ` Orange: ${page.wall ? "what limits the run" : "the longest"}.` : "";
+  byId("step-note").textContent = page.stages.length ? `Stages that begin together run at the same time.${orange}` : "";
   const stages = page.stages, end = Math.max(page.step_s, ...stages.map((one) => one.start_s + one.seconds));
   plot("step", stages.length ? [{
     type: "bar", orientation: "h", y: stages.map((one) => plain(one.name)), x: stages.map((one) => one.seconds),
@@ -139,7 +142,7 @@ function drawCurves(page) {
     hovertemplate: `${name} %{y:.3f}<br>%{x:,.1f} s<extra></extra>`, ...more,
   });
   plot("curves", curves.rl_s.length || curves.accuracy.length ? [
-    line("reward", curves.reward, "accent"),
+    line("reward", curves.reward, "accent", { connectgaps: true }),
     line("held-out accuracy", curves.accuracy.map((one) => one[1]), "second",
       { x: curves.accuracy.map((one) => one[0]), mode: "lines+markers", marker: { size: 8, color: css("second") } }),
     line("entropy", curves.entropy, "third", { xaxis: "x", yaxis: "y2" }),

@@ -181,8 +181,8 @@ class Timeline {
     for (let tick = Math.ceil(from / step) * step; tick <= to; tick += step) {
       const x = this.x(tick);
       this.box(x, AXIS - 6, 1, this.height, css("line"));
-      pen.fillStyle = css("muted");
-      pen.fillText(`${tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} s`, x, AXIS - 10);
+      pen.fillStyle = css("muted"), pen.textAlign = x > this.width - 30 ? "right" : "center"; // the last one whole
+      pen.fillText(`${tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} s`, Math.min(x, this.width - 2), AXIS - 10);
     }
   }
 
@@ -343,7 +343,7 @@ class Timeline {
     const parts = [`${trajectories.toLocaleString("en")} trajectories.`];
     parts.push(this.mode === "bars"
       ? `Each bar is one on its replica (${this.drawn.bars.toLocaleString("en")} here).`
-      : `Height: how many run at a time, ${number(most)} at most; zoom in for single trajectories.`);
+      : `Height: how many run at a time, evaluations too, ${number(most)} at most; zoom in for single trajectories.`);
     if (this.crowded) parts.push("Orange ticks on a replica are repacks away from it, arrows when near.");
     if (shown < trajectories) parts.push(`Bars show 1 in ${number(trajectories / shown, 2)}, chosen by number; heights and arrows count all.`);
     parts.push("Time counts from the first trajectory. Drag to zoom in, double-click for the whole run, Ctrl + wheel at the pointer, arrow keys to move.");
@@ -357,7 +357,7 @@ class Timeline {
     const stops = [0, 0.25, 0.5, 0.75, 1].map(ramp).join(",");
     legend.replaceChildren(
       item(high > low ? `linear-gradient(90deg,${stops})` : ramp(0.5), high > low ? `weight version ${low} to ${high}` : `weight version ${low}`, "ramp"),
-      item(css("quiet"), "evaluation"), item(css("accent"), "learner step"), item(css("second"), "publish (▲), repack (arrow)"),
+      ...(this.mode === "bars" ? [item(css("quiet"), "evaluation")] : []), item(css("accent"), "learner step"), item(css("second"), "publish (▲), repack (arrow)"),
       item(css("ink"), "weights loaded (▲)"), item(css("third"), "checkpoint"), item(css("alarm"), "drop, death, other move"));
   }
 
