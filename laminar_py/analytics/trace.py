@@ -1,8 +1,8 @@
 """`trace.json`: a run for Perfetto, in Chrome's trace event format. Called by `laminar report`.
 
 Each replica is a process with a lane for each slot, the learner, the relays and the scorer are others; arrows
-follow trajectories that moved. Invariants: events are in the order of their times; slices of one lane never overlap,
-which Perfetto could not draw; at most about `MOST_STAYS` stays are in it, chosen as in the report.
+follow trajectories that moved. Invariants: events are in the order of their times; slices of one lane never
+overlap, which Perfetto could not draw; at most about `MOST_STAYS` stays are in it, chosen as in the report.
 """
 
 from collections.abc import Iterator, Mapping

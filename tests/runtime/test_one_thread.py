@@ -28,6 +28,19 @@ def test_calls_of_many_threads_compute_on_one_thread_one_after_the_other():
     assert not seen & callers_ids
 
 
+def test_what_was_begun_is_done_before_what_follows_though_it_fails():
+    one, begun, seen = OneThread(), threading.Event(), []
+
+    def prepare():
+        assert begun.wait(30)
+        seen.append(threading.get_ident())
+        raise RuntimeError("lost")
+
+    one.begin(prepare)
+    begun.set()
+    assert one.run(lambda: [*seen, threading.get_ident()]) == 2 * seen
+
+
 def test_what_it_raises_is_the_callers():
     with pytest.raises(ZeroDivisionError):
         OneThread().run(lambda: 1 // 0)
