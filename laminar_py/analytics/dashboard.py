@@ -1,8 +1,8 @@
 """`laminar dashboard`: the report's page over HTTP, drawn again while the run goes on, and `/metrics`.
 
 Owns the HTTP server and when the record is read again. Invariants: it only reads; one reading goes on at a time,
-in a thread, and takes at most a tenth of the time, however large the ledger; nothing beyond loopback is answered
-without the token, and no host name but those that it was started under.
+in a thread that Ctrl-C does not wait for, and takes at most a tenth of the time, however large the ledger; nothing
+beyond loopback is answered without the token, and no host name but those that it was started under.
 """
 
 import asyncio
@@ -10,8 +10,10 @@ import hmac
 import ipaddress
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +65,7 @@ class Reader:
         while True:
             began = time.monotonic()
             try:
-                await asyncio.to_thread(self.look)
+                await _detached(self.look)
             except (ValueError, OSError) as error:  # it cannot be read at this moment, or the folder is gone
                 if str(error) != self.trouble:
                     log.warning("%s", error)
@@ -87,6 +89,23 @@ class Reader:
         with reading(self._run) as connection:
             seq: int = connection.execute("SELECT seq FROM head").fetchone()[0]
         return seq
+
+
+def _detached(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Done when `work` is, in a thread of its own; the process may end before: a reading can take a minute."""
+    done = Future[None]()
+    done.set_running_or_notify_cancel()  # from now on nobody cancels it but in the event loop
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - raised again where it is awaited
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="reading", daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 def check_binding(host: str, token: str | None) -> None:

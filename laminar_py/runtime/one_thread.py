@@ -19,7 +19,7 @@ class OneThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Do it in the background, before all that is given later; what it raises is lost, for that meets it too."""
+        """Do it in the background, before all that is given later; what it raises is lost: that meets it too."""
         self._executor.submit(work)
 
     def run(self, work: Callable[[], T]) -> T:

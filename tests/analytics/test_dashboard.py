@@ -186,9 +186,9 @@ async def test_all_that_the_grafana_dashboard_draws_is_exported(run):
 
 
 @asynccontextmanager
-async def command(run):
-    """`laminar dashboard` as a process of its own; its address."""
-    code = "from laminar_py.cli import main; main()"
+async def command(run, *, first=""):
+    """`laminar dashboard` as a process of its own, which executes `first`; its address. Ends by Ctrl-C."""
+    code = f"{first}; from laminar_py.cli import main; main()".removeprefix("; ")
     arguments = [sys.executable, "-c", code, "dashboard", str(run), "--port", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
     process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE, env=environment)
@@ -203,6 +203,25 @@ async def command(run):
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
+    reads_long = "from laminar_py.analytics import dashboard as d; import time"
+    reads_long += f"; d.Reader.look = lambda self: time.sleep({5 * PATIENCE_S})"
+    async with (
+        command(run, first=reads_long) as address,
+        aiohttp.ClientSession() as session,
+        session.get(f"{address}data.json") as answer,
+    ):
+        assert answer.status == 503
+
+
+async def test_what_ends_a_reading_unforeseen_ends_the_dashboard(run):
+    reader = Reader(run)
+    reader.look = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(PATIENCE_S):
+            await reader.keep()
 
 
 @needs_browser

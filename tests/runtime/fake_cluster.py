@@ -53,8 +53,8 @@ class FakeCluster:
         """Actor processes on a node: process id and title, e.g. `ray::RelayActor`."""
         raylet = next(
             process
-            for process in psutil.process_iter()
-            if process.name() == "raylet" and f"--node_id={self.id_of(node)}" in process.cmdline()
+            for process in psutil.process_iter(["name", "cmdline"])  # without those that end meanwhile
+            if process.info["name"] == "raylet" and f"--node_id={self.id_of(node)}" in process.info["cmdline"]
         )
         titles = {}
         for child in raylet.children(recursive=True):
