@@ -114,7 +114,7 @@ function drawStaleness(page) {
   const scale = ["panel", "accent"].map((name, i) => [i, css(name)]);
   plot("staleness", map.steps.length ? [{
     type: "heatmap", x: map.steps, y: map.staleness, z: map.counts, colorscale: scale, zmin: 0, xgap: 0.5, ygap: 1,
-    colorbar: { title: { text: "trajectories", font: { size: 11 } }, thickness: 10, outlinewidth: 0, tickfont: { size: 11 } },
+    colorbar: { title: { text: "trajectories", side: "right", font: { size: 11 } }, thickness: 10, outlinewidth: 0, tickfont: { size: 11 } },
     hovertemplate: "step %{x}<br>%{y} versions old<br>%{z:,} trajectories<extra></extra>",
   }] : [], { xaxis: axis(wide, { showgrid: false }), yaxis: axis("staleness (versions)", { showgrid: false, dtick: map.staleness.length > 12 ? undefined : 1 }) });
 }
