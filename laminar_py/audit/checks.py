@@ -131,7 +131,8 @@ class WeightsCheck:
             case Relayed():
                 return self._compare(event.node, "holds", event.version, event.digest)
             case Finished():
-                for version in versions_of(event.spans) - self._digests.keys():
+                # one by one: the difference of a set and a dictionary's keys looks at all the keys
+                for version in (one for one in versions_of(event.spans) if one not in self._digests):
                     message = f"has tokens of version {version}, which was never published"
                     self._wait(version, Finding(Law.VERSIONS, event.trajectory_id, message))
             case RunStarted() | RunEnded():

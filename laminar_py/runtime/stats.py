@@ -40,7 +40,7 @@ class StepRow:
     step: int
     version: int
     rl_s: float
-    reward: float  # mean over all trajectories scored since the last step
+    reward: float  # mean over all trajectories scored since the last step; as before, if there were none
     trajectories: int
     trained_tokens: int
     generated_tokens: int
@@ -155,6 +155,7 @@ class Stats:
         self._rl = Intervals(clock)
         self._generating = Intervals(clock)
         self._rewards: list[float] = []
+        self._reward = 0.0  # mean of those before the last step
         self._step_began: tuple[float, float] | None = None
         self._free_rl_s = totals.rl_s  # when the learner was done with the step before
         self._got_rl_s: float | None = None  # when it got a batch for this one
@@ -226,11 +227,13 @@ class Stats:
         reference_s = totals.reference_busy_s - self._referred_s
         self._free_rl_s, self._got_rl_s, self._referred_s = now, None, totals.reference_busy_s
         rewards, self._rewards = self._rewards, []
+        if rewards:
+            self._reward = math.fsum(rewards) / len(rewards)  # whatever came first
         row = StepRow(
             step=step,
             version=version,
             rl_s=now,
-            reward=math.fsum(rewards) / len(rewards) if rewards else 0.0,  # whatever came first
+            reward=self._reward,
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
             generated_tokens=totals.generated_tokens,
