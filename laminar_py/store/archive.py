@@ -76,6 +76,8 @@ def file_pieces(path: Path, number: int | None = None) -> Iterator[Piece]:
 
     try:
         with pq.ParquetFile(path) as file:
+            if not file.schema_arrow.equals(_schema()):
+                raise LedgerError(f"archive={path}: its columns are not those of an archive; restore it")
             for group in range(file.num_row_groups):
                 statistics = file.metadata.row_group(group).column(0).statistics
                 if number is None or statistics.min <= number <= statistics.max:
@@ -121,11 +123,10 @@ def _noting(moved: list[int], first: Piece, rest: Iterable[Piece]) -> Iterator[P
         yield piece
 
 
-def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
+def _schema() -> "pa.Schema":
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    schema = pa.schema(
+    return pa.schema(
         [
             ("trajectory", pa.int64()),
             ("start", pa.int32()),
@@ -135,22 +136,58 @@ def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
             *((name, pa.binary()) for name in _BINARY),
         ]
     )
+
+
+def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
+    import pyarrow.parquet as pq
+
+    schema = _schema()
     with path.open("wb") as file:
         # numbers repeat too seldom for a dictionary; statistics are for finding a trajectory
         with pq.ParquetWriter(
             file, schema, compression=_COMPRESSION, use_dictionary=["spans"], write_statistics=["trajectory"]
         ) as writer:
             for group in _by_size(pieces):
-                ids = _lists([piece.ids for piece in group], np.dtype("<i4"))
-                logprobs = _lists([piece.logprobs for piece in group], np.dtype("<f4"))
-                plain, binary = (
-                    [[getattr(piece, name) for piece in group] for name in names]
-                    for names in (("trajectory", "start", "spans"), _BINARY)
-                )
-                columns = [*plain, pa.ListArray.from_arrays(*ids), pa.ListArray.from_arrays(*logprobs), *binary]
-                writer.write_table(pa.table(columns, schema=schema))
+                writer.write_table(_table(group, schema))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _table(pieces: list[Piece], schema: "pa.Schema") -> "pa.Table":
+    """From buffers: what takes objects of Python imports pandas, where it is installed, to ask about them."""
+    import pyarrow as pa
+
+    def numbers(values: npt.NDArray[Any], kind: "pa.DataType") -> "pa.Array":
+        return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+    def texts(values: list[bytes | None], kind: "pa.DataType") -> "pa.Array":
+        present = np.packbits([value is not None for value in values], bitorder="little")
+        offsets, data = _joined([value or b"" for value in values], 1)
+        return pa.Array.from_buffers(kind, len(values), [pa.py_buffer(present), pa.py_buffer(offsets), data])
+
+    def lists(values: list[bytes], kind: "pa.DataType", dtype: str) -> "pa.Array":
+        offsets, data = _joined(values, np.dtype(dtype).itemsize)
+        inner = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, data])
+        return pa.ListArray.from_arrays(numbers(offsets, pa.int32()), inner)
+
+    columns = [
+        numbers(np.array([piece.trajectory for piece in pieces], np.int64), pa.int64()),
+        numbers(np.array([piece.start for piece in pieces], np.int32), pa.int32()),
+        texts([piece.spans.encode() for piece in pieces], pa.string()),
+        lists([piece.ids for piece in pieces], schema.field("ids").type, "<i4"),
+        lists([piece.logprobs for piece in pieces], schema.field("logprobs").type, "<f4"),
+        *(texts([getattr(piece, name) for piece in pieces], pa.binary()) for name in _BINARY),
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _joined(blobs: list[bytes], size: int) -> tuple[npt.NDArray[np.int32], "pa.Buffer"]:
+    """Where each begins, in items of so many bytes, [n + 1], and all of them in a row."""
+    import pyarrow as pa
+
+    offsets = np.zeros(len(blobs) + 1, np.int32)
+    np.cumsum([len(blob) // size for blob in blobs], out=offsets[1:])
+    return offsets, pa.py_buffer(b"".join(blobs))
 
 
 def _by_size(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -164,12 +201,6 @@ def _by_size(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _lists(blobs: list[bytes], dtype: np.dtype[Any]) -> tuple[npt.NDArray[np.int32], npt.NDArray[Any]]:
-    """Offsets [n + 1] and values of the column whose row i holds the numbers in blob i."""
-    ends = np.cumsum([len(blob) // dtype.itemsize for blob in blobs], dtype=np.int32)
-    return np.concatenate([np.zeros(1, np.int32), ends]), np.frombuffer(b"".join(blobs), dtype)
 
 
 def _blobs(column: "pa.ListArray") -> list[bytes]:

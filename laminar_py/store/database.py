@@ -48,8 +48,8 @@ def open_writer(path: Path) -> sqlite3.Connection:
         schema = _check(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        # 16 MiB of log between two checkpoints: each one syncs the whole file
-        connection.execute("PRAGMA wal_autocheckpoint = 4096")
+        # 64 MiB of log between two checkpoints: each one syncs the whole file
+        connection.execute("PRAGMA wal_autocheckpoint = 16384")
         if schema != SCHEMA_VERSION:
             migrate(connection, schema, _SCHEMA.read_text())
     return connection

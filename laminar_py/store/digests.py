@@ -32,7 +32,7 @@ def event_hash(
 ) -> bytes:
     """Hash of one row of the event log, chained to the row before it."""
     head = _event_head(seq, wall, mono, len(host), len(kind), len(subject))
-    return blake3(b"".join((previous, head, f"{host}{kind}{subject}".encode(), body))).digest(length=DIGEST_BYTES)
+    return blake3(previous + head + f"{host}{kind}{subject}".encode() + body).digest(length=DIGEST_BYTES)
 
 
 def segment_digest(

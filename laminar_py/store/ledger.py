@@ -1,6 +1,6 @@
 """The record of a run: one SQLite file, written by the controller alone.
 
-`append` and `store_*` only touch memory and never wait; four times a second what has gathered is written by a
+`append` and `store_*` only touch memory and never wait; once a second what has gathered is written by a
 thread, in the order of the appends and in one transaction. A batch is cut between two turns of the event loop, so
 what is appended without an `await` in between is never split. Invariant (law 1): issued = consumed + dropped +
 live, in memory at every moment and on disk after every crash.
@@ -34,7 +34,7 @@ from laminar_py.store.spans import encode_spans
 from laminar_py.store.writer import Batch, Segment, Stamped, Writer, end_of
 from laminar_py.types import Prompt, Published, RoutedExperts, SamplingMask, Span, Status
 
-FLUSH_S = 0.5
+FLUSH_S = 1.0
 ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
 _FORGET = 4096  # archived trajectories whose pieces one transaction deletes
 
