@@ -5,7 +5,7 @@ import time
 
 from laminar_py.types import ScoringRequest
 
-SECONDS = 0.01
+SECONDS = 0.02
 ANSWER = re.compile(r"#(\d)$")
 
 
