@@ -24,24 +24,22 @@ def tell(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     first, *others = binding.remedies
     yield "change first", str(first)
     if others:
-        yield "or", "; ".join(f"{move.key} {move.change}" for move in others[:NEXT_MOVES])
+        yield "or instead", ", or ".join(f"{move.key} {move.change}" for move in others[:NEXT_MOVES])
     following = diagnosis.next
-    yield "gains", f"{_gain(binding.gain)}; the next limit, {following.wall}, as it is now: {following.evidence}"
-    yield "a step", f"takes {reading.measured_s:.2f} s; its stages, {HOW[reading.schedule]}: {_stages(reading)}"
+    yield "without it", f"{_gain(binding.gain)}; then {following.wall} limits, now: {following.evidence}"
+    stages = f"its stages, {HOW[reading.schedule]} (schedule={reading.schedule}): {_stages(reading)}"
+    yield "a step", f"takes {reading.measured_s:.2f} s; {stages}"
     twice = ", ".join(_twice(reading))
     if twice:
-        yield "with twice", f"{twice} a step, as predicted"
+        yield "it would take", f"with twice {twice}"
     others_s = (schedule for schedule in Schedule if schedule is not reading.schedule)
-    yield (
-        "a step under",
-        ", ".join(f"{s} {diagnosis.under[s]:.2f} s (mostly {diagnosis.walls_under[s]})" for s in others_s)
-        + ", as predicted",
-    )
+    words = (f"schedule={s} {diagnosis.under[s]:.2f} s (most of it {diagnosis.walls_under[s]})" for s in others_s)
+    yield "", f"with {', with '.join(words)}"
 
 
 def _gain(gain: float) -> str:
     times = f"at most {gain:.2f} x" if gain < 100 else "more than 100 x"
-    return f"{times} the goodput (useful tokens per second)"
+    return f"{times} the goodput (useful trained tokens per second)"
 
 
 def _stages(reading: Reading) -> str:

@@ -108,13 +108,13 @@ def evidence(wall: Wall, reading: Reading) -> str:
         case Wall.LEARNER:
             idle = share(reading.held_s)
             busy = share(times.learner_s)
-            return f"the learner is busy {busy} of the time; replicas are idle {idle}, since nothing may begin"
+            return f"the learner is busy {busy} of the time; replicas are idle {idle}, with no room to begin"
         case Wall.WEIGHTS:
-            late, way = share(times.weights_s), f"{reading.transfer_s:.2f} s of a step"
-            return f"replicas are idle {late} of the time, waiting for newer weights, which relays carry {way}"
+            late, way = share(times.weights_s), f"{reading.transfer_s:.2f} s"
+            return f"replicas are idle {late} of the time, waiting for newer weights: {way} a step on the way"
         case Wall.FRESHNESS:
             idle = share(reading.held_s)
-            held = f"replicas are idle {idle} of the time, since nothing may begin, though no stage fills the step"
+            held = f"replicas are idle {idle} of the time: nothing may begin, though no stage fills the step"
             if not reading.stale_share:
                 return held
             return f"{held}, and {reading.stale_share:.0%} of the tokens are dropped as too old"

@@ -162,8 +162,8 @@ def test_a_diagnosis_is_told_in_lines_that_name_wall_remedy_and_schedule():
     told = dict(tell(diagnosis(reading_of(learner_s=9.8, generation_s=2.0), "learner.recompute=all")))
     assert told["limited by"].startswith("LEARNER: the learner is busy 98%")
     assert told["change first"].startswith("learner.recompute: all -> none")
-    assert "sync 11.80 s" in told["a step under"]
-    assert told["with twice"] == "the replicas 10.00 s, the learner ranks 5.10 s a step, as predicted"
+    assert "with schedule=sync 11.80 s" in told[""]
+    assert told["it would take"] == "with twice the replicas 10.00 s, the learner ranks 5.10 s"
 
 
 def test_a_step_in_which_no_stage_is_busy_is_told_too():
