@@ -31,9 +31,6 @@ LAYERS = {
     "analytics": 3,
     "bench": 4,
     "cli": 4,
-    "cli_audit": 4,
-    "cli_report": 4,
-    "cli_dashboard": 4,
 }
 APART = (
     {"rollout", "relay"},

@@ -13,7 +13,7 @@ from laminar_py.analytics.run_tables import NAMES, tail_table
 from laminar_py.analytics.samples import read_fleet, read_rl_seconds, read_steps
 from laminar_py.analytics.tails import Distribution, Measure, Tails
 from laminar_py.cli import app
-from laminar_py.cli_report import print_limits
+from laminar_py.cli.report import print_limits
 from tests.analytics.ledgers import live, write_small_run
 from tests.runtime.runs import REPO
 from tests.store.runs import open_ledger

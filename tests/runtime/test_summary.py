@@ -1,6 +1,6 @@
 """What the summary says of relay and checkpoints, from the ledger of a run."""
 
-from laminar_py.cli import tell_checkpoints, tell_relay
+from laminar_py.cli.train import tell_checkpoints, tell_relay
 from laminar_py.events import Checkpointed, Relayed, VersionPublished
 from laminar_py.runtime.summary import CheckpointFigures, RelayFigures, read_checkpoints, read_relay
 from laminar_py.store.database import reading

@@ -1,0 +1,3 @@
+from laminar_py.cli.main import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,47 @@
+"""The command line as a whole, and how it ends: all work is done elsewhere.
+
+Exit codes: 0 done, 1 a law is broken or the run failed, 2 bad input (one line on standard error), 130 stopped by
+Ctrl-C with a checkpoint to go on from.
+"""
+
+import sys
+
+import typer
+
+from laminar_py.cli.audit import audit
+from laminar_py.cli.bench import bench
+from laminar_py.cli.dashboard import dashboard
+from laminar_py.cli.doctor import doctor
+from laminar_py.cli.relay import relay
+from laminar_py.cli.report import report
+from laminar_py.cli.train import export, train
+
+app = typer.Typer(
+    name="laminar",
+    help="Trajectory-level asynchronous RL post-training of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")(train)
+app.command(epilog="Example: laminar report runs/quickstart-1")(report)
+app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
+app.add_typer(audit, name="audit")
+app.command(epilog="Example: laminar export runs/quickstart-1 out/quickstart --dtype bf16")(export)
+app.command(epilog="Example: laminar doctor configs/math_7b_8gpu_tp1.yaml")(doctor)
+app.add_typer(bench, name="bench")
+app.add_typer(relay, name="relay")
+
+
+def main() -> None:
+    """Entry point: faults of input become one line and exit code 2, a failed run one line and 1."""
+    from laminar_py.runtime.errors import RunFailedError
+
+    try:
+        app()
+    except ValueError as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except RunFailedError as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,65 @@
+"""`laminar relay`: the tree that carries weights, by itself."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+relay = typer.Typer(help="The tree that carries weights, by itself.", no_args_is_help=True)
+console = Console()
+
+
+@relay.command("keys", epilog="Example: laminar relay keys relay.keys")
+def relay_keys(path: Annotated[Path, typer.Argument(help="New file, which all hosts of a tree get")]) -> None:
+    """Make the keys of a tree; whoever has the file is let in."""
+    from laminar_py.relay.serve import write_keys
+
+    write_keys(path)
+
+
+@relay.command("serve", epilog="Example: laminar relay serve b --keys relay.keys --parent tcp://10.0.0.4:7000")
+def relay_serve(
+    name: Annotated[str, typer.Argument(help="Its name in the tree")],
+    keys: Annotated[Path, typer.Option(help="File of `laminar relay keys`")],
+    parent: Annotated[
+        list[str] | None, typer.Option(help="Nearest first, root last; none: it is the root")
+    ] = None,
+    store: Annotated[Path, typer.Option(help="Folder in shared memory for its versions")] = Path(
+        "/dev/shm/laminar-relay"
+    ),
+    host: Annotated[str, typer.Option(help="Interface, or an ipc:// address")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 0,
+    keep_versions: Annotated[int, typer.Option(min=1)] = 2,
+    chunk_bytes: Annotated[int, typer.Option(min=4096, help="Largest that a publisher may cut")] = 16 * 2**20,
+    max_bytes_per_s: Annotated[
+        float | None, typer.Option(min=1, help="Weights that it sends on, at most; none: no cap")
+    ] = None,
+) -> None:
+    """Run one node of a tree by hand, until Ctrl-C."""
+    from laminar_py.relay.serve import read_keys, serve
+
+    serve(
+        name,
+        store=store,
+        keys=read_keys(keys),
+        parents=parent or [],
+        host=host,
+        port=port,
+        keep_versions=keep_versions,
+        chunk_bytes=chunk_bytes,
+        max_bytes_per_s=max_bytes_per_s,
+        tell=lambda line: console.print(line, highlight=False, soft_wrap=True),
+    )
+
+
+@relay.command("plan", epilog="Example: laminar relay plan configs/relay/rack.yaml parameters=70B shm_gib=2048")
+def relay_plan(
+    config: Annotated[Path, typer.Argument(help="YAML file of hosts and links, e.g. configs/relay/rack.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. parameters=70B")] = None,
+) -> None:
+    """Draw the tree of a fleet with its predicted times and memory; what does not fit is refused."""
+    from laminar_py.relay.plan import make_relay_plan, read_spec, tell
+
+    for line in tell(make_relay_plan(read_spec(config, overrides or []))):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,132 @@
+"""`laminar train` and `laminar export`: runs, what is said of them at their end, and what they have learned."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from laminar_py.cli.report import print_limits
+from laminar_py.config_file import load_config
+
+if TYPE_CHECKING:
+    from laminar_py.runtime.summary import CheckpointFigures, RelayFigures, RepackFigures, Summary
+
+console = Console()
+
+
+class ExportDtype(StrEnum):
+    """Types that `laminar export` writes."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. learner.lr=1e-3")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this name")] = False,
+) -> None:
+    """Train a model; everything the run leaves is in runs/<name>-<n>/."""
+    changes = overrides or []
+    settings = load_config(config, changes)
+    from laminar_py.runtime.launch import RunInterruptedError, launch  # takes a second: after what may be refused
+    from laminar_py.runtime.run_folder import newest_run
+
+    run = newest_run(settings) if resume else None
+    if run is not None:
+        settings = load_config(run.config, changes)
+    try:
+        summary = launch(settings, resume=run, console=console)
+    except RunInterruptedError as stop:
+        print_limits(Path(stop.summary.run))
+        again = " ".join(["laminar train", str(config), *changes, "--resume"])
+        console.print(f"{stop}; go on with: {again}", soft_wrap=True, highlight=False)
+        raise typer.Exit(130) from None
+    _print_summary(summary)
+    print_limits(Path(summary.run))
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A run, for its newest checkpoint, or one of its checkpoints")],
+    out: Annotated[Path, typer.Argument(help="New folder")],
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; default: that of the model")] = None,
+) -> None:
+    """Write a plain Hugging Face folder of what a run has learned, also while it goes on."""
+    from laminar_py.runtime.exports import export as export_run
+
+    checkpoint = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
+    console.print(f"{out}: {checkpoint.name} of {source}", highlight=False, soft_wrap=True)
+
+
+def _print_summary(summary: "Summary") -> None:
+    lengths, counts = summary.response_length, summary.trajectories
+    drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
+    rows = [
+        ("held-out accuracy", f"{_share(summary.accuracy_start)} -> {_share(summary.accuracy_end)}"),
+        ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s"),
+        ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
+        ("tokens", f"{summary.tokens.generated:,} generated, {summary.tokens.trained:,} trained"),
+        ("trained", f"{summary.trained_tokens_per_s:,.0f} tokens/s"),
+        (
+            "trajectories",
+            f"{counts.issued} issued = {counts.consumed} consumed + {counts.dropped} dropped + {counts.live} live",
+        ),
+        ("dropped", drops or "none"),
+        ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
+        ("versions alive", f"{summary.versions_alive_max} at most"),
+        ("relay", tell_relay(summary.relay)),
+        ("checkpoints", tell_checkpoints(summary.checkpoints)),
+        ("replicas", tell_repack(summary.repack, summary.kv_use)),
+        (
+            "learner",
+            f"waited {summary.learner_waiting_share:.0%}; {summary.overlap_share:.0%} of its work overlapped"
+            " generation",
+        ),
+        ("memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB at the peak, all processes"),
+        ("restarts", ", ".join(f"{part} {count}" for part, count in summary.restarts.items()) or "none"),
+    ]
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
+
+
+def tell_relay(relay: "RelayFigures") -> str:
+    """Versions, stall, spread and bytes in one line."""
+    words = [f"{relay.versions} versions"]
+    if relay.stall_s is not None:
+        words.append(f"the learner stood still {relay.stall_s * 1000:.1f} ms for one")
+    if relay.spread_s is not None:
+        words.append(f"{relay.spread_s:.2f} s until the last relay had it")
+    if relay.wire_share is not None:
+        words.append(f"{relay.wire_share:.1%} of the bytes over the wire")
+    return ", ".join(words)
+
+
+def tell_checkpoints(checkpoints: "CheckpointFigures") -> str:
+    """Number, stall and duration in one line."""
+    if checkpoints.stall_s is None or checkpoints.elapsed_s is None:
+        return "none"
+    stall_ms = checkpoints.stall_s * 1000
+    on_disk = f"{checkpoints.elapsed_s:.2f} s until it was on disk"
+    return f"{checkpoints.count}, the learner stood still {stall_ms:.1f} ms for one, {on_disk}"
+
+
+def tell_repack(repack: "RepackFigures", kv_use: float) -> str:
+    """Use of KV caches, and what was moved, in one line."""
+    words = [f"{kv_use:.0%} of their KV caches in use"]
+    if repack.rounds:
+        words.append(
+            f"{repack.running} trajectories moved in {repack.rounds} rounds, and {repack.waiting} that waited"
+        )
+    return ", ".join(words)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
