@@ -6,12 +6,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from laminar_py.config import RunConfig
-from laminar_py.section import Section
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import Section
 
 HEAD = """# Settings
 
-Generated from `laminar_py/config.py` by `make docs`. A config is a YAML file; any setting can be given on the
+Generated from `laminar_py/config` by `make docs`. A config is a YAML file; any setting can be given on the
 command line as `key.sub=value`. Unknown keys, wrong types and values out of range are refused with one line.
 """
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from laminar_py.types import FinishReason, Kind, Prompt, RoutedExperts, SamplingMask, Span, Trajectory
+from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Span, Trajectory
 
 
 def make_prompt(index=0, length=3, answer="4"):

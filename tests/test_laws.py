@@ -8,29 +8,23 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from laminar_py.algorithm import Aggregation, AlgorithmConfig
-from laminar_py.codec import decode, encode
-from laminar_py.config import LearnerConfig, LoraConfig, ModelConfig
-from laminar_py.engines.local import LocalEngine
+from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.lora import LoraConfig
+from laminar_py.config.model import ModelConfig
+from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.relay.node import RelayNode
+from laminar_py.packing.packer import Packed, pack
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
+from laminar_py.records.recordings import Recording, join_masks
+from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
+from laminar_py.relay.node.relay_node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.transport import RelayKeys
-from laminar_py.repack.packer import Packed, pack
-from laminar_py.store.recording import join_masks
-from laminar_py.types import (
-    FinishReason,
-    GenerateRequest,
-    Kind,
-    MicroBatch,
-    PauseMode,
-    Record,
-    SamplingParams,
-    Span,
-    Trajectory,
-)
+from laminar_py.relay.wire.transport import RelayKeys
 from tests.learner.builders import make_model_folder, make_sequences
 from tests.learner.builders import pack as pack_sequences
 
@@ -112,7 +106,7 @@ async def test_with_a_cut_vocabulary_the_ratio_is_1_under_replay_and_far_from_it
     model = make_model_folder(tmp_path / "model")
     learner = Learner(ModelConfig(path=model), LearnerConfig(), AlgorithmConfig(), temperature=1.0, seed=0)
     room = {"max_batch": 8, "max_len": 128, "kv_capacity": 1024, "stream_interval": 3}
-    engine = LocalEngine(model, record=(Record.SAMPLING_MASK,), **room)
+    engine = LocalEngine(model, record=(Recording.SAMPLING_MASK,), **room)
     await engine.start()
     try:
         await engine.load_weights(model, 1)

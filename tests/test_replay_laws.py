@@ -19,24 +19,19 @@ from msgspec.structs import replace
 
 from laminar_py.audit.verify import verify
 from laminar_py.bench.learner_agreement import deviations, flipped
-from laminar_py.engines.local import LocalEngine
-from laminar_py.engines.local_scheduler import Scheduler
-from laminar_py.engines.sglang import SGLangEngine
-from laminar_py.engines.sglang_stream import Served
+from laminar_py.engines.local.engine import LocalEngine
+from laminar_py.engines.local.scheduler import Scheduler
+from laminar_py.engines.sglang.engine import SGLangEngine
+from laminar_py.engines.sglang.stream import Served
 from laminar_py.learner.step import Learner
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.payload import stored_recordings
+from laminar_py.records.engine import PauseMode, SamplingParams
+from laminar_py.records.recordings import Recording
+from laminar_py.records.replica import Assignment
+from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
 from laminar_py.rollout.running import begin
-from laminar_py.store.database import reading
-from laminar_py.store.payload import stored_recordings
-from laminar_py.types import (
-    Assignment,
-    FinishReason,
-    Kind,
-    PauseMode,
-    Record,
-    SamplingParams,
-    Trajectory,
-)
-from tests.engines.sglang_rig import make_model, running_server
+from tests.engines.sglang.rig import make_model, running_server
 from tests.learner.builders import make_learner, make_mixture_folder
 from tests.repack.house import SLOTS, House
 
@@ -55,7 +50,7 @@ HOUSE = {
 async def open_engine(folder: Path, *, slots=8, kv_capacity=None) -> LocalEngine:
     """A started one, without weights, that records everything."""
     room = {"max_batch": slots, "max_len": MAX_LEN, "kv_capacity": kv_capacity or slots * MAX_LEN}
-    engine = LocalEngine(folder, **room, stream_interval=3, record=tuple(Record), router_noise=NOISE)
+    engine = LocalEngine(folder, **room, stream_interval=3, record=tuple(Recording), router_noise=NOISE)
     await engine.start()
     return engine
 
@@ -182,14 +177,14 @@ async def test_replay_holds_for_trajectories_that_repacking_moved_between_sglang
     async with AsyncExitStack() as stack:
         logs = [tmp_path / f"sglang-{index}.log" for index in range(2)]
         servers = [
-            await stack.enter_async_context(running_server(folder, tmp_path, log=log, record=tuple(Record)))
+            await stack.enter_async_context(running_server(folder, tmp_path, log=log, record=tuple(Recording)))
             for log in logs
         ]
         turn = itertools.cycle(servers)
 
         async def open_client():
             server = next(turn)
-            served = Served(320, 2040, TOP_K, tuple(Record))
+            served = Served(320, 2040, TOP_K, tuple(Recording))
             engine = SGLangEngine(
                 server.url, api_key=server.api_key, served=served, stall_timeout_s=60, watch_server=server.watch
             )

@@ -19,7 +19,7 @@ from torch import Tensor
 from laminar_py.bench.learner_mfu import FULL, measure_steps
 from laminar_py.bench.learner_parts import draw_lengths
 from laminar_py.bench.report import Row, show
-from laminar_py.config import LearnerConfig, Recompute
+from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
 
 WAYS = {

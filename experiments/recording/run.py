@@ -19,11 +19,11 @@ import psutil
 from rich.console import Console
 
 from laminar_py.bench.report import Row, show
-from laminar_py.config_file import load_config
+from laminar_py.config.loading import load_config
 from laminar_py.control import lifecycle
-from laminar_py.runtime.launch import launch
-from laminar_py.store import ledger
-from laminar_py.store.writer import Writer
+from laminar_py.ledger import ledger
+from laminar_py.ledger.writer import Writer
+from laminar_py.orchestrator.launch import launch
 
 CONFIG = Path("configs/quickstart.yaml")
 LOOK_S = 0.5

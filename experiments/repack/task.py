@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from laminar_py.types import ScoringRequest
+from laminar_py.records.scoring import ScoringRequest
 
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 800

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.config import Schedule
+from laminar_py.config.staleness import Schedule
 
 CONFIG = Path("configs/quickstart.yaml")
 MARKS_S = (30, 60)

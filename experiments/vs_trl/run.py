@@ -17,7 +17,7 @@ from pathlib import Path
 
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.config_file import load_config
+from laminar_py.config.loading import load_config
 from laminar_py.learner.warm_start import cache_key
 
 HERE = Path(__file__).parent

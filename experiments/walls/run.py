@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from laminar_py.analytics.triage import Diagnosis, read_diagnosis
+from laminar_py.analytics.triage.triage import Diagnosis, read_diagnosis
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import train
-from laminar_py.config import Schedule
+from laminar_py.config.staleness import Schedule
 
 CONFIG = Path("configs/quickstart.yaml")
 HERE = Path(__file__).parent

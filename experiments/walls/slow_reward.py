@@ -3,7 +3,7 @@
 import re
 import time
 
-from laminar_py.types import ScoringRequest
+from laminar_py.records.scoring import ScoringRequest
 
 SECONDS = 0.02
 ANSWER = re.compile(r"#(\d)$")

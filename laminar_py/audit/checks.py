@@ -8,7 +8,8 @@ from collections import Counter
 from typing import ClassVar, Protocol
 
 from laminar_py.audit.findings import Finding, Law
-from laminar_py.events import (
+from laminar_py.ledger.rows import TrajectoryRow
+from laminar_py.records.events import (
     AnyEvent,
     Consumed,
     Event,
@@ -23,9 +24,8 @@ from laminar_py.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.store.rows import TrajectoryRow
-from laminar_py.store.spans import versions_of
-from laminar_py.types import Kind
+from laminar_py.records.spans import versions_of
+from laminar_py.records.trajectory import Kind
 
 
 class Check(Protocol):

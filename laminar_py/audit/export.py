@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import msgspec
 
-from laminar_py.store.archive import archive_files, file_pieces
-from laminar_py.store.database import ledger_path, reading
-from laminar_py.store.payload import Payload, Piece, join, stored_pieces
-from laminar_py.store.rows import COLUMNS, TrajectoryRow, read_rows
-from laminar_py.store.spans import decode_spans, replace_spans
-from laminar_py.types import Span
+from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.database import ledger_path, reading
+from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
+from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_rows
+from laminar_py.records.spans import decode_spans, replace_spans
+from laminar_py.records.trajectory import Span
 
 if TYPE_CHECKING:
     import sqlite3

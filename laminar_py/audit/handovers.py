@@ -6,9 +6,9 @@ Called by the kill test and by tests. `run` is a run folder; a run without a rea
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_py.events import Assigned, Interrupted
-from laminar_py.store.database import reading
-from laminar_py.store.rows import decode_event
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.events import Assigned, Interrupted
 
 
 @dataclass(frozen=True, slots=True)

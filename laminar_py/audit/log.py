@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import msgspec
 
 from laminar_py.audit.findings import Finding, Law
-from laminar_py.events import AnyEvent
-from laminar_py.store.digests import CHAIN_START, event_hash
-from laminar_py.store.rows import KINDS, decode_event, decode_events
+from laminar_py.ledger.rows import KINDS, decode_event, decode_events
+from laminar_py.records.digests import CHAIN_START, event_hash
+from laminar_py.records.events import AnyEvent
 
 _BLOCK = 4096  # events that are decoded at once
 

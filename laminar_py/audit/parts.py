@@ -11,23 +11,16 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.audit import log
-from laminar_py.audit.checks import (
-    Check,
-    ChecksumCheck,
-    DrainCheck,
-    StalenessCheck,
-    StepCheck,
-    WeightsCheck,
-)
+from laminar_py.audit.checks import Check, ChecksumCheck, DrainCheck, StalenessCheck, StepCheck, WeightsCheck
 from laminar_py.audit.findings import Finding, Law
 from laminar_py.audit.replay import Replay
 from laminar_py.audit.responses import ResponseCheck
-from laminar_py.events import Archived, Event
-from laminar_py.store.archive import archive_files
-from laminar_py.store.database import SCHEMA_VERSION, LedgerError, ledger_path, reading, schema_of, unlike_schema
-from laminar_py.store.digests import file_digest, prompt_digest, token_reward_digest
-from laminar_py.store.migrations import mistyped
-from laminar_py.store.rows import decode_event
+from laminar_py.ledger.archive import archive_files
+from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError, ledger_path, reading, schema_of, unlike_schema
+from laminar_py.ledger.migrations import mistyped
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.digests import file_digest, prompt_digest, token_reward_digest
+from laminar_py.records.events import Archived, Event
 
 _NAMED = 20  # trajectories whose loss is told one by one
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_py.store.database import reading
-from laminar_py.store.rows import Accounting, TrajectoryRow, read_accounting, read_rows
-from laminar_py.types import DropReason, Kind, Status
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import Accounting, TrajectoryRow, read_accounting, read_rows
+from laminar_py.records.trajectory import DropReason, Kind, Status
 
 _COMPARISON = re.compile(r"(>=|<=|!=|>|<|=)?\s*(-?\d+(?:\.\d+)?)")
 _READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})

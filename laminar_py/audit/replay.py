@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from laminar_py.audit.findings import Finding, Law
-from laminar_py.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamCut
-from laminar_py.store.database import create
-from laminar_py.store.machine import IllegalEventError, Machine
-from laminar_py.store.rows import COLUMNS, TrajectoryRow, read_accounting
-from laminar_py.store.writer import SIDE_TABLES, apply_to_tables
-from laminar_py.types import Status
+from laminar_py.ledger.database import create
+from laminar_py.ledger.machine import IllegalEventError, Machine
+from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_accounting
+from laminar_py.ledger.writer import SIDE_TABLES, apply_to_tables
+from laminar_py.records.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamCut
+from laminar_py.records.trajectory import Status
 
 _AT_ONCE = 256  # rows
 _FROM_PIECES = frozenset({"length", "oldest_version", "newest_version"})  # known from events once finished

@@ -13,15 +13,14 @@ import msgspec
 import numpy as np
 
 from laminar_py.audit.findings import Finding, Law
-from laminar_py.codec import BoolArray, IntArray
-from laminar_py.events import StreamCut
-from laminar_py.store.archive import file_pieces
-from laminar_py.store.digests import response_digest
-from laminar_py.store.payload import Payload, Piece, join, stored_pieces
-from laminar_py.store.recording import unpack_mask
-from laminar_py.store.rows import decode_event
-from laminar_py.store.spans import clip_spans, decode_spans
-from laminar_py.types import SamplingMask
+from laminar_py.ledger.archive import file_pieces
+from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.codec import BoolArray, IntArray
+from laminar_py.records.digests import response_digest
+from laminar_py.records.events import StreamCut
+from laminar_py.records.recordings import SamplingMask, unpack_mask
+from laminar_py.records.spans import clip_spans, decode_spans
 
 
 class _Promise(msgspec.Struct, array_like=True):

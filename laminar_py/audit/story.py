@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
-from laminar_py.store.archive import find_payload
-from laminar_py.store.database import ledger_path, reading
-from laminar_py.store.payload import Payload
-from laminar_py.store.rows import KINDS, TrajectoryRow, decode_event, read_rows
-from laminar_py.store.spans import clip_spans
-from laminar_py.types import Span
+from laminar_py.ledger.archive import find_payload
+from laminar_py.ledger.database import ledger_path, reading
+from laminar_py.ledger.payload import Payload
+from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
+from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
+from laminar_py.records.spans import clip_spans
+from laminar_py.records.trajectory import Span
 
 _NEAR = 4096  # trajectories on either side among which those of a group are looked for
 

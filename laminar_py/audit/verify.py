@@ -18,8 +18,8 @@ from pathlib import Path
 from laminar_py.audit import parts
 from laminar_py.audit.findings import Finding, Law
 from laminar_py.audit.parts import Part
-from laminar_py.store.database import LedgerError, ledger_path, reading
-from laminar_py.store.seal import Seal, differences, read_seal, seal_digest
+from laminar_py.ledger.database import LedgerError, ledger_path, reading
+from laminar_py.ledger.seal import Seal, differences, read_seal, seal_digest
 
 _ALONE = 100_000  # events that one process is done with sooner than others have started
 _EVENTS = 500_000  # of the chain, in one part

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from laminar_py.bench.processes import Measure, Worker
 from laminar_py.bench.relay_node import CHUNK_BYTES
-from laminar_py.relay.digests import chunk_checksum
-from laminar_py.relay.messages import CHECKSUM_BYTES
+from laminar_py.relay.store.digests import chunk_checksum
+from laminar_py.relay.wire.messages import CHECKSUM_BYTES
 
 
 @contextmanager

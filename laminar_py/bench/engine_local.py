@@ -26,9 +26,9 @@ from transformers.utils import logging
 
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
-from laminar_py.codec import IntArray
-from laminar_py.engines.local import LocalEngine
-from laminar_py.types import GenerateRequest, SamplingParams
+from laminar_py.engines.local.engine import LocalEngine
+from laminar_py.records.codec import IntArray
+from laminar_py.records.engine import GenerateRequest, SamplingParams
 
 MODEL = Qwen3Config(
     vocab_size=8192,

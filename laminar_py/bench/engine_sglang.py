@@ -22,12 +22,13 @@ from transformers import Qwen3Config
 
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
-from laminar_py.config import Device
-from laminar_py.engines.sglang import SGLangEngine
-from laminar_py.engines.sglang_server import Flag, ServerSpec, SGLangServer
-from laminar_py.engines.sglang_stream import Served
-from laminar_py.section import ConfigError
-from laminar_py.types import FinishReason, GenerateRequest, PauseMode, SamplingParams
+from laminar_py.config.cluster import Device
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.sglang.engine import SGLangEngine
+from laminar_py.engines.sglang.server import Flag, ServerSpec, SGLangServer
+from laminar_py.engines.sglang.stream import Served
+from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
+from laminar_py.records.trajectory import FinishReason
 
 STREAMS = 32
 TOKENS = 256  # of each stream, for the overhead

@@ -26,10 +26,12 @@ from laminar_py.bench.learner_parts import (
 from laminar_py.bench.learner_samples import MAX_LEN, Draw, sample_embedded, sample_sglang
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
-from laminar_py.codec import FloatArray
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.types import MicroBatch, Record, Trajectory
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.recordings import Recording
+from laminar_py.records.trajectory import Trajectory
 
 LLAMA = LlamaConfig(
     vocab_size=512,
@@ -88,7 +90,7 @@ def _mismatch(folder: Path, config: PretrainedConfig, tokens: int, python: Path 
     peaked.initializer_range = PEAKED
     model = write_model(folder / "engine", peaked)
     learner = make_learner(model)
-    draws = (Draw(), Draw((Record.SAMPLING_MASK,), CUT))
+    draws = (Draw(), Draw((Recording.SAMPLING_MASK,), CUT))
     sampled = {"embedded": sample_embedded(model, draws, tokens=tokens)}
     if python is not None:
         sampled["SGLang"] = sample_sglang(model, draws, tokens=tokens, python=python)
@@ -118,7 +120,7 @@ def _router_replay(folder: Path, tokens: int, python: Path | None) -> list[Row]:
     learner = make_learner(model)
     shape = (MAX_LEN, MIXTURE.num_hidden_layers, MIXTURE.num_experts)
     noise = ROUTER_NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    draw = Draw((Record.ROUTED_EXPERTS,))
+    draw = Draw((Recording.ROUTED_EXPERTS,))
     [noisy] = sample_embedded(model, [draw], tokens=tokens, router_noise=noise)
     replayed = {"embedded": float(deviations(learner, noisy).max())}
     if python is not None:

@@ -16,16 +16,18 @@ from statistics import median
 import torch
 from transformers import PretrainedConfig
 
-from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.bench.learner_parts import MAX_TOKENS, draw_lengths, make_trajectory, pack_here
 from laminar_py.bench.models import write_model
 from laminar_py.bench.relay_tree import WARM_VERSIONS, Tree
 from laminar_py.bench.report import Row
-from laminar_py.config import LearnerConfig, LoraConfig, ModelConfig
-from laminar_py.engines.local import LocalEngine
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.lora import LoraConfig
+from laminar_py.config.model import ModelConfig
+from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.step import Learner
-from laminar_py.relay.transport import RelayKeys
-from laminar_py.types import MicroBatch
+from laminar_py.records.batch import MicroBatch
+from laminar_py.relay.wire.transport import RelayKeys
 
 RATE = 1e-5
 SEQUENCES, MEDIAN = 8, 48  # of a step

@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
-from laminar_py.algorithm import AlgorithmConfig
 from laminar_py.bench.learner_parts import draw_lengths, make_trajectory, pack_here
 from laminar_py.bench.report import Row
-from laminar_py.config import LearnerConfig, ModelConfig, Recompute
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig, Recompute
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.step import Learner
-from laminar_py.types import StepMetrics
+from laminar_py.records.metrics import StepMetrics
 
 WARM_STEPS = 2
 SETTINGS = LearnerConfig(recompute=Recompute.SELECTIVE)

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar_py.algorithm import Aggregation, AlgorithmConfig
-from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.repack.packer import pack
-from laminar_py.types import FinishReason, Kind, MicroBatch, Span, Trajectory
+from laminar_py.packing.packer import pack
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
 
 MAX_TOKENS = 2048
 SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50

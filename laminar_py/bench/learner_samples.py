@@ -15,16 +15,17 @@ import torch
 
 from laminar_py.bench.engine_sglang import find_python
 from laminar_py.bench.learner_parts import make_trajectory
-from laminar_py.config import Device
-from laminar_py.engines.local import LocalEngine
+from laminar_py.config.cluster import Device
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.sglang import SGLangEngine
-from laminar_py.engines.sglang_server import ServerSpec, SGLangServer
-from laminar_py.engines.sglang_stream import Served
-from laminar_py.interfaces import InferenceEngine
-from laminar_py.section import ConfigError
-from laminar_py.store.recording import join_masks
-from laminar_py.types import GenerateRequest, Record, SamplingParams, Trajectory
+from laminar_py.engines.sglang.engine import SGLangEngine
+from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
+from laminar_py.engines.sglang.stream import Served
+from laminar_py.records.engine import GenerateRequest, SamplingParams
+from laminar_py.records.protocols import InferenceEngine
+from laminar_py.records.recordings import Recording, join_masks
+from laminar_py.records.trajectory import Trajectory
 
 MAX_LEN = 256
 LENGTH = 200  # response tokens of a trajectory
@@ -34,9 +35,9 @@ BATCH = 16
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How trajectories are drawn, e.g. `Draw()`, or `Draw((Record.SAMPLING_MASK,), {"top_k": 50})`."""
+    """How trajectories are drawn, e.g. `Draw()`, or `Draw((Recording.SAMPLING_MASK,), {"top_k": 50})`."""
 
-    record: tuple[Record, ...] = ()
+    record: tuple[Recording, ...] = ()
     cut: Mapping[str, float] = field(default_factory=dict)  # fields of `SamplingParams`
 
 

@@ -21,9 +21,9 @@ from laminar_py.bench.learner_parts import (
 )
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
-from laminar_py.learner.logprob import token_logprobs
+from laminar_py.learner.losses.logprob import token_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.types import Trajectory
+from laminar_py.records.trajectory import Trajectory
 
 PADDED_ROWS = 8
 

@@ -25,12 +25,12 @@ from laminar_py.audit.queries import accounting
 from laminar_py.audit.story import story, tell_story
 from laminar_py.bench.ledger_workload import CHECKPOINT_EVERY, HOST, Workload
 from laminar_py.bench.report import Row
-from laminar_py.interfaces import Clock
-from laminar_py.runtime.memory import pss_bytes
-from laminar_py.runtime.run_folder import SystemClock
-from laminar_py.store.database import LEDGER_NAME, reading
-from laminar_py.store.ledger import Ledger
-from laminar_py.store.seal import seal_run
+from laminar_py.ledger.database import LEDGER_NAME, reading
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.seal import seal_run
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.protocols import Clock
+from laminar_py.telemetry.memory import pss_bytes
 
 SHOWN = 40  # trajectories
 READ_PAUSE_S = 0.2

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laminar_py.codec import FloatArray, IntArray
-from laminar_py.events import (
+from laminar_py.ledger.database import SCHEMA_VERSION
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.digests import response_digest
+from laminar_py.records.events import (
     Assigned,
     Checkpointed,
     Consumed,
@@ -25,10 +28,7 @@ from laminar_py.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.store.database import SCHEMA_VERSION
-from laminar_py.store.digests import response_digest
-from laminar_py.store.ledger import Ledger
-from laminar_py.types import DropReason, FinishReason, Kind, Prompt, Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
 
 GROUP = 8
 STEP = 32  # groups

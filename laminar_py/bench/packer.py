@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laminar_py.algorithm import Aggregation
 from laminar_py.bench.report import Row
-from laminar_py.codec import decode, encode
-from laminar_py.repack.balance import attention_share, sequence_cost
-from laminar_py.repack.pack_stream import StreamPacker
-from laminar_py.repack.pack_window import choose
-from laminar_py.repack.packer import Packed, assign, pack, step_terms
-from laminar_py.types import FinishReason, Kind, Span, Trajectory
+from laminar_py.config.algorithm import Aggregation
+from laminar_py.packing.balance import attention_share, sequence_cost
+from laminar_py.packing.packer import Packed, assign, pack, step_terms
+from laminar_py.packing.stream import StreamPacker
+from laminar_py.packing.window import choose
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
 
 MAX_TOKENS = 16_384
 RANKS = 8

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Self, TypeVar
 
-import laminar_py.runtime  # noqa: F401 (sets the allocator that the processes of a run have, and these get)
+import laminar_py.cluster  # noqa: F401 (sets the allocator that the processes of a run have, and these get)
 
 PATIENCE_S = 120.0  # for any one answer
 END_S = 10.0

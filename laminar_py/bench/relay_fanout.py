@@ -29,7 +29,7 @@ def rows(
     folder: Path, *, num_bytes: int, num_replicas: int, repeats: int, tell: Callable[[str], None]
 ) -> list[Row]:
     """Their time over ours, medians over `repeats` rounds; `folder` is in shared memory."""
-    from laminar_py.bench.relay_ray import ray_side  # Ray takes a second to import
+    from laminar_py.bench.relay_ray import ray_side
 
     tensors = make_tensors(num_bytes)
     with ExitStack() as stack:

@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 
 from laminar_py.bench.relay_host import HostWorker, RelayHost, learn
 from laminar_py.bench.relay_network import Network
-from laminar_py.relay.digests import file_digest
-from laminar_py.relay.stored import folder_name
-from laminar_py.relay.topology import Shape, Topology, grow
-from laminar_py.relay.transport import RelayKeys
-from laminar_py.types import Published
+from laminar_py.records.weights import Published
+from laminar_py.relay.planning.topology import Shape, Topology, grow
+from laminar_py.relay.store.digests import file_digest
+from laminar_py.relay.store.version import folder_name
+from laminar_py.relay.wire.transport import RelayKeys
 
 WARM_BYTES = 2**20  # of the version before each that is timed; of another size, so nothing is a delta against it
 FILE = "model-00001.safetensors"

@@ -20,7 +20,7 @@ from laminar_py.bench.processes import Measure
 from laminar_py.bench.relay_node import CHUNK_BYTES
 from laminar_py.bench.relay_tree import WARM_VERSIONS, Tree
 from laminar_py.bench.report import Row
-from laminar_py.relay.transport import RelayKeys
+from laminar_py.relay.wire.transport import RelayKeys
 
 PAGE_BYTES = 4096
 

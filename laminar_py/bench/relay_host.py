@@ -21,8 +21,8 @@ from typing import TypeVar
 from laminar_py.bench.processes import READY, Worker
 from laminar_py.bench.relay_network import INTERFACE
 from laminar_py.bench.relay_node import relay
-from laminar_py.relay.messages import ParentLost, VersionComplete
-from laminar_py.relay.transport import RelayKeys
+from laminar_py.relay.wire.messages import ParentLost, VersionComplete
+from laminar_py.relay.wire.transport import RelayKeys
 
 PIECE_BYTES = 2**20  # that bare sockets and downloads move at a time
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of `setns`
@@ -102,7 +102,7 @@ def learn(pipe: Connection, store: Path, root: str, keys: RelayKeys, chunk_bytes
     import torch
 
     from laminar_py.relay.publisher import Publisher
-    from laminar_py.relay.shards import HEADER_BYTES
+    from laminar_py.relay.store.shards import HEADER_BYTES
 
     torch.set_num_threads(1)
     publisher = Publisher(store, root, keys, chunk_bytes=chunk_bytes)

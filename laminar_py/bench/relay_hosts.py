@@ -25,11 +25,11 @@ from laminar_py.bench.relay_host import (
 )
 from laminar_py.bench.relay_network import Network, require, shared_folder
 from laminar_py.bench.report import Row
-from laminar_py.config import TopologyKind
-from laminar_py.relay.cost import Choice, Links, Payload, broadcast_s, routes, settle
-from laminar_py.relay.digests import file_digest
-from laminar_py.relay.messages import MIN_CHUNK_BYTES
-from laminar_py.relay.topology import Shape, grow
+from laminar_py.config.relay import TopologyKind
+from laminar_py.relay.planning.cost import Choice, Links, Payload, broadcast_s, routes, settle
+from laminar_py.relay.planning.topology import Shape, grow
+from laminar_py.relay.store.digests import file_digest
+from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES
 
 MIB = 2**20
 PROBE_BYTES = 2 * MIB  # in chunks of the least size, to find what a chunk costs whatever its size

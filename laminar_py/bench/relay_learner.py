@@ -22,8 +22,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from laminar_py.bench.relay_node import CHUNK_BYTES
 from laminar_py.bench.relay_tree import WARM_VERSIONS, Tree
 from laminar_py.bench.report import Row
-from laminar_py.relay.delta import apply, encode
-from laminar_py.relay.transport import RelayKeys
+from laminar_py.relay.store.delta import apply, encode
+from laminar_py.relay.wire.transport import RelayKeys
 
 MODEL = Qwen3Config(
     vocab_size=8192,

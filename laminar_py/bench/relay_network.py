@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from laminar_py.section import ConfigError
+from laminar_py.config.section import ConfigError
 
 PREFIX = "laminar-hosts-"
 NAMESPACES = Path("/run/netns")

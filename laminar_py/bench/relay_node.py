@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from laminar_py.bench.processes import Worker
-from laminar_py.relay.messages import RelayEvent, VersionComplete, VersionPulled
-from laminar_py.relay.node import RelayNode
-from laminar_py.relay.transport import IPC, RelayKeys
+from laminar_py.relay.node.relay_node import RelayNode
+from laminar_py.relay.wire.messages import RelayEvent, VersionComplete, VersionPulled
+from laminar_py.relay.wire.transport import IPC, RelayKeys
 
 CHUNK_BYTES = 4 * 2**20
 

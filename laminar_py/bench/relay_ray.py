@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import laminar_py.runtime  # noqa: F401 (sets what Ray reads when it is imported: authentication)
+import laminar_py.cluster  # noqa: F401 (sets what Ray reads when it is imported: authentication)
 
 # isort: split
 import numpy as np

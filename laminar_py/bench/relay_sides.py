@@ -28,7 +28,7 @@ from torch import Tensor
 from laminar_py.bench.processes import READY, Measure, Worker, crew
 from laminar_py.bench.relay_tree import Tree
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.transport import RelayKeys
+from laminar_py.relay.wire.transport import RelayKeys
 
 TENSOR_BYTES = 8 * 2**20
 PAGE_BYTES = 4096

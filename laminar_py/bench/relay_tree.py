@@ -14,11 +14,11 @@ from torch import Tensor
 
 from laminar_py.bench.processes import PATIENCE_S
 from laminar_py.bench.relay_node import CHUNK_BYTES, NodeWorker
-from laminar_py.relay.messages import VersionComplete
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store import SPARE
-from laminar_py.relay.stored import folder_name
-from laminar_py.relay.transport import RelayKeys
+from laminar_py.relay.store.version import folder_name
+from laminar_py.relay.store.versions import SPARE
+from laminar_py.relay.wire.messages import VersionComplete
+from laminar_py.relay.wire.transport import RelayKeys
 
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another
 

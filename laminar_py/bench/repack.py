@@ -17,9 +17,9 @@ from laminar_py.bench.repack_workload import (
     workload_rows,
 )
 from laminar_py.bench.report import Row
+from laminar_py.records.replica import Held, Survey
 from laminar_py.repack.planner import PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
-from laminar_py.types import Held, Survey
 
 PARTS = ("plan", "workload", "schedules")
 SIGMA_20X = 1.288  # p99 is 20 times the median

@@ -23,8 +23,8 @@ from laminar_py.bench.repack_workload import (
 )
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.config import RepackPlanner
-from laminar_py.config_file import load_config
+from laminar_py.config.loading import load_config
+from laminar_py.config.repack import RepackPlanner
 
 DEVICES = 16
 GENERATION_SHARE = 0.831  # of a synchronous step (Laminar, figure of the motivation)

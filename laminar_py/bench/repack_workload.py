@@ -17,11 +17,11 @@ import numpy as np
 
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.config import RepackPlanner
-from laminar_py.events import Assigned, Finished, Interrupted
-from laminar_py.section import ConfigError
-from laminar_py.store.database import reading
-from laminar_py.store.rows import decode_event
+from laminar_py.config.repack import RepackPlanner
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.events import Assigned, Finished, Interrupted
 
 CONFIG = Path("configs/emulation/repack.yaml")
 COMPRESSION = 20

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from laminar_py.runtime.stats import FleetRow, StepRow
-from laminar_py.runtime.summary import Summary
+from laminar_py.telemetry.stats import FleetRow, StepRow
+from laminar_py.telemetry.summary import Summary
 
 T = TypeVar("T")
 

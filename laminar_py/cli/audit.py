@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from laminar_py.types import DropReason, Kind, Status
+from laminar_py.records.trajectory import DropReason, Kind, Status
 
 audit = typer.Typer()
 console = Console()
@@ -85,7 +85,7 @@ def list_trajectories(
 ) -> None:
     """List trajectories that meet all conditions, one line each."""
     from laminar_py.audit.queries import Filters, listing
-    from laminar_py.store.rows import COLUMNS
+    from laminar_py.ledger.rows import COLUMNS
 
     wanted = Filters(
         status,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from laminar_py.config import EngineKind
+from laminar_py.config.engine import EngineKind
 
 bench = typer.Typer(help="Measure a part on this machine.", no_args_is_help=True)
 
@@ -113,7 +113,7 @@ def bench_relay(
     from laminar_py.bench import relay as one_host
     from laminar_py.bench import relay_hosts
     from laminar_py.bench.report import show as show_report
-    from laminar_py.section import ConfigError
+    from laminar_py.config.section import ConfigError
 
     rows = one_host.rows(repeats=repeats, tell=_tell, shm=shm) if only in (None, RelayBench.HOST) else []
     try:

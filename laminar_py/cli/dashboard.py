@@ -17,8 +17,8 @@ def dashboard(
     ] = "127.0.0.1",
 ) -> None:
     """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
-    from laminar_py.analytics.dashboard import TOKEN_VARIABLE, serve
-    from laminar_py.analytics.wall import read_wall
+    from laminar_py.analytics.show.dashboard import TOKEN_VARIABLE, serve
+    from laminar_py.analytics.show.wall import read_wall
 
     def tell(line: str) -> None:
         Console().print(line, highlight=False, soft_wrap=True)

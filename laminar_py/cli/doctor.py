@@ -7,10 +7,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from laminar_py.config_file import load_config
+from laminar_py.config.loading import load_config
 
 if TYPE_CHECKING:
-    from laminar_py.runtime.doctor import Fit
+    from laminar_py.preflight.doctor import Fit
 
 console = Console()
 
@@ -20,7 +20,7 @@ def doctor(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=4")] = None,
 ) -> None:
     """Say what this machine can run and what to install for the rest; with a config, where its parts would go."""
-    from laminar_py.runtime.doctor import examine, fit
+    from laminar_py.preflight.doctor import examine, fit
 
     if config is not None:
         _print_fit(fit(load_config(config, overrides or [])))

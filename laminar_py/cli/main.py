@@ -35,7 +35,7 @@ app.add_typer(relay, name="relay")
 
 def main() -> None:
     """Entry point: faults of input become one line and exit code 2, a failed run one line and 1."""
-    from laminar_py.runtime.errors import RunFailedError
+    from laminar_py.cluster.errors import RunFailedError
 
     try:
         app()

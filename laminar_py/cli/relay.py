@@ -59,7 +59,7 @@ def relay_plan(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. parameters=70B")] = None,
 ) -> None:
     """Draw the tree of a fleet with its predicted times and memory; what does not fit is refused."""
-    from laminar_py.relay.plan import make_relay_plan, read_spec, tell
+    from laminar_py.relay.planning.plan import make_relay_plan, read_spec, tell
 
     for line in tell(make_relay_plan(read_spec(config, overrides or []))):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

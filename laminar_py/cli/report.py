@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from laminar_py.analytics.snapshot import Snapshot
-    from laminar_py.analytics.triage import Diagnosis
+    from laminar_py.analytics.show.snapshot import Snapshot
+    from laminar_py.analytics.triage.triage import Diagnosis
 
 console = Console(highlight=False)
 
@@ -33,9 +33,9 @@ def report(
     if len(runs) == 1 and not as_json:
         _report_one(runs[0], details=details)
         return
-    from laminar_py.analytics.compare import compare
-    from laminar_py.analytics.compare_tables import comparison_tables
-    from laminar_py.analytics.run_report import read_report
+    from laminar_py.analytics.show.compare import compare
+    from laminar_py.analytics.show.compare_tables import comparison_tables
+    from laminar_py.analytics.show.run_report import read_report
 
     reports = [read_report(run) for run in runs]
     comparison = compare(reports) if len(reports) > 1 else None
@@ -47,10 +47,10 @@ def report(
 
 
 def _report_one(run: Path, *, details: bool) -> None:
-    from laminar_py.analytics.pipeline import read_record
-    from laminar_py.analytics.run_report import reading_run, report_of
-    from laminar_py.analytics.run_tables import run_tables
-    from laminar_py.analytics.snapshot import snapshot_of
+    from laminar_py.analytics.measure.pipeline import read_record
+    from laminar_py.analytics.show.run_report import reading_run, report_of
+    from laminar_py.analytics.show.run_tables import run_tables
+    from laminar_py.analytics.show.snapshot import snapshot_of
 
     with reading_run(run) as connection:  # figures and pictures are of one state
         record = read_record(run, connection)
@@ -63,9 +63,9 @@ def _report_one(run: Path, *, details: bool) -> None:
 
 def print_limits(run: Path) -> None:
     """What limits a run, and where all the rest is told; the last words of `laminar train`."""
-    from laminar_py.analytics.run_tables import diagnosis_table
-    from laminar_py.analytics.told import NO_STEP
-    from laminar_py.analytics.triage import read_diagnosis
+    from laminar_py.analytics.show.run_tables import diagnosis_table
+    from laminar_py.analytics.triage.told import NO_STEP
+    from laminar_py.analytics.triage.triage import read_diagnosis
 
     diagnosis = read_diagnosis(run)
     if diagnosis is not None:
@@ -81,9 +81,9 @@ def print_limits(run: Path) -> None:
 
 
 def _draw(run: Path, snapshot: "Snapshot", diagnosis: "Diagnosis | None") -> None:
-    from laminar_py.analytics.page import write_report
-    from laminar_py.analytics.trace import write_trace
-    from laminar_py.analytics.wall import wall_panel
+    from laminar_py.analytics.show.page import write_report
+    from laminar_py.analytics.show.trace import write_trace
+    from laminar_py.analytics.show.wall import wall_panel
 
     wall = None if diagnosis is None else wall_panel(diagnosis)
     page, trace = write_report(run, wall=wall, snapshot=snapshot), write_trace(run, snapshot=snapshot)

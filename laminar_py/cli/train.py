@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from laminar_py.cli.report import print_limits
-from laminar_py.config_file import load_config
+from laminar_py.config.loading import load_config
 
 if TYPE_CHECKING:
-    from laminar_py.runtime.summary import CheckpointFigures, RelayFigures, RepackFigures, Summary
+    from laminar_py.telemetry.summary import CheckpointFigures, RelayFigures, RepackFigures, Summary
 
 console = Console()
 
@@ -35,8 +35,8 @@ def train(
     """Train a model; everything the run leaves is in runs/<name>-<n>/."""
     changes = overrides or []
     settings = load_config(config, changes)
-    from laminar_py.runtime.launch import RunInterruptedError, launch  # takes a second: after what may be refused
-    from laminar_py.runtime.run_folder import newest_run
+    from laminar_py.ledger.run_folder import newest_run
+    from laminar_py.orchestrator.launch import RunInterruptedError, launch
 
     run = newest_run(settings) if resume else None
     if run is not None:
@@ -58,7 +58,7 @@ def export(
     dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; default: that of the model")] = None,
 ) -> None:
     """Write a plain Hugging Face folder of what a run has learned, also while it goes on."""
-    from laminar_py.runtime.exports import export as export_run
+    from laminar_py.orchestrator.exports import export as export_run
 
     checkpoint = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
     console.print(f"{out}: {checkpoint.name} of {source}", highlight=False, soft_wrap=True)

@@ -11,12 +11,14 @@ from typing import Protocol
 
 import msgspec
 
-from laminar_py.codec import FloatArray, IntArray
-from laminar_py.config import WithoutSignal
+from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
-from laminar_py.events import AnyEvent
-from laminar_py.types import DropReason, Kind, Prompt, RoutedExperts, SamplingMask, SamplingParams, Span
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.events import AnyEvent
+from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Span
 
 
 class Recorder(Protocol):

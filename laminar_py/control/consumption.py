@@ -14,11 +14,11 @@ from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.staleness import StalenessBound
-from laminar_py.repack.balance import Bin
-from laminar_py.repack.pack_stage import Packing, Stage
-from laminar_py.repack.pack_window import choose
-from laminar_py.store.buffer import Buffer, ReadyGroup
-from laminar_py.types import DropReason, Status, Trajectory
+from laminar_py.packing.balance import Bin
+from laminar_py.packing.buffer import Buffer, ReadyGroup
+from laminar_py.packing.stage import Packing, Stage
+from laminar_py.packing.window import choose
+from laminar_py.records.trajectory import DropReason, Status, Trajectory
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from laminar_py.control.book import Book
 from laminar_py.control.dispatcher import ReplicaView
 from laminar_py.control.lifecycle import Lifecycle
-from laminar_py.types import DropReason, Kind, Prompt, Status
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 
 NO_STEP = -1
 

@@ -8,36 +8,25 @@ assignments out. Owns no process and no socket. Invariant (law 1): each change o
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from laminar_py.codec import FloatArray
-from laminar_py.config import WithoutSignal
+from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.book import Book, FlowSettings, Recorder
 from laminar_py.control.consumption import Consumption
 from laminar_py.control.dispatcher import Dispatcher, ReplicaView
 from laminar_py.control.evaluation import Evaluation, Evaluations
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
-from laminar_py.control.line import Line
 from laminar_py.control.moves import Moves, Round
 from laminar_py.control.probes import Probes
 from laminar_py.control.staleness import Admission, StalenessBound
-from laminar_py.events import Cut, VersionLoaded
-from laminar_py.interfaces import Clock
-from laminar_py.repack.planner import Move
-from laminar_py.store.recovery import LiveTrajectory, Recovered
-from laminar_py.store.spans import clip_spans
-from laminar_py.types import (
-    Assignment,
-    Break,
-    DropReason,
-    FinishReason,
-    Kind,
-    Progress,
-    Prompt,
-    ReplicaReport,
-    Score,
-    Status,
-    Trajectory,
-)
+from laminar_py.control.waiting import Line
+from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.events import Cut, VersionLoaded
+from laminar_py.records.protocols import Clock
+from laminar_py.records.replica import Assignment, Move, Progress, ReplicaReport
+from laminar_py.records.scoring import Score
+from laminar_py.records.spans import clip_spans
+from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Prompt, Status, Trajectory
 
 
 class Flow:

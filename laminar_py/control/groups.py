@@ -7,7 +7,7 @@ one is set, counts from the first member that finished.
 from dataclasses import dataclass, field
 
 from laminar_py.control.lifecycle import Lifecycle
-from laminar_py.types import Prompt, Status
+from laminar_py.records.trajectory import Prompt, Status
 
 
 @dataclass(slots=True)

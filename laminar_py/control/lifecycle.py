@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from laminar_py.codec import FloatArray, IntArray
-from laminar_py.events import (
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.digests import response_digest
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.events import (
     Assigned,
     Consumed,
     Dropped,
@@ -22,20 +24,9 @@ from laminar_py.events import (
     StreamCut,
     Undone,
 )
-from laminar_py.store.digests import response_digest
-from laminar_py.store.spans import clip_spans, covers, replace_spans
-from laminar_py.types import (
-    Assignment,
-    DropReason,
-    FinishReason,
-    Kind,
-    Progress,
-    Prompt,
-    SamplingParams,
-    Span,
-    Status,
-    Trajectory,
-)
+from laminar_py.records.replica import Assignment, Progress
+from laminar_py.records.spans import clip_spans, covers, replace_spans
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status, Trajectory
 
 LIVE = frozenset(Status) - {Status.CONSUMED, Status.DROPPED}
 ON_REPLICA = frozenset({Status.RUNNING})

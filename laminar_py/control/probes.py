@@ -12,8 +12,10 @@ from hashlib import blake2b
 
 from laminar_py.control.book import Recorder
 from laminar_py.control.lifecycle import Lifecycle
-from laminar_py.events import Probed
-from laminar_py.types import FinishReason, Progress, Prompt, Score, Status, Trajectory
+from laminar_py.records.events import Probed
+from laminar_py.records.replica import Progress
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import FinishReason, Prompt, Status, Trajectory
 
 _UNIT = 2.0**64
 

@@ -7,8 +7,8 @@ is admitted as one of `(1 + n) * batch` live ones is consumed about n versions l
 
 from dataclasses import dataclass
 
-from laminar_py.config import Schedule, StalePolicy
-from laminar_py.types import Trajectory
+from laminar_py.config.staleness import Schedule, StalePolicy
+from laminar_py.records.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

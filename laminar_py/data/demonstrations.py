@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from laminar_py.codec import IntArray
 from laminar_py.data.jsonl import Source, read_jsonl
 from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.records.codec import IntArray
 
 
 class _Line(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from laminar_py.section import ConfigError
+from laminar_py.config.section import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from laminar_py.codec import IntArray
 from laminar_py.data.jsonl import Source, read_jsonl
 from laminar_py.data.tokenizer import Tokenizer
-from laminar_py.types import Prompt
+from laminar_py.records.codec import IntArray
+from laminar_py.records.trajectory import Prompt
 
 CACHED_EPOCHS = 8  # a lost prompt of an older epoch costs one permutation
 

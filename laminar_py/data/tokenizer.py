@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import tokenizers
 
-from laminar_py.codec import IntArray
-from laminar_py.section import ConfigError
+from laminar_py.config.section import ConfigError
+from laminar_py.records.codec import IntArray
 
 
 class Tokenizer:

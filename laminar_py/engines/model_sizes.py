@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.section import ConfigError
+from laminar_py.config.section import ConfigError
 
 
 class ModelSizes(msgspec.Struct, frozen=True):

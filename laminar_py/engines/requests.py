@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from laminar_py.types import GenerateRequest
+from laminar_py.records.engine import GenerateRequest
 
 
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from laminar_py.config import Recompute
+from laminar_py.config.learner import Recompute
 
 PRODUCTS = {"aten::mm", "aten::addmm"}
 ATTENTION = {

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from laminar_py.codec import decode, encode
 from laminar_py.learner.marker import Adapted, Architecture, read_marker, seal, write_file
 from laminar_py.learner.optimizer import PARTITION
+from laminar_py.records.codec import decode, encode
 
 # Torch warns of a missing process group even where `no_dist` says that there is none.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laminar_py.engines.emulated_profile import LearnerTimes
+from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.learner.marker import Architecture, read_marker, seal
-from laminar_py.repack.balance import attention_share, sequence_cost
-from laminar_py.types import StepMetrics, Work
+from laminar_py.packing.balance import attention_share, sequence_cost
+from laminar_py.records.metrics import StepMetrics, Work
 
 NUM_TENSORS = 4
 SHAPE = (64, 64)

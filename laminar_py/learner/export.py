@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from laminar_py.config import LoraConfig, ModelConfig
+from laminar_py.config.lora import LoraConfig
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.marker import sync
 from laminar_py.learner.model import check_model_folder, gathered, is_mixture
@@ -114,6 +115,6 @@ def _restored(checkpoint: Path, source: Path) -> PreTrainedModel:
 
 
 def _merged(checkpoint: Path, base: Path, lora: LoraConfig) -> PreTrainedModel:
-    from laminar_py.learner.lora import merged  # peft is an extra, and takes seconds to import
+    from laminar_py.learner.lora import merged
 
     return merged(checkpoint, base=base, settings=lora)

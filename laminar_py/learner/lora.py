@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from laminar_py.adapter import PREFIX, base_digest
-from laminar_py.config import LoraConfig
+from laminar_py.config.lora import LoraConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.marker import Adapted
 from laminar_py.learner.model import gathered, is_mixture
+from laminar_py.records.adapters import PREFIX, base_digest
 
 _NAME = "policy"  # of the adapters among those that peft could hold beside each other
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from laminar_py.algorithm import AlgorithmConfig
-from laminar_py.learner.divergence import k3
-from laminar_py.learner.objectives import Terms, clipped_ratio
-from laminar_py.types import Mismatch, TokenMetrics
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.learner.losses.divergence import k3
+from laminar_py.learner.losses.objectives import Terms, clipped_ratio
+from laminar_py.records.metrics import Mismatch, TokenMetrics
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # versions that a token is behind the learner
 EDGES = (1, 2, 3, 5, 9)

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from laminar_py.config import ModelConfig
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.attention import choose_kernel, register_kernel
-from laminar_py.learner.logprob import Support, token_logprobs
+from laminar_py.learner.losses.logprob import Support, token_logprobs
 from laminar_py.learner.optimizer import PARTITION
 from laminar_py.learner.routing import RouterReplay
-from laminar_py.types import MicroBatch
+from laminar_py.records.batch import MicroBatch
 
 
 def load_reference(folder: Path, *, vocab_size: int, temperature: float, device: torch.device) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laminar_py.config import Decay, LearnerConfig
+from laminar_py.config.learner import Decay, LearnerConfig
 
 PARTITION = "log_partition"  # begins the names of the parameters that learn at a rate of their own
 

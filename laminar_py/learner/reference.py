@@ -14,11 +14,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from laminar_py.algorithm import Aggregation
-from laminar_py.codec import FloatArray
+from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.model import load_reference, policy_logprobs, shard
-from laminar_py.repack.packer import StepTerms, microbatch
-from laminar_py.types import MicroBatch, Trajectory
+from laminar_py.packing.packer import StepTerms, microbatch
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.trajectory import Trajectory
 
 UNWEIGHED = StepTerms(Aggregation.TOKEN_MEAN, 1, 1)  # nothing is trained, so what tokens count is of no matter
 

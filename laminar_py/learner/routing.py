@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from laminar_py.types import MicroBatch
+from laminar_py.records.batch import MicroBatch
 
 RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(logits [T, E], weights [T, k], experts [T, k]) of transformers' routers."""

@@ -18,14 +18,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Partition, Proximal
-from laminar_py.codec import FloatArray
-from laminar_py.config import LearnerConfig, LoraConfig, ModelConfig
+from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Objective, Partition, Proximal
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.lora import LoraConfig
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.activations import compile_layers, recompute_activations
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.export import export_hf, named_tensors
 from laminar_py.learner.flops import peak_flops, training_cost
-from laminar_py.learner.loss import distilled, policy_loss, proximal_logprobs, regularised
+from laminar_py.learner.losses.loss import distilled, policy_loss, proximal_logprobs, regularised
+from laminar_py.learner.losses.objectives import Terms, imbalance
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import (
     add_partition,
@@ -35,10 +37,11 @@ from laminar_py.learner.model import (
     policy_outputs,
     shard,
 )
-from laminar_py.learner.objectives import Terms, imbalance
 from laminar_py.learner.optimizer import Optimizer
 from laminar_py.learner.reference import refer
-from laminar_py.types import MicroBatch, StepMetrics, Work
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.metrics import StepMetrics, Work
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import Adapters

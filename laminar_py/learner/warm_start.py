@@ -18,12 +18,12 @@ import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
-from laminar_py.codec import IntArray
-from laminar_py.config import ModelConfig, WarmStartConfig
+from laminar_py.config.model import ModelConfig, WarmStartConfig
 from laminar_py.learner.export import export_hf
-from laminar_py.learner.loss import cross_entropy_loss
+from laminar_py.learner.losses.loss import cross_entropy_loss
 from laminar_py.learner.model import check_model_folder, load_policy, policy_logprobs
-from laminar_py.types import MicroBatch
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.codec import IntArray
 
 RECIPE_VERSION = 1  # raise it with every change here that changes the resulting weights
 

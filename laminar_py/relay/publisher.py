@@ -18,17 +18,17 @@ from pathlib import Path
 
 import torch
 
-from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from laminar_py.relay.device_copy import TensorCopier
-from laminar_py.relay.digests import version_digest
-from laminar_py.relay.hashing import Checksums, hashing_threads
-from laminar_py.relay.messages import MIN_CHUNK_BYTES, Manifest, Written
-from laminar_py.relay.pages import KeptPages, Pages
-from laminar_py.relay.shards import HEADER_BYTES, Shard, VersionFile, header_room
-from laminar_py.relay.store import complete_versions, take_spare
-from laminar_py.relay.stored import folder_name, no_room, seal, writing
-from laminar_py.relay.transport import Notifier, RelayKeys
-from laminar_py.types import Published
+from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from laminar_py.records.weights import Published
+from laminar_py.relay.store.device_copy import TensorCopier
+from laminar_py.relay.store.digests import version_digest
+from laminar_py.relay.store.hashing import Checksums, hashing_threads
+from laminar_py.relay.store.pages import KeptPages, Pages
+from laminar_py.relay.store.shards import HEADER_BYTES, Shard, VersionFile, header_room
+from laminar_py.relay.store.version import folder_name, no_room, seal, writing
+from laminar_py.relay.store.versions import complete_versions, take_spare
+from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES, Manifest, Written
+from laminar_py.relay.wire.transport import Notifier, RelayKeys
 
 SHARD_BYTES = 2 * 2**30
 SEALS_KEPT = 8  # versions that `sealed` knows

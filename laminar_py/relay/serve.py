@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.relay.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed, VersionPulled
-from laminar_py.relay.node import RelayNode
-from laminar_py.relay.pages import allow_many_files
-from laminar_py.relay.transport import RelayKeys
+from laminar_py.relay.node.relay_node import RelayNode
+from laminar_py.relay.store.pages import allow_many_files
+from laminar_py.relay.wire.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed, VersionPulled
+from laminar_py.relay.wire.transport import RelayKeys
 
 
 def write_keys(path: Path) -> None:

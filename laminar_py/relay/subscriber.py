@@ -8,10 +8,10 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from laminar_py.interfaces import PulledVersion, VersionLostError
-from laminar_py.relay import messages as m
-from laminar_py.relay.transport import RelayKeys, Wire
-from laminar_py.relay.uplink import Uplink
+from laminar_py.records.protocols import PulledVersion, VersionLostError
+from laminar_py.relay.node.uplink import Uplink
+from laminar_py.relay.wire import messages as m
+from laminar_py.relay.wire.transport import RelayKeys, Wire
 
 
 class RelayError(RuntimeError):

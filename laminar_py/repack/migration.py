@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Protocol
 
-from laminar_py.config import RepackPlanner
+from laminar_py.config.repack import RepackPlanner
 from laminar_py.control.flow import Flow
 from laminar_py.control.moves import Round
-from laminar_py.events import Repacked
-from laminar_py.interfaces import Clock
-from laminar_py.repack.planner import Move, PaperPlanner, Planner, PredictivePlanner
+from laminar_py.records.events import Repacked
+from laminar_py.records.protocols import Clock
+from laminar_py.records.replica import Move, Survey
+from laminar_py.records.trajectory import FinishReason, Trajectory
+from laminar_py.repack.planner import PaperPlanner, Planner, PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
-from laminar_py.types import FinishReason, Survey, Trajectory
 
 MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
 FORGET = 0.95  # what is left of that with each round in which they added less

@@ -6,24 +6,13 @@ KV cache or its slots, and moves each trajectory once; the predictive one keeps 
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from laminar_py.records.replica import Held, Move, Survey
 from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown
-from laminar_py.types import Held, Survey
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One trajectory from one replica to another, e.g. `Move("g3.1", 4, 2, 441)`."""
-
-    trajectory_id: str
-    source: int
-    destination: int
-    prefill: int  # tokens whose KV cache the destination computes anew; 0 where it had not begun
 
 
 class Planner(Protocol):

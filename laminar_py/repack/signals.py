@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.types import Held, Survey
+from laminar_py.records.replica import Held, Survey
 
 Numbers = npt.NDArray[np.float64]
 

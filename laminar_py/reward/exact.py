@@ -2,8 +2,9 @@
 
 import re
 
-from laminar_py.section import ConfigError
-from laminar_py.types import FinishReason, ScoringRequest
+from laminar_py.config.section import ConfigError
+from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.trajectory import FinishReason
 
 
 class ExactReward:

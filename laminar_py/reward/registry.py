@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
+from laminar_py.config.section import ConfigError
+from laminar_py.records.scoring import ScoringRequest
 from laminar_py.reward.exact import ExactReward
-from laminar_py.section import ConfigError
-from laminar_py.types import ScoringRequest
 
 RewardFunction: TypeAlias = Callable[[ScoringRequest], float | Sequence[float]]
 """A number for the response, or one for each of its tokens, which are kept beside their sum."""

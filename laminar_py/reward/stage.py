@@ -9,8 +9,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from laminar_py.interfaces import Scorer
-from laminar_py.types import DropReason, Score, ScoringRequest
+from laminar_py.records.protocols import Scorer
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from types import FrameType
 
 import numpy as np
 
-from laminar_py.codec import FloatArray
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.registry import RewardFunction
-from laminar_py.types import DropReason, Score, ScoringRequest
 
 DETAIL_CHARS = 300
 

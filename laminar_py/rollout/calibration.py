@@ -11,9 +11,9 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from laminar_py.interfaces import Clock, InferenceEngine
+from laminar_py.records.engine import GenerateRequest, SamplingParams
+from laminar_py.records.protocols import Clock, InferenceEngine
 from laminar_py.repack.signals import EngineSpeed
-from laminar_py.types import GenerateRequest, SamplingParams
 
 SHORT, LONG = 16, 48  # response tokens of the two batches
 PROMPT, LONG_PROMPT = 8, 4096

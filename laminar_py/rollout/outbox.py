@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
-from laminar_py.interfaces import Clock
-from laminar_py.types import EngineStatus, Load, Progress, ReplicaReport
+from laminar_py.records.engine import EngineStatus
+from laminar_py.records.protocols import Clock
+from laminar_py.records.replica import Load, Progress, ReplicaReport
 
 REPORT_INTERVAL_S = 0.1
 

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from laminar_py.config import OnNewWeights
-from laminar_py.interfaces import (
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.records.engine import PauseMode, SamplingParams
+from laminar_py.records.protocols import (
     Clock,
     EngineLostError,
     InferenceEngine,
@@ -22,20 +23,13 @@ from laminar_py.interfaces import (
     VersionLostError,
     WeightSource,
 )
+from laminar_py.records.replica import Assignment, Load, ReplicaReport, Survey
+from laminar_py.records.trajectory import Kind
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running
 from laminar_py.rollout.streams import Streams
-from laminar_py.types import (
-    Assignment,
-    Kind,
-    Load,
-    PauseMode,
-    ReplicaReport,
-    SamplingParams,
-    Survey,
-)
 
 log = logging.getLogger(__name__)
 

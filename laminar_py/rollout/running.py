@@ -9,21 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from laminar_py.codec import FloatArray, IntArray
-from laminar_py.store.recording import join_experts, join_masks
-from laminar_py.store.spans import add_span, covers, replace_spans, shift_spans
-from laminar_py.types import (
-    Assignment,
-    Break,
-    Delta,
-    FinishReason,
-    GenerateRequest,
-    Held,
-    Progress,
-    RoutedExperts,
-    SamplingMask,
-    Span,
-)
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.engine import Delta, GenerateRequest
+from laminar_py.records.recordings import RoutedExperts, SamplingMask, join_experts, join_masks
+from laminar_py.records.replica import Assignment, Held, Progress
+from laminar_py.records.spans import add_span, covers, replace_spans, shift_spans
+from laminar_py.records.trajectory import Break, FinishReason, Span
 
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)

@@ -9,10 +9,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from laminar_py.interfaces import Clock, EngineLostError, InferenceEngine
+from laminar_py.records.engine import PauseMode
+from laminar_py.records.protocols import Clock, EngineLostError, InferenceEngine
+from laminar_py.records.replica import Assignment
+from laminar_py.records.trajectory import Break, FinishReason, Kind
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, begin, handed_back
-from laminar_py.types import Assignment, Break, FinishReason, Kind, PauseMode
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from laminar_py.analytics.columns import FINISHES, REASONS, STATUSES, Trajectories
-from laminar_py.types import FinishReason, Status
+from laminar_py.analytics.read.columns import FINISHES, REASONS, STATUSES, Trajectories
+from laminar_py.records.trajectory import FinishReason, Status
 
 _TIMES = ("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s")
 _FLOATS = ("reward", "weight", "queue_s", "generate_s", "score_s")

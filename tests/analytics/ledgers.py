@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from laminar_py.events import (
+from laminar_py.records.digests import response_digest
+from laminar_py.records.events import (
     Assigned,
     Consumed,
     Dropped,
@@ -17,9 +18,8 @@ from laminar_py.events import (
     StepSkipped,
     Undone,
 )
-from laminar_py.store.digests import response_digest
-from laminar_py.types import DropReason, FinishReason, Span
-from tests.store.runs import begin, issue, open_ledger, run_to, tokens
+from laminar_py.records.trajectory import DropReason, FinishReason, Span
+from tests.ledger.runs import begin, issue, open_ledger, run_to, tokens
 
 UNFINISHED = {DropReason.GROUP_DEADLINE, DropReason.VERSION_LOST}
 UNSCORED = {DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.TOO_LONG}

@@ -5,8 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from laminar_py.config_file import dump_config, load_config
-from laminar_py.events import (
+from laminar_py.config.loading import dump_config, load_config
+from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.records.digests import response_digest
+from laminar_py.records.events import (
     Assigned,
     Consumed,
     Dropped,
@@ -19,12 +22,9 @@ from laminar_py.events import (
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
-from laminar_py.store.digests import response_digest
-from laminar_py.store.ledger import Ledger
-from laminar_py.types import DropReason, FinishReason, Kind, Span
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 from tests.builders import make_prompt
-from tests.store.runs import tokens
+from tests.ledger.runs import tokens
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -96,7 +96,7 @@ async def scripted(run, *overrides):
     ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=clock)
     await ledger.start()
     script = Script(ledger, clock)
-    wall = patch("laminar_py.store.ledger.time", SimpleNamespace(time=lambda: clock.second))
+    wall = patch("laminar_py.ledger.ledger.time", SimpleNamespace(time=lambda: clock.second))
     wall.start()
     try:
         script.at(0.0, RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", False, None))

@@ -9,10 +9,10 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from laminar_py import events as e
-from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
-from laminar_py.store.ledger import Ledger
-from laminar_py.types import DropReason, FinishReason, Kind, Prompt, Span
+from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.records import events as e
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
 
 GROUP, TOKEN_S, LEARN_S, MAX_STALENESS = 8, 0.02, 3.0, 4
 IDS = np.zeros(4096, np.int32)

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from laminar_py.cli import main
-from laminar_py.store.database import LEDGER_NAME
-from laminar_py.store.seal import seal_run
+from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.seal import seal_run
 from tests.audit.test_export import a_run
 
 

@@ -9,10 +9,10 @@ import pytest
 from laminar_py.audit.export import export
 from laminar_py.audit.queries import select
 from laminar_py.audit.story import story
-from laminar_py.events import Dropped, Restamped
-from laminar_py.store.rows import COLUMNS
-from laminar_py.types import DropReason, Span
-from tests.store.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from laminar_py.ledger.rows import COLUMNS
+from laminar_py.records.events import Dropped, Restamped
+from laminar_py.records.trajectory import DropReason, Span
+from tests.ledger.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
 
 
 async def a_run(run):

@@ -3,9 +3,9 @@
 import pytest
 
 from laminar_py.audit.handovers import handovers
-from laminar_py.events import Assigned, Dropped, Interrupted
-from laminar_py.types import DropReason
-from tests.store.runs import begin, issue, open_ledger, run_to
+from laminar_py.records.events import Assigned, Dropped, Interrupted
+from laminar_py.records.trajectory import DropReason
+from tests.ledger.runs import begin, issue, open_ledger, run_to
 
 
 async def test_a_handover_keeps_what_was_generated_and_counts_from_the_detection(tmp_path):

@@ -4,10 +4,10 @@ import pytest
 
 from laminar_py.audit.queries import Filters, accounting, listing, staleness_histogram
 from laminar_py.audit.story import story
-from laminar_py.events import Dropped
-from laminar_py.store.rows import KindAccount
-from laminar_py.types import DropReason, Kind, Status
-from tests.store.runs import begin, consume, issue, make_ready, open_ledger
+from laminar_py.ledger.rows import KindAccount
+from laminar_py.records.events import Dropped
+from laminar_py.records.trajectory import DropReason, Kind, Status
+from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger
 
 
 async def a_run(run):

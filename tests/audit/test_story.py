@@ -3,9 +3,9 @@
 import re
 
 from laminar_py.audit.story import Stretch, story, tell_response, tell_story
-from laminar_py.events import Cut, Dropped, Interrupted, Restamped, StreamCut
-from laminar_py.types import DropReason, Span
-from tests.store.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
+from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamCut
+from laminar_py.records.trajectory import DropReason, Span
+from tests.ledger.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
 
 
 async def test_a_story_tells_a_trajectory_from_issue_to_use(tmp_path):

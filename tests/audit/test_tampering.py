@@ -11,11 +11,19 @@ import sqlite3
 
 from laminar_py.audit.findings import Finding
 from laminar_py.audit.verify import prove, verify
-from laminar_py.events import Assigned, Checkpointed, Dropped, Evaluated, Restamped, StreamCut, VersionLoaded
-from laminar_py.store.database import LEDGER_NAME
-from laminar_py.store.seal import seal_run
-from laminar_py.types import DropReason, Span
-from tests.store.runs import begin, consume, issue, make_ready, open_ledger, run_to, tokens
+from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.seal import seal_run
+from laminar_py.records.events import (
+    Assigned,
+    Checkpointed,
+    Dropped,
+    Evaluated,
+    Restamped,
+    StreamCut,
+    VersionLoaded,
+)
+from laminar_py.records.trajectory import DropReason, Span
+from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger, run_to, tokens
 
 SEALED, OPEN = 1000, 300  # changes
 
@@ -102,7 +110,7 @@ async def test_without_a_seal_every_change_of_what_can_be_read_is_found(tmp_path
 
 def seal_findings(run):
     """As `findings`, by the seal alone: what the laws say is the other test's."""
-    from laminar_py.store.seal import differences, read_seal
+    from laminar_py.ledger.seal import differences, read_seal
 
     return [str(Finding("seal", *difference)) for difference in differences(run, read_seal(run))]
 

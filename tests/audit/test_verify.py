@@ -6,7 +6,9 @@ import pytest
 
 from laminar_py.audit.findings import Law
 from laminar_py.audit.verify import verify
-from laminar_py.events import (
+from laminar_py.ledger.database import LEDGER_NAME, open_writer
+from laminar_py.ledger.writer import Batch, Stamped, Writer
+from laminar_py.records.events import (
     Assigned,
     Consumed,
     Dropped,
@@ -16,11 +18,9 @@ from laminar_py.events import (
     StreamCut,
     VersionLoaded,
 )
-from laminar_py.store.database import LEDGER_NAME, open_writer
-from laminar_py.store.writer import Batch, Stamped, Writer
-from laminar_py.types import DropReason, Kind, Span
+from laminar_py.records.trajectory import DropReason, Kind, Span
 from tests.builders import make_experts, make_mask
-from tests.store.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from tests.ledger.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to, tokens
 
 
 async def good_run(run):

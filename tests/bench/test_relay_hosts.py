@@ -9,7 +9,7 @@ import pytest
 
 from laminar_py.bench import relay_network
 from laminar_py.bench.relay_hosts import rows
-from laminar_py.section import ConfigError
+from laminar_py.config.section import ConfigError
 
 MIB = 2**20
 PATIENCE_S = 20.0

@@ -5,7 +5,7 @@ import pytest
 from laminar_py.bench.repack import make_surveys, plan_rows
 from laminar_py.bench.repack_schedules import PLANS, Pilot, best_split
 from laminar_py.bench.repack_workload import Figures, latency_p95_s, table
-from tests.store.runs import begin, make_ready, open_ledger
+from tests.ledger.runs import begin, make_ready, open_ledger
 
 PILOT = Pilot(
     full_s=250.0,

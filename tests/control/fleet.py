@@ -3,22 +3,18 @@
 import msgspec
 import numpy as np
 
-from laminar_py.algorithm import Advantage
-from laminar_py.config import Schedule, WithoutSignal
+from laminar_py.config.algorithm import Advantage
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import FlowSettings
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.flow import Flow
 from laminar_py.control.staleness import Admission, StalenessBound
-from laminar_py.learner.advantage import group_advantages
-from laminar_py.types import (
-    EngineStatus,
-    FinishReason,
-    Progress,
-    ReplicaReport,
-    SamplingParams,
-    Score,
-    Span,
-)
+from laminar_py.learner.losses.advantages import group_advantages
+from laminar_py.records.engine import EngineStatus, SamplingParams
+from laminar_py.records.replica import Progress, ReplicaReport
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import FinishReason, Span
 from tests.builders import make_prompt
 
 

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from laminar_py.codec import decode, encode
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.engine import Delta, EngineStatus
+from laminar_py.records.replica import Assignment, ReplicaReport
+from laminar_py.records.spans import merge_spans
+from laminar_py.records.trajectory import Break, FinishReason, Span
 from laminar_py.rollout.running import begin
-from laminar_py.store.spans import merge_spans
-from laminar_py.types import Assignment, Break, Delta, EngineStatus, FinishReason, ReplicaReport, Span
 from tests.builders import make_experts, make_mask
 from tests.control.fleet import Fleet
 

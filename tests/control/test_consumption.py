@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.config import StalePolicy
-from laminar_py.events import Consumed, Dropped
-from laminar_py.repack.pack_stage import Packing
-from laminar_py.types import DropReason
+from laminar_py.config.staleness import StalePolicy
+from laminar_py.packing.stage import Packing
+from laminar_py.records.events import Consumed, Dropped
+from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import Fleet
 from tests.control.test_flow import assert_law_one
 

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.config import Schedule, StalePolicy, WithoutSignal
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.evaluation import EvaluationLostError
-from laminar_py.events import Cut, Dropped, Issued, Ready
-from laminar_py.types import DropReason, FinishReason, Kind, Score
+from laminar_py.records.events import Cut, Dropped, Issued, Ready
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet
 

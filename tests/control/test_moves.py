@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from laminar_py.events import Assigned, Interrupted
-from laminar_py.repack.planner import Move
-from laminar_py.types import DropReason, FinishReason, Status
+from laminar_py.records.events import Assigned, Interrupted
+from laminar_py.records.replica import Move
+from laminar_py.records.trajectory import DropReason, FinishReason, Status
 from tests.control.fleet import Fleet
 
 

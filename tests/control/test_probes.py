@@ -3,8 +3,9 @@
 import pytest
 
 from laminar_py.control.probes import is_chosen
-from laminar_py.events import Dropped, Finished, Probed
-from laminar_py.types import DropReason, FinishReason, Score
+from laminar_py.records.events import Dropped, Finished, Probed
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import DropReason, FinishReason
 from tests.control.fleet import Fleet
 
 

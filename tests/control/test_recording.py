@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.audit.verify import verify
-from laminar_py.events import Finished, Interrupted, Restamped, StreamCut
-from laminar_py.store.recording import join_experts, join_masks
-from laminar_py.store.recovery import recover
-from laminar_py.types import Break, Progress, Span
+from laminar_py.ledger.recovery import recover
+from laminar_py.records.events import Finished, Interrupted, Restamped, StreamCut
+from laminar_py.records.recordings import join_experts, join_masks
+from laminar_py.records.replica import Progress
+from laminar_py.records.trajectory import Break, Span
 from tests.builders import make_experts, make_mask
 from tests.control.streams import ID, PROMPT, Streams, token_ids
-from tests.store.runs import begin, open_ledger
+from tests.ledger.runs import begin, open_ledger
 
 
 def assert_whole(masks, experts, length):

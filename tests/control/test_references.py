@@ -1,8 +1,8 @@
 """Groups that wait for a reference stage, which may be slower or faster than scoring."""
 
-from laminar_py.config import WithoutSignal
-from laminar_py.events import Dropped, Ready
-from laminar_py.types import DropReason
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.records.events import Dropped, Ready
+from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import Fleet
 
 

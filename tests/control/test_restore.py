@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 from msgspec.structs import replace as replace_fields
 
-from laminar_py.store.payload import Payload
-from laminar_py.store.recovery import LiveTrajectory, Recovered
-from laminar_py.types import FinishReason, Kind, Progress, Span, Status
+from laminar_py.ledger.payload import Payload
+from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.records.replica import Progress
+from laminar_py.records.trajectory import FinishReason, Kind, Span, Status
 from tests.builders import make_experts, make_mask, make_prompt
 from tests.control.fleet import Fleet
 

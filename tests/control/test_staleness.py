@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.config import Schedule, StalePolicy
+from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.staleness import Admission, StalenessBound
 from tests.builders import make_trajectory
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from laminar_py.config.section import ConfigError
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.tokenizer import Tokenizer
-from laminar_py.section import ConfigError
 
 
 def make_tokenizer() -> Tokenizer:

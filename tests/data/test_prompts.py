@@ -9,11 +9,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.config.section import ConfigError
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer
-from laminar_py.section import ConfigError
-from laminar_py.types import Prompt
+from laminar_py.records.trajectory import Prompt
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.section import ConfigError
 
 
 def model_folder(path: Path, **files: str) -> Path:

@@ -19,8 +19,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from laminar_py.interfaces import InferenceEngine
-from laminar_py.types import Delta, FinishReason, GenerateRequest, PauseMode, SamplingParams, Span
+from laminar_py.records.engine import Delta, GenerateRequest, PauseMode, SamplingParams
+from laminar_py.records.protocols import InferenceEngine
+from laminar_py.records.trajectory import FinishReason, Span
 
 PATIENCE_S = 30.0
 

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from laminar_py.store.recording import join_experts
-from laminar_py.types import PauseMode, RoutedExperts
+from laminar_py.records.engine import PauseMode
+from laminar_py.records.recordings import RoutedExperts, join_experts
 from tests.engines.engine_conformance import Factory, Response, caught, collect, make_request
 
 PROMPT = (3, 4, 5)

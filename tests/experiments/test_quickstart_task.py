@@ -13,13 +13,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from laminar_py.config_file import load_config
+from laminar_py.config.loading import load_config
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import Source
 from laminar_py.data.prompts import check_disjoint, read_prompts
 from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.registry import load_reward
-from laminar_py.types import FinishReason, ScoringRequest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments/quickstart"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from laminar_py.config import LearnerConfig, Recompute
+from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.attention import sdpa_per_sequence, torch_varlen
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.model import policy_logprobs

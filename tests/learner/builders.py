@@ -17,12 +17,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from laminar_py.algorithm import AlgorithmConfig
-from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.reference import refer
 from laminar_py.learner.step import Learner
-from laminar_py.types import MicroBatch
+from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from laminar_py.records.batch import MicroBatch
 
 torch.set_num_threads(1)
 

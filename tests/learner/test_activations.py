@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from laminar_py.config import Recompute
+from laminar_py.config.learner import Recompute
 from laminar_py.learner import attention
 from laminar_py.learner.activations import compile_layers, recompute_activations
 from laminar_py.learner.attention import PackedKernel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from laminar_py.algorithm import AlgorithmConfig, Partition
+from laminar_py.config.algorithm import AlgorithmConfig, Partition
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.export import export_checkpoint
 from laminar_py.learner.marker import MARKER, read_marker

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from laminar_py.algorithm import AlgorithmConfig
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.learner.losses.objectives import Terms
 from laminar_py.learner.metrics import TokenSums
-from laminar_py.learner.objectives import Terms
 
 CPU = torch.device("cpu")
 

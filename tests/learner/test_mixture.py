@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from laminar_py.algorithm import AlgorithmConfig
-from laminar_py.config import Recompute
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.learner import Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from tests.learner.builders import SETTINGS, VOCAB, make_learner, make_sequences, pack, referred

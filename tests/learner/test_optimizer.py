@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laminar_py.config import Decay, LearnerConfig
+from laminar_py.config.learner import Decay, LearnerConfig
 from laminar_py.learner.optimizer import Optimizer, schedule
 from tests.learner.builders import SETTINGS, make_learner, make_sequences, pack
 

@@ -7,15 +7,16 @@ import torch
 from msgspec.structs import asdict
 from transformers import AutoModelForCausalLM
 
-from laminar_py.algorithm import Aggregation, AlgorithmConfig
-from laminar_py.codec import decode, encode
-from laminar_py.config import LearnerConfig, ModelConfig, Recompute
+from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig, Recompute
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.repack.balance import fit, make_entry
-from laminar_py.repack.packer import Packed, assign, step_terms
-from laminar_py.repack.packer import pack as pack_step
+from laminar_py.packing.balance import fit, make_entry
+from laminar_py.packing.packer import Packed, assign, step_terms
+from laminar_py.packing.packer import pack as pack_step
+from laminar_py.records.codec import decode, encode
 from tests.builders import make_trajectory
 from tests.learner.builders import (
     LENGTHS,

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from laminar_py.algorithm import AlgorithmConfig, Divergence, Objective, Partition, ReferencePass
-from laminar_py.codec import decode, encode
+from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Objective, Partition, ReferencePass
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.reference import ReferenceModel
-from laminar_py.repack.balance import fit, make_entry
-from laminar_py.repack.packer import Packed, assign, step_terms
-from laminar_py.types import SamplingMask
+from laminar_py.packing.balance import fit, make_entry
+from laminar_py.packing.packer import Packed, assign, step_terms
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.recordings import SamplingMask
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, make_learner, make_model_folder, referred
 

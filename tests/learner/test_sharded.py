@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from laminar_py.algorithm import AlgorithmConfig, Objective, Partition
-from laminar_py.config import Recompute
+from laminar_py.config.algorithm import AlgorithmConfig, Objective, Partition
+from laminar_py.config.learner import Recompute
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.model import shard
-from laminar_py.repack.balance import fit, make_entry
-from laminar_py.repack.packer import assign, step_terms
+from laminar_py.packing.balance import fit, make_entry
+from laminar_py.packing.packer import assign, step_terms
 from tests.builders import make_trajectory
 from tests.learner.builders import (
     SETTINGS,

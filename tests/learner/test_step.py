@@ -9,8 +9,9 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
-from laminar_py.algorithm import PRESETS, AlgorithmConfig, Divergence, Partition
-from laminar_py.config import LearnerConfig, ModelConfig
+from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Divergence, Partition
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.model import policy_logprobs, policy_outputs
 from laminar_py.learner.step import Learner

@@ -20,11 +20,11 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 
-from laminar_py.interfaces import PulledVersion, VersionLostError
-from laminar_py.relay.store import SPARE, complete_versions
+from laminar_py.records.protocols import PulledVersion, VersionLostError
+from laminar_py.records.weights import Published
+from laminar_py.relay.planning.topology import Topology
+from laminar_py.relay.store.versions import SPARE, complete_versions
 from laminar_py.relay.subscriber import RelayError, Subscriber
-from laminar_py.relay.topology import Topology
-from laminar_py.types import Published
 from tests.relay.fleet import Member, Mischief
 from tests.relay.tree import CHUNK, KEYS, digest
 

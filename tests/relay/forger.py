@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 import msgpack
 import msgspec
 
-from laminar_py import codec
-from laminar_py.relay import messages as m
-from laminar_py.relay.delta import encode
-from laminar_py.relay.digests import version_digest
-from laminar_py.relay.stored import StoredVersion
-from laminar_py.relay.transport import pack
-from tests.relay.delta_builders import Forgery, weights
+from laminar_py.records import codec
+from laminar_py.relay.store.delta import encode
+from laminar_py.relay.store.digests import version_digest
+from laminar_py.relay.store.version import StoredVersion
+from laminar_py.relay.wire import messages as m
+from laminar_py.relay.wire.transport import pack
+from tests.relay.store.delta_builders import Forgery, weights
 from tests.relay.tree import CHUNK
 
 MAX_VERSION = 1_000_000  # of most forged ones

@@ -6,9 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar_py.relay.cost import versions_at_peak
-from laminar_py.relay.digests import version_digest
-from laminar_py.relay.messages import (
+from laminar_py.relay.planning.cost import versions_at_peak
+from laminar_py.relay.store.digests import version_digest
+from laminar_py.relay.store.shards import HEADER_BYTES
+from laminar_py.relay.store.version import StoredVersion
+from laminar_py.relay.subscriber import RelayError, Subscriber
+from laminar_py.relay.wire.messages import (
     Announce,
     Attach,
     Chunk,
@@ -20,9 +23,6 @@ from laminar_py.relay.messages import (
     VersionComplete,
     VersionFailed,
 )
-from laminar_py.relay.shards import HEADER_BYTES
-from laminar_py.relay.stored import StoredVersion
-from laminar_py.relay.subscriber import RelayError, Subscriber
 from tests.relay.faults import small_disk
 from tests.relay.node_process import NodeProcess
 from tests.relay.tree import (

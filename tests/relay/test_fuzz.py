@@ -18,16 +18,16 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from laminar_py import codec
-from laminar_py.relay import messages as m
-from laminar_py.relay.delta import encode
-from laminar_py.relay.digests import chunk_checksum, version_digest
-from laminar_py.relay.stored import StoredVersion
+from laminar_py.records import codec
+from laminar_py.relay.store.delta import encode
+from laminar_py.relay.store.digests import chunk_checksum, version_digest
+from laminar_py.relay.store.version import StoredVersion
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.transport import CONTROL_BYTES
-from tests.relay.delta_builders import Forgery
+from laminar_py.relay.wire import messages as m
+from laminar_py.relay.wire.transport import CONTROL_BYTES
 from tests.relay.fleet import Member
 from tests.relay.forger import MARK, MAX_VERSION, Forger, packed
+from tests.relay.store.delta_builders import Forgery
 from tests.relay.tree import (
     CHUNK,
     KEYS,

@@ -16,17 +16,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from laminar_py.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
-from laminar_py.relay import hashing
-from laminar_py.relay.device_copy import TensorCopier
-from laminar_py.relay.digests import digest_of, read_checksums, version_digest
-from laminar_py.relay.hashing import PART_BYTES, Checksums, hashing_threads
-from laminar_py.relay.pages import Pages, allow_many_files
+from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from laminar_py.records.weights import Published
 from laminar_py.relay.publisher import SHARD_BYTES, Publisher
-from laminar_py.relay.shards import HEADER_BYTES, Shard, header_room
-from laminar_py.relay.store import SPARE, Store
-from laminar_py.relay.stored import CHECKSUMS, MANIFEST, NoRoomError, folder_name
-from laminar_py.types import Published
+from laminar_py.relay.store import hashing
+from laminar_py.relay.store.device_copy import TensorCopier
+from laminar_py.relay.store.digests import digest_of, read_checksums, version_digest
+from laminar_py.relay.store.hashing import PART_BYTES, Checksums, hashing_threads
+from laminar_py.relay.store.pages import Pages, allow_many_files
+from laminar_py.relay.store.shards import HEADER_BYTES, Shard, header_room
+from laminar_py.relay.store.version import CHECKSUMS, MANIFEST, NoRoomError, folder_name
+from laminar_py.relay.store.versions import SPARE, Store
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, KEYS, PATIENCE_S, folder_bytes, tensors
 

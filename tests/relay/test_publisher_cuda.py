@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from laminar_py.relay import device_copy
-from laminar_py.relay.device_copy import NUM_BUFFERS, DeviceCopier, TensorCopier
-from laminar_py.relay.pages import Pages
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store import SPARE
+from laminar_py.relay.store import device_copy
+from laminar_py.relay.store.device_copy import NUM_BUFFERS, DeviceCopier, TensorCopier
+from laminar_py.relay.store.pages import Pages
+from laminar_py.relay.store.versions import SPARE
 
 NOBODY = "tcp://127.0.0.1:9"
 SIZES = (3, 40_000, 0, 16_384, 5, 16_385, 100_000)

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar_py.relay.messages import Announce, Attach, Failed, Fetch, Lost, VersionComplete, Want
-from laminar_py.relay.stored import StoredVersion
-from laminar_py.relay.topology import Topology
+from laminar_py.relay.planning.topology import Topology
+from laminar_py.relay.store.version import StoredVersion
+from laminar_py.relay.wire.messages import Announce, Attach, Failed, Fetch, Lost, VersionComplete, Want
 from tests.relay.faults import SMALL, Fault, Fleet, Weights, fleet, small_disk
 from tests.relay.tree import (
     CHUNK,

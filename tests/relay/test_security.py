@@ -9,9 +9,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from laminar_py import codec
-from laminar_py.relay.messages import Announce, Attach, Chunk, ParentLost, Want, Written
-from laminar_py.relay.transport import CONTROL_BYTES, RelayKeys, pack
+from laminar_py.records import codec
+from laminar_py.relay.wire.messages import Announce, Attach, Chunk, ParentLost, Want, Written
+from laminar_py.relay.wire.transport import CONTROL_BYTES, RelayKeys, pack
 from tests.relay.tree import (
     CHUNK,
     KEYS,

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.interfaces import VersionLostError
-from laminar_py.relay.messages import (
+from laminar_py.records.protocols import VersionLostError
+from laminar_py.relay.subscriber import RelayError
+from laminar_py.relay.wire.messages import (
     Announce,
     Attach,
     Done,
@@ -18,7 +19,6 @@ from laminar_py.relay.messages import (
     VersionComplete,
     Want,
 )
-from laminar_py.relay.subscriber import RelayError
 from tests.relay.tree import (
     CHUNK,
     ByHand,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from laminar_py.relay.messages import Announce, Chunk, Fetch, VersionComplete
-from laminar_py.relay.store import SPARE
+from laminar_py.relay.store.versions import SPARE
+from laminar_py.relay.wire.messages import Announce, Chunk, Fetch, VersionComplete
 from tests.relay.tree import (
     ByHand,
     Events,

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from laminar_py.relay.messages import Announce, Chunk, Fetch, VersionComplete
+from laminar_py.relay.wire.messages import Announce, Chunk, Fetch, VersionComplete
 from tests.relay.tree import (
     CHUNK,
     ByHand,

@@ -10,16 +10,16 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from laminar_py.config import TopologyKind
-from laminar_py.relay.digests import digest_of, file_digest, read_checksums, version_digest
-from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
-from laminar_py.relay.node import RelayNode
+from laminar_py.config.relay import TopologyKind
+from laminar_py.records.weights import Published
+from laminar_py.relay.node.relay_node import RelayNode
+from laminar_py.relay.planning.topology import Topology, build
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.stored import StoredVersion, seal
+from laminar_py.relay.store.digests import digest_of, file_digest, read_checksums, version_digest
+from laminar_py.relay.store.version import StoredVersion, seal
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.topology import Topology, build
-from laminar_py.relay.transport import Link, LinkState, Listener, RelayKeys, Wire
-from laminar_py.types import Published
+from laminar_py.relay.wire.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
+from laminar_py.relay.wire.transport import Link, LinkState, Listener, RelayKeys, Wire
 
 torch.set_num_threads(1)
 

@@ -1,7 +1,7 @@
 """Surveys of pretend replicas, for planners."""
 
+from laminar_py.records.replica import Held, Survey
 from laminar_py.repack.signals import EngineSpeed
-from laminar_py.types import Held, Survey
 
 SPEED = EngineSpeed(0.02, 0.0, 8e-8, 25_000.0, roofline_batch=48)
 KV, SLOTS, PROMPT = 120_000, 64, 400

@@ -10,23 +10,35 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.algorithm import Advantage
-from laminar_py.config import OnNewWeights, RepackPlanner, Schedule, WithoutSignal
+from laminar_py.config.algorithm import Advantage
+from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.repack import RepackPlanner
+from laminar_py.config.rollout import OnNewWeights, WithoutSignal
+from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import FlowSettings
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.flow import Flow
 from laminar_py.control.staleness import Admission, StalenessBound
-from laminar_py.engines.emulated import EmulatedEngine
-from laminar_py.engines.emulated_profile import EngineTimes
-from laminar_py.engines.emulated_responses import Responses
-from laminar_py.events import Interrupted, PartDied, PartStarted, Repacked, RunStarted, Stepped, VersionPublished
-from laminar_py.learner.advantage import group_advantages
+from laminar_py.engines.emulated.engine import EmulatedEngine
+from laminar_py.engines.emulated.responses import Responses
+from laminar_py.learner.losses.advantages import group_advantages
+from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.events import (
+    Interrupted,
+    PartDied,
+    PartStarted,
+    Repacked,
+    RunStarted,
+    Stepped,
+    VersionPublished,
+)
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
-from laminar_py.store.database import LEDGER_NAME, SCHEMA_VERSION
-from laminar_py.store.ledger import Ledger
-from laminar_py.types import Prompt, SamplingParams, Score
 from tests.rollout.folders import Folders
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)

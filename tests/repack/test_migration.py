@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
-from laminar_py.config import RepackPlanner
-from laminar_py.engines.local import LocalEngine
-from laminar_py.engines.sglang import SGLangEngine
-from laminar_py.engines.sglang_stream import Served
-from laminar_py.store.database import reading
-from laminar_py.store.rows import decode_event
-from laminar_py.types import GenerateRequest, SamplingParams
+from laminar_py.config.repack import RepackPlanner
+from laminar_py.engines.local.engine import LocalEngine
+from laminar_py.engines.sglang.engine import SGLangEngine
+from laminar_py.engines.sglang.stream import Served
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.engine import GenerateRequest, SamplingParams
 from tests.engines.engine_conformance import collect
-from tests.engines.sglang_rig import make_model, running_server
+from tests.engines.sglang.rig import make_model, running_server
 from tests.learner.builders import make_model_folder
 from tests.repack.house import SLOTS, House
 from tests.virtual_time import virtually

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar_py.records.replica import Held, Survey
 from laminar_py.repack.planner import PaperPlanner, PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed, RampDown
-from laminar_py.types import Held, Survey
 from tests.repack.fleets import KV, PROMPT, SLOTS, SPEED, after, make_survey
 
 LENGTHS = st.lists(st.integers(1, 16_000), max_size=SLOTS)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from laminar_py.records.replica import Held
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
-from laminar_py.types import Held
 from tests.repack.fleets import SPEED, make_survey
 
 CAP = 16_384

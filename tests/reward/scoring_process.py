@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from laminar_py import codec
+from laminar_py.records import codec
+from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.reward.stage import WorkerDiedError
 from laminar_py.reward.worker import ScoringWorker
-from laminar_py.types import Score, ScoringRequest
 
 TIMEOUT_S = 0.2
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laminar_py.config.section import ConfigError
+from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.registry import load_reward
-from laminar_py.section import ConfigError
-from laminar_py.types import FinishReason, ScoringRequest
 
 
 def make_request(response: str, *, answer: str = "7", finish: FinishReason = FinishReason.STOP) -> ScoringRequest:

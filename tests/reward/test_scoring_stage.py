@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from laminar_py.interfaces import Scorer
+from laminar_py.records.protocols import Scorer
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.reward.stage import LIVES, ScoringStage, WorkerDiedError
-from laminar_py.types import DropReason, FinishReason, Score, ScoringRequest
 from tests.reward.scoring_process import TIMEOUT_S, ScoringProcess
 
 PATIENCE_S = 20.0

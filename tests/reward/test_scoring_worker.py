@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.reward.worker import ScoringWorker
-from laminar_py.types import DropReason, FinishReason, Score, ScoringRequest
 
 
 def make_request(response: str, *, index: int = 0) -> ScoringRequest:

@@ -7,12 +7,14 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from laminar_py.config import OnNewWeights
-from laminar_py.engines.local import LocalEngine
-from laminar_py.interfaces import EngineLostError
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.engines.local.engine import LocalEngine
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.replica import Assignment
+from laminar_py.records.trajectory import Break, FinishReason, Kind
 from laminar_py.rollout.replica import Replica
-from laminar_py.runtime.run_folder import SystemClock
-from laminar_py.types import Assignment, Break, FinishReason, Kind, SamplingParams
 from tests.learner.builders import make_model_folder
 from tests.rollout.folders import Folders
 

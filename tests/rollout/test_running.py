@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from laminar_py.records.engine import Delta, SamplingParams
+from laminar_py.records.replica import Assignment
+from laminar_py.records.trajectory import FinishReason, Kind, Span
 from laminar_py.rollout.running import begin
-from laminar_py.types import Assignment, Delta, FinishReason, Kind, SamplingParams, Span
 from tests.builders import make_experts, make_mask
 
 NOTHING = np.empty(0, np.int32), np.empty(0, np.float32)

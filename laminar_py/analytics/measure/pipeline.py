@@ -1,0 +1,252 @@
+"""Where the time of each learner step went, stage by stage: busy, and idle for what. Reads the run folder only.
+
+All is derived from the ledger, so that nothing has to be measured in a run, and a run that was killed can be asked
+too. Times are by the run's clock. Steps that were undone, and those in which an incarnation began, do not count.
+"""
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.analytics.read.columns import Ints, Times, Trajectories, read_trajectories
+from laminar_py.analytics.read.stays import RunTimes, Stays, read_stays
+from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
+from laminar_py.records.codec import BoolArray
+
+TAIL_SHARE = 0.25  # of its usual batch: a replica with fewer trajectories than that is in its tail
+_OF_REPLICAS = ("generation_s", "crowded_s", "tail_s", "late_s", "held_s")
+USUAL = 0.9  # quantile, over the time in which it is busy, of the trajectories that a replica has
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Columns [S], one row for each step that counts, in seconds; those of replicas are means over all of them.
+
+    `measured_s = generation_s + late_s + held_s = waited_s + learner_s`, e.g. 0.90 = 0.70 + 0.05 + 0.15.
+    """
+
+    step: Ints
+    end_s: Times  # when it was committed, since `origin_s`
+    measured_s: Times  # since the commit before
+    generation_s: Times  # replicas have trajectories
+    crowded_s: Times  # of it, with more than the engine decodes at a time
+    tail_s: Times  # of it, with less than `TAIL_SHARE` of their usual batch
+    late_s: Times  # replicas have none, and wait for weights that are published, or load them
+    held_s: Times  # replicas have none, for another reason: nothing may begin
+    reward_s: Times  # scorers are busy, mean over all
+    reference_s: Times  # of the reference model, wherever it runs
+    waited_s: Times  # the learner has no batch
+    learner_s: Times  # it has one, or commits, publishes, copies a checkpoint
+    stall_s: Times  # of it, publishing
+    transfer_s: Times  # relays are at it: some version is published and not yet with the last of them
+    load_s: Times  # that one replica took to pull and load one version
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run as the analytics see it."""
+
+    config: RunConfig
+    trajectories: Trajectories
+    stays: Stays
+    pipeline: Pipeline
+
+
+def read_record(run: Path, connection: sqlite3.Connection) -> Record:
+    """All of it, from the ledger that `connection` reads and the config beside it. Raises `ValueError`."""
+    config = load_config(run / "config.yaml", [])
+    trajectories = read_trajectories(connection)
+    times = RunTimes(connection, trajectories.origin_s)
+    stays = read_stays(connection, times)
+    return Record(config, trajectories, stays, _read_pipeline(connection, config, trajectories, stays, times))
+
+
+def _read_pipeline(
+    connection: sqlite3.Connection, config: RunConfig, trajectories: Trajectories, stays: Stays, times: RunTimes
+) -> Pipeline:
+    rows = connection.execute(
+        "SELECT step, s.seq, mono, waited_s, reference_s FROM step s JOIN event e ON s.seq = e.seq"
+        " WHERE NOT undone ORDER BY s.seq"
+    ).fetchall()
+    step, seq, mono, waited, reference = (np.array(c) for c in zip(*rows, strict=True)) if rows else _none(5)
+    end = times.at(seq, mono)
+    issued = trajectories.issued_s[~np.isnan(trajectories.issued_s)]
+    begin: Times = np.concatenate([[issued.min(initial=end[0])], end[:-1]]) if len(end) else end
+    counts = _whole(step, begin, end, times)
+    versions = _Versions.read(connection, times)
+    replicas = _replicas(config, stays, versions, begin, end, counts)
+    scored = trajectories.scored_s
+    known = ~np.isnan(scored)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "step": step.astype(np.int32),
+        "end_s": end,
+        "measured_s": end - begin,
+        **replicas,
+        "reward_s": _sums(scored[known], trajectories.score_s[known] / config.reward.workers, begin, end),
+        "reference_s": reference,
+        "waited_s": np.minimum(waited, end - begin),
+        "learner_s": np.maximum(end - begin - waited, 0.0),
+        "stall_s": _sums(versions.published_s, versions.stall_s, begin, end),
+        "transfer_s": _covered(versions.published_s, versions.spread_s, begin, end),
+        "load_s": _means(versions.load_at_s, versions.load_s, begin, end),
+    }
+    return Pipeline(**{name: column[counts] for name, column in columns.items()})
+
+
+def _none(count: int) -> list[Times]:
+    return [np.empty(0) for _ in range(count)]
+
+
+def _whole(step: npt.NDArray[Any], begin: Times, end: Times, times: RunTimes) -> BoolArray:
+    """[S] steps in which no incarnation began, and the one before is that of the number before."""
+    starts = times.starts_s
+    began = np.searchsorted(starts, end) > np.searchsorted(starts, begin, side="right")
+    first = step == 1
+    follows = np.concatenate([[True], np.diff(step) == 1]) if len(step) else first
+    whole: BoolArray = ~began & follows & (end > begin)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Versions:
+    """Publications [V] and loads [W]."""
+
+    published_s: Times
+    stall_s: Times
+    spread_s: Times  # from publication until the last relay that got it had it
+    load_at_s: Times  # when a replica served it
+    load_s: Times
+    load_replica: Ints
+    load_since_s: Times  # when what it loaded was published
+
+    @classmethod
+    def read(cls, connection: sqlite3.Connection, times: RunTimes) -> "_Versions":
+        published = connection.execute(
+            "SELECT v.seq, mono, version, stall_s FROM version v JOIN event e ON v.seq = e.seq ORDER BY v.seq"
+        ).fetchall()
+        seq, mono, version, stall = (np.array(c) for c in zip(*published, strict=True)) if published else _none(4)
+        at = times.at(seq, mono)
+        since = dict(zip(version.tolist(), at.tolist(), strict=True))
+        spread_of: dict[int, float] = {}
+        loads: list[tuple[int, float, int, int, float]] = []
+        query = (
+            "SELECT seq, mono, kind, json_extract(body, '$.version'), json_extract(body, '$.replica'),"
+            " json_extract(body, '$.elapsed_s') FROM event WHERE kind IN ('relayed', 'versionloaded') ORDER BY seq"
+        )
+        for number, stamp, kind, of_version, replica, elapsed in connection.execute(query):
+            if kind == "relayed":
+                spread_of[of_version] = max(spread_of.get(of_version, 0.0), elapsed)
+            else:
+                loads.append((number, stamp, of_version, replica, elapsed))
+        number, stamp, of, who, load = (np.array(c) for c in zip(*loads, strict=True)) if loads else _none(5)
+        load_at = times.at(number, stamp)
+        load_since = np.array([since.get(v, when) for v, when in zip(of.tolist(), load_at.tolist(), strict=True)])
+        spread = np.array([spread_of.get(v, 0.0) for v in since])
+        return cls(at, stall, spread, load_at, load, who.astype(np.int32), load_since)
+
+
+def _replicas(
+    config: RunConfig, stays: Stays, versions: _Versions, begin: Times, end: Times, counts: BoolArray
+) -> dict[str, Times]:
+    """Columns of `_OF_REPLICAS`, [S]: means over the replicas."""
+    totals = {name: np.zeros(len(end)) for name in _OF_REPLICAS}
+    count = config.rollout.replicas
+    horizon = end[-1] if len(end) else 0.0
+    order = np.argsort(stays.replica, kind="stable")
+    parts = np.searchsorted(stays.replica[order], np.arange(count + 1))
+    for replica in range(count):
+        mine = order[parts[replica] : parts[replica + 1]]
+        start_s = np.minimum(stays.start_s[mine], horizon)
+        at, running = _running(start_s, np.minimum(stays.end_s[mine], horizon))
+        usual = min(_usual(_counted(at, begin, end, counts), running), config.rollout.max_batch)
+        loaded = versions.load_replica == replica
+        late = _late(at, running, versions.load_at_s[loaded], versions.load_since_s[loaded])
+        busy_s = _integral(at, running > 0, begin, end)
+        totals["generation_s"] += busy_s
+        totals["crowded_s"] += _integral(at, running > config.rollout.max_batch, begin, end)
+        totals["tail_s"] += _integral(at, (running > 0) & (running < TAIL_SHARE * usual), begin, end)
+        late_s = np.minimum(_covered(*late, begin, end), end - begin - busy_s)
+        totals["late_s"] += late_s
+        totals["held_s"] += end - begin - busy_s - late_s
+    return {name: total / count for name, total in totals.items()}
+
+
+def _running(start: Times, stop: Times) -> tuple[Times, Ints]:
+    """The step function of what a replica has: from `at[i]` [n] on it has `running[i]` trajectories."""
+    at = np.concatenate([start, stop])
+    change = np.concatenate([np.ones(len(start), np.int32), np.full(len(stop), -1, np.int32)])
+    order = np.argsort(at, kind="stable")
+    return at[order], np.cumsum(change[order]).astype(np.int32)
+
+
+def _counted(at: Times, begin: Times, end: Times, counts: BoolArray) -> Times:
+    """What a clock shows at these times that goes in the steps that count and stands still in others."""
+    edges = np.column_stack([begin, end]).ravel()
+    shown = np.cumsum(np.column_stack([np.zeros(len(end)), np.where(counts, end - begin, 0.0)]).ravel())
+    return np.interp(at, edges, shown) if len(edges) else np.zeros(len(at))
+
+
+def _usual(at: Times, running: Ints) -> float:
+    """The `USUAL` quantile of `running` over the time in which it is above 0."""
+    if len(at) < 2:
+        return 0.0
+    spans, levels = np.diff(at), running[:-1]
+    spans, levels = spans[levels > 0], levels[levels > 0]
+    order = np.argsort(levels)
+    share = np.cumsum(spans[order]) / max(float(spans.sum()), 1e-12)
+    return float(levels[order][np.searchsorted(share, USUAL).clip(0, len(order) - 1)]) if len(order) else 0.0
+
+
+def _late(at: Times, running: Ints, load_at: Times, since: Times) -> tuple[Times, Times]:
+    """Begin and length of the times in which a replica was empty and weights that it then loaded were published.
+
+    They count from their publication, or from when it became empty, until it served them.
+    """
+    begins, lengths = [], []
+    for served, published in zip(load_at.tolist(), since.tolist(), strict=True):
+        place = int(np.searchsorted(at, served, side="right")) - 1
+        if place >= 0 and running[place] == 0:
+            begin = max(float(at[place]), published)
+            begins.append(begin)
+            lengths.append(max(0.0, served - begin))
+    return np.array(begins), np.array(lengths)
+
+
+def _integral(at: Times, on: BoolArray, begin: Times, end: Times) -> Times:
+    """[S] seconds of each step in which the step function `on` holds."""
+    if len(at) < 2:
+        return np.zeros(len(end))
+    total = np.concatenate([[0.0], np.cumsum(np.diff(at) * on[:-1])])
+    seconds: Times = np.interp(end, at, total) - np.interp(begin, at, total)
+    return seconds
+
+
+def _covered(start: Times, length: Times, begin: Times, end: Times) -> Times:
+    """[S] seconds of each step that lie in at least one of the intervals."""
+    if not len(start):
+        return np.zeros(len(end))
+    at, depth = _running(start, start + length)
+    return _integral(at, depth > 0, begin, end)
+
+
+def _sums(at: Times, value: Times, begin: Times, end: Times) -> Times:
+    """[S] sums of the values whose time lies in the step."""
+    order = np.argsort(at)
+    total = np.concatenate([[0.0], np.cumsum(value[order], dtype=np.float64)])
+    first, last = (np.searchsorted(at[order], edge, side="right") for edge in (begin, end))
+    sums: Times = total[last] - total[first]
+    return sums
+
+
+def _means(at: Times, value: Times, begin: Times, end: Times) -> Times:
+    """[S] means of the values whose time lies in the step, 0 where none does."""
+    means: Times = _sums(at, value, begin, end) / np.maximum(_sums(at, np.ones(len(at)), begin, end), 1)
+    return means

@@ -1,0 +1,63 @@
+"""What waiting for the last ones costs: time of trajectories in their groups, slots and KV cache of replicas.
+
+Three shares, each of one total:
+
+- `group_wait` = sum of seconds that scored trajectories waited for the last member of their group, over the sum
+  of the seconds that trajectories were live (issued until consumed or dropped, or until the last event on record).
+- `slots` = sum over the samples of a replica in ramp-down of seconds x (usual - running), over the sum over all
+  its samples of seconds x usual; both summed over replicas. `usual` is the 90th percentile of what the replica ran
+  in the samples in which it ran anything; ramp-down is 0 < running < usual / 4: a few hold the replica.
+- `kv` = the same with the use of the KV cache in place of running, in the same samples.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from laminar_py.analytics.read.columns import Times, Trajectories
+from laminar_py.analytics.read.samples import FleetSamples
+
+_USUAL_PERCENTILE = 90
+_RAMP_DOWN = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """Shares as the module says; None without anything to take a share of."""
+
+    group_wait: float | None
+    slots: float | None
+    kv: float | None
+
+
+def measure_stragglers(t: Trajectories, group_wait: Times, fleet: FleetSamples) -> Stragglers:
+    """`group_wait` is that of `tails.measures`, [N]."""
+    now = max(_last(column) for column in (t.issued_s, t.finished_s, t.scored_s, t.ended_s))
+    live_s = float(np.nansum(np.where(np.isnan(t.ended_s), now, t.ended_s) - t.issued_s))
+    waited_s = float(np.nansum(group_wait))
+    return Stragglers(
+        waited_s / live_s if live_s > 0 else None,
+        _idle_share(fleet, fleet.running.astype(np.float64)),
+        _idle_share(fleet, fleet.kv_use),
+    )
+
+
+def _idle_share(fleet: FleetSamples, used: Times) -> float | None:
+    """`used` is [S, R]."""
+    running, seconds = fleet.running, fleet.seconds[:, None]
+    ramp_down = (running > 0) & (running < _RAMP_DOWN * _usual(fleet, running.astype(np.float64)))
+    usual = _usual(fleet, used)
+    total = float(np.sum(seconds * usual))
+    idle = float(np.sum(np.where(ramp_down, seconds * np.maximum(usual - used, 0.0), 0.0)))
+    return idle / total if total > 0 else None
+
+
+def _usual(fleet: FleetSamples, used: Times) -> Times:
+    """[R]"""
+    columns = [used[fleet.running[:, replica] > 0, replica] for replica in range(used.shape[1])]
+    return np.array([np.percentile(column, _USUAL_PERCENTILE) if len(column) else 0.0 for column in columns])
+
+
+def _last(times: Times) -> float:
+    known = times[~np.isnan(times)]
+    return float(known.max()) if len(known) else 0.0

@@ -1,0 +1,168 @@
+"""Where trajectories spend their time, and how long the longest take. Computed from the arrays alone.
+
+`measures` says what is measured; the distributions of each are taken over all, and for each replica, version and
+task. Everything is vectorised: a million trajectories take seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.analytics.read.columns import Ints, Times, Trajectories
+from laminar_py.records.trajectory import Status
+
+MOST_ROWS = 12  # of a table by version
+
+_LEAST_MEDIAN = 0.001
+_PERCENTILES = (50, 90, 95, 99, 100)
+
+
+class Measure(StrEnum):
+    """A length in tokens, or a time in seconds between two events of a trajectory."""
+
+    LENGTH = "length"  # of a finished response
+    REPLICA_WAIT = "replica_wait"  # issued until a replica has it
+    GENERATION = "generation"  # handed to a replica until finished: queue, prefill and moves included
+    FIRST_TOKENS = "first_tokens"  # of that, on the last replica until the engine delivered a piece
+    SCORER_WAIT = "scorer_wait"  # finished until scored, without the scoring itself
+    REWARD = "reward"  # the scoring
+    GROUP_WAIT = "group_wait"  # scored until the last member of its group was scored or dropped
+    BUFFER = "buffer"  # ready until consumed
+    END_TO_END = "end_to_end"  # issued until consumed
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of `count` values; percentiles are numpy's, between the two nearest values."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @property
+    def tail(self) -> float | None:
+        """p95 over p50; None where the median is below a millisecond (no token), so next to nothing."""
+        return self.p95 / self.p50 if self.p50 >= _LEAST_MEDIAN else None
+
+
+Distributions = dict[Measure, Distribution]
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Distributions over all, and by what tells trajectories apart; empty where that is one for all."""
+
+    overall: Distributions
+    longest_over_mean: Distribution | None  # generation, of groups with two finished members or more
+    by_replica: dict[str, Distributions]  # the last that had it
+    by_version: dict[str, Distributions]  # that it began under, e.g. "0-3"
+    by_task: dict[str, Distributions]
+
+
+def measure_tails(trajectories: Trajectories) -> Tails:
+    """All of it."""
+    values = measures(trajectories)
+    versions, label = _version_bins(trajectories.oldest_version)
+    tasks = trajectories.tasks
+    return Tails(
+        {name: found for name, column in values.items() if (found := distribution(column)) is not None},
+        distribution(longest_over_mean(trajectories, values[Measure.GENERATION])),
+        _by(trajectories.replica, values, str),
+        _by(versions, values, label),
+        _by(trajectories.task, values, lambda task: tasks[task] or "(no name)"),
+    )
+
+
+def measures(t: Trajectories) -> dict[Measure, Times]:
+    """Each measure of each trajectory, [N]; NaN where it has not come so far."""
+    length = np.where(t.finish >= 0, t.length, np.nan)
+    consumed = t.is_status(Status.CONSUMED)
+    return {
+        Measure.LENGTH: length,
+        Measure.REPLICA_WAIT: t.started_s - t.issued_s,
+        Measure.GENERATION: t.finished_s - t.started_s,
+        Measure.FIRST_TOKENS: t.queue_s.astype(np.float64),
+        Measure.SCORER_WAIT: np.maximum(t.scored_s - t.finished_s - t.score_s, 0.0),
+        Measure.REWARD: t.score_s.astype(np.float64),
+        Measure.GROUP_WAIT: group_wait(t),
+        Measure.BUFFER: np.where(consumed, t.ended_s - t.ready_s, np.nan),
+        Measure.END_TO_END: np.where(consumed, t.ended_s - t.issued_s, np.nan),
+    }
+
+
+def group_wait(t: Trajectories) -> Times:
+    """Seconds [N] from its own score until the last member of its group was scored, or dropped unscored.
+
+    NaN for what was never scored, and in groups with a member that is neither yet.
+    """
+    settled_s = np.where(np.isnan(t.scored_s), t.ended_s, t.scored_s)
+    last = np.full(_num_groups(t), -np.inf)
+    np.maximum.at(last, t.group, np.where(np.isnan(settled_s), np.inf, settled_s))
+    waited_s = last[t.group] - t.scored_s
+    return np.where(np.isinf(waited_s), np.nan, waited_s)
+
+
+def longest_over_mean(t: Trajectories, generation: Times) -> Times:
+    """The longest generation of a group over its mean, [groups with two finished members or more]."""
+    finished = ~np.isnan(generation)
+    groups, seconds = t.group[finished], generation[finished]
+    count = np.bincount(groups, minlength=_num_groups(t))
+    total = np.bincount(groups, seconds, minlength=len(count))
+    longest = np.zeros(len(count))
+    np.maximum.at(longest, groups, seconds)
+    several = (count >= 2) & (total > 0)
+    ratio: Times = longest[several] * count[several] / total[several]
+    return ratio
+
+
+def distribution(values: npt.NDArray[np.floating]) -> Distribution | None:
+    """Of those that are not NaN; None if there are none."""
+    known = values[~np.isnan(values)].astype(np.float64)
+    if not len(known):
+        return None
+    return Distribution(len(known), float(known.mean()), *np.percentile(known, _PERCENTILES).tolist())
+
+
+def _by(keys: Ints, values: dict[Measure, Times], label: Callable[[int], str]) -> dict[str, Distributions]:
+    """For each key, where there are several; -1 is none."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-2))
+    bounds = [*starts.tolist(), len(ordered)]
+    parts = [(int(ordered[start]), start, end) for start, end in pairwise(bounds)]
+    parts = [part for part in parts if part[0] >= 0]
+    if len(parts) < 2:
+        return {}
+    out: dict[str, Distributions] = {label(key): {} for key, _, _ in parts}
+    for name, column in values.items():
+        column = column[order]
+        for key, start, end in parts:
+            found = distribution(column[start:end])
+            if found is not None:
+                out[label(key)][name] = found
+    return out
+
+
+def _version_bins(versions: Ints) -> tuple[Ints, Callable[[int], str]]:
+    """The bin of each, and what a bin is called: at most `MOST_ROWS` of equal width."""
+    newest = int(versions.max(initial=-1))
+    width = -(-(newest + 1) // MOST_ROWS) or 1
+    bins = np.where(versions < 0, -1, versions // width).astype(np.int32)
+
+    def label(bin: int) -> str:
+        last = min((bin + 1) * width - 1, newest)
+        return str(last) if width == 1 else f"{bin * width}-{last}"
+
+    return bins, label
+
+
+def _num_groups(t: Trajectories) -> int:
+    return int(t.group.max(initial=-1)) + 1

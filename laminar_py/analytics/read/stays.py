@@ -1,0 +1,182 @@
+"""Which trajectory was on which replica, from hand-over to the end of its stream there. Reads the ledger only.
+
+Most have one stay, which their row tells; events are read of those alone that were interrupted, or whose row is of
+a release that kept no times. Invariant: a stay ends by the next event of its trajectory that says so, or is open;
+stays of one trajectory do not overlap.
+"""
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.analytics.read.columns import Ints, Times
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.codec import BoolArray
+from laminar_py.records.events import Assigned, Dropped, Finished, Interrupted
+
+_BLOCK = 100_000
+
+
+class StayEnd(IntEnum):
+    """How a stay ended."""
+
+    OPEN = 0  # it goes on
+    FINISHED = 1
+    INTERRUPTED = 2  # it goes on elsewhere, or here under newer weights
+    DROPPED = 3
+    MOVED = 4  # interrupted by a repack
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """Columns [M] by trajectory and time, e.g. trajectory 17 on replica 1 from 3.2 s to 4.1 s, FINISHED.
+
+    Seconds are by the run's clock, since the `origin_s` that was asked for; an open stay ends at infinity.
+    """
+
+    trajectory: Ints  # its number in the ledger
+    replica: Ints
+    version: Ints  # of its last token there; -1: none
+    start_s: Times
+    end_s: Times
+    end: npt.NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.trajectory)
+
+    def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
+        """Those of a mask [M], or at these places."""
+        return Stays(
+            self.trajectory[chosen],
+            self.replica[chosen],
+            self.version[chosen],
+            self.start_s[chosen],
+            self.end_s[chosen],
+            self.end[chosen],
+        )
+
+    def until(self, now_s: float) -> "Stays":
+        """What is open ends now."""
+        end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
+        return Stays(self.trajectory, self.replica, self.version, self.start_s, end_s, self.end)
+
+
+class RunTimes:
+    """Turns the stamps of events into seconds of the run's clock, see `store.machine.RunClock`."""
+
+    def __init__(self, connection: sqlite3.Connection, origin_s: float) -> None:
+        rows = connection.execute(
+            "SELECT seq, wall, mono FROM event WHERE seq = 1 OR seq IN (SELECT seq FROM incarnation) ORDER BY seq"
+        ).fetchall()
+        self._since, self._wall, self._mono = (np.array(column) for column in zip(*rows, strict=True))
+        self.origin_s = origin_s
+
+    def at(self, seq: npt.ArrayLike, mono: npt.ArrayLike) -> Times:
+        """Seconds since the origin of events with these numbers and monotonic stamps [n]."""
+        place = np.searchsorted(self._since, np.asarray(seq), side="right") - 1
+        times: Times = self._wall[place] - self.origin_s + (np.asarray(mono, np.float64) - self._mono[place])
+        return times
+
+    @property
+    def starts_s(self) -> Times:
+        """When each incarnation began."""
+        return self.at(self._since, self._mono)
+
+
+def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
+    """Of all trajectories, evaluations too."""
+    numbers, parted = _parted(connection, times)
+    whole = _whole(connection, times)
+    whole = whole[~np.isin(whole[:, 0], numbers)]
+    rows = np.concatenate([whole, parted])
+    rows = rows[np.lexsort((rows[:, 3], rows[:, 0]))]
+    number, replica, version, start_s, end_s, end = rows.T
+    return Stays(
+        number.astype(np.int32),
+        replica.astype(np.int32),
+        version.astype(np.int32),
+        start_s.copy(),
+        np.where(np.isnan(end_s), np.inf, end_s),
+        end.astype(np.int8),
+    )
+
+
+def _whole(connection: sqlite3.Connection, times: RunTimes) -> Times:
+    """[M, 6] the columns of `Stays` as if nothing had been interrupted, with NaN for an end that is open."""
+    cursor = connection.execute(
+        "SELECT number, replica, coalesce(newest_version, -1), started_s - :origin,"
+        f" coalesce(finished_s, ended_s) - :origin, CASE WHEN finished_s IS NOT NULL THEN {StayEnd.FINISHED:d}"
+        f" WHEN ended_s IS NOT NULL THEN {StayEnd.DROPPED:d} ELSE {StayEnd.OPEN:d} END"
+        " FROM trajectory WHERE started_s IS NOT NULL",
+        {"origin": times.origin_s},
+    )
+    blocks = [np.empty((0, 6))]
+    while rows := cursor.fetchmany(_BLOCK):
+        blocks.append(np.array(rows, np.float64))
+    return np.concatenate(blocks)
+
+
+def _parted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times, Times]:
+    """Numbers of the trajectories whose stays only events tell, and their stays as in `_whole`."""
+    rows = connection.execute(
+        "SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'"
+        " UNION SELECT id FROM trajectory WHERE replica IS NOT NULL AND started_s IS NULL"
+    )
+    ids = json.dumps([id for (id,) in rows])
+    among = "IN (SELECT value FROM json_each(?))"
+    of = {
+        id: (number, _spans(spans), newest)
+        for id, number, spans, newest in connection.execute(
+            f"SELECT id, number, spans, coalesce(newest_version, -1) FROM trajectory WHERE id {among}", (ids,)
+        )
+    }
+    events = connection.execute(
+        "SELECT seq, mono, body FROM event WHERE kind IN ('assigned', 'interrupted', 'finished', 'dropped')"
+        f" AND subject {among} ORDER BY seq",
+        (ids,),
+    ).fetchall()
+    at = times.at([seq for seq, _, _ in events], [mono for _, mono, _ in events]) if events else np.empty(0)
+    stays: list[tuple[float, ...]] = []
+    begun: dict[str, tuple[int, float]] = {}  # replica and start
+    for (_, _, body), at_s in zip(events, at.tolist(), strict=True):
+        event = decode_event(body)
+        assert isinstance(event, Assigned | Interrupted | Finished | Dropped), f"{body} is of another kind"
+        id = event.trajectory_id
+        if isinstance(event, Assigned):
+            begun[id] = event.replica, at_s
+        elif id in begun:
+            number, spans, newest = of[id]
+            length = event.length if isinstance(event, Interrupted) else None
+            stays.append(
+                (number, begun[id][0], _version(spans, length, newest), begun.pop(id)[1], at_s, _end(event))
+            )
+    for id, (replica, start_s) in begun.items():
+        stays.append((of[id][0], replica, of[id][2], start_s, np.nan, StayEnd.OPEN))
+    numbers = np.array([number for number, _, _ in of.values()], np.float64)
+    return numbers, np.array(stays, np.float64).reshape(-1, 6)
+
+
+def _end(event: Interrupted | Finished | Dropped) -> StayEnd:
+    match event:
+        case Finished():
+            return StayEnd.FINISHED
+        case Dropped():
+            return StayEnd.DROPPED
+    return StayEnd.MOVED if event.reason == "repacked" else StayEnd.INTERRUPTED
+
+
+def _spans(text: str | None) -> list[tuple[int, int]]:
+    """(version, start) of each, ascending."""
+    return [(span[0], span[1]) for span in msgspec.json.decode(text)] if text else []
+
+
+def _version(spans: list[tuple[int, int]], length: int | None, newest: int) -> int:
+    """The version of the last of `length` tokens, or of the whole response."""
+    if length is None:
+        return newest
+    return next((version for version, start in reversed(spans) if start < max(length, 1)), newest)

@@ -1,0 +1,236 @@
+"""`trace.json`: a run for Perfetto, in Chrome's trace event format. Called by `laminar report`.
+
+Each replica is a process with a lane for each slot, the learner, the relays and the scorer are others; arrows
+follow trajectories that moved. Invariants: events are in the order of their times; slices of one lane never
+overlap, which Perfetto could not draw; at most about `MOST_STAYS` stays are in it, chosen as in the report.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.analytics.read.columns import STATUSES, Ints, Times
+from laminar_py.analytics.read.stays import StayEnd, Stays
+from laminar_py.analytics.show.lanes import lanes_of, occupancy
+from laminar_py.analytics.show.snapshot import Snapshot, read_snapshot
+from laminar_py.analytics.show.timeline import draw, ids_of, natural, thin
+from laminar_py.ledger.database import ledger_path, reading
+from laminar_py.records.events import Checkpointed, PartDied, Relayed, VersionLoaded, VersionPublished
+from laminar_py.records.trajectory import Status
+
+TRACE_NAME = "trace.json"
+MOST_STAYS = 60_000
+MOST_COUNTS = 400  # of each counter
+LEARNER, SCORER, RELAYS, REPLICAS = 1, 2, 3, 10  # processes; replica r is REPLICAS + r
+WEIGHTS = 0  # the lane of a replica for loads; its slots come after
+
+Args = Mapping[str, str | int | float | None]
+
+
+class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event; `ts` and `dur` in microseconds, e.g. `TraceEvent("X", 1, 0, "step 3", 1500, dur=700)`.
+
+    `ph` is its kind: M names a process or lane, X is a slice, C a counter, i a moment, s and f end an arrow.
+    """
+
+    ph: Literal["M", "X", "C", "i", "s", "f"]
+    pid: int
+    tid: int
+    name: str
+    ts: int = msgspec.field(default=-1)  # a name has none
+    dur: int | None = None
+    cat: str | None = None
+    id: int | None = None
+    bp: str | None = None
+    s: str | None = None
+    args: Args | None = None
+
+
+class Trace(msgspec.Struct, frozen=True, rename="camel"):
+    """The file."""
+
+    trace_events: list[TraceEvent]
+    other_data: dict[str, str]
+    display_time_unit: str = "ms"
+
+
+def write_trace(run: Path, *, snapshot: Snapshot | None = None) -> Path:
+    """Write the run into its folder, and say where: as it is now, or as `snapshot` has it.
+
+    Raises a one-line `ValueError` without a ledger.
+    """
+    snapshot = snapshot or read_snapshot(run)
+    drawn, chosen = draw(snapshot, MOST_STAYS)
+    shown = np.flatnonzero(chosen)
+    with reading(run) as connection:
+        ids = ids_of(connection, snapshot.everyone.number[shown])
+    trace = make_trace(snapshot, drawn, dict(zip(shown.tolist(), ids, strict=True)))
+    path = ledger_path(run).parent / TRACE_NAME
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(msgspec.json.encode(trace))
+    partial.replace(path)
+    return path
+
+
+def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
+    """Of these stays; `ids` names their trajectories by place."""
+    relayed = thin(list(snapshot.history.of(Relayed)))
+    relay_lanes = _relay_lanes(relayed)
+    slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
+    events = [*_stays(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
+    events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot), *_counters(snapshot)]
+    first = min((event.ts for event in events), default=0)
+    events = [msgspec.structs.replace(event, ts=event.ts - first) for event in events]
+    events.sort(key=lambda event: event.ts)
+    said = {"run": snapshot.name, "trajectories": f"{len(ids)} of {len(snapshot.everyone)}"}
+    return Trace([*_names(events, relay_lanes), *events], said)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _dur(start_s: float, end_s: float) -> int:
+    """Of a slice; one that takes no time could not be seen."""
+    return max(1, _us(end_s) - _us(start_s))
+
+
+def _lanes(row: Ints, start_s: Times, end_s: Times) -> Ints:
+    """[M] lanes of slices within their rows, in the microseconds in which they are written."""
+    start = np.round(start_s * 1e6)
+    return lanes_of(row, start, np.maximum(start + 1, np.round(end_s * 1e6)))
+
+
+def _stays(
+    snapshot: Snapshot, drawn: Stays, lanes: npt.NDArray[np.int32], ids: Mapping[int, str]
+) -> Iterator[TraceEvent]:
+    everyone = snapshot.everyone
+    columns = (snapshot.places(drawn), drawn.replica, drawn.version, drawn.end, lanes, drawn.start_s, drawn.end_s)
+    for of, replica, version, how, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
+        reward = float(everyone.reward[of])
+        args: Args = {
+            "version": version,
+            "length": int(everyone.length[of]),
+            "reward": None if np.isnan(reward) else reward,
+            "stay": StayEnd(how).name.lower(),
+            "status": str(STATUSES[everyone.status[of]]),
+        }
+        start, dur = _us(start_s), _dur(start_s, end_s)
+        yield TraceEvent("X", REPLICAS + replica, lane + 1, ids[of], start, dur, f"v{version}", args=args)
+
+
+def _arrows(drawn: Stays, lanes: npt.NDArray[np.int32]) -> Iterator[TraceEvent]:
+    """From the end of a stay to the next of the same trajectory."""
+    for number, place in enumerate(
+        np.flatnonzero(drawn.trajectory[1:] == drawn.trajectory[:-1]).tolist(), start=1
+    ):
+        name = "repack" if drawn.end[place] == StayEnd.MOVED else "interruption"
+        leaves = max(_us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1)  # within its slice: that binds it
+        comes = max(leaves, _us(drawn.start_s[place + 1]))
+        (pid, tid), (pid_to, tid_to) = (
+            (REPLICAS + int(drawn.replica[at]), int(lanes[at]) + 1) for at in (place, place + 1)
+        )
+        yield TraceEvent("s", pid, tid, name, leaves, cat="move", id=number)
+        yield TraceEvent("f", pid_to, tid_to, name, comes, cat="move", id=number, bp="e")
+
+
+def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
+    everyone = snapshot.everyone
+    places = np.fromiter(ids, np.int64, len(ids))
+    places = places[~np.isnan(everyone.scored_s[places]) & ~np.isnan(everyone.score_s[places])]
+    end_s, took_s = everyone.scored_s[places], everyone.score_s[places].astype(np.float64)
+    start_s = end_s - took_s
+    lanes = _lanes(np.zeros(len(places), np.int32), start_s, end_s)
+    for place, lane, start, end in zip(
+        places.tolist(), lanes.tolist(), start_s.tolist(), end_s.tolist(), strict=True
+    ):
+        args = {"reward": float(everyone.reward[place])} if not np.isnan(everyone.reward[place]) else None
+        yield TraceEvent("X", SCORER, lane, ids[place], _us(start), _dur(start, end), "reward", args=args)
+
+
+def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
+    for at_s, step in thin(list(snapshot.history.steps)):
+        args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
+        start, dur = _us(at_s - step.elapsed_s), _dur(at_s - step.elapsed_s, at_s)
+        yield TraceEvent("X", LEARNER, 0, f"step {step.step}", start, dur, "step", args=args)
+    for at_s, published in thin(list(snapshot.history.of(VersionPublished))):
+        yield TraceEvent("i", LEARNER, 0, f"version {published.version} published", _us(at_s), s="g")
+    for at_s, saved in snapshot.history.of(Checkpointed):
+        yield TraceEvent("i", LEARNER, 0, f"checkpoint of step {saved.step}", _us(at_s), s="t")
+    for at_s, died in snapshot.history.of(PartDied):
+        yield TraceEvent("i", LEARNER, 0, f"{died.part} died", _us(at_s), s="g", args={"reason": died.reason})
+
+
+def _relay_lanes(relayed: list[tuple[float, Relayed]]) -> list[str]:
+    """[N] the lane of each, by name: a relay that takes two versions at a time has a second one."""
+    rows = {name: row for row, name in enumerate({event.node for _, event in relayed})}
+    row = np.array([rows[event.node] for _, event in relayed], np.int32)
+    end_s = np.array([at_s for at_s, _ in relayed], np.float64)
+    took_s = np.array([event.elapsed_s for _, event in relayed], np.float64)
+    lanes = _lanes(row, end_s - took_s, end_s).tolist()
+    return [
+        event.node if not lane else f"{event.node}, beside {lane}"
+        for (_, event), lane in zip(relayed, lanes, strict=True)
+    ]
+
+
+def _relays(relayed: list[tuple[float, Relayed]], lanes: list[str]) -> Iterator[TraceEvent]:
+    tids = {lane: tid for tid, lane in enumerate(_ordered(lanes))}
+    for (at_s, event), lane in zip(relayed, lanes, strict=True):
+        sent: Args = {"wire_bytes": event.wire_bytes, "num_bytes": event.num_bytes, "parent": event.parent}
+        start_s, name = at_s - event.elapsed_s, f"version {event.version}"
+        start, dur = _us(start_s), _dur(start_s, at_s)
+        yield TraceEvent("X", RELAYS, tids[lane], name, start, dur, "relay", args=sent)
+
+
+def _ordered(lanes: list[str]) -> list[str]:
+    return sorted(set(lanes), key=lambda lane: (natural(lane.partition(", ")[0]), lane))
+
+
+def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
+    for at_s, event in thin(list(snapshot.history.of(VersionLoaded))):
+        start, dur = _us(at_s - event.elapsed_s), _dur(at_s - event.elapsed_s, at_s)
+        pid, name = REPLICAS + event.replica, f"load version {event.version}"
+        yield TraceEvent("X", pid, WEIGHTS, name, start, dur, "load")
+
+
+def _counters(snapshot: Snapshot) -> Iterator[TraceEvent]:
+    edges = np.linspace(0.0, max(snapshot.end_s, 1e-3), MOST_COUNTS + 1)
+    for replica in np.unique(snapshot.stays.replica).tolist():
+        running, _ = occupancy(snapshot.stays, replica=replica, edges=edges)
+        for at_s, value in zip(edges.tolist(), running.tolist(), strict=False):
+            yield TraceEvent("C", REPLICAS + replica, 0, "running", _us(at_s), args={"running": round(value, 2)})
+    lines = thin(list(snapshot.fleet), MOST_COUNTS)
+    times = snapshot.at_rl(np.array([line.rl_s for line in lines], np.float64)).tolist()
+    for at_s, line in zip(times, lines, strict=True):
+        for replica, waiting in enumerate(line.waiting):
+            yield TraceEvent("C", REPLICAS + replica, 0, "waiting", _us(at_s), args={"waiting": waiting})
+        for replica, kv_use in enumerate(line.kv_use):
+            yield TraceEvent("C", REPLICAS + replica, 0, "KV cache", _us(at_s), args={"share": kv_use})
+    train = snapshot.trajectories
+    consumed = train.is_status(Status.CONSUMED)
+    last = int(train.step[consumed].max(initial=0))
+    counts = np.bincount(train.step[consumed], minlength=last + 1)
+    sums = np.bincount(train.step[consumed], weights=train.staleness[consumed], minlength=last + 1)
+    for at_s, step in thin(list(snapshot.history.steps), MOST_COUNTS):
+        if step.step <= last and counts[step.step]:
+            mean = round(float(sums[step.step] / counts[step.step]), 3)
+            yield TraceEvent("C", LEARNER, 0, "staleness", _us(at_s), args={"mean": mean})
+
+
+def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:
+    relays = _ordered(relay_lanes)
+    titles = {LEARNER: "learner", SCORER: "scorer", RELAYS: "relays"}
+    seen = sorted({(event.pid, event.tid) for event in events})
+    for pid in sorted({pid for pid, _ in seen}):
+        title = titles.get(pid, f"replica {pid - REPLICAS}")
+        yield TraceEvent("M", pid, 0, "process_name", args={"name": title})
+        yield TraceEvent("M", pid, 0, "process_sort_index", args={"sort_index": pid})
+    for pid, tid in seen:
+        lane = "weights" if tid == WEIGHTS else f"slot {tid - 1}"
+        title = relays[tid] if pid == RELAYS else {LEARNER: "steps", SCORER: f"worker {tid}"}.get(pid, lane)
+        yield TraceEvent("M", pid, tid, "thread_name", args={"name": title})

@@ -1,0 +1,88 @@
+"""The one equation, `goodput = useful tokens of a step / duration of a step`, and what changes would give. Pure.
+
+`compose` says how long a step takes from what each stage takes for it. What is measured beyond that is slack: time
+in which no stage is busy enough to explain the step.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from laminar_py.config.staleness import Schedule
+
+
+class Stage(StrEnum):
+    """What a step needs, in the order of a trajectory's way."""
+
+    GENERATION = "generation"
+    REWARD = "reward"
+    REFERENCE = "reference"
+    LEARNER = "learner"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds that each stage works for one step, e.g. generation 32.3 s and the learner 12.1 s of a step of 34 s.
+
+    Each is what the stage takes with all its replicas, workers or ranks: doubling them halves it.
+    """
+
+    generation_s: float  # tau_R
+    reward_s: float = 0.0  # tau_V
+    reference_s: float = 0.0  # tau_ref, where it is a stage of its own; inside the learner it is part of that
+    learner_s: float = 0.0  # tau_T
+    weights_s: float = 0.0  # tau_S: replicas, empty, wait for published weights, or load them
+    tail_s: float = 0.0  # of generation: with so few left that more replicas would not help
+    stall_s: float = 0.0  # of the learner: to publish
+
+    def of(self, stage: Stage) -> float:
+        """Its seconds."""
+        seconds: float = getattr(self, f"{stage}_s")
+        return seconds
+
+    def faster(self, stage: Stage, factor: float) -> "StageTimes":
+        """The same with `factor` times as much of a stage, e.g. 2: twice the replicas. The tail stays as it is."""
+        if stage is Stage.GENERATION:
+            full = self.generation_s - self.tail_s
+            return replace(self, generation_s=full / factor + self.tail_s)
+        return replace(self, **{f"{stage}_s": self.of(stage) / factor})
+
+    def without(self, stage: Stage) -> "StageTimes":
+        """The same if it took no time: with weights goes the learner's stall, of generation the tail stays."""
+        if stage is Stage.GENERATION:
+            return replace(self, generation_s=self.tail_s)
+        if stage is Stage.WEIGHTS:
+            return replace(self, weights_s=0.0, learner_s=self.learner_s - self.stall_s, stall_s=0.0)
+        return replace(self, **{f"{stage}_s": 0.0})
+
+    def without_tail(self) -> "StageTimes":
+        """The same with all replicas full as long as they are busy."""
+        return replace(self, generation_s=self.generation_s - self.tail_s, tail_s=0.0)
+
+
+def compose(schedule: Schedule, times: StageTimes) -> float:
+    """Seconds of a step whose stages wait for each other as `schedule` has it.
+
+    Trajectories are scored and compared one by one while others are generated, so the longest of the three stages
+    counts. Then under `sync` all is in turn; under `one_step` a batch is made while the one before trains, and
+    weights move in between; under `async` nothing waits, but a replica takes weights between its trajectories.
+    """
+    rollout = max(times.generation_s, times.reward_s, times.reference_s)
+    match schedule:
+        case Schedule.SYNC:
+            return rollout + times.learner_s + times.weights_s
+        case Schedule.ONE_STEP:
+            return max(rollout, times.learner_s) + times.weights_s
+        case Schedule.ASYNC:
+            return max(times.generation_s + times.weights_s, rollout, times.learner_s)
+
+
+def predict(schedule: Schedule, *, measured_s: float, now: StageTimes, then: StageTimes) -> float:
+    """Seconds of a step if its stages took `then` in place of `now`; slack stays as it is.
+
+    Where stages overlapped more than the schedule says, so that they come to more than the step, they go on to.
+    """
+    composed, predicted = compose(schedule, now), compose(schedule, then)
+    if composed > measured_s:
+        return measured_s * predicted / composed
+    return predicted + measured_s - composed

@@ -1,0 +1,311 @@
+"""Where a run's parts go: which Ray node, and how many of its GPUs. Pure; `runtime.cluster` shows it the nodes.
+
+Asked by the owners of the parts (relays, replicas, learner, reference, scorers) when they start one, and by
+`laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is beside
+learner rank 0, and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own
+accounting: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from laminar_py.cluster.errors import RunFailedError
+from laminar_py.config.cluster import Device
+from laminar_py.config.engine import EngineKind
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.relay.planning import topology
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A live Ray node, e.g. `Node("5a97e58a", "10.0.0.4", gpus=8, cpus=96)`."""
+
+    id: str
+    ip: str
+    gpus: int = 0  # that are free
+    cpus: int = 1
+    here: bool = False  # the controller runs on it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one part runs: a Ray node, None for any, and how many of its GPUs are this part's alone."""
+
+    node: str | None = None
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run asks of a cluster, e.g. six replicas on a GPU each beside two learner ranks:
+
+    `Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1)`.
+    """
+
+    ranks: int
+    rank_gpus: int
+    replicas: int
+    replica_gpus: int  # tensor-parallel, on one node
+    relays: int = 1  # processes of the tree, where everything is on one node
+    shared_nodes: bool = True  # learner and replicas
+    hosts: tuple[
+        str, ...
+    ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
+    reference: bool = False  # a process with as many GPUs as a rank
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Needs":
+        """What this config asks for."""
+        rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
+        return cls(
+            ranks=config.learner.world_size,
+            rank_gpus=1 if learner_device(config) is Device.CUDA else 0,
+            replicas=rollout.replicas,
+            replica_gpus=engine.tensor_parallel if _launches_on_gpus(config) else 0,
+            relays=config.relay.nodes,
+            shared_nodes=cluster.shared_nodes,
+            hosts=tuple(urlsplit(url).hostname or "" for url in engine.urls),
+            reference=config.algorithm.refers_in_stage,
+        )
+
+
+def learner_device(config: RunConfig) -> Device:
+    """What the learner's ranks run on."""
+    return config.cluster.learner_device or (Device.CUDA if _launches_on_gpus(config) else Device.CPU)
+
+
+def _launches_on_gpus(config: RunConfig) -> bool:
+    engine = config.rollout.engine
+    return engine.kind is EngineKind.SGLANG and engine.device is Device.CUDA and not engine.urls
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every part's place; relay 0 is the root.
+
+    None: after a death, a replica that has no room, and a relay that nobody needs.
+    """
+
+    learner: tuple[Place, ...]  # [ranks]
+    replicas: tuple[Place | None, ...]  # [replicas]
+    relays: tuple[str | None, ...]  # [relay nodes] Ray node of each
+    reference: Place | None = None  # where it is a stage
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Ray nodes in use."""
+        parts = (*self.learner, *self.replicas, self.reference)
+        places = (place.node for place in parts if place is not None)
+        return frozenset(node for node in (*places, *self.relays) if node is not None)
+
+    def relay_of(self, replica: int, tree: topology.Topology) -> int:
+        """The relay that a replica pulls from: that of its host, or where all are on one host, leaves in turn."""
+        if len(set(self.relays)) == 1:
+            return tree.node_of_replica(replica)
+        place = self.replicas[replica]
+        assert place is not None, f"replica {replica} has no place"
+        return self.relays.index(place.node)
+
+
+def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
+    """Places for all parts on `nodes`, the controller's among them.
+
+    `keep` is a plan of which some nodes have died: what lives stays where it is, and replicas for which there is
+    no room any more have no place. The learner's ranks live and die together. Raises `ConfigError` if there is not
+    enough of something.
+    """
+    alive = {node.id for node in nodes}
+    free = Counter({node.id: node.gpus for node in nodes})
+    lived = enumerate(keep.replicas if keep else ())
+    replicas = {i: place for i, place in lived if place is not None and place.node in alive}
+    reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
+    _take(free, [*replicas.values(), reference])
+    learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
+    if learner is None:
+        occupied = {place.node for place in replicas.values()} if not needs.shared_nodes else set()
+        learner = _place_learner(needs, [node for node in nodes if node.id not in occupied], free)
+    _take(free, learner)
+    if needs.reference and reference is None:
+        reference = _place_reference(needs, nodes, free, learner)
+        _take(free, [reference])
+    apart = {place.node for place in learner} if not needs.shared_nodes else set()
+    pool = [node for node in nodes if node.id not in apart]
+    for index in range(needs.replicas):
+        if index not in replicas:
+            residents = Counter(place.node for place in (*learner, *replicas.values()))
+            try:
+                replicas[index] = _place_replica(needs, index, pool, free, residents)
+            except ConfigError:
+                if keep is None:
+                    raise
+                continue
+            _take(free, [replicas[index]])
+    placed = tuple(replicas.get(index) for index in range(needs.replicas))
+    return Plan(learner, placed, _place_relays(needs, learner, placed, alive, keep), reference)
+
+
+def _take(free: Counter[str], places: Iterable[Place | None]) -> None:
+    for place in filter(None, places):
+        assert place.node is not None, "a plan names a node for every part"
+        free[place.node] -= place.gpus
+
+
+def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int]) -> tuple[Place, ...]:
+    """All ranks on as few nodes as possible; the last of these is the one that costs the fewest replicas."""
+    wanted, total = needs.ranks * needs.rank_gpus, sum(free[node.id] for node in nodes)
+    if not nodes or wanted > total:
+        raise ConfigError(
+            f"learner.world_size={needs.ranks}: needs {wanted} GPUs, {total} are free on {len(nodes)} nodes; lower"
+            " it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
+        )
+    chosen: list[Place] = []
+    rest = sorted(nodes, key=lambda node: -free[node.id])
+    while free[rest[0].id] < wanted - len(chosen):
+        chosen += [Place(rest[0].id, 1)] * free[rest[0].id]
+        rest = rest[1:]
+    gpus = wanted - len(chosen)
+
+    def cost(node: Node) -> tuple[int, bool, int]:
+        """Replicas that find no room on it any more; whether it is not the controller's; its GPUs."""
+        have, size = free[node.id], needs.replica_gpus
+        left = have - gpus if needs.shared_nodes else 0
+        return (have // size - left // size if size else 0, not node.here, have)
+
+    last = min((node for node in rest if free[node.id] >= gpus), key=cost)
+    return (*chosen, *[Place(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen)))
+
+
+def _place_reference(
+    needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
+) -> Place:
+    """Where it costs no replica, if there is such a node, and beside the learner, if there is a choice."""
+    if not needs.rank_gpus:
+        return Place(learner[0].node)
+    beside, size = {place.node for place in learner}, needs.replica_gpus
+
+    def cost(node: Node) -> tuple[bool, bool, int]:
+        """Whether one replica less finds room on it; whether it is not the learner's; its GPUs."""
+        serves = size > 0 and (needs.shared_nodes or node.id not in beside)
+        return (serves and free[node.id] % size == 0, node.id not in beside, free[node.id])
+
+    room = [node for node in nodes if free[node.id]]
+    if not room:
+        raise ConfigError(
+            f"algorithm.reference_pass=stage: needs a GPU beside the learner's {needs.ranks}, and none is left;"
+            " set it to learner, lower learner.world_size, or join a cluster with more (cluster.address)"
+        )
+    return Place(min(room, key=cost).id, needs.rank_gpus)
+
+
+def _place_replica(
+    needs: Needs, index: int, pool: Sequence[Node], free: Mapping[str, int], residents: Counter[str | None]
+) -> Place:
+    """Replicas with GPUs are on as few nodes as possible, others spread over all nodes by their CPUs."""
+    size = needs.replica_gpus
+    if not pool:
+        raise ConfigError(
+            "cluster.shared_nodes=false: the learner has every node, and replicas need others; set it to true, or"
+            " join a cluster of more (cluster.address)"
+        )
+    if needs.hosts and len(pool) > 1:
+        pool = _nodes_of_server(needs.hosts[index], index, pool)
+    if not size:
+        return Place(min(pool, key=lambda node: (residents[node.id] + 1) / max(1, node.cpus)).id)
+    fitting = [node for node in pool if free[node.id] >= size]
+    if fitting:
+        return Place(max(fitting, key=lambda node: (residents[node.id] > 0, free[node.id] // size)).id, size)
+    most = max(free[node.id] for node in pool)
+    beside = f" and the reference's {needs.rank_gpus}" if needs.reference else ""
+    raise ConfigError(
+        f"rollout.replicas={needs.replicas}: there is room for {residents.total() - needs.ranks}; each needs"
+        f" rollout.engine.tensor_parallel={size} GPUs of one node, and no node has more than {most} left beside"
+        f" the learner's {needs.ranks * needs.rank_gpus}{beside}; lower one of these, or join a cluster with more"
+        " (cluster.address)"
+    )
+
+
+def _nodes_of_server(host: str, index: int, nodes: Sequence[Node]) -> list[Node]:
+    """Where the server is: it reads versions from its own host's shared memory."""
+    loopback = host in ("localhost", "::1") or host.startswith("127.")
+    found = [node for node in nodes if node.ip == host or (loopback and node.here)]
+    if not found:
+        known = ", ".join(sorted({node.ip for node in nodes}))
+        raise ConfigError(
+            f"rollout.engine.urls[{index}]: no Ray node has the address {host}, and a server reads weights from"
+            f" its own host's memory; name one of {known}, or run `ray start` there"
+        )
+    return found
+
+
+def _place_relays(
+    needs: Needs, learner: Sequence[Place], replicas: Sequence[Place | None], alive: set[str], keep: Plan | None
+) -> tuple[str | None, ...]:
+    """The root beside learner rank 0, and one for each other host that has replicas; those that live stay."""
+    root = learner[0].node
+    hosts = list(dict.fromkeys(place.node for place in replicas if place is not None))
+    old = keep.relays[1:] if keep and len(keep.nodes) > 1 else ()
+    relays = [host if host in alive and host in hosts else None for host in old]
+    if not old and {root, *(place.node for place in learner), *hosts} == {root}:
+        relays = [root] * (needs.relays - 1)
+    for host in hosts:
+        if host != root and host not in relays:
+            if None in relays:
+                relays[relays.index(None)] = host
+            else:
+                relays.append(host)
+    gaps = max(0, len(keep.relays) - 1 - len(relays)) if keep else 0  # an index in use stays within range
+    return (root, *relays, *[None] * gaps)
+
+
+class Placement:
+    """The plan in force, e.g. `Placement(needs, cluster.nodes).plan`; `refresh` after a death.
+
+    GPUs that were free when a node was first seen are this run's from then on. Raises `ConfigError` as `make_plan`
+    does when it is made.
+    """
+
+    def __init__(self, needs: Needs, see: Callable[[], list[Node]]) -> None:
+        self._needs = needs
+        self._see = see
+        self._known = {node.id: node for node in see()}
+        self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
+        self.plan = make_plan(needs, list(self._known.values()))
+
+    def refresh(self) -> None:
+        """Plan anew if a node in use died or a replica has no place; `RunFailedError` if too little is left."""
+        alive = {node.id: node for node in self._see()}
+        self._ips |= {node.id: node.ip for node in alive.values()}
+        dead = self.plan.nodes - set(alive)
+        if not dead and None not in self.plan.replicas:
+            return
+        self._known = alive | {id: node for id, node in self._known.items() if id in alive}
+        before = self.plan
+        try:
+            self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
+        except ConfigError as error:
+            raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+        if not any(self.plan.replicas):
+            raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
+        if self.plan != before:
+            log.warning("nodes %s died; the plan is now %s", sorted(dead), self.plan)
+
+    @property
+    def spread(self) -> bool:
+        """Whether parts, the controller among them, are on more than one node."""
+        return len(self.plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
+
+    def of_scorer(self, index: int) -> Place:
+        """Scorers are on the nodes of the run in turn, on the learner's first."""
+        first = self.plan.learner[0].node
+        nodes = sorted(self.plan.nodes, key=lambda node: (node != first, node))
+        return Place(nodes[index % len(nodes)])
+
+    def ip(self, node: str) -> str:
+        """Address of a node that is or was alive."""
+        return self._ips[node]

@@ -1,0 +1,265 @@
+"""Which algorithm learns: settings, and the named algorithms as one line each. Equations: `learner.objectives`.
+
+A name fills in what the file leaves out, so every part of an algorithm can be turned by itself.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from laminar_py.config.section import Section, Share
+
+
+class Advantage(StrEnum):
+    """How the rewards of a group become advantages."""
+
+    GROUP_STD = "group_std"
+    GROUP_MEAN = "group_mean"
+    LEAVE_ONE_OUT = "leave_one_out"
+    BATCH_STD = "batch_std"
+    NONE = "none"
+
+
+class Objective(StrEnum):
+    """What is maximised."""
+
+    CLIP = "clip"
+    SEQUENCE_CLIP = "sequence_clip"
+    WEIGHTED = "weighted"
+    BALANCE = "balance"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"
+    CONSTANT = "constant"
+
+
+class Partition(StrEnum):
+    """Where the partition function of trajectory balance comes from."""
+
+    GROUP = "group"
+    LEARNED = "learned"
+
+
+class Proximal(StrEnum):
+    """The policy that the trust region is around."""
+
+    BEHAVIOUR = "behaviour"
+    RECOMPUTE = "recompute"
+    INTERPOLATE = "interpolate"
+
+
+class Correction(StrEnum):
+    """What is done about tokens that another policy drew."""
+
+    NONE = "none"
+    TIS = "tis"
+    MIS = "mis"
+    ICEPOP = "icepop"
+    SEQUENCE_MASK = "sequence_mask"
+    NEGATIVE_MASK = "negative_mask"
+
+
+WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # the others are masks
+BOUNDED = (Correction.ICEPOP, Correction.SEQUENCE_MASK)  # on both sides
+
+
+class Divergence(StrEnum):
+    """Estimators of the KL divergence to the reference."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class ReferencePass(StrEnum):
+    """Where the reference model computes its log-probabilities."""
+
+    LEARNER = "learner"
+    STAGE = "stage"
+
+
+def _weighted(clip_high: float) -> dict[str, Any]:
+    """Truncated importance sampling: ratios are cut at 1 + clip_high, and nowhere below."""
+    return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
+
+
+PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defaults, which are those of GRPO
+    "grpo": {},
+    "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
+    "dapo": {"clip_high": 0.28, "aggregation": Aggregation.TOKEN_MEAN},
+    "rloo": {"advantage": Advantage.LEAVE_ONE_OUT, "aggregation": Aggregation.CONSTANT, **_weighted(4.0)},
+    "reinforce_pp": {"advantage": Advantage.BATCH_STD, "aggregation": Aggregation.TOKEN_MEAN},
+    "gspo": {"objective": Objective.SEQUENCE_CLIP, "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"aggregation": Aggregation.TOKEN_MEAN, **_weighted(4.0)},
+    "aipo": {"advantage": Advantage.GROUP_MEAN, **_weighted(3.0)},
+    "decoupled_ppo": {
+        "proximal": Proximal.RECOMPUTE,
+        "correction": Correction.TIS,
+        "correction_high": 5.0,
+        "updates_per_step": 4,
+    },
+    "tba": {"advantage": Advantage.NONE, "objective": Objective.BALANCE},
+    "distill": {"advantage": Advantage.NONE, "teacher_coef": 1.0, **_weighted(1.0)},
+}
+
+
+class AlgorithmConfig(Section):
+    """The loss. `name` fills in what is left out; the defaults below are those of `grpo`."""
+
+    name: str = "grpo"
+    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
+    `distill`."""
+    advantage: Advantage = Advantage.GROUP_STD
+    """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
+    mean of the others. `batch_std`: (r - mean) / std of the whole step. `none`: 0."""
+    overlong_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The last so many of `rollout.sampling.max_new_tokens` lower the reward that advantages are made of: by 0
+    before them, 1 at the cap, linear between (DAPO's overlong shaping). Whether a group has signal is a matter of
+    its rewards alone. None: they cost nothing."""
+    objective: Objective = Objective.CLIP
+    """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
+    log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
+    squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`; it needs no importance
+    weights, however old the response is."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """For `balance`: the policy it leads to is the reference times exp(reward / beta)."""
+    partition: Partition = Partition.GROUP
+    """For `balance`: log Z of a prompt. `group`: minus the mean imbalance of its responses in the step, for which
+    there is one more forward pass. `learned`: a linear head on the policy's state at the prompt's last token."""
+    partition_lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate of the `learned` partition function."""
+    clip_low: Share = 0.2
+    """Ratios below 1 - clip_low are clipped; 1: none are."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """Ratios above 1 + clip_high are clipped."""
+    importance_cap: Annotated[float, Field(gt=1)] | None = None
+    """For `clip`: ratios are cut here where the clip does not act (bad tokens that became likelier); at least
+    1 + clip_high. None: nowhere, as PPO has it."""
+    aggregation: Aggregation = Aggregation.SEQUENCE_MEAN
+    """`sequence_mean`: mean over the tokens of each response, then over responses. `token_mean`: over tokens.
+    `constant`: sum over tokens divided by `rollout.sampling.max_new_tokens`, then mean over responses."""
+    proximal: Proximal = Proximal.BEHAVIOUR
+    """What ratios are against. `behaviour`: the policy that drew the token. `recompute`: the learner's own at the
+    start of the step. `interpolate`: between the two, log-linear in the token's staleness."""
+    correction: Correction = Correction.NONE
+    """Weight of a token: the ratio of proximal to behaviour policy, cut at `correction_high` (`tis`), or 0 above
+    it (`mis`), or 0 outside both bounds (`icepop`). Or 0 for whole responses, by their mean ratio of new to
+    behaviour policy: outside both bounds (`sequence_mask`), or with a negative advantage below
+    1 / `correction_high` (`negative_mask`)."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.5
+    """Lower bound of `icepop` and `sequence_mask`."""
+    correction_high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper bound of `correction`."""
+    updates_per_step: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps on the batch of a learner step, each on its own part of the microbatches; at most as many as
+    a rank has of these. `recompute` differs from the policy itself only after the first of them."""
+    kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the divergence from the reference model, which is loaded if this is above 0, or for `balance`."""
+    kl_estimator: Divergence = Divergence.K3
+    """`k3`, `k2`: added to the loss, token by token. `k1`: taken off the advantage, as its gradient has mean 0."""
+    reference: Path | None = None
+    """Hugging Face folder of the reference model; None: the model that RL begins with. It stays as it is."""
+    reference_pass: ReferencePass = ReferencePass.LEARNER
+    """`learner`: each rank has the reference beside the policy and asks it at the start of a step. `stage`: a
+    process of its own, on a device of the learner's kind, has it and takes up each trajectory when it is finished,
+    while others are generated and trained on."""
+    teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The advantage of a token for each nat by which the teacher finds it likelier. A reward function of yours
+    returns the teacher's log-probability of each token, at the same temperature and over the whole vocabulary."""
+
+    @property
+    def refers(self) -> bool:
+        """Whether there is a reference model."""
+        return self.kl_coef > 0 or self.objective is Objective.BALANCE
+
+    @property
+    def refers_in_stage(self) -> bool:
+        """Whether there is one, in a process of its own."""
+        return self.reference_pass is ReferencePass.STAGE
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        name = given.get("name", "grpo")
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ValueError(f"algorithm.name={name}: unknown; choose one of {', '.join(PRESETS)}")
+        return PRESETS[name] | given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        faults = (self._fault_of_ratios, self._fault_of_balance, self._fault_of_teaching, self._fault_of_reference)
+        for fault in faults:
+            if fault is not None:
+                raise ValueError(fault)
+        return self
+
+    @property
+    def _fault_of_ratios(self) -> str | None:
+        if self.importance_cap is not None and self.importance_cap < 1 + self.clip_high:
+            return (
+                f"algorithm.importance_cap={self.importance_cap} is below 1 + algorithm.clip_high ="
+                f" {1 + self.clip_high}, so the clip would never act; raise it"
+            )
+        if self.correction in WEIGHTS and self.proximal is Proximal.BEHAVIOUR:
+            return (
+                f"algorithm.correction={self.correction}: ratios against the behaviour policy correct by"
+                " themselves; set algorithm.proximal to recompute or interpolate"
+            )
+        if self.correction in BOUNDED and self.correction_low >= self.correction_high:
+            return (
+                f"algorithm.correction_low={self.correction_low} is not below algorithm.correction_high ="
+                f" {self.correction_high}; lower it"
+            )
+        return None
+
+    @property
+    def _fault_of_balance(self) -> str | None:
+        if self.objective is not Objective.BALANCE:
+            return None
+        if self.aggregation is not Aggregation.SEQUENCE_MEAN:
+            return (
+                f"algorithm.aggregation={self.aggregation}: objective=balance weighs whole responses; set it to"
+                " sequence_mean"
+            )
+        if self.correction is not Correction.NONE:
+            return f"algorithm.correction={self.correction}: objective=balance needs no correction; set it to none"
+        if self.teacher_coef or (self.kl_coef and self.kl_estimator is Divergence.K1):
+            return (
+                f"algorithm.teacher_coef={self.teacher_coef} kl_estimator={self.kl_estimator}: objective=balance"
+                " has no advantages that they could change; set teacher_coef to 0, and k2 or k3"
+            )
+        return None
+
+    @property
+    def _fault_of_teaching(self) -> str | None:
+        if self.advantage is Advantage.NONE and self.overlong_tokens is not None:
+            return (
+                f"algorithm.overlong_tokens={self.overlong_tokens} has no advantages to change with"
+                " algorithm.advantage=none; leave it out"
+            )
+        learns = self.advantage is not Advantage.NONE or self.teacher_coef > 0 or self.refers
+        if not learns:
+            return "algorithm.advantage=none teaches nothing by itself; choose another, or set teacher_coef"
+        if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
+            return (
+                f"algorithm.advantage={self.advantage}: with teacher_coef the scores are the teacher's"
+                " log-probabilities, and no rewards; set it to none"
+            )
+        return None
+
+    @property
+    def _fault_of_reference(self) -> str | None:
+        if self.refers_in_stage and not self.refers:
+            return (
+                f"algorithm.reference_pass=stage: there is no reference model with algorithm.kl_coef=0 and"
+                f" algorithm.objective={self.objective}; set kl_coef above 0, or leave reference_pass out"
+            )
+        return None

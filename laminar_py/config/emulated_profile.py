@@ -1,0 +1,86 @@
+"""What an emulated GPU takes for an emulated model: the figures of a profile in YAML, and their arithmetic.
+
+Read by `runtime` before a run and in each emulated part. Pure, all in emulated seconds.
+Invariant: `steps_within` is the inverse of `steps_s`.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from laminar_py.config.loading import load_settings
+from laminar_py.config.section import ConfigError, Section
+
+Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Extra = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1)]
+
+
+class EngineTimes(Section):
+    """One engine. A decoding step over T tokens of KV takes `step_s + kv_token_s * T`, whatever the batch."""
+
+    step_s: Time
+    """A step on an empty cache: what reading the weights takes, seconds."""
+    kv_token_s: Extra
+    """Reading the keys and values of one token, seconds."""
+    prefill_tokens_per_s: Time
+    """Tokens put into the cache in a second, during which no step is made."""
+    load_s: Extra
+    """Taking up new weights that lie in this host's memory, seconds."""
+    reserve_tokens: Size
+    """Room that must be free for the growth of a request when it is admitted, in tokens."""
+
+    def steps_s(self, steps: int, *, running: int, kv_used: int) -> float:
+        """Seconds of `steps` steps that begin with `kv_used` tokens and add one for each of `running`."""
+        grown = running * steps * (steps - 1) / 2
+        return steps * (self.step_s + self.kv_token_s * kv_used) + self.kv_token_s * grown
+
+    def steps_within(self, seconds: float, *, running: int, kv_used: int) -> int:
+        """The most steps that take at most `seconds`."""
+        half = self.kv_token_s * running / 2
+        slope = self.step_s + self.kv_token_s * kv_used - half
+        divisor = slope + math.sqrt(slope * slope + 4 * half * seconds)
+        steps = int(2 * seconds / divisor) if divisor > 0 else 0
+        while self.steps_s(steps + 1, running=running, kv_used=kv_used) <= seconds:
+            steps += 1
+        while steps and self.steps_s(steps, running=running, kv_used=kv_used) > seconds:
+            steps -= 1
+        return steps
+
+
+class LearnerTimes(Section):
+    """The learner, on devices that divide the microbatches of a step among them."""
+
+    train_tokens_per_s: Time
+    """Tokens of short sequences that one device trains on in a second, recomputation and all included."""
+    num_parameters: Size
+    """Of the model; with the next two it says how much more attention makes of a long sequence."""
+    hidden_size: Size
+    """Of the model."""
+    num_layers: Size
+    """Of the model."""
+    optimizer_s: Extra
+    """What a step takes whatever its size: optimizer, collectives and copy of the weights, seconds."""
+
+
+class EmulationProfile(Section):
+    """A GPU and a model, e.g. `configs/emulation/h100_7b.yaml`."""
+
+    engine: EngineTimes
+    """Of each replica."""
+    learner: LearnerTimes
+    """Of the learner."""
+
+
+def read_profile(path: Path) -> EmulationProfile:
+    """The profile in a YAML file. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(
+            f"emulation.profile={path}: no such file; name one such as configs/emulation/h100_7b.yaml"
+        )
+    try:
+        return load_settings(EmulationProfile, path, [], help_at="laminar_py/config/emulated_profile.py")
+    except ConfigError as error:
+        raise ConfigError(f"emulation.profile={path}: {error}") from None

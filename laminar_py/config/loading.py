@@ -1,0 +1,110 @@
+"""Configs as files: YAML with overrides in, YAML out, and every mistake as one line. Called by the command line.
+
+A file holds no more than its model describes; what is wrong raises `ConfigError` before anything starts.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+
+ALGORITHM = "algorithm.name"
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def load_config(path: Path, overrides: list[str]) -> RunConfig:
+    """The config of a run, see `load_settings`.
+
+    An override of `algorithm.name` begins that section anew: what the file says of another algorithm goes with it.
+    """
+    return load_settings(RunConfig, path, overrides, help_at="docs/config.md", begins=ALGORITHM)
+
+
+def load_settings(
+    kind: type[Settings], path: Path, overrides: list[str], *, help_at: str, begins: str | None = None
+) -> Settings:
+    """The settings in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`.
+
+    An override of the key `begins` comes before the others, and its section holds nothing else then.
+    """
+    if not path.is_file():
+        raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
+    try:
+        tree = _read_yaml(path.read_text())
+    except yaml.YAMLError as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"config={path}: not YAML ({line}); mend the file") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
+    first = [override for override in overrides if begins is not None and override.startswith(f"{begins}=")]
+    for override in first:
+        tree.pop(override.partition(".")[0], None)
+    for override in [*first, *overrides]:
+        _apply(tree, override)
+    return _check(kind, tree, help_at=help_at)
+
+
+def parse_config(tree: object) -> RunConfig:
+    """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
+    return _check(RunConfig, tree, help_at="docs/config.md")
+
+
+def _check(kind: type[Settings], tree: object, *, help_at: str) -> Settings:
+    try:
+        return kind.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, help_at)) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML that `load_config` reads back to the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `1e-3` for a string; this loader reads it as the number it is."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(text: str) -> object:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _apply(tree: dict[str, object], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override={override}: not of the form key=value; write for example steps=10")
+    node: dict[str, object] = tree
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override={override}: {parent} is a value, not a section; check the key")
+        node = child
+    try:
+        node[leaf] = _read_yaml(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"override={override}: its value is not YAML; quote it") from None
+
+
+def _one_line(error: ValidationError, help_at: str) -> str:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "config"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"{field}={first['input']!r}: unknown key; {help_at} lists all of them"
+    if first["type"] == "missing":
+        return f"{field}: missing; add it, {help_at} says what it means"
+    if first["type"] == "value_error" and isinstance(first["input"], dict):  # our own, which names its fields
+        return message
+    return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; {help_at} has its bounds"

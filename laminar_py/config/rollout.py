@@ -1,0 +1,106 @@
+"""Settings of replicas, sampling and groups."""
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from laminar_py.config.engine import EngineConfig
+from laminar_py.config.section import Count, Seconds, Section, Share
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.recordings import Recording
+
+
+class OnNewWeights(StrEnum):
+    """What a replica does when newer weights exist."""
+
+    DRAIN = "drain"
+    RESUME = "resume"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class WithoutSignal(StrEnum):
+    """What happens to a group whose rewards are all equal."""
+
+    TRAIN = "train"
+    SKIP = "skip"
+    REFILL = "refill"
+
+
+class SamplingConfig(Section):
+    """How responses are drawn in training; evaluation is greedy with the same caps."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep the k most probable tokens; 0 keeps all. A cut vocabulary needs `sampling_mask` in `rollout.record`."""
+    top_p: Share = 1.0
+    """Keep the smallest set of tokens with this probability; 1 keeps all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Keep tokens at least this times as probable as the most probable one; 0 keeps all."""
+    max_new_tokens: Count = 1024
+    """Cap on response tokens of a trajectory; a response that reaches it is cut, with an event."""
+
+    def params(self, *, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
+        """As an engine is told."""
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p, stop_ids)
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class RolloutConfig(Section):
+    """The replicas and what they generate."""
+
+    engine: EngineConfig = EngineConfig()
+    """What generates."""
+    replicas: Count = 2
+    """Inference engines, each with a process of its own."""
+    max_batch: Count = 64
+    """Trajectories one engine decodes at a time."""
+    max_len: Count = 2048
+    """Tokens of prompt and response that one trajectory may have in an engine."""
+    kv_capacity: Count | None = None
+    """KV cache of one engine, in tokens; default `max_batch * max_len`. A full cache retracts the youngest."""
+    batch_per_replica: Count = 128
+    """Trajectories a draining replica admits under one version before it takes newer weights."""
+    on_new_weights: OnNewWeights = OnNewWeights.DRAIN
+    """`drain`: finish what was admitted, then load, so a trajectory has one version. `resume`: abort, load,
+    continue from the partial response; spans record the mix. `retract`: pause, load, recompute the KV cache, go
+    on. `in_place`: pause, load, go on with the KV cache of the old weights; spans record that too."""
+    record: tuple[Recording, ...] = ()
+    """Beside tokens and log-probabilities: `sampling_mask` (the vocabulary each token was drawn from, where it is
+    cut), `routed_experts` (of mixture models). The learner replays what is recorded."""
+    prompts_per_step: Count = 32
+    """Groups in a learner step."""
+    group_size: Count = 8
+    """Samples of one prompt (K)."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn."""
+    max_seconds: Seconds | None = None
+    """Cap on generation time of a trajectory, in seconds; it is cut there, with an event."""
+    without_signal: WithoutSignal = WithoutSignal.SKIP
+    """Groups whose rewards are all equal: `train` on them, `skip` them (the step is smaller), or `refill` until
+    the step has enough with signal (dynamic sampling)."""
+    group_deadline_s: Seconds | None = None
+    """Close a group this many seconds after its first member finished; stragglers are dropped with an event."""
+    probe_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the trajectories that `group_deadline_s` drops which are generated to their end all the same and
+    scored, never trained on, so that the report can say what dropping costs. A draining replica waits for those
+    that it has; at most an eighth of all the sequences that the replicas decode at a time go on like this."""
+    min_group_survivors: Annotated[int, Field(ge=2)] = 2
+    """Members a group needs to be trained on; with fewer it is dropped with an event."""
+    partial_interval_s: Seconds = 1.0
+    """Seconds between two reports of a running trajectory's new tokens; a crash costs up to twice as much."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.probe_share and self.group_deadline_s is None:
+            raise ValueError(
+                f"rollout.probe_share={self.probe_share:g}: without rollout.group_deadline_s no deadline drops"
+                " anything; set that, or leave probe_share at 0"
+            )
+        return self

@@ -1,0 +1,57 @@
+"""Settings of schedule, staleness and buffer."""
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from laminar_py.config.section import Count, Section
+
+
+class Schedule(StrEnum):
+    """When prompts are admitted, relative to learner steps."""
+
+    ASYNC = "async"
+    ONE_STEP = "one_step"
+    SYNC = "sync"
+
+
+class StalePolicy(StrEnum):
+    """What enforces `max_staleness`."""
+
+    WAIT = "wait"
+    DROP = "drop"
+    REWEIGHT = "reweight"
+
+
+class StalenessConfig(Section):
+    """How old a trajectory may be when the learner consumes it, in weight versions."""
+
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Bound; None leaves staleness inherent (whatever generation time makes it)."""
+    policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.DROP)
+    """`wait` holds admission so that the bound is rarely met; what exceeds it when it is consumed is dropped
+    (`drop`) or has its loss scaled by `(max_staleness + 1) / (staleness + 1)` (`reweight`)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if {StalePolicy.DROP, StalePolicy.REWEIGHT} <= set(self.policies):
+            raise ValueError("staleness.policies has both drop and reweight; keep one of them")
+        if self.max_staleness is not None and not self.policies:
+            raise ValueError(
+                "staleness.policies is empty although staleness.max_staleness is set; name wait, drop or reweight"
+            )
+        return self
+
+    @property
+    def enforced(self) -> int | None:
+        """The bound, where consumption drops or reweights what exceeds it."""
+        return self.max_staleness if {StalePolicy.DROP, StalePolicy.REWEIGHT} & set(self.policies) else None
+
+
+class BufferConfig(Section):
+    """Trajectories between generation and learner."""
+
+    capacity: Count | None = None
+    """Live trajectories (running, being scored, ready, in the learner) above which no prompt is admitted;
+    default 4 learner steps and one batch for each replica."""

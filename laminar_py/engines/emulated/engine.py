@@ -1,0 +1,192 @@
+"""An inference engine that takes a GPU's time and computes nothing: for measuring schedules with the real runtime.
+
+Called by a replica on its event loop, whose clock it goes by: `compression` emulated seconds pass in one of its
+seconds. It has no thread; one timer stands at the next event of the scheduler, another delivers what running
+requests have. Invariant: events happen at their exact emulated times, in order, however late a timer fires, so a
+busy machine delays only when others hear of them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.engines.emulated.responses import Responses
+from laminar_py.engines.emulated.scheduler import EmulatedScheduler
+from laminar_py.engines.requests import check_request
+from laminar_py.engines.weight_folder import weights_layout
+from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.protocols import EngineLostError
+
+
+class EmulatedEngine:
+    """Answers with `responses` at the pace of `times`, once `load_weights` was called.
+
+    It runs `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
+    `kv_capacity` tokens. A request's first token is delivered at once, the others every `delta_interval_s` seconds
+    of the event loop's clock. The first load takes `late_s` emulated seconds more. `ValueError` if the cache
+    cannot hold one request.
+    """
+
+    def __init__(
+        self,
+        times: EngineTimes,
+        responses: Responses,
+        *,
+        vocab: int,
+        max_batch: int,
+        max_len: int,
+        kv_capacity: int,
+        compression: float = 1.0,
+        delta_interval_s: float = 0.5,
+        late_s: float = 0.0,
+    ) -> None:
+        if kv_capacity < max_len:
+            raise ValueError(
+                f"rollout.kv_capacity={kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
+                " raise kv_capacity"
+            )
+        self._times = times
+        self._responses = responses
+        self._vocab = vocab
+        self._max_len = max_len
+        self._compression = compression
+        self._delta_interval_s = delta_interval_s
+        self._late_s = late_s
+        self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
+        # A stream holds at most max_len deltas, so it needs no bound of its own.
+        self._streams: dict[str, asyncio.Queue[Delta]] = {}
+        self._checksum = "unloaded"
+        self._closed = asyncio.Event()
+        self._due_s: float | None = None  # emulated time that the event timer stands at
+        self._event_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Emulated time begins."""
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+
+    async def close(self) -> None:
+        """End all streams with ABORT; the engine is of no use any more."""
+        await self.pause(PauseMode.ABORT)
+        self._closed.set()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """See `InferenceEngine.generate`. `ValueError` names what cannot be served."""
+        rid = request.rid
+        if self._closed.is_set():
+            raise EngineLostError("the emulated engine is closed")
+        if rid in self._streams:
+            raise ValueError(f"rid={rid}: is being generated already; abort it first")
+        check_request(request, max_len=self._max_len, vocab=self._vocab)
+        stream = self._streams[rid] = asyncio.Queue[Delta]()
+        self._scheduler.submit(self._now(), request, self._responses.respond(request))
+        self._deliver()
+        try:
+            while True:
+                delta = await stream.get()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            if self._streams.get(rid) is stream:
+                del self._streams[rid]
+                self._scheduler.abort(self._now(), rid)
+                self._deliver()
+
+    async def abort(self, rid: str) -> None:
+        """See `InferenceEngine.abort`. An unknown `rid` is fine."""
+        self._scheduler.abort(self._now(), rid)
+        self._deliver()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `InferenceEngine.pause`. Every token generated so far is in its stream when this returns."""
+        self._scheduler.pause(self._now(), mode)
+        self._deliver()
+
+    async def resume(self) -> None:
+        """See `InferenceEngine.resume`."""
+        self._scheduler.resume(self._now())
+        self._deliver()
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `ValueError` for bad files."""
+        checksum = _checksum(path)
+        self._scheduler.begin_load(self._now(), version)
+        loaded = None
+        try:
+            self._deliver()
+            late_s, self._late_s = self._late_s, 0.0
+            await asyncio.sleep((self._times.load_s + late_s) / self._compression)
+            self._checksum, loaded = checksum, version
+        finally:
+            self._scheduler.end_load(self._now(), loaded)
+            self._deliver()
+
+    async def checksum(self) -> str:
+        """See `InferenceEngine.checksum`: of the files; "unloaded" before the first load."""
+        return self._checksum
+
+    async def watch(self) -> None:
+        """See `InferenceEngine.watch`: it is lost when it is closed."""
+        await self._closed.wait()
+        raise EngineLostError("the emulated engine was closed")
+
+    def status(self) -> EngineStatus:
+        """See `InferenceEngine.status`; exact at this moment."""
+        self._scheduler.advance(self._now())
+        self._deliver()
+        return self._scheduler.status()
+
+    def _now(self) -> float:
+        """Emulated seconds since the start."""
+        return (self._loop.time() - self._began_s) * self._compression
+
+    def _deliver(self) -> None:
+        """Hand over what has left, and set the timers anew."""
+        for delta in self._scheduler.take_deltas():
+            stream = self._streams.get(delta.rid)
+            if stream is not None:
+                stream.put_nowait(delta)
+                if delta.finish_reason is not None:
+                    del self._streams[delta.rid]
+        due_s = self._scheduler.next_event_s
+        if due_s != self._due_s:
+            self._set_event_timer(due_s)
+        if self._streams and self._flush_timer is None:
+            self._flush_timer = self._loop.call_later(self._delta_interval_s, self._flush)
+
+    def _set_event_timer(self, due_s: float | None) -> None:
+        if self._event_timer is not None:
+            self._event_timer.cancel()
+        self._due_s, self._event_timer = due_s, None
+        if due_s is not None:
+            self._event_timer = self._loop.call_at(
+                self._began_s + due_s / self._compression, self._on_event, due_s
+            )
+
+    def _on_event(self, due_s: float) -> None:
+        """The timer may fire a rounding error early; the event is due nevertheless."""
+        self._due_s = self._event_timer = None
+        self._scheduler.advance(max(due_s, self._now()))
+        self._deliver()
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        self._scheduler.advance(self._now())
+        self._scheduler.flush()
+        self._deliver()
+
+
+def _checksum(folder: Path) -> str:
+    """Of all weights in a folder; `ValueError` if they cannot be read."""
+    weights_layout(folder)
+    digest = blake3()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,105 @@
+"""Adapters merged into the weights of the embedded engine. Called by `LocalModel`.
+
+Invariant: each merge begins with the base's own values, which are kept in fp32, and is rounded once; so the
+weights under a version do not depend on what was served before.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from laminar_py.engines.local.spec import ModelSpec
+from laminar_py.engines.local.weights import Projection, Weights, load_weights, projections
+from laminar_py.records.adapters import ADAPTER_WEIGHTS, PREFIX, AdapterConfig, check_base, read_adapter_config
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """What is added to one matrix of one layer, r ranks: `scale` B A."""
+
+    layer: int
+    place: Projection
+    down: Tensor  # [r, in] A
+    up: Tensor  # [out, r] B
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A version's adapters, e.g. `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec, device=device)`."""
+
+    config: AdapterConfig
+    pairs: tuple[_Pair, ...]
+
+    @classmethod
+    def read(cls, folder: Path, *, spec: ModelSpec, device: torch.device) -> Self:
+        """`ValueError` names what is missing, misshapen or none of the engine's."""
+        config, places = read_adapter_config(folder), projections(spec)
+        unknown = ",".join(sorted(set(config.target_modules) - set(places)))
+        if unknown:
+            raise ValueError(f"weights={folder}: adapters of {unknown}; adapt {', '.join(places)} alone")
+        tensors = _read(folder, device)
+        pairs = []
+        for layer in range(spec.num_layers):
+            for target in sorted(config.target_modules):
+                place = places[target]
+                name = f"{PREFIX}model.layers.{layer}.{place.block}.{target}.lora_"
+                down = _take(tensors, f"{name}A.weight", (config.r, place.inputs), folder)
+                up = _take(tensors, f"{name}B.weight", (place.size, config.r), folder)
+                pairs.append(_Pair(layer, place, down, up))
+        if tensors:
+            raise ValueError(f"weights={folder}: {min(tensors)} is no adapter of the model; publish its own alone")
+        return cls(config, tuple(pairs))
+
+
+class AdapterBase:
+    """A base and what adapters change of it, e.g. `AdapterBase(adapter.config, spec=spec, device=device)`.
+
+    Raises `ValueError` if its folder holds other weights than the learner has, or none of this model.
+    """
+
+    def __init__(self, config: AdapterConfig, *, spec: ModelSpec, device: torch.device) -> None:
+        self._folder, self._spec, self._device = Path(config.base_model_name_or_path), spec, device
+        self._config = config
+        check_base(self._folder, config)
+        exact = load_weights(self._folder, spec=replace(spec, dtype=torch.float32), device=device)
+        fields = {place.field for name, place in projections(spec).items() if name in config.target_modules}
+        self._exact = [{field: getattr(layer, field) for field in fields} for layer in exact.layers]
+
+    def fits(self, config: AdapterConfig) -> bool:
+        """Whether it is the base of these adapters, and they change what it knows to be changed."""
+        own = self._config
+        return (own.revision, set(own.target_modules)) == (config.revision, set(config.target_modules))
+
+    def weights(self) -> Weights:
+        """The base as it is, to be merged into."""
+        return load_weights(self._folder, spec=self._spec, device=self._device)
+
+    def merge(self, adapter: Adapter, weights: Weights) -> None:
+        """Have `weights`, of this base under any adapters that it fits, become that under `adapter`."""
+        for pair in adapter.pairs:
+            columns = slice(pair.place.start, pair.place.start + pair.place.size)
+            base = self._exact[pair.layer][pair.place.field][:, columns]
+            up = pair.place.packed(pair.up)
+            merged = torch.addmm(base, pair.down.t(), up.t(), alpha=adapter.config.scale)
+            getattr(weights.layers[pair.layer], pair.place.field)[:, columns].copy_(merged)
+
+
+def _read(folder: Path, device: torch.device) -> dict[str, Tensor]:
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            return {name: file.get_tensor(name).to(device, torch.float32, copy=True) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights={folder}: {ADAPTER_WEIGHTS}: {error}; write the version anew") from error
+
+
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], folder: Path) -> Tensor:
+    tensor = tensors.pop(name, None)
+    if tensor is None:
+        raise ValueError(f"weights={folder}: {name} is missing; write all tensors of the adapters")
+    if tensor.shape != shape:
+        raise ValueError(f"weights={folder}: {name} has shape {tuple(tensor.shape)}, the adapters {shape}")
+    return tensor

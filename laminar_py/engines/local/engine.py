@@ -1,0 +1,250 @@
+"""The embedded inference engine: `InferenceEngine` on one thread of this process, for laptops and tests.
+
+Called by a replica on its event loop. The loop's side owns the streams; the engine's thread owns the scheduler
+and everything below it. Commands cross in one direction, batches of deltas in the other, both in order.
+Invariant: no object of the scheduler is changed outside the engine's thread.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from laminar_py.engines.local.scheduler import Scheduler
+from laminar_py.engines.local.spec import ModelSpec
+from laminar_py.engines.requests import check_request
+from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.recordings import Recording
+
+
+class LocalEngine:
+    """Serves the model in `model_dir` once `load_weights` has given it weights.
+
+    It decodes `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
+    `kv_capacity` tokens, and sends a request's tokens every `stream_interval` of them. `ValueError` if the
+    model is none it knows, has not what is to be recorded, or the cache cannot hold one request.
+
+    `router_noise [max_len, layers, experts]` is for measurements of router replay: at each position it is added
+    to the logits by which a mixture chooses experts, and not to those that weigh them. It stands for a sampler
+    that computes a little differently, and moves a choice the same way in every engine and after every
+    interruption.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        max_batch: int,
+        max_len: int,
+        kv_capacity: int,
+        stream_interval: int = 32,
+        record: tuple[Recording, ...] = (),
+        router_noise: torch.Tensor | None = None,
+        device: str = "cpu",
+    ) -> None:
+        if kv_capacity < max_len:
+            raise ValueError(
+                f"rollout.kv_capacity={kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
+                " raise kv_capacity"
+            )
+        self._max_len = max_len
+        self._spec = ModelSpec.read(model_dir)
+        if Recording.ROUTED_EXPERTS in record and self._spec.mixture is None:
+            raise ValueError(
+                f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"
+            )
+        self._scheduler = Scheduler(
+            self._spec,
+            num_slots=max_batch,
+            max_len=max_len,
+            kv_capacity=kv_capacity,
+            stream_interval=stream_interval,
+            record=record,
+            router_noise=router_noise,
+            device=torch.device(device),
+        )
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="laminar-engine")
+        self._changed = threading.Condition()
+        self._posted: list[Callable[[], None]] = []  # in this turn of the loop
+        self._commands: list[Callable[[], None]] = []  # guarded by _changed
+        self._closing = False  # guarded by _changed
+        self._num_posted = self._num_taken = 0  # requests submitted here, and seen by the thread
+        self._tickets = itertools.count()
+        self._ticket_by_rid: dict[str, int] = {}
+        # A stream holds at most max_len deltas, so it needs no bound of its own.
+        self._streams: dict[int, asyncio.Queue[Delta | BaseException]] = {}
+        self._pending: set[asyncio.Future[None]] = set()
+
+    async def start(self) -> None:
+        """Start the engine's thread. It lives until `close`, and the process does not end before it."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = self._loop.run_in_executor(self._executor, self._run)
+        self._thread.add_done_callback(self._on_stopped)
+
+    async def close(self) -> None:
+        """End all streams with ABORT and the thread. Raises what broke the thread, if anything did."""
+        if not self._thread.done():
+            await self.pause(PauseMode.ABORT)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._executor.shutdown(wait=False)
+        await self._thread
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """See `InferenceEngine.generate`. `ValueError` names what cannot be served."""
+        if request.rid in self._ticket_by_rid:
+            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
+        check_request(request, max_len=self._max_len, vocab=self._spec.vocab)
+        ticket, stream = next(self._tickets), asyncio.Queue[Delta | BaseException]()
+        self._streams[ticket] = stream
+        self._ticket_by_rid[request.rid] = ticket
+        self._num_posted += 1
+        self._post(partial(self._submit, ticket, request))
+        try:
+            while True:
+                delta = await stream.get()
+                if isinstance(delta, BaseException):
+                    raise RuntimeError(f"request {request.rid}: the engine's thread died") from delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            if self._forget(ticket, request.rid) and not self._thread.done():
+                self._post(partial(self._scheduler.abort, ticket))
+
+    async def abort(self, rid: str) -> None:
+        """See `InferenceEngine.abort`. Its stream has ended when this returns; an unknown `rid` is fine."""
+        ticket = self._ticket_by_rid.get(rid)
+        if ticket is not None:
+            await self._command(partial(self._scheduler.abort, ticket))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `InferenceEngine.pause`. Every token generated so far is in its stream when this returns."""
+        await self._command(partial(self._scheduler.pause, mode))
+
+    async def resume(self) -> None:
+        """See `InferenceEngine.resume`."""
+        await self._command(self._scheduler.resume)
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `ValueError` if files do not fit."""
+        await self._command(partial(self._scheduler.load_weights, path, version))
+
+    async def checksum(self) -> str:
+        """See `InferenceEngine.checksum`."""
+        answer: list[str] = []
+        await self._command(lambda: answer.append(self._scheduler.checksum()))
+        return answer[0]
+
+    async def watch(self) -> None:
+        """See `InferenceEngine.watch`: the thread's death is the engine's."""
+        await asyncio.wait([self._thread])
+        error = self._thread.exception()
+        raise EngineLostError(f"the engine's thread ended: {error or 'closed'}")
+
+    def status(self) -> EngineStatus:
+        """See `InferenceEngine.status`. Requests that the thread has not seen yet count as waiting."""
+        status = self._scheduler.status()
+        num_unseen = self._num_posted - self._num_taken
+        return msgspec.structs.replace(status, waiting=status.waiting + num_unseen)
+
+    # ---- the event loop's side
+
+    def _post(self, command: Callable[[], None]) -> None:
+        if self._thread.done():
+            raise RuntimeError("the engine is closed")
+        if not self._posted:
+            self._loop.call_soon(self._send)
+        self._posted.append(command)
+
+    def _send(self) -> None:
+        """All of one turn together, so that requests which come together share every step, whatever threads do."""
+        with self._changed:
+            self._commands += self._posted
+            self._changed.notify()
+        self._posted = []
+
+    async def _command(self, action: Callable[[], None]) -> None:
+        """Run `action` between two steps; its deltas are in their streams before this returns."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._post(partial(self._execute, action, done))
+        self._pending.add(done)
+        done.add_done_callback(self._pending.discard)
+        await done
+
+    def _deliver(self, deltas: list[tuple[int, Delta]]) -> None:
+        for ticket, delta in deltas:
+            stream = self._streams.get(ticket)
+            if stream is not None:
+                stream.put_nowait(delta)
+                if delta.finish_reason is not None:
+                    self._forget(ticket, delta.rid)
+
+    def _forget(self, ticket: int, rid: str) -> bool:
+        """Let go of a stream, so that its rid may be used again. False if that was done before."""
+        if self._streams.pop(ticket, None) is None:
+            return False
+        del self._ticket_by_rid[rid]
+        return True
+
+    def _on_stopped(self, thread: asyncio.Future[None]) -> None:
+        """Nobody may wait for a thread that is gone."""
+        error = thread.exception() or RuntimeError("the engine is closed")
+        for stream in self._streams.values():
+            stream.put_nowait(error)
+        for done in list(self._pending):
+            _resolve(done, error)
+
+    # ---- the engine's thread
+
+    def _run(self) -> None:
+        torch.set_flush_denormal(True)  # of this thread: products with denormal weights are 100 times slower
+        with torch.inference_mode():
+            while not self._closing:
+                for command in self._next_commands():
+                    command()
+                if self._scheduler.runnable:
+                    self._scheduler.step()
+                self._hand_over()
+
+    def _next_commands(self) -> list[Callable[[], None]]:
+        """Commands since the last call; waits for one if there is nothing to generate."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self._closing or self._scheduler.runnable)
+            commands, self._commands = self._commands, []
+        return commands
+
+    def _submit(self, ticket: int, request: GenerateRequest) -> None:
+        self._scheduler.submit(ticket, request)
+        self._num_taken += 1
+
+    def _execute(self, action: Callable[[], None], done: asyncio.Future[None]) -> None:
+        refusal: Exception | None = None
+        try:
+            action()
+        except (ValueError, RuntimeError, OSError) as error:
+            refusal = error
+        self._hand_over()
+        self._loop.call_soon_threadsafe(_resolve, done, refusal)
+
+    def _hand_over(self) -> None:
+        deltas = self._scheduler.take_deltas()
+        if deltas:
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+
+def _resolve(done: asyncio.Future[None], error: BaseException | None) -> None:
+    if done.done():  # its caller was cancelled
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

@@ -1,0 +1,134 @@
+"""State of every sequence that is being generated, as arrays over slots: no Python object is touched per token.
+
+Called by the scheduler alone. A slot is FREE, PREFILLING (its prompt is not wholly in the KV cache) or DECODING.
+Invariant: a decoding slot has all its tokens but the last in the cache; the next step feeds that one.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from laminar_py.engines.local.kv import Indices
+from laminar_py.engines.local.sampling import PLAIN, Sampler, Seeds, hash_seeds
+from laminar_py.engines.requests import response_limit
+from laminar_py.records.codec import BoolArray, FloatArray, IntArray
+from laminar_py.records.engine import GenerateRequest
+from laminar_py.records.recordings import SamplingMask
+
+
+class State(IntEnum):
+    """What a slot is doing: FREE -> PREFILLING -> DECODING -> FREE, and PREFILLING -> FREE."""
+
+    FREE = 0
+    PREFILLING = 1
+    DECODING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The decoding slots, B of them, and what stays the same for them from step to step."""
+
+    slots: Indices  # [B]
+    seeds: Seeds  # [B]
+    limits: Indices  # [B]
+    stop_ids: Indices  # [B, most of any]
+    sampler: Sampler
+
+
+class Slots:
+    """Arrays over S slots; `ids` and `logprobs` are indexed by position in the response."""
+
+    def __init__(self, num_slots: int, *, max_len: int) -> None:
+        self._max_len = max_len
+        self.state: npt.NDArray[np.int8] = np.zeros(num_slots, np.int8)
+        self.num_prompt: Indices = np.zeros(num_slots, np.int64)
+        self.num_response: Indices = np.zeros(num_slots, np.int64)  # a resumed prefix included
+        self.num_sent: Indices = np.zeros(num_slots, np.int64)  # response tokens that left in deltas
+        self.limit: Indices = np.zeros(num_slots, np.int64)  # response tokens at which it is cut
+        self.last_ids: Indices = np.zeros(num_slots, np.int64)  # the token that the next step feeds
+        self.ids: IntArray = np.zeros((num_slots, max_len), np.int32)
+        self.logprobs: FloatArray = np.zeros((num_slots, max_len), np.float32)
+        self.seeds: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)  # hashed
+        self.temperatures: FloatArray = np.ones(num_slots, np.float32)
+        self.top_k: Indices = np.zeros(num_slots, np.int64)
+        self.top_p: FloatArray = np.ones(num_slots, np.float32)
+        self.min_p: FloatArray = np.zeros(num_slots, np.float32)
+        self.masks: list[list[IntArray]] = [[] for _ in range(num_slots)]  # [S] of each unsent token, if recorded
+        self.plain: BoolArray = np.ones(num_slots, np.bool_)  # temperature 1 and the whole vocabulary
+        self.stop_ids: Indices = np.full((num_slots, 1), -1, np.int64)  # [S, most of any], padded with -1
+
+    def occupy(self, slot: int, request: GenerateRequest, *, response: IntArray) -> None:
+        """Put a request into a free slot, with the response tokens it has so far."""
+        sampling, length = request.sampling, len(response)
+        self.state[slot] = State.PREFILLING
+        self.num_prompt[slot] = len(request.prompt_ids)
+        self.num_response[slot] = self.num_sent[slot] = length
+        self.limit[slot] = response_limit(request, max_len=self._max_len)
+        self.last_ids[slot] = response[-1] if length else request.prompt_ids[-1]
+        self.ids[slot, :length] = response
+        self.masks[slot] = []
+        self.seeds[slot] = hash_seeds(np.array([sampling.seed % 2**64], np.uint64))[0]
+        self.temperatures[slot] = sampling.temperature
+        cut = (sampling.top_k, sampling.top_p, sampling.min_p)
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = cut
+        self.plain[slot] = sampling.temperature == 1 and cut == (0, 1, 0)
+        missing = len(sampling.stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
+
+    def vacate(self, slot: int) -> None:
+        """The slot is free again."""
+        self.num_prompt[slot] = self.num_response[slot] = 0
+        self.state[slot] = State.FREE  # last, so that `kv_used` is never too high in another thread's eyes
+
+    def decoding(self, device: torch.device) -> Rows:
+        """The slots that a step decodes."""
+        rows = np.flatnonzero(self.state == State.DECODING)
+        sampler = PLAIN
+        if not self.plain[rows].all():
+            sampler = Sampler.build(
+                self.temperatures[rows],
+                top_k=self.top_k[rows],
+                top_p=self.top_p[rows],
+                min_p=self.min_p[rows],
+                device=device,
+            )
+        return Rows(rows, self.seeds[rows], self.limit[rows], self.stop_ids[rows], sampler)
+
+    def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None) -> None:
+        """One new token for each of the slots `rows [B]`."""
+        places = self.num_response[rows]
+        self.ids[rows, places] = ids
+        self.logprobs[rows, places] = logprobs
+        self.last_ids[rows] = ids
+        self.num_response[rows] = places + 1
+        if mask is not None:
+            for slot, support in zip(rows.tolist(), np.split(mask.ids, mask.counts.cumsum()[:-1]), strict=True):
+                self.masks[slot].append(support)
+
+    def response(self, slot: int) -> IntArray:
+        """A copy of all response tokens of the slot, `[L]`."""
+        return self.ids[slot, : self.num_response[slot]].copy()
+
+    def take_unsent(self, slot: int) -> tuple[IntArray, FloatArray]:
+        """Copies of the tokens and log-probabilities that have not left yet; they count as sent from here on."""
+        unsent = slice(self.num_sent[slot], self.num_response[slot])
+        self.num_sent[slot] = self.num_response[slot]
+        return self.ids[slot, unsent].copy(), self.logprobs[slot, unsent].copy()
+
+    def take_unsent_mask(self, slot: int) -> SamplingMask:
+        """The sampling mask of what leaves."""
+        support, self.masks[slot] = self.masks[slot], []
+        counts = np.array([len(ids) for ids in support], np.int32)
+        return SamplingMask(counts, np.concatenate([np.empty(0, np.int32), *support]))
+
+    @property
+    def kv_used(self) -> int:
+        """Tokens that the slots hold in the KV cache, or will hold when their prefill is done."""
+        num_occupied = np.count_nonzero(self.state)
+        return int(self.num_prompt.sum() + self.num_response.sum() - num_occupied)

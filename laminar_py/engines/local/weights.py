@@ -1,0 +1,220 @@
+"""Weights of the embedded engine, packed for its forward. Owns the mapping from Hugging Face names.
+
+Called by `LocalModel`. Matrices are stored transposed and fused, because `x @ w` on a contiguous `[in, out]`
+is the fastest product on a CPU at decoding sizes. The two halves of a query or key head are interleaved, so
+that rotary embedding is one complex product; queries and keys share the order, so no score changes.
+Invariant: nothing read here refers to the files afterwards, so a version's folder may vanish.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from laminar_py.engines.local.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm over the last dimension D, with `weight / sqrt(mean(x^2) + eps)` written as a hypotenuse:
+
+    the root of (sum of squares + D eps), which takes half the operations of `F.rms_norm` on a CPU.
+    """
+
+    scale: Tensor  # [..., D] fp32, the weight times sqrt(D)
+    floor: Tensor  # [] fp32, sqrt(D * eps)
+
+    @classmethod
+    def of(cls, weight: Tensor, *, eps: float) -> Self:
+        """With `weight [..., D]`, broadcast over what is normalised."""
+        size = weight.shape[-1]
+        return cls(weight.float() * math.sqrt(size), torch.tensor(math.sqrt(size * eps)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x [..., D]` normalised, in its dtype."""
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / length.hypot_(self.floor)).mul_(self.scale).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
+
+    In a mixture `up_gate` and `down` are those of all E experts, `[E, C, 2F]` and `[E, F, C]`.
+    """
+
+    attention_norm: Norm  # [C]
+    qkv: Tensor  # [C, (H + 2K) * D] queries, keys, values
+    qkv_bias: Tensor | None  # [(H + 2K) * D]
+    qk_norm: Norm | None  # [H + K, D]
+    out: Tensor  # [H * D, C]
+    out_bias: Tensor | None  # [C]
+    mlp_norm: Norm  # [C]
+    router: Tensor | None  # [C, E], of a mixture
+    up_gate: Tensor  # [C, 2F] the up projection, then the gate
+    up_gate_bias: Tensor | None  # [2F]
+    down: Tensor  # [F, C]
+    down_bias: Tensor | None  # [C]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All of a model's weights; V is the vocabulary, e.g. `head [96, 123]`."""
+
+    embedding: Tensor  # [V, C]
+    layers: tuple[LayerWeights, ...]
+    norm: Norm  # [C]
+    head: Tensor  # [C, V]
+
+    def copy_(self, other: "Weights") -> None:
+        """Take the values of `other`, a model of the same spec, into the same memory."""
+        for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def checksum(self) -> str:
+        """BLAKE3 over name, type, shape and bytes of every tensor, in a fixed order."""
+        digest = blake3()
+        for name, tensor in self._tensors():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("embedding", self.embedding), ("norm", self.norm.scale), ("head", self.head))
+        for index, layer in enumerate(self.layers):
+            for field in fields(layer):
+                value = getattr(layer, field.name)
+                if value is not None:
+                    yield f"{index}.{field.name}", value.scale if isinstance(value, Norm) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Where a matrix of a layer lies in the packed weights, e.g. `Projection("mlp", "up_gate", 256, 256, 96)`."""
+
+    block: str  # of the layer, as its name has it
+    field: str  # of `LayerWeights`
+    start: int  # first of its columns
+    size: int  # of its output, so many columns
+    inputs: int  # rows of the packed weights
+    head_dim: int | None = None  # of heads whose halves are interleaved
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """Rows `[size, ...]` in the order of its columns."""
+        return rows if self.head_dim is None else interleaved(rows, self.head_dim)
+
+
+def projections(spec: ModelSpec) -> dict[str, Projection]:
+    """Matrices of a layer by their Hugging Face names, e.g. `k_proj`; those of experts are none of them."""
+    dim, inner, hidden = spec.head_dim, spec.intermediate, spec.hidden
+    size_q, size_kv = spec.num_heads * dim, spec.num_kv_heads * dim
+    found = {
+        "q_proj": Projection("self_attn", "qkv", 0, size_q, hidden, dim),
+        "k_proj": Projection("self_attn", "qkv", size_q, size_kv, hidden, dim),
+        "v_proj": Projection("self_attn", "qkv", size_q + size_kv, size_kv, hidden),
+        "o_proj": Projection("self_attn", "out", 0, hidden, size_q),
+    }
+    if spec.mixture is None:
+        found["up_proj"] = Projection("mlp", "up_gate", 0, inner, hidden)
+        found["gate_proj"] = Projection("mlp", "up_gate", inner, inner, hidden)
+        found["down_proj"] = Projection("mlp", "down", 0, hidden, inner)
+    return found
+
+
+def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weights:
+    """The weights in all `*.safetensors` of `folder`. `ValueError` names a tensor that is missing or misshapen."""
+    with ExitStack() as stack:
+        files = _Folder(folder, stack, dtype=spec.dtype, device=device)
+        embedding = files.read("model.embed_tokens.weight", spec.vocab, spec.hidden)
+        head = embedding if spec.tied else files.read("lm_head.weight", spec.vocab, spec.hidden)
+        return Weights(
+            embedding=embedding.clone(),
+            layers=tuple(_read_layer(files, f"model.layers.{i}.", spec=spec) for i in range(spec.num_layers)),
+            norm=Norm.of(files.read("model.norm.weight", spec.hidden), eps=spec.eps),
+            head=_packed(head),
+        )
+
+
+class _Folder:
+    """The tensors of several safetensors files, mapped and not copied where `dtype` and `device` allow."""
+
+    def __init__(self, folder: Path, stack: ExitStack, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        try:
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
+        except SafetensorError as error:
+            raise ValueError(
+                f"weights={folder}: not a safetensors file: {error}; write the version anew"
+            ) from error
+        self._by_name = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """The tensor called `name`, checked to have `shape`."""
+        file = self._by_name.get(name)
+        if file is None:
+            raise ValueError(f"weights={self._folder}: {name} is missing; write all tensors of the model")
+        tensor: Tensor = file.get_tensor(name)
+        if tensor.shape != shape:
+            raise ValueError(f"weights={self._folder}: {name} has shape {tuple(tensor.shape)}, the model {shape}")
+        return tensor.to(self._device, self._dtype)
+
+
+def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights:
+    hidden, intermediate, head_dim, mixture = spec.hidden, spec.intermediate, spec.head_dim, spec.mixture
+    size_q, size_kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+
+    def read(name: str, *shape: int) -> Tensor:
+        return files.read(prefix + name, *shape)
+
+    def norm(name: str) -> Norm:
+        return Norm.of(read(f"{name}.weight", hidden), eps=spec.eps)
+
+    def qkv(kind: str, *size_in: int) -> Tensor:
+        q = read(f"self_attn.q_proj.{kind}", size_q, *size_in)
+        k, v = (read(f"self_attn.{name}_proj.{kind}", size_kv, *size_in) for name in "kv")
+        return torch.cat([interleaved(q, head_dim), interleaved(k, head_dim), v])
+
+    def up_gate(mlp: str, kind: str, *size_in: int) -> Tensor:
+        return torch.cat([read(f"{mlp}.{name}_proj.{kind}", intermediate, *size_in) for name in ("up", "gate")])
+
+    def qk_norm() -> Norm:
+        q, k = (interleaved(read(f"self_attn.{name}_norm.weight", head_dim), head_dim) for name in "qk")
+        rows = [q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)]
+        return Norm.of(torch.cat(rows), eps=spec.eps)
+
+    def of_experts(read_one: Callable[[str], Tensor]) -> Tensor:
+        if mixture is None:
+            return _packed(read_one("mlp"))
+        return torch.stack([_packed(read_one(f"mlp.experts.{i}")) for i in range(mixture.num_experts)])
+
+    return LayerWeights(
+        attention_norm=norm("input_layernorm"),
+        qkv=_packed(qkv("weight", hidden)),
+        qkv_bias=qkv("bias") if spec.qkv_bias else None,
+        qk_norm=qk_norm() if spec.qk_norm else None,
+        out=_packed(read("self_attn.o_proj.weight", hidden, size_q)),
+        out_bias=read("self_attn.o_proj.bias", hidden).clone() if spec.out_bias else None,
+        mlp_norm=norm("post_attention_layernorm"),
+        router=_packed(read("mlp.gate.weight", mixture.num_experts, hidden)) if mixture else None,
+        up_gate=of_experts(lambda mlp: up_gate(mlp, "weight", hidden)),
+        up_gate_bias=up_gate("mlp", "bias") if spec.mlp_bias else None,
+        down=of_experts(lambda mlp: read(f"{mlp}.down_proj.weight", hidden, intermediate)),
+        down_bias=read("mlp.down_proj.bias", hidden).clone() if spec.mlp_bias else None,
+    )
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """`[out, in]` as a contiguous copy `[in, out]`."""
+    return weight.t().clone(memory_format=torch.contiguous_format)
+
+
+def interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows `[heads * D, ...]` with dimension i of a head beside i + D / 2, its partner in the rotation."""
+    return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,311 @@
+"""Launches and owns the SGLang server of one replica. Called by the replica's process, tests and benchmarks.
+
+Invariant: the server lives no longer than its owner. A guard (`sglang_guard.py`) stands between the two and ends
+everything that the server started, also when the owner is killed. A restart is `stop` and another `SGLangServer`.
+"""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import aiohttp
+import psutil
+
+from laminar_py.config.cluster import Device
+from laminar_py.config.lora import LoraConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.sglang import guard as sglang_guard
+from laminar_py.engines.sglang.http import headers
+from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.recordings import Recording
+
+Flag = str | int | float | bool | Sequence[str | int | float]
+
+# SGLang keeps the last positions of its context: a prompt must be 6 shorter, and a response ends 2 before it
+SPARE_TOKENS = 8
+LOOK_S = 0.2
+ANSWER_S = 10.0
+TAIL_BYTES = 65536
+MAX_LORAS = 2  # that one batch may need: that of new requests, and the one before until its last has ended
+MASK_TOKENS = 4096  # that a server records if it is not told
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+NUM_PORTS = 8192  # to choose from
+_ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
+RESERVED = {  # every spelling -> remedy
+    **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), "the run chooses it; leave it out"),
+    **dict.fromkeys(("model-path", "model"), "set model.path"),
+    **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
+    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
+    **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
+    **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
+    "device": "set rollout.engine.device",
+    "dtype": "set rollout.engine.dtype",
+}
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the spare positions may lie beyond the model's last
+}
+_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+_CPU_FLAGS: dict[str, Flag] = {
+    "sleep-on-idle": True,  # else a server that has nothing to do keeps a core busy
+    "attention-backend": "torch_native",
+    "lora-backend": "torch_native",
+    "cuda-graph-backend-decode": "disabled",
+    "cuda-graph-backend-prefill": "disabled",
+}
+_ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt)|.*: error)\b")
+_STAMP = re.compile(r"^\[[^\]]*\]\s*")
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server to launch, e.g. `ServerSpec(python, model_dir, log, device=Device.CPU, dtype="float32", ...)`.
+
+    Only the model's `config.json` is read: weights come by `/update_weights_from_disk` before any prompt. With
+    `lora` it begins with the weights in the folder, the base of the adapters that come.
+    """
+
+    python: Path  # interpreter of the environment that has SGLang
+    model_dir: Path
+    log: Path  # the server's output is appended
+    max_batch: int
+    max_len: int  # tokens of prompt and response
+    kv_capacity: int | None = None  # tokens; None fills the GPU's memory, and is refused on a CPU
+    device: Device = Device.CUDA
+    dtype: str = "bfloat16"
+    tensor_parallel: int = 1
+    stream_interval: int = 1  # tokens in one message of a stream
+    record: tuple[Recording, ...] = ()
+    lora: LoraConfig | None = None
+    mask_tokens: int = 0  # that a recorded sampling mask keeps: top_k
+    flags: Mapping[str, Flag] = field(default_factory=dict)  # the user's win over ours; False removes one
+    start_timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        """Refuse what can never start."""
+        for name, value in self.flags.items():
+            for reserved, remedy in RESERVED.items():
+                if reserved.startswith(_flag(name)):  # the server takes beginnings of names too
+                    raise ConfigError(f"rollout.engine.flags.{name}={value}: {remedy}")
+        if self.device is Device.CPU and self.kv_capacity is None:
+            raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
+
+    def command(self, port: int) -> list[str]:
+        """What runs it, without the key."""
+        flags: dict[str, Flag] = {
+            "model-path": str(self.model_dir),
+            "load-format": "dummy",
+            "dtype": self.dtype,
+            "device": self.device.value,
+            "tp-size": self.tensor_parallel,
+            "max-running-requests": self.max_batch,
+            "context-length": self.max_len + SPARE_TOKENS,
+            "stream-interval": self.stream_interval,
+            "incremental-streaming-output": True,
+            "skip-tokenizer-init": True,
+            "skip-server-warmup": True,
+            "enable-return-routed-experts": Recording.ROUTED_EXPERTS in self.record,
+            "log-level-http": "warning",
+            "host": "127.0.0.1",
+            "port": port,
+        }
+        if self.kv_capacity is not None:
+            flags["max-total-tokens"] = max(self.kv_capacity, self.max_len + SPARE_TOKENS)
+        # tokens as probable as the last of top_k come on top of it, and a longer mask ends its request
+        if Recording.SAMPLING_MASK in self.record and 2 * self.mask_tokens > MASK_TOKENS:
+            flags["sampling-mask-max-tokens"] = 2 * self.mask_tokens
+        if self.lora is not None:
+            flags |= _lora_flags(self.lora)
+        if self.device is Device.CPU:
+            flags |= _CPU_FLAGS
+        flags |= {_flag(name): value for name, value in self.flags.items()}
+        command = [str(self.python), "-m", "sglang.launch_server"]
+        for name, value in flags.items():
+            if value is not False:
+                command += [f"--{name}", *_words_of(value)]
+        return command
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment variables: ours, and what it needs."""
+        special = _CPU_ENVIRONMENT if self.device is Device.CPU else {}
+        return {**os.environ, **_ENVIRONMENT, **special}
+
+
+class SGLangServer:
+    """A running server. Its key goes through a private file, so that no other user of the machine sees it."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.api_key = secrets.token_hex(32)  # no dash in front, which would make it a flag
+        self._port = 0
+        self._log_start = 0
+        self._guard: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where it answers, once it has started."""
+        assert self._port, "not started"
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """The process that the server and its guard descend from; it ends last."""
+        assert self._guard is not None, "not started"
+        return self._guard.pid
+
+    async def start(self) -> None:
+        """Launch it and wait until it answers. `EngineLostError` says in one line why it does not."""
+        assert self._guard is None, "started before"
+        try:
+            await self._launch()
+            async with asyncio.timeout(self.spec.start_timeout_s):
+                await self._wait_until_up()
+            self._log_start = self.spec.log.stat().st_size  # what it complained about in its start is no reason
+        except TimeoutError:
+            await self.stop()
+            limit = f"no answer within rollout.engine.start_timeout_s={self.spec.start_timeout_s:g}"
+            raise EngineLostError(self._words(limit)) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End it and everything that it started; nothing survives."""
+        guard = self._guard
+        if guard is None:
+            return
+        assert guard.stdin is not None, "the guard has an input"
+        guard.stdin.close()
+        await guard.wait()
+
+    async def watch(self) -> None:
+        """Runs until cancelled; raises `EngineLostError` when the server has ended."""
+        raise EngineLostError(self._words(await self._ended()))
+
+    async def _ended(self) -> str:
+        assert self._guard is not None, "not started"
+        return f"the process ended with code {await self._guard.wait()}"
+
+    async def _launch(self) -> None:
+        self._port = _free_port()
+        with _open_private(self.spec.log) as log:  # SGLang writes its key into it
+            self._log_start = log.tell()
+            self._guard = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                sglang_guard.__file__,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=self.spec.environment(),
+                start_new_session=True,
+            )
+        order = sglang_guard.Order(self.spec.command(self._port), {"api-key": self.api_key})
+        assert self._guard.stdin is not None, "the guard has an input"
+        self._guard.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        with suppress(ConnectionError):  # it has ended already, which is seen below
+            await self._guard.stdin.drain()
+
+    async def _wait_until_up(self) -> None:
+        ended = asyncio.create_task(self._ended())
+        up = asyncio.create_task(self._answers())
+        try:
+            await asyncio.wait((ended, up), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise EngineLostError(self._words(ended.result()))
+            up.result()
+        finally:
+            ended.cancel()
+            up.cancel()
+
+    async def _answers(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.ClientSession(headers=headers(self.api_key), timeout=timeout) as session:
+            while True:
+                if self._listens():
+                    with suppress(aiohttp.ClientError, TimeoutError):
+                        async with session.get(f"{self.url}/model_info") as response:
+                            if response.status == 200:
+                                return
+                await asyncio.sleep(LOOK_S)
+
+    def _listens(self) -> bool:
+        """Whether it is a process of ours that has the port, since a stranger must not get the key."""
+        with suppress(psutil.Error):  # it has ended
+            for process in psutil.Process(self.pid).children(recursive=True):
+                for end in process.net_connections("tcp"):
+                    if end.status == psutil.CONN_LISTEN and end.laddr.port == self._port:
+                        return True
+        return False
+
+    def _words(self, what: str) -> str:
+        log = self.spec.log
+        with log.open("rb") as file:
+            file.seek(max(self._log_start, log.stat().st_size - TAIL_BYTES))
+            tail = file.read().decode(errors="replace")
+        return f"SGLang server on port {self._port}: {what}; it last said: {last_words(tail)} (log: {log})"
+
+
+def last_words(output: str) -> str:
+    """The line of a server's output that says why it ended: its last error, or else its last line."""
+    lines = [_STAMP.sub("", line).strip() for line in output.splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return ([*lines, *errors] or ["nothing"])[-1][:300]
+
+
+def _lora_flags(lora: LoraConfig) -> dict[str, Flag]:
+    return {
+        "load-format": "auto",
+        "enable-lora": True,
+        "lora-strict-loading": True,
+        "max-lora-rank": lora.rank,
+        "lora-target-modules": [target.value for target in lora.targets],
+        "max-loras-per-batch": MAX_LORAS,
+    }
+
+
+def _flag(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
+
+
+def _words_of(value: Flag) -> list[str]:
+    if value is True:
+        return []
+    return [str(value)] if isinstance(value, str | int | float) else [str(item) for item in value]
+
+
+def _open_private(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def _free_port() -> int:
+    """Below those that connections get, so that none takes it before the server listens."""
+    above = int(EPHEMERAL_PORTS.read_text().split()[0])
+    ports = range(max(1024, above - NUM_PORTS), above) or range(1024, 1024 + NUM_PORTS)
+    for port in secrets.SystemRandom().sample(ports, len(ports)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise EngineLostError(
+        f"no port from {ports.start} to {ports.stop} is free for an SGLang server; end what has them"
+    )

@@ -1,0 +1,201 @@
+"""What SGLang says on the wire, as typed records: server-sent events, chunks of a stream, load. Pure.
+
+Called by `engines.sglang`. Fields that nobody uses are skipped while decoding. Whatever does not fit raises
+`WireError`, so that nonsense never becomes tokens.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.trajectory import Span
+
+MAX_EVENT_BYTES = 512 * 2**20  # routed experts of a long response come in one event
+MAX_EXPERTS = 2**16  # of a layer
+_END = b"[DONE]"
+
+
+class WireError(Exception):
+    """The server sent what no SGLang server sends; the message quotes it."""
+
+
+class WireSpan(msgspec.Struct):
+    """Tokens [start, end) of a stream, by the weight version that made them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class WireFinish(msgspec.Struct):
+    """Why a stream ended; an abort that the server chose has a status code."""
+
+    type: str
+    message: str = ""
+    status_code: int | None = None
+
+
+class Meta(msgspec.Struct):
+    """What a chunk says beside its tokens."""
+
+    weight_version: str
+    finish_reason: WireFinish | None = None
+    completion_tokens: int = 0  # all so far
+    output_token_logprobs: list[tuple[float, int, None]] = []
+    weight_versions: list[WireSpan] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
+    routed_experts: str | None = None  # base64 of int32
+
+
+class WireFault(msgspec.Struct):
+    """A request that failed, in its stream or as the body of an answer."""
+
+    message: str
+    code: int | str | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One event of a stream: new tokens (all so far, from a server that streams cumulatively), or a fault."""
+
+    output_ids: list[int] = []
+    meta_info: Meta | None = None
+    error: WireFault | None = None
+
+
+class RankLoad(msgspec.Struct):
+    """One data-parallel rank's requests and KV cache, the latter in tokens."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+
+
+class Loads(msgspec.Struct):
+    """The answer of `/v1/loads`."""
+
+    loads: list[RankLoad]
+
+
+class RankChecksum(msgspec.Struct):
+    """One GPU's weights."""
+
+    per_gpu_checksum: str
+
+
+class Checksums(msgspec.Struct):
+    """The answer of `/weights_checker`."""
+
+    ranks: list[RankChecksum]
+
+
+class Verdict(msgspec.Struct):
+    """The answer of a weight update."""
+
+    success: bool
+    message: str = ""
+
+
+_decode_chunk = msgspec.json.Decoder(Chunk).decode
+
+
+class EventSplitter:
+    """Cuts a byte stream into server-sent events, e.g. `for data in splitter.feed(bytes): ...`."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []  # of the event that is not complete, less `_newline`
+        self._num_bytes = 0  # in them
+        self._newline = b""  # the last byte, if it may be half a separator
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Payloads of the events that are complete now."""
+        *events, rest = (self._newline + data).split(b"\n\n")
+        if events:
+            events[0] = b"".join([*self._parts, events[0]])
+            self._parts, self._num_bytes = [], 0
+        self._newline = b"\n" if rest.endswith(b"\n") else b""
+        self._parts.append(rest.removesuffix(b"\n"))
+        self._num_bytes += len(self._parts[-1])
+        if self._num_bytes > MAX_EVENT_BYTES:
+            raise WireError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        for event in events:
+            if not event.startswith(b"data:"):
+                raise WireError(f"an event without data: {event[:80]!r}")
+            payload = event[5:].strip()
+            if payload != _END:
+                yield payload
+
+
+def decode_chunk(payload: bytes) -> Chunk:
+    """A checked chunk; `WireError` if it is none."""
+    try:
+        chunk = _decode_chunk(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"a chunk that is none ({error}): {payload[:80]!r}") from None
+    return chunk
+
+
+def tokens(chunk: Chunk, meta: Meta, *, received: int) -> tuple[IntArray, FloatArray]:
+    """New ids and log-probabilities [n] of a stream of which `received` tokens came before.
+
+    Only `completion_tokens` says how many are new: a chunk may bring all tokens so far, and the abort of a
+    retracted request repeats its last one. Under a cut vocabulary log-probabilities are renormalised.
+    """
+    count = meta.completion_tokens - received
+    pairs = meta.output_token_logprobs[-count:] if count else []
+    ids = np.array([pair[1] for pair in pairs], np.int32)
+    if count < 0 or len(ids) != count or ids.tolist() != chunk.output_ids[len(chunk.output_ids) - count :]:
+        raise WireError(
+            f"{len(chunk.output_ids)} tokens, {len(meta.output_token_logprobs)} log-probabilities and a count of"
+            f" {meta.completion_tokens} after {received}"
+        )
+    if not count or meta.output_token_sampling_logprobs is None:
+        return ids, np.array([pair[0] for pair in pairs], np.float32)
+    return ids, np.array(meta.output_token_sampling_logprobs[-count:], np.float32)
+
+
+def sampling_mask(meta: Meta, *, count: int) -> SamplingMask:
+    """The vocabulary of each of the last `count` tokens."""
+    rows = (meta.output_token_sampling_mask or [])[-count:] if count else []
+    if len(rows) != count:
+        raise WireError(f"{count} tokens with sampling masks of {len(rows)}")
+    ids = [token for row in rows for token in row]
+    return SamplingMask(np.array([len(row) for row in rows], np.int32), np.array(ids, np.int32))
+
+
+def routed_experts(text: str, *, start: int, positions: int, top_k: int) -> RoutedExperts:
+    """Experts of `positions` tokens from `start` on; the layers follow from the size."""
+    try:
+        experts = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(f"routed experts that are no base64 of integers ({error})") from None
+    layers, rest = divmod(len(experts), max(positions * top_k, 1))
+    if rest or not layers:
+        raise WireError(f"{len(experts)} routed experts for {positions} positions of top {top_k}")
+    lowest, highest = int(experts.min()), int(experts.max())
+    if lowest < 0 or highest >= MAX_EXPERTS:
+        raise WireError(f"routed experts {lowest} to {highest}")
+    width = 1 if highest < 256 else 2
+    return RoutedExperts(start, layers, top_k, width, experts.astype(f"<u{width}").tobytes())
+
+
+def spans(meta: Meta, *, length: int) -> list[Span]:
+    """The engine's account of a whole stream of `length` tokens."""
+    told = [Span(version(span.version), span.start, span.end) for span in meta.weight_versions or []]
+    ends = [0, *(span.end for span in told)]
+    if [span.start for span in told] != ends[:-1] or ends[-1] != length:
+        raise WireError(f"versions {told} for {length} tokens")
+    return [span for span in told if span.end > span.start]
+
+
+def version(text: str) -> int:
+    """A weight version of ours."""
+    if not text.isdecimal():
+        raise WireError(f"weight version {text!r}, which is none of ours")
+    return int(text)

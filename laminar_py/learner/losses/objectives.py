@@ -1,0 +1,118 @@
+"""Policy objectives: what each token adds to the sum that the learner maximises. Pure; called by `loss`.
+
+All take `Terms` of one microbatch and give [N]. With lp the new log-probability, x the proximal one (see
+`algorithm.Proximal`), r = exp(lp - x) and A the advantage of a token. What other policies drew is corrected for
+by `corrections`, how tokens are averaged is in the loss weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from laminar_py.config.algorithm import AlgorithmConfig, Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a loss is made of, for the N trained tokens of S sequences.
+
+    Gradients go to `logprobs`, and to `log_partition` where that is learned.
+    """
+
+    logprobs: Tensor  # [N] of the policy that is trained
+    behaviour: Tensor  # [N] of the policy that drew the token
+    proximal: Tensor  # [N] that the trust region is around
+    advantages: Tensor  # [N]
+    weights: Tensor  # [N] loss weights, above 0
+    sequence: Tensor  # [N] int64, the sequence that each token is in
+    num_sequences: int
+    reference: Tensor | None = None  # [N] of the model that the policy is to stay near
+    rewards: Tensor | None = None  # [S], as the next
+    log_partition: Tensor | None = None  # estimate for the prompt of each sequence
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """[N] mean of `values` [N] over the trained tokens of each token's sequence."""
+        return (self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values)))[self.sequence]
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """[S] sum of `values` [N] over the trained tokens of each sequence."""
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values)
+
+
+def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, with r cut at `importance_cap` if that is set.
+
+    The cap acts where the clip does not, at r > 1 + clip_high with A < 0, where the product is unbounded: there
+    value and gradient are `cap A` and `cap A grad lp`, so a bad token that became likelier is still pushed down,
+    with bounded force (dual clip has the same value there and no gradient).
+
+    PPO, Schulman et al. 2017, eq. 7; GRPO, Shao et al. 2024, eq. 3; two bounds: DAPO, Yu et al. 2025, section 3.1;
+    truncation: IMPALA, Espeholt et al. 2018, section 4.1; dual clip: Ye et al. 2020.
+    """
+    ratio = (terms.logprobs - terms.proximal).exp()
+    if settings.importance_cap is not None:
+        # Its gradient is the capped ratio's times grad lp: a weight is not differentiated at its cap.
+        capped = ratio.detach().clamp(max=settings.importance_cap)
+        ratio = capped * (terms.logprobs - terms.logprobs.detach() + 1.0)
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+
+
+def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`clip` with one ratio for all tokens of a sequence, the geometric mean `s = exp(mean_t(lp_t - x_t))`.
+
+    Written per token, `s lp_t'` with lp' of value 1 and gradient grad lp, so that advantages may differ inside a
+    sequence; where they do not, value and gradient are those of the sequence form under `sequence_mean`.
+    GSPO, Zheng et al. 2025, eq. 5 and 14.
+    """
+    own = terms.logprobs.detach()
+    ratio = terms.sequence_mean(own - terms.proximal).exp() * (terms.logprobs - own).exp()
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+
+
+def weighted(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`sg(clip(r, 1 - clip_low, 1 + clip_high)) A lp`: no token loses its gradient, its weight is bounded.
+
+    With x = behaviour: CISPO, MiniMax-M1 2025, eq. 4; AIPO, LlamaRL, Wu et al. 2025, section 6 (no lower bound).
+    Where r is 1 it is REINFORCE, e.g. RLOO, Ahmadian et al. 2024.
+    """
+    ratio = (terms.logprobs.detach() - terms.proximal).exp()
+    weight = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return weight * terms.advantages * terms.logprobs
+
+
+def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """`-(log Z + d)^2` for each token of a response with imbalance `d = sum_t (lp_t - ref_t) - reward / beta`.
+
+    Under `sequence_mean` the loss is the mean square over responses. With `log Z = -mean d` over the group of a
+    response, the gradient is that of the variance of d inside each group: VarGrad.
+    Trajectory balance, Malkin et al. 2022; with asynchrony (TBA), Bartoldson et al. 2025.
+    """
+    assert terms.log_partition is not None, "the partition function is estimated before the loss"
+    return -(terms.log_partition + imbalance(terms, settings)).square()[terms.sequence]
+
+
+def imbalance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """d of each sequence, [S]; see `balance`."""
+    assert terms.reference is not None, "trajectory balance needs a reference model"
+    assert terms.rewards is not None, "trajectory balance needs rewards"
+    return terms.sequence_sum(terms.logprobs - terms.reference) - terms.rewards / settings.beta
+
+
+def clipped_ratio(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """The ratio that the objective clips, [N], without gradient."""
+    gap = terms.logprobs.detach() - terms.proximal
+    return (terms.sequence_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
+
+
+PolicyObjective: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]
+OBJECTIVES: dict[Objective, PolicyObjective] = {
+    Objective.CLIP: clip,
+    Objective.SEQUENCE_CLIP: sequence_clip,
+    Objective.WEIGHTED: weighted,
+    Objective.BALANCE: balance,
+}

@@ -1,0 +1,293 @@
+"""The record of a run: one SQLite file, written by the controller alone.
+
+`append` and `store_*` only touch memory and never wait; once a second what has gathered is written by a
+thread, in the order of the appends and in one transaction. A batch is cut between two turns of the event loop, so
+what is appended without an `await` in between is never split. Invariant (law 1): issued = consumed + dropped +
+live, in memory at every moment and on disk after every crash.
+"""
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from laminar_py.ledger.archive import write_archive
+from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer
+from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
+from laminar_py.ledger.recovery import newest_version, rollback_events, unpublished
+from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow, read_accounting, read_rows
+from laminar_py.ledger.seal import seal_digest
+from laminar_py.ledger.writer import Batch, Segment, Stamped, Writer, end_of
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.events import AnyEvent, SealBroken
+from laminar_py.records.protocols import Clock
+from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.spans import encode_spans
+from laminar_py.records.trajectory import Prompt, Span, Status
+from laminar_py.records.weights import Published
+
+FLUSH_S = 1.0
+ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
+_FORGET = 4096  # archived trajectories whose pieces one transaction deletes
+
+
+class Ledger:
+    """Records one run. Use it from one event loop: `start`, appends and commits, `close`.
+
+    What waits in memory is what one flush interval brings, and the controller commits at each learner step; a
+    disk that cannot keep up therefore shows as slow commits, not as memory.
+    """
+
+    def __init__(self, path: Path, *, host: str, clock: Clock) -> None:
+        self._path = path
+        self._host = host
+        self._clock = clock
+        self._machine = Machine(recall=self._recall)
+        self._batch = Batch()
+        self._prompts: set[str] = set()  # ids in the batch
+        self._dirty: dict[str, TrajectoryRow] = {}  # rows that the batch will write
+        self._ends: dict[str, TrajectoryRow] = {}  # rows of which it will write the end alone
+        self._in_flight: dict[str, TrajectoryRow] = {}  # rows that are being written
+        self._waiters: list[asyncio.Future[None]] = []  # commits that the next cut satisfies
+        self._served: list[asyncio.Future[None]] = []  # those that the cut being written satisfies
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
+        self._closing = False
+
+    async def start(self) -> None:
+        """Open the file, or lay it out; take up the trajectories that are live in it. Raises `ValueError`.
+
+        A run that was sealed goes on: that is on record before its seal is gone.
+        """
+        self._writer = Writer(await asyncio.to_thread(open_writer, self._path), host=self._host)
+        self._reader = open_reader(self._path)
+        self._seq = self._writer.seq
+        await asyncio.to_thread(_restore, self._machine, self._reader)
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._write_batches(), name="ledger")
+        self._task.add_done_callback(self._ended)
+        seal = await asyncio.to_thread(seal_digest, self._path.parent)
+        if seal is not None:
+            self.append(SealBroken(seal))
+            await self.commit()
+            (self._path.parent / SEAL_NAME).unlink()
+
+    async def close(self) -> None:
+        """Write what is left and close the file. Raises what ended the ledger early, if anything did."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.wait({self._task})
+        self._reader.close()
+        self._writer.close()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def newest_version(self) -> int:
+        """The highest weight version on record, whoever spoke of it, -1 before the first; the next is above it."""
+        return self._machine.marks.seen_version
+
+    @property
+    def newest_published(self) -> int:
+        """The highest weight version that is on record as published, -1 before the first."""
+        return self._machine.marks.version
+
+    # ---- in
+
+    def append(self, event: AnyEvent) -> None:
+        """Record an event. Raises `IllegalEventError`, an AssertionError, if it cannot happen now."""
+        self._check_open()
+        wall, mono = time.time(), self._clock.now()
+        row = self._machine.apply(self._seq + 1, event, wall=wall, mono=mono)
+        self._seq += 1
+        if row is not None:
+            self._note_changed(row)
+        self._batch.events.append(Stamped(self._seq, wall, mono, event))
+        self._schedule()
+
+    def append_all(self, events: Sequence[AnyEvent]) -> None:
+        """Record events that belong together: on disk there are all of them or none.
+
+        If one is illegal the others must not stay, so the ledger ends: nothing that waits is written.
+        """
+        try:
+            for event in events:
+                self.append(event)
+        except IllegalEventError as error:
+            self._failure = error
+            self._wake.set()
+            raise
+
+    def store_prompt(self, prompt: Prompt) -> None:
+        """Keep a prompt; it is stored once, however often it is given."""
+        self._check_open()
+        if prompt.id not in self._prompts:
+            self._prompts.add(prompt.id)
+            self._batch.prompts.append(prompt)
+            self._schedule()
+
+    def store_segment(
+        self,
+        trajectory_id: str,
+        start: int,
+        spans: tuple[Span, ...],
+        ids: IntArray,
+        logprobs: FloatArray,
+        *,
+        sampling_mask: SamplingMask | None = None,
+        routed_experts: RoutedExperts | None = None,
+    ) -> None:
+        """Keep response tokens [start, start + n) and their log-probabilities, which `spans` cover.
+
+        With them the n rows of their sampling mask, and experts, of whatever positions follow those stored; n may
+        be 0 with these. Raises `IllegalEventError` unless the trajectory runs and has `start` tokens so far.
+        """
+        self._check_open()
+        assert len(ids) == len(logprobs), f"{trajectory_id}: {len(ids)} ids, {len(logprobs)} log-probabilities"
+        assert ids.dtype == np.int32, f"{trajectory_id}: ids are {ids.dtype}"
+        assert logprobs.dtype == np.float32, f"{trajectory_id}: log-probabilities are {logprobs.dtype}"
+        if sampling_mask is not None:
+            rows = len(sampling_mask.counts)
+            assert rows == len(ids), f"{trajectory_id}: {len(ids)} ids, a sampling mask of {rows}"
+        if not len(ids) and routed_experts is None:
+            return
+        row = self._machine.grow(trajectory_id, start, spans, len(ids))
+        self._dirty[row.id] = row
+        stamped = encode_spans(spans)
+        self._batch.segments.append(
+            Segment(row.number, start, stamped, ids.tobytes(), logprobs.tobytes(), sampling_mask, routed_experts)
+        )
+        self._schedule()
+
+    def store_token_rewards(self, trajectory_id: str, rewards: FloatArray) -> None:
+        """Keep the scores of a finished response's tokens, [L]."""
+        self._check_open()
+        row = self._machine.live.get(trajectory_id)
+        assert row is not None, f"token rewards of {trajectory_id}, which is not live"
+        assert rewards.shape == (row.length,), f"{trajectory_id}: {rewards.shape} scores, {row.length} tokens"
+        assert rewards.dtype == np.float32, f"{trajectory_id}: scores are {rewards.dtype}"
+        self._batch.token_rewards.append((row.number, rewards.tobytes()))
+        self._schedule()
+
+    async def commit(self) -> None:
+        """Return when everything appended so far is on disk. Raises what ended the ledger, if anything did."""
+        self._check_open()
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        self._wake.set()
+        await waiter
+
+    # ---- out
+
+    def accounting(self) -> Accounting:
+        """Where all trajectories are at this moment."""
+        return self._machine.accounting()
+
+    async def undo_since(self, step: int, *, reason: str) -> list[AnyEvent]:
+        """What to append, in one go, when the learner alone went back to the checkpoint of `step`."""
+        await self.commit()
+        return await asyncio.to_thread(rollback_events, self._reader, step, reason)
+
+    async def unpublished(self) -> list[Published]:
+        """Versions that relays or replicas have above all published ones, ascending."""
+        await self.commit()
+        return await asyncio.to_thread(unpublished, self._reader)
+
+    async def archive(self, step: int) -> int:
+        """Move to Parquet what no rollback to `step` or later can need; the number of trajectories moved."""
+        await self.commit()
+        written = await asyncio.to_thread(write_archive, self._path.parent, step)
+        if written is None:
+            return 0
+        self.append(written.event)
+        for first in range(0, len(written.trajectories), _FORGET):
+            self._batch.archived += written.trajectories[first : first + _FORGET]
+            await self.commit()
+        return len(written.trajectories)
+
+    # ---- behind
+
+    def _schedule(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(FLUSH_S, self._wake.set)
+
+    def _cut(self) -> Batch:
+        if self._timer is not None:
+            self._timer.cancel()
+        batch, self._batch, self._timer = self._batch, Batch(), None
+        # columns now, plain strings for enums: binding an enum costs SQLite a search for its adapter
+        batch.rows = [msgspec.to_builtins(row) for row in self._dirty.values()]
+        batch.ends = [end_of(row) for row in self._ends.values()]
+        self._in_flight, self._dirty, self._ends = self._ends | self._dirty, {}, {}
+        self._prompts.clear()
+        return batch
+
+    async def _write_batches(self) -> None:
+        while not (self._closing and not self._wake.is_set()):
+            await self._wake.wait()
+            self._wake.clear()
+            if self._failure is not None:
+                raise self._failure
+            self._served, self._waiters = self._waiters, []
+            await asyncio.to_thread(self._writer.write, self._cut())
+            self._in_flight = {}
+            for waiter in self._served:
+                if not waiter.done():  # done: its commit was cancelled
+                    waiter.set_result(None)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            self._failure = RuntimeError(f"the writing of {self._path} was cancelled")
+        elif task.exception() is not None:
+            self._failure = task.exception()
+        for waiter in self._served + self._waiters:
+            if not waiter.done() and self._failure is not None:
+                waiter.set_exception(self._failure)
+
+    def _note_changed(self, row: TrajectoryRow) -> None:
+        """The next batch writes it: all of it, or how it ended if nothing else of it is new."""
+        ends = row.status in ENDED and row.id not in self._dirty
+        (self._ends if ends else self._dirty)[row.id] = row
+
+    def _recall(self, trajectory_id: str) -> TrajectoryRow | None:
+        for recent in (self._dirty, self._ends, self._in_flight):
+            if trajectory_id in recent:
+                return recent[trajectory_id]
+        return next(iter(read_rows(self._reader, "id = ?", (trajectory_id,))), None)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        assert not self._closing, f"{self._path} is closed"
+
+
+def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
+    """Bring a fresh machine to the state on disk."""
+    machine.live = {row.id: row for row in read_rows(connection, "status NOT IN ('consumed', 'dropped')")}
+    accounting = read_accounting(connection)
+    machine.train, machine.eval = _tally(accounting.train), _tally(accounting.eval)
+    marks = connection.execute(
+        "SELECT (SELECT coalesce(max(number), 0) FROM trajectory),"
+        " (SELECT coalesce(max(incarnation), 0) FROM incarnation),"
+        " (SELECT coalesce(max(version), -1) FROM version),"
+        " ?,"
+        " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)",
+        (newest_version(connection),),
+    ).fetchone()
+    machine.marks = Marks(*marks)
+    clock = connection.execute(
+        "SELECT wall, mono FROM event WHERE seq = (SELECT coalesce(max(seq), 1) FROM incarnation)"
+    ).fetchone()
+    if clock is not None:
+        machine.clock = RunClock(*clock)
+
+
+def _tally(account: KindAccount) -> Tally:
+    tally = Tally(account.issued, account.consumed)
+    tally.dropped.update(account.dropped)
+    return tally

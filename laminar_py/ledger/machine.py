@@ -1,0 +1,370 @@
+"""The state machine between events and rows. Used by the ledger before anything is stored, and by the audit,
+which replays a whole log through it.
+
+Invariant: it holds rows of live trajectories only, so its memory is bounded by what is in flight, however long
+the run; and an event that is illegal in the present state changes nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import NoReturn
+
+from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow
+from laminar_py.records.events import (
+    AnyEvent,
+    Assigned,
+    Consumed,
+    Cut,
+    Dropped,
+    Evaluated,
+    Event,
+    Finished,
+    Interrupted,
+    Issued,
+    Probed,
+    Ready,
+    Relayed,
+    Restamped,
+    RolledBack,
+    RunStarted,
+    Scored,
+    Stepped,
+    StreamCut,
+    Undone,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.records.spans import clip_spans, covers, encode_spans, merge_spans
+from laminar_py.records.trajectory import DropReason, Kind, Span, Status
+
+TrajectoryEvent = (
+    Issued
+    | Assigned
+    | Interrupted
+    | StreamCut
+    | Restamped
+    | Finished
+    | Cut
+    | Scored
+    | Ready
+    | Consumed
+    | Undone
+    | Dropped
+)
+
+
+class IllegalEventError(AssertionError):
+    """An event that cannot happen in the state that the events before it led to."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one kind; what is live is counted on its own, so that the law can be checked."""
+
+    issued: int = 0
+    consumed: int = 0
+    dropped: Counter[DropReason] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Marks:
+    """The highest numbers so far, which the next ones must exceed."""
+
+    number: int = 0  # of a trajectory
+    incarnation: int = 0
+    version: int = -1  # on record as published
+    seen_version: int = -1  # on record at all: a learner may die before it says what it published
+    step: int = 0  # falls back with a rollback
+
+
+@dataclass(slots=True)
+class RunClock:
+    """When events happened, in seconds since 1970, by the monotonic clock of their incarnation.
+
+    It is set by the wall clock once, at the start of each: within one no time goes back, whatever that clock does.
+    """
+
+    wall: float | None = None  # of the event that it was set by, None before the first
+    mono: float = 0.0
+
+    def at(self, wall: float, mono: float, event: AnyEvent) -> float:
+        """The time of an event that was stamped so."""
+        if self.wall is None or type(event) is RunStarted:
+            self.wall, self.mono = wall, mono
+        return self.wall + (mono - self.mono)
+
+
+class Machine:
+    """Applies events to rows. `recall` finds the row of a consumed trajectory, for an undone step."""
+
+    def __init__(self, *, recall: Callable[[str], TrajectoryRow | None]) -> None:
+        self.live: dict[str, TrajectoryRow] = {}
+        self.train = Tally()
+        self.eval = Tally()
+        self.marks = Marks()
+        self.clock = RunClock()
+        self._now = 0.0  # when the event that is being applied happened
+        self._recall = recall
+        self._handlers: dict[type[Event], Callable[..., TrajectoryRow | None]] = {
+            Issued: self._issued,
+            Assigned: self._assigned,
+            Interrupted: self._interrupted,
+            StreamCut: self._stream_cut,
+            Restamped: self._restamped,
+            Finished: self._finished,
+            Cut: self._cut,
+            Scored: self._scored,
+            Ready: self._ready,
+            Consumed: self._consumed,
+            Undone: self._undone,
+            Dropped: self._dropped,
+            Probed: self._probed,
+            RunStarted: self._run_started,
+            VersionPublished: self._version_published,
+            VersionLoaded: self._version_seen,
+            Relayed: self._version_seen,
+            Stepped: self._stepped,
+            RolledBack: self._rolled_back,
+            Evaluated: self._evaluated,
+        }
+
+    def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> TrajectoryRow | None:
+        """The row that event number `seq`, stamped by the two clocks, changed, if it is about a trajectory.
+
+        Raises `IllegalEventError`.
+        """
+        self._now = self.clock.at(wall, mono, event)
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            return None
+        row = handler(event)
+        if row is not None:
+            row.last_seq = seq
+            if not row.first_seq:
+                row.first_seq = seq
+        return row
+
+    def grow(self, trajectory_id: str, start: int, spans: tuple[Span, ...], count: int) -> TrajectoryRow:
+        """Account for `count` new response tokens from `start` on. Raises `IllegalEventError`."""
+        row = self.live.get(trajectory_id)
+        if row is None or row.status is not Status.RUNNING or row.length != start:
+            state = f"is {row.status} with {row.length} tokens" if row else "is not live"
+            raise IllegalEventError(f"segment [{start}, {start + count}) of {trajectory_id}, which {state}")
+        if not covers(spans, start, start + count):
+            raise IllegalEventError(f"segment [{start}, {start + count}) of {trajectory_id} has spans {spans}")
+        row.length += count
+        _widen_versions(row, spans)
+        return row
+
+    def accounting(self) -> Accounting:
+        """Where all trajectories are; costs one look at each live one."""
+        live = Counter(row.kind for row in self.live.values())
+        train, evaluation = (
+            KindAccount(tally.issued, tally.consumed, dict(tally.dropped), live[kind])
+            for tally, kind in ((self.train, Kind.TRAIN), (self.eval, Kind.EVAL))
+        )
+        return Accounting(train, evaluation)
+
+    # ---- trajectories
+
+    def _issued(self, event: Issued) -> TrajectoryRow:
+        if event.trajectory_id in self.live:
+            _refuse(event, "it is live already")
+        self.marks.number += 1
+        row = TrajectoryRow(
+            self.marks.number,
+            event.trajectory_id,
+            event.group_id,
+            event.prompt_id,
+            event.prompt_index,
+            event.sample_index,
+            event.kind,
+            Status.QUEUED,
+            0,
+            0,
+            issued_s=self._now,
+        )
+        self.live[event.trajectory_id] = row
+        self._tally(row).issued += 1
+        return row
+
+    def _assigned(self, event: Assigned) -> TrajectoryRow:
+        row = self._find(event, Status.QUEUED, Status.INTERRUPTED)
+        if event.epoch < row.epoch:
+            _refuse(event, f"its epoch is {row.epoch}")
+        _same_length(event, event.length, row)
+        row.status, row.epoch, row.replica = Status.RUNNING, event.epoch, event.replica
+        if row.started_s is None:
+            row.started_s = self._now
+        return row
+
+    def _interrupted(self, event: Interrupted) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        _same_epoch(event, event.epoch, row)
+        _same_length(event, event.length, row)
+        row.status = Status.INTERRUPTED
+        return row
+
+    def _stream_cut(self, event: StreamCut) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        _same_length(event, event.length, row)
+        return row
+
+    def _restamped(self, event: Restamped) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        if not covers(event.spans, 0, row.length):
+            _refuse(event, f"its spans do not cover its {row.length} tokens")
+        _note_versions(row, event.spans)
+        row.spans, row.restamped = encode_spans(merge_spans(event.spans)), row.length
+        return row
+
+    def _finished(self, event: Finished) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING)
+        _same_epoch(event, event.epoch, row)
+        _same_length(event, event.length, row)
+        if not covers(event.spans, 0, event.length):
+            _refuse(event, f"its spans do not cover its {event.length} tokens")
+        if row.restamped is not None and encode_spans(clip_spans(event.spans, 0, row.restamped)) != row.spans:
+            _refuse(event, f"it was restamped with {row.spans}")
+        _note_versions(row, event.spans)
+        row.status = Status.FINISHED
+        row.spans = encode_spans(event.spans)
+        row.finish_reason, row.digest = event.finish_reason, event.digest
+        row.queue_s, row.generate_s = event.queue_s, event.generate_s
+        row.finished_s = self._now
+        return row
+
+    def _cut(self, event: Cut) -> TrajectoryRow:
+        row = self._find(event, Status.RUNNING, Status.FINISHED)
+        row.cap = event.cap
+        return row
+
+    def _scored(self, event: Scored) -> TrajectoryRow:
+        row = self._find(event, Status.FINISHED)
+        _finite(event, event.reward)
+        row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
+        row.scored_s = self._now
+        return row
+
+    def _ready(self, event: Ready) -> TrajectoryRow:
+        row = self._find(event, Status.SCORED)
+        _finite(event, event.advantage, event.advantage_scale)
+        row.status, row.ready_s = Status.READY, self._now
+        row.advantage, row.advantage_scale = event.advantage, event.advantage_scale
+        return row
+
+    def _consumed(self, event: Consumed) -> TrajectoryRow:
+        row = self._find(event, Status.READY)
+        _finite(event, event.weight)
+        row.status, row.ended_s = Status.CONSUMED, self._now
+        row.step, row.version = event.step, event.version
+        row.staleness, row.weight = event.staleness, event.weight
+        del self.live[row.id]
+        self._tally(row).consumed += 1
+        return row
+
+    def _undone(self, event: Undone) -> TrajectoryRow:
+        row = self._recall(event.trajectory_id)
+        if row is None or row.status is not Status.CONSUMED or row.step != event.step:
+            state = f"is {row.status}, step {row.step}" if row else "is unknown"
+            _refuse(event, f"it {state}")
+        row.status = Status.READY
+        row.step = row.version = row.staleness = row.weight = row.ended_s = None
+        self.live[row.id] = row
+        self._tally(row).consumed -= 1
+        return row
+
+    def _dropped(self, event: Dropped) -> TrajectoryRow:
+        row = self.live.pop(event.trajectory_id, None)
+        if row is None:
+            _refuse(event, "it is not live")
+        row.status, row.ended_s = Status.DROPPED, self._now
+        row.drop_reason, row.drop_detail = event.reason, event.detail
+        self._tally(row).dropped[event.reason] += 1
+        return row
+
+    def _probed(self, event: Probed) -> None:
+        if event.trajectory_id in self.live:
+            _refuse(event, "it is live")
+        _finite(event, event.generate_s, event.reward or 0.0)
+
+    # ---- the rest of the run
+
+    def _run_started(self, event: RunStarted) -> None:
+        if event.incarnation <= self.marks.incarnation:
+            _refuse(event, f"incarnation {self.marks.incarnation} was there before")
+        self.marks.incarnation = event.incarnation
+
+    def _version_published(self, event: VersionPublished) -> None:
+        if event.version <= self.marks.version:
+            _refuse(event, f"version {self.marks.version} was published before; numbers are never reused")
+        self.marks.version = event.version
+        self._version_seen(event)
+
+    def _version_seen(self, event: VersionPublished | VersionLoaded | Relayed) -> None:
+        self.marks.seen_version = max(self.marks.seen_version, event.version)
+
+    def _stepped(self, event: Stepped) -> None:
+        if event.step <= self.marks.step:
+            _refuse(event, f"step {self.marks.step} is done")
+        _finite(event, event.loss, event.grad_norm, event.reward)
+        self.marks.step = event.step
+
+    def _rolled_back(self, event: RolledBack) -> None:
+        if event.step > self.marks.step:
+            _refuse(event, f"the last step is {self.marks.step}")
+        self.marks.step = event.step
+
+    def _evaluated(self, event: Evaluated) -> None:
+        _finite(event, event.accuracy)
+
+    # ---- what they share
+
+    def _find(self, event: TrajectoryEvent, *allowed: Status) -> TrajectoryRow:
+        row = self.live.get(event.trajectory_id)
+        if row is None:
+            _refuse(event, "it is not live")
+        if row.status not in allowed:
+            _refuse(event, f"it is {row.status}")
+        return row
+
+    def _tally(self, row: TrajectoryRow) -> Tally:
+        return self.train if row.kind is Kind.TRAIN else self.eval
+
+
+def _refuse(event: AnyEvent, why: str) -> NoReturn:
+    raise IllegalEventError(f"{event} cannot happen: {why}")
+
+
+def _same_epoch(event: AnyEvent, epoch: int, row: TrajectoryRow) -> None:
+    if epoch != row.epoch:
+        _refuse(event, f"its epoch is {row.epoch}")
+
+
+def _same_length(event: AnyEvent, length: int, row: TrajectoryRow) -> None:
+    if length != row.length:
+        _refuse(event, f"{row.length} of its tokens are stored")
+
+
+def _finite(event: AnyEvent, *values: float) -> None:
+    # JSON has no word for them, so the log could not be read back
+    for value in values:
+        if not isfinite(value):
+            _refuse(event, "it holds a number that is not finite")
+
+
+def _note_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
+    """These spans are all of the response."""
+    versions = [span.version for span in spans]
+    row.oldest_version, row.newest_version = min(versions, default=None), max(versions, default=None)
+
+
+def _widen_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
+    """These spans are more of it."""
+    for span in spans:
+        if row.oldest_version is None or span.version < row.oldest_version:
+            row.oldest_version = span.version
+        if row.newest_version is None or span.version > row.newest_version:
+            row.newest_version = span.version

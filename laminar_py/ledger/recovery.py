@@ -1,0 +1,187 @@
+"""What a controller needs to go on: after its own death (`recover`) or the learner's (`rollback_events`).
+
+Reads the ledger only; the caller appends the events returned here. Nothing is cut off: a partial response goes
+on exactly where its last stored token is.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py.ledger.archive import find_payload
+from laminar_py.ledger.database import ledger_path, reading
+from laminar_py.ledger.payload import Payload
+from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, Undone
+from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Status
+from laminar_py.records.weights import Published
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTrajectory:
+    """One trajectory to go on with, e.g. 41 tokens of "g3.1" that were RUNNING on replica 2."""
+
+    id: str
+    group_id: str
+    sample_index: int
+    kind: Kind
+    prompt: Prompt
+    status: Status
+    epoch: int
+    replica: int | None  # the last one that had it
+    response: Payload  # everything stored so far, with the spans that hold
+    finish_reason: FinishReason | None
+    reward: float | None
+    token_rewards: FloatArray | None  # [L]
+    advantage: float | None
+    advantage_scale: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The state that a new incarnation of the controller starts from.
+
+    `events` undo what was consumed after the checkpoint; append them, then `live` is true: the undone
+    trajectories stand in it as READY. RUNNING ones stopped with their controller and are to be interrupted.
+    """
+
+    incarnation: int  # of the controller that starts now
+    checkpoint: Checkpointed | None  # None: the run starts from its first weights
+    highest_version: int  # on record, whoever spoke of it, -1 if there is none; the next one is above it
+    events: tuple[AnyEvent, ...]
+    live: tuple[LiveTrajectory, ...]  # in the order of issue
+    next_prompt: int  # place in the stream of the next prompt
+    next_evaluation: int  # evaluations that were begun
+    next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
+
+
+def _wherever(checkpoint: Checkpointed) -> bool:
+    return True
+
+
+def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> Recovered:
+    """Read the state of a run that ended or was killed, to go on from the newest checkpoint that is `there`.
+
+    Raises `ValueError` if the ledger cannot be read, or if no checkpoint of those on record is there.
+    """
+    with reading(run) as connection:
+        checkpoint = newest_there(checkpoints_on_record(connection), there)
+        step = checkpoint.step if checkpoint else 0
+        live = tuple(_live(ledger_path(run).parent, connection, step))
+        (incarnation, next_prompt, next_evaluation) = connection.execute(
+            "SELECT (SELECT coalesce(max(incarnation), 0) + 1 FROM incarnation),"
+            " (SELECT coalesce(max(prompt_index), -1) + 1 FROM trajectory WHERE kind = 'train'),"
+            " (SELECT count(DISTINCT group_id) FROM trajectory WHERE kind = 'eval')"
+        ).fetchone()
+        return Recovered(
+            incarnation,
+            checkpoint,
+            newest_version(connection),
+            tuple(rollback_events(connection, step, "controller_died")),
+            live,
+            next_prompt,
+            next_evaluation,
+            _next_samples(connection, {trajectory.group_id for trajectory in live}),
+        )
+
+
+def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> list[AnyEvent]:
+    """What to append, in one go, when the learner goes back to the checkpoint of `step` (0: the start).
+
+    One `RolledBack` and an `Undone` for each trajectory consumed since; nothing if no step lies after it.
+    """
+    later = connection.execute("SELECT count(*) FROM step WHERE step > ? AND NOT undone", (step,)).fetchone()[0]
+    undone = connection.execute(f"SELECT id, step FROM trajectory WHERE {_UNDONE}", (step,)).fetchall()
+    if not later and not undone:
+        return []
+    return [RolledBack(step, reason), *(Undone(id, of_step) for id, of_step in undone)]
+
+
+_SPOKEN_OF = (
+    "(SELECT json_extract(body, '$.version') AS version, json_extract(body, '$.digest') AS digest,"
+    " json_extract(body, '$.num_bytes') AS num_bytes FROM event WHERE kind IN ('relayed', 'versionloaded'))"
+)
+_PUBLISHED = "(SELECT coalesce(max(version), -1) FROM version)"
+
+
+def newest_version(connection: sqlite3.Connection) -> int:
+    """The highest version that was published, relayed or loaded, -1 if there is none."""
+    query = f"SELECT max({_PUBLISHED}, (SELECT coalesce(max(version), -1) FROM {_SPOKEN_OF}))"
+    version: int = connection.execute(query).fetchone()[0]
+    return version
+
+
+def unpublished(connection: sqlite3.Connection) -> list[Published]:
+    """Versions that were relayed or loaded and are above all published ones, ascending.
+
+    Their learner died before its own word was on record. Nobody knows the size of one that was only loaded: 0.
+    """
+    rows = connection.execute(
+        f"SELECT version, digest, coalesce(max(num_bytes), 0) FROM {_SPOKEN_OF} WHERE version > {_PUBLISHED}"
+        " GROUP BY version ORDER BY version"
+    )
+    return [Published(version, digest, num_bytes, 0.0) for version, digest, num_bytes in rows]
+
+
+_UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
+
+
+def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
+    """Those that can be gone back to, the newest first, whether or not their folders are there."""
+    rows = connection.execute(
+        "SELECT body FROM event JOIN checkpoint USING (seq) WHERE NOT undone ORDER BY seq DESC"
+    )
+    events = [decode_event(body) for (body,) in rows]
+    return [event for event in events if isinstance(event, Checkpointed)]
+
+
+def newest_there(recorded: Sequence[Checkpointed], there: Callable[[Checkpointed], bool]) -> Checkpointed | None:
+    """The first that is `there`, None if none was ever made. Raises `ValueError` if all are gone."""
+    found = next(filter(there, recorded), None)
+    if found is None and recorded:
+        raise ValueError(
+            f"checkpoint={recorded[0].path}: no such folder, nor is any older one there; restore it in the run's"
+            " folder, or start a new run"
+        )
+    return found
+
+
+def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str, int]:
+    rows = connection.execute("SELECT group_id, max(sample_index) + 1 FROM trajectory GROUP BY group_id")
+    return {group: index for group, index in rows if group in groups}
+
+
+def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
+    for row in read_rows(connection, f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}", (step,)):
+        rewards = connection.execute(
+            "SELECT rewards FROM token_reward WHERE trajectory = ?", (row.number,)
+        ).fetchone()
+        yield LiveTrajectory(
+            row.id,
+            row.group_id,
+            row.sample_index,
+            row.kind,
+            _prompt(connection, row),
+            Status.READY if row.status is Status.CONSUMED else row.status,
+            row.epoch,
+            row.replica,
+            find_payload(run, connection, row),
+            row.finish_reason,
+            row.reward,
+            np.frombuffer(rewards[0], np.float32) if rewards else None,
+            row.advantage,
+            row.advantage_scale,
+        )
+
+
+def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
+    query = "SELECT text, ids, answer, task FROM prompt WHERE id = ?"
+    stored = connection.execute(query, (row.prompt_id,)).fetchone()
+    if stored is None:
+        raise ValueError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; the run cannot go on")
+    text, ids, answer, task = stored
+    return Prompt(row.prompt_id, row.prompt_index, text, np.frombuffer(ids, np.int32), answer, task)

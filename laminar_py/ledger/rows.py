@@ -1,0 +1,140 @@
+"""Typed rows of the ledger: what its state machine keeps for live trajectories and what readers get back.
+
+The fields of `TrajectoryRow` are the columns of the table `trajectory`, in order; `schema.sql` has the other half.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+import msgspec
+
+from laminar_py.records.events import AnyEvent
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
+
+
+class TrajectoryRow(msgspec.Struct, array_like=True, gc=False):
+    """One trajectory as the ledger knows it, e.g. `TrajectoryRow(1, "g3.1", "g3", "p17", 17, 1, Kind.TRAIN, ...)`.
+
+    It is changed by `machine.Machine` alone.
+    """
+
+    number: int  # 1, 2, 3, ... in the order of issue
+    id: str
+    group_id: str
+    prompt_id: str
+    prompt_index: int
+    sample_index: int
+    kind: Kind
+    status: Status
+    first_seq: int  # its first and last event
+    last_seq: int
+    epoch: int = 0
+    replica: int | None = None  # the last one that had it
+    length: int = 0  # response tokens stored
+    oldest_version: int | None = None
+    newest_version: int | None = None
+    spans: str | None = None  # JSON of all spans, once finished; before, of the tokens that were restamped
+    restamped: int | None = None  # leading tokens whose spans hold in place of those they were stored with
+    finish_reason: FinishReason | None = None
+    digest: str | None = None  # of the finished response
+    queue_s: float | None = None
+    generate_s: float | None = None
+    cap: str | None = None  # the cap that cut it: `tokens` or `seconds`
+    reward: float | None = None
+    advantage: float | None = None
+    advantage_scale: float | None = None
+    drop_reason: DropReason | None = None
+    drop_detail: str | None = None
+    step: int | None = None  # the learner step that consumed it
+    version: int | None = None  # the learner's version then
+    staleness: int | None = None
+    weight: float | None = None
+    score_s: float | None = None  # that its reward took
+    issued_s: float | None = None  # this and what follows: when, by `machine.RunClock`
+    started_s: float | None = None  # first handed to a replica
+    finished_s: float | None = None
+    scored_s: float | None = None
+    ready_s: float | None = None  # its group was complete
+    ended_s: float | None = None  # consumed or dropped
+
+
+class KindAccount(msgspec.Struct, frozen=True):
+    """Law 1 for one kind, e.g. `KindAccount(issued=10, consumed=6, dropped={DropReason.STALE: 1}, live=3)`."""
+
+    issued: int
+    consumed: int
+    dropped: dict[DropReason, int]
+    live: int
+
+    @property
+    def balanced(self) -> bool:
+        """issued = consumed + dropped + live."""
+        return self.issued == self.consumed + sum(self.dropped.values()) + self.live
+
+
+class Accounting(msgspec.Struct, frozen=True):
+    """Where all trajectories are; evaluations are counted apart."""
+
+    train: KindAccount
+    eval: KindAccount
+
+    @property
+    def balanced(self) -> bool:
+        """Law 1 for both kinds."""
+        return self.train.balanced and self.eval.balanced
+
+
+COLUMNS = TrajectoryRow.__struct_fields__
+
+KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))  # of events, as the log has them
+
+_events_decoder: msgspec.json.Decoder[list[AnyEvent]] = msgspec.json.Decoder(list[AnyEvent])
+_event_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def decode_event(body: str | bytes) -> AnyEvent:
+    """The event in a body of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if it is none."""
+    return _event_decoder.decode(body)
+
+
+def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
+    """The events in bodies of the log; `msgspec.DecodeError` or `UnicodeDecodeError` if one of them is none."""
+    events = _events_decoder.decode(b"[" + b",".join(bodies) + b"]")
+    if len(events) != len(bodies):
+        raise msgspec.DecodeError(f"{len(events)} events in {len(bodies)} bodies")
+    return events
+
+
+def read_rows(
+    connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = (), *, limit: int | None = None
+) -> Iterable[TrajectoryRow]:
+    """Rows for which the SQL condition `where` holds, in the order of issue; `values` fill its marks."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number LIMIT ?"
+    cursor = connection.execute(query, (*values, -1 if limit is None else limit))
+    return (msgspec.convert(row, TrajectoryRow) for row in cursor)
+
+
+def read_accounting(connection: sqlite3.Connection) -> Accounting:
+    """Counted from the rows of all trajectories."""
+    counts = connection.execute(
+        "SELECT kind, status, drop_reason, count(*) FROM trajectory GROUP BY kind, status, drop_reason"
+    ).fetchall()
+    train, evaluation = (_count(counts, kind) for kind in (Kind.TRAIN, Kind.EVAL))
+    return Accounting(train, evaluation)
+
+
+def _count(counts: list[tuple[str, str, str | None, int]], kind: Kind) -> KindAccount:
+    issued = consumed = live = 0
+    dropped: dict[DropReason, int] = {}
+    for of_kind, status, reason, count in counts:
+        if of_kind != kind:
+            continue
+        issued += count
+        if status == Status.CONSUMED:
+            consumed += count
+        elif reason is not None:
+            dropped[DropReason(reason)] = count
+        else:
+            live += count
+    return KindAccount(issued, consumed, dropped, live)

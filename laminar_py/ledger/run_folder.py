@@ -1,0 +1,122 @@
+"""The folder of one run: `runs/<name>-<n>/`. Owns its names, the lock and the list of processes.
+
+A second controller on the same run is refused; processes that a killed controller left behind are ended by
+process id and start time, never by name.
+"""
+
+import contextlib
+import fcntl
+import json
+import re
+import signal
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from laminar_py.config.loading import dump_config
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.records.events import Checkpointed
+
+
+class RunFolder:
+    """Paths of a run, e.g. `runs/quickstart-3`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.ledger = path / "ledger.sqlite"
+        self.archive = path / "archive"
+        self.metrics = path / "metrics.jsonl"
+        self.fleet = path / "fleet.jsonl"
+        self.summary = path / "summary.json"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self._processes = path / "processes.json"
+        self._lock: TextIO | None = None
+
+    @property
+    def name(self) -> str:
+        """`<name>-<n>`."""
+        return self.path.name
+
+    def has(self, checkpoint: Checkpointed) -> bool:
+        """Whether the folder of that checkpoint is still there."""
+        return (self.path / checkpoint.path).is_dir()
+
+    def shm(self, root: Path) -> Path:
+        """Where this run's weight versions live: one folder per relay node below it."""
+        return root / f"laminar-{self.path.resolve().parent.name}-{self.name}-{self._identity()}"
+
+    def _identity(self) -> str:
+        """Keeps runs of the same name in other folders apart."""
+        from hashlib import blake2b
+
+        return blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
+
+    def lock(self) -> None:
+        """Own the run until this process ends. Raises ConfigError if another controller does."""
+        self._lock = (self.path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"run={self.path}: another process runs it; end that one first") from None
+
+    def note_processes(self, pids: list[int]) -> None:
+        """Remember which processes belong to this run, for `reap`."""
+        rows = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rows.append([pid, psutil.Process(pid).create_time()])
+        partial = self._processes.with_suffix(".tmp")
+        partial.write_text(json.dumps(rows))
+        partial.replace(self._processes)
+
+    def reap(self) -> int:
+        """End what an earlier, killed controller of this run left behind; the number of processes."""
+        if not self._processes.is_file():
+            return 0
+        reaped = []
+        for pid, created in json.loads(self._processes.read_text()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.create_time() == created:
+                    process.send_signal(signal.SIGKILL)
+                    reaped.append(process)
+        psutil.wait_procs(reaped, timeout=10)
+        self._processes.unlink()
+        return len(reaped)
+
+
+def new_run(config: RunConfig) -> RunFolder:
+    """The next `runs/<name>-<n>`, made and with the resolved config in it."""
+    config.runs.mkdir(parents=True, exist_ok=True)
+    while True:
+        newest = max((number for number, _ in _existing(config)), default=0)
+        run = RunFolder(config.runs / f"{config.name}-{newest + 1}")
+        with contextlib.suppress(FileExistsError):  # another start took this number
+            run.path.mkdir()
+            break
+    for folder in (run.checkpoints, run.logs):
+        folder.mkdir()
+    run.config.write_text(dump_config(config))
+    return run
+
+
+def newest_run(config: RunConfig) -> RunFolder:
+    """The run of this name that `--resume` continues. Raises ConfigError if there is none."""
+    existing = _existing(config)
+    if not existing:
+        raise ConfigError(f"name={config.name}: no run in {config.runs} to resume; start one without --resume")
+    return RunFolder(max(existing)[1])
+
+
+def _existing(config: RunConfig) -> list[tuple[int, Path]]:
+    pattern = re.compile(re.escape(config.name) + r"-(\d+)")
+    found = []
+    for path in config.runs.glob(f"{config.name}-*"):
+        match = pattern.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), path))
+    return found

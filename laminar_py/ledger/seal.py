@@ -1,0 +1,113 @@
+"""The seal of a closed run: `seal.json` with size and digest of every file of its record.
+
+Written by the controller when a run has ended, checked by `laminar audit RUN verify`, broken by the ledger when
+the run goes on. It has no key: it finds accidents and casual edits, down to a bit. Who rewrites the ledger with
+its chain, and then the seal with its digests, is found only by somebody who noted the seal's digest elsewhere.
+Invariant: a run that was killed, or that goes on, has no seal.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from laminar_py.ledger.database import ARCHIVE_NAME, LEDGER_NAME, SEAL_NAME, LedgerError, log_path, open_writer
+from laminar_py.records.digests import DIGEST_BYTES, file_digest
+
+RECORD = (LEDGER_NAME, "config.yaml", "metrics.jsonl", "fleet.jsonl", "summary.json")
+
+
+class SealedFile(msgspec.Struct, frozen=True):
+    """One file, e.g. `SealedFile(118784, "9f0c...")`."""
+
+    num_bytes: int
+    digest: str
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """What a closed run consists of; `files` by path in the run folder."""
+
+    sealed: float  # seconds since 1970
+    seq: int  # of the last event, and its hash, in hex
+    head: str
+    files: dict[str, SealedFile]
+    digest: str = ""  # of all the rest
+
+
+def seal_run(run: Path) -> Seal:
+    """Fold SQLite's log into the ledger of `run`, which nobody writes any more, and seal it.
+
+    Raises `LedgerError` if a reader that does not end keeps the log from being folded.
+    """
+    ledger = run / LEDGER_NAME
+    with closing(open_writer(ledger)) as connection:
+        busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise LedgerError(f"ledger={ledger}: a reader holds it, so the run stays unsealed; end that reader")
+        seq, head = connection.execute("SELECT seq, hash FROM head").fetchone()
+    files = {name: SealedFile((run / name).stat().st_size, file_digest(run / name)) for name in _record(run)}
+    open_seal = Seal(time.time(), seq, head.hex(), files)
+    seal = msgspec.structs.replace(open_seal, digest=_digest(open_seal))
+    unfinished = run / f"{SEAL_NAME}.tmp"
+    with unfinished.open("wb") as file:
+        file.write(_written(seal))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(run / SEAL_NAME)
+    return seal
+
+
+def read_seal(run: Path) -> Seal | None:
+    """The seal of a run folder, None if there is none. Raises `LedgerError` if it was changed."""
+    path = run / SEAL_NAME
+    try:
+        written = path.read_bytes()
+        seal = msgspec.json.decode(written, type=Seal)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LedgerError(f"seal={path}: cannot be read ({error}); restore it") from None
+    if seal.digest != _digest(seal) or written != _written(seal):
+        raise LedgerError(f"seal={path}: was changed; restore it")
+    return seal
+
+
+def seal_digest(run: Path) -> str | None:
+    """The digest of the seal that a run has, by which it is remembered once it is gone; None if it has none."""
+    path = run / SEAL_NAME
+    return file_digest(path) if path.is_file() else None
+
+
+def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
+    """Files of the record that are not as they were sealed, and in what way."""
+    found = set(_record(run))
+    for name, sealed in sorted(seal.files.items()):
+        if name not in found:
+            yield name, "is missing"
+        elif (size := (run / name).stat().st_size) != sealed.num_bytes:
+            yield name, f"was changed: it has {size} bytes, sealed were {sealed.num_bytes}"
+        elif file_digest(run / name) != sealed.digest:
+            yield name, "was changed: its digest is not the one sealed"
+    for name in sorted(found - seal.files.keys()):
+        yield name, "was added after the run was sealed"
+    log = log_path(run / LEDGER_NAME)
+    if log.is_file() and log.stat().st_size:
+        yield log.name, "was added after the run was sealed: somebody wrote to the ledger"
+
+
+def _record(run: Path) -> list[str]:
+    """Names of the files of the record that are there."""
+    archive = sorted((run / ARCHIVE_NAME).glob("*.parquet"))
+    return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in archive]
+
+
+def _written(seal: Seal) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(seal)) + b"\n"
+
+
+def _digest(seal: Seal) -> str:
+    return blake3(msgspec.json.encode(msgspec.structs.replace(seal, digest=""))).hexdigest(length=DIGEST_BYTES)

@@ -1,0 +1,220 @@
+"""Puts batches on disk, each in one transaction. Called by the ledger, from one thread at a time.
+
+Invariant: the events of a batch, the rows they led to and the response pieces they speak of are all on disk
+or none of them is; and the hash of every event covers all events before it.
+"""
+
+import sqlite3
+from dataclasses import dataclass, field
+from typing import get_args
+
+import msgspec
+
+from laminar_py.ledger.rows import COLUMNS, TrajectoryRow
+from laminar_py.records.digests import event_hash, prompt_digest, segment_digest, token_reward_digest
+from laminar_py.records.events import (
+    AnyEvent,
+    Checkpointed,
+    Evaluated,
+    PartDied,
+    PartStarted,
+    Pulled,
+    Reattached,
+    Relayed,
+    RelayGaveUp,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    Stepped,
+    StepSkipped,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.records.recordings import RoutedExperts, SamplingMask, pack_experts, pack_mask
+from laminar_py.records.trajectory import Prompt
+
+_UPSERT_TRAJECTORY = (
+    f"INSERT INTO trajectory VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (number) DO UPDATE SET "
+    + ", ".join(f"{column} = excluded.{column}" for column in COLUMNS[COLUMNS.index("status") :])
+)
+
+_END = (  # columns that change when a trajectory is consumed or dropped
+    "status",
+    "last_seq",
+    "drop_reason",
+    "drop_detail",
+    "step",
+    "version",
+    "staleness",
+    "weight",
+    "ended_s",
+)
+_UPDATE_END = f"UPDATE trajectory SET {', '.join(f'{column} = ?' for column in _END)} WHERE number = ?"
+
+# How the events that are not about a trajectory show in the other tables; fields of the event fill the names.
+_STATEMENTS: dict[type, tuple[str, ...]] = {
+    RunStarted: (
+        "INSERT INTO incarnation VALUES (:seq, :incarnation, :host, :pid, :config_digest, :drain,"
+        " :max_staleness, :resumed_step, NULL)",
+    ),
+    RunEnded: ("UPDATE incarnation SET ended = :reason WHERE incarnation = :incarnation",),
+    VersionPublished: (
+        "INSERT INTO version VALUES (:seq, :version, :step, :incarnation, :parent, :digest, :num_bytes, :stall_s)",
+    ),
+    Stepped: (
+        "INSERT INTO step VALUES (:seq, :step, :incarnation, :num_trajectories, :num_tokens, :loss, :grad_norm,"
+        " :reward, :elapsed_s, :waited_s, :reference_s, 0)",
+    ),
+    Checkpointed: ("INSERT INTO checkpoint VALUES (:seq, :step, :version, :path, 0)",),
+    RolledBack: (
+        "UPDATE step SET undone = 1 WHERE step > :step",
+        "UPDATE checkpoint SET undone = 1 WHERE step > :step",
+    ),
+    Evaluated: ("INSERT INTO evaluation VALUES (:seq, :version, :step, :num_prompts, :accuracy, :rl_s)",),
+}
+SIDE_TABLES = ("incarnation", "version", "step", "checkpoint", "evaluation")
+
+
+class Stamped(msgspec.Struct, frozen=True, gc=False):
+    """An event with its number and the two clocks at which it was appended."""
+
+    seq: int
+    wall: float
+    mono: float
+    event: AnyEvent
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False):
+    """Response tokens [start, start + n) on their way to disk; packing what was recorded is left to the writer."""
+
+    trajectory: int
+    start: int
+    spans: str  # JSON
+    ids: bytes
+    logprobs: bytes
+    sampling_mask: SamplingMask | None
+    routed_experts: RoutedExperts | None
+
+    def row(self) -> tuple[object, ...]:
+        """Its columns, the digest last."""
+        mask = None if self.sampling_mask is None else pack_mask(self.sampling_mask)
+        experts = None if self.routed_experts is None else pack_experts(self.routed_experts)
+        stored = self.trajectory, self.start, self.spans, self.ids, self.logprobs, mask, experts
+        return (*stored, segment_digest(*stored))
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything appended between two flushes; plain values, so that the event loop may go on changing rows."""
+
+    events: list[Stamped] = field(default_factory=list)
+    rows: list[list[object]] = field(default_factory=list)  # trajectory rows as columns
+    ends: list[tuple[object, ...]] = field(default_factory=list)  # of others, what `end_of` says
+    prompts: list[Prompt] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    token_rewards: list[tuple[int, bytes]] = field(default_factory=list)  # trajectory, rewards
+    archived: list[int] = field(default_factory=list)  # trajectories whose pieces are in Parquet now
+
+
+class Writer:
+    """The one connection that writes; `seq` and `hash` are the end of the chain on disk."""
+
+    def __init__(self, connection: sqlite3.Connection, *, host: str) -> None:
+        self._connection = connection
+        self._host = host
+        self.seq, self.hash = connection.execute("SELECT seq, hash FROM head").fetchone()
+
+    def write(self, batch: Batch) -> None:
+        """Put a batch on disk. Raises `sqlite3.Error`, or AssertionError on two prompts with one id.
+
+        Then nothing of the batch is there.
+        """
+        connection = self._connection
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            rows, head = self._chain(batch.events)
+            connection.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            connection.executemany(_UPSERT_TRAJECTORY, batch.rows)
+            connection.executemany(_UPDATE_END, batch.ends)
+            self._store_prompts(batch.prompts)
+            connection.executemany(
+                "INSERT INTO segment VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [segment.row() for segment in batch.segments],
+            )
+            connection.executemany(
+                "INSERT INTO token_reward VALUES (?, ?, ?)",
+                [
+                    (number, rewards, token_reward_digest(number, rewards))
+                    for number, rewards in batch.token_rewards
+                ],
+            )
+            connection.executemany(
+                "DELETE FROM segment WHERE trajectory = ?", [(number,) for number in batch.archived]
+            )
+            for stamped in batch.events:
+                apply_to_tables(connection, stamped.seq, stamped.event)
+            connection.execute("UPDATE head SET seq = ?, hash = ?", head)
+        self.seq, self.hash = head
+
+    def close(self) -> None:
+        """Close the connection; SQLite folds its log into the file."""
+        self._connection.close()
+
+    def _store_prompts(self, prompts: list[Prompt]) -> None:
+        for prompt in prompts:
+            id, text, ids, answer, task = prompt.id, prompt.text, prompt.ids.tobytes(), prompt.answer, prompt.task
+            digest = prompt_digest(id, text, ids, answer, task)
+            stored = self._connection.execute("SELECT digest FROM prompt WHERE id = ?", (id,)).fetchone()
+            if stored is None:
+                row = id, prompt.index, ids, text, answer, task, digest
+                self._connection.execute("INSERT INTO prompt VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            else:
+                assert stored[0] == digest, f"prompt {id}: another prompt has this id; each needs its own"
+
+    def _chain(self, events: list[Stamped]) -> tuple[list[tuple[object, ...]], tuple[int, bytes]]:
+        seq, previous, host = self.seq, self.hash, self._host
+        encode = _encoder.encode
+        rows: list[tuple[object, ...]] = []
+        for stamped in events:
+            seq, wall, mono, event = stamped.seq, stamped.wall, stamped.mono, stamped.event
+            kind, subject = _kinds[type(event)], _subject(event)
+            body = encode(event)
+            previous = event_hash(previous, seq, wall, mono, host, kind, subject, body)
+            rows.append((seq, wall, mono, host, kind, subject, body.decode(), previous))
+        return rows, (seq, previous)
+
+
+def end_of(row: TrajectoryRow) -> tuple[object, ...]:
+    """How a trajectory ended, and its number."""
+    reason = None if row.drop_reason is None else row.drop_reason.value
+    end = row.status.value, row.last_seq, reason, row.drop_detail
+    return (*end, row.step, row.version, row.staleness, row.weight, row.ended_s, row.number)
+
+
+_encoder = msgspec.json.Encoder()
+_kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)}
+
+
+def apply_to_tables(connection: sqlite3.Connection, seq: int, event: AnyEvent) -> None:
+    """Show event number `seq` in `SIDE_TABLES`; most events do not."""
+    for statement in _STATEMENTS.get(type(event), ()):
+        connection.execute(statement, {**msgspec.structs.asdict(event), "seq": seq})
+
+
+def _subject(event: AnyEvent) -> str:
+    trajectory_id = getattr(event, "trajectory_id", None)
+    if trajectory_id is not None:
+        return str(trajectory_id)
+    match event:
+        case VersionLoaded():
+            return f"replica-{event.replica}"
+        case Relayed() | Pulled() | RelayGaveUp() | Reattached():
+            return event.node
+        case PartStarted() | PartDied():
+            return event.part
+        case VersionPublished() | Evaluated():
+            return f"version-{event.version}"
+        case Stepped() | StepSkipped() | Checkpointed() | RolledBack():
+            return f"step-{event.step}"
+        case _:
+            return ""

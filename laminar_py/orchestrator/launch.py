@@ -1,0 +1,116 @@
+"""From a config to a finished run: preflight, run folder, cluster, controller, signals. Called by the CLI."""
+
+import asyncio
+import logging
+import signal
+
+from rich.console import Console
+
+from laminar_py.cluster.errors import RunFailedError
+from laminar_py.cluster.placement import Placement
+from laminar_py.cluster.ray_cluster import open_cluster
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.run_folder import RunFolder, new_run
+from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
+from laminar_py.orchestrator.controller import Controller
+from laminar_py.preflight.inputs import Inputs, check
+from laminar_py.preflight.survey import clear, place
+from laminar_py.telemetry.summary import Summary
+from laminar_py.telemetry.view import make_view
+
+
+class RunInterruptedError(Exception):
+    """The run was stopped by a signal, with a checkpoint to go on from."""
+
+    def __init__(self, summary: Summary) -> None:
+        super().__init__(f"{summary.run} stopped at step {summary.steps}")
+        self.summary = summary
+
+
+def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
+    """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
+    inputs = check(config)
+    if resume:
+        resume.lock()
+        reaped = resume.reap()
+        if resume.ledger.is_file():
+            tell_fallback(resume, console)  # better refused now than when all parts are up
+        if reaped:
+            console.print(f"ended {reaped} processes that a killed run had left")
+    with open_cluster(config.cluster.address):
+        placement = asyncio.run(place(config))  # what cannot be placed leaves no run behind
+        run = resume or new_run(config)
+        if not resume:
+            run.lock()
+        summary = _run(config, run, placement=placement, inputs=inputs, resume=resume is not None, console=console)
+        if summary.finished:
+            asyncio.run(clear(placement, run.shm(config.relay.shm)))
+    if not summary.finished:
+        raise RunInterruptedError(summary)
+    return summary
+
+
+def tell_fallback(run: RunFolder, console: Console) -> None:
+    """Say so if the newest checkpoint of a run to resume is gone, and which one is taken.
+
+    Raises `ValueError` if that one cannot be, or if there is none any more.
+    """
+    found = find_checkpoint(run)
+    if found is not None and (newest := on_record(run)[0]) != found:
+        console.print(
+            f"{newest.path} is gone: the run goes back to step {found.step}, {found.path}",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _run(
+    config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, resume: bool, console: Console
+) -> Summary:
+    logging.basicConfig(
+        filename=run.logs / "controller.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    console.print(f"run {run.path}: {config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas")
+    view = make_view(console, steps=config.steps)
+    controller = Controller(config, run, placement=placement, inputs=inputs, view=view, resume=resume)
+    try:
+        return asyncio.run(_lead(controller))
+    except BaseExceptionGroup as group:
+        raise _first_fault(group) from None
+    except asyncio.CancelledError:
+        raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
+    finally:
+        view.close()
+
+
+def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What the command line can say in one line, if a part ended the run with that; else the group."""
+    known = group.subgroup((RunFailedError, ConfigError))
+    while isinstance(known, BaseExceptionGroup):
+        first = known.exceptions[0]
+        if not isinstance(first, BaseExceptionGroup):
+            return first
+        known = first
+    return group
+
+
+async def _lead(controller: Controller) -> Summary:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    asked = 0
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            controller.interrupt()
+        else:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    return await controller.lead()

@@ -1,0 +1,125 @@
+"""What a sequence costs the learner, and how sequences become bins and bins become ranks. Pure.
+
+Called by `repack.packer` and `repack.pack_stream`. Every microbatch index is a barrier, since collectives join the
+ranks there: what counts is the sum over indices of the slowest rank. So bins are filled first, whatever the rank,
+and alike ones share an index.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from laminar_py.records.trajectory import Trajectory
+
+
+def sequence_cost(length: int, *, attention_share: float) -> float:
+    """FLOPs of one sequence in units of one token's linear layers: `L + attention_share * L^2`."""
+    return length + attention_share * length * length
+
+
+def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -> float:
+    """Ratio b / a of `a T + b sum L^2`: causal attention (2 * layers * hidden) to linear layers (2 * N)."""
+    return num_layers * hidden_size / num_parameters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A trajectory that is to be packed, e.g. `Entry(trajectory, 441, 41)`; counted once, not at every look."""
+
+    trajectory: Trajectory
+    num_tokens: int
+    num_trained: int  # where its loss mask is True
+
+
+def make_entry(trajectory: Trajectory) -> Entry:
+    """Its tokens, counted."""
+    return Entry(trajectory, trajectory.num_tokens, int(np.count_nonzero(trajectory.loss_mask)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bin:
+    """Trajectories that share a microbatch, e.g. `Bin(entries, 5, 4, 13)` of 3 and 2 tokens."""
+
+    entries: tuple[Entry, ...]
+    num_tokens: int
+    num_trained: int
+    squares: int  # sum of squared lengths
+
+    def cost(self, attention_share: float) -> float:
+        """Sum of `sequence_cost` over its sequences."""
+        return self.num_tokens + attention_share * self.squares
+
+
+def make_bin(entries: Iterable[Entry]) -> Bin:
+    """A bin of these trajectories."""
+    members = tuple(entries)
+    lengths = [entry.num_tokens for entry in members]
+    trained = sum([entry.num_trained for entry in members])
+    return Bin(members, sum(lengths), trained, sum([length * length for length in lengths]))
+
+
+def fit(entries: Sequence[Entry], *, max_tokens: int) -> list[Bin]:
+    """All of them in bins. Raises ValueError for a sequence that is longer than `max_tokens`."""
+    packed = best_fit([entry.num_tokens for entry in entries], max_tokens)
+    return [make_bin([entries[i] for i in members]) for members in packed]
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices in bins of at most `capacity` tokens: longest first, each to the fullest bin that has room.
+
+    O(n log n) comparisons. Raises ValueError for a sequence that is longer than `capacity`.
+    """
+    if max(lengths, default=0) > capacity:
+        raise ValueError(f"sequence of {max(lengths)} tokens exceeds packer.max_tokens={capacity}; raise it")
+    bins: list[list[int]] = []
+    stride = len(lengths) + 1
+    rooms: list[int] = []  # ascending; room * stride + bin, one integer so that comparisons are cheap
+    for item in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        taken = lengths[item] * stride
+        place = bisect_left(rooms, taken)
+        if place == len(rooms):
+            insort(rooms, capacity * stride + len(bins) - taken)
+            bins.append([item])
+        else:
+            room = rooms.pop(place)
+            insort(rooms, room - taken)
+            bins[room % stride].append(item)
+    return bins
+
+
+def deal(bins: Sequence[Bin], *, ranks: int, capacity: int, attention_share: float) -> list[list[Bin]]:
+    """[n][ranks] bins: those of one index are alike in cost, and the cheapest index is levelled over the ranks.
+
+    With a number of bins that `ranks` does not divide, that index would have empty ones: what its bins hold is
+    spread anew, so that all ranks share the slack.
+    """
+    if not bins:
+        return []
+    ordered = sorted(bins, key=lambda item: item.cost(attention_share), reverse=True)
+    whole = (len(ordered) - 1) // ranks * ranks
+    entries = [entry for item in ordered[whole:] for entry in item.entries]
+    lengths = [entry.num_tokens for entry in entries]
+    levelled = level(lengths, ranks, capacity=capacity, attention_share=attention_share)
+    if levelled is None:
+        last = ordered[whole:] + [make_bin(())] * (whole + ranks - len(ordered))
+    else:
+        last = [make_bin(entries[i] for i in members) for members in levelled]
+    return [*(ordered[start : start + ranks] for start in range(0, whole, ranks)), last]
+
+
+def level(lengths: Sequence[int], bins: int, *, capacity: int, attention_share: float) -> list[list[int]] | None:
+    """Indices in `bins` lists of nearly equal cost: longest first, each to the cheapest; None if one overflows."""
+    heap = [(0.0, index) for index in range(bins)]
+    out: list[list[int]] = [[] for _ in range(bins)]
+    rooms = [capacity] * bins
+    for item in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        cost, index = heap[0]
+        rooms[index] -= lengths[item]
+        if rooms[index] < 0:
+            return None
+        out[index].append(item)
+        heapq.heapreplace(heap, (cost + sequence_cost(lengths[item], attention_share=attention_share), index))
+    return out

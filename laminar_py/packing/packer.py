@@ -1,0 +1,258 @@
+"""Finished trajectories to varlen microbatches. Pure.
+
+The controller decides which trajectories share a microbatch (`assign`); the arrays are written by the rank that
+trains on them, one microbatch at a time (`MicroBatches`), since on the way they would be three times the bytes.
+Invariants: no microbatch exceeds `max_tokens`; all ranks get equally many; every trained token stands in exactly
+one; loss weights of all microbatches together sum to 1 (less where staleness reweights).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, overload
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.config.algorithm import Aggregation
+from laminar_py.packing.balance import Bin, deal, fit, make_entry
+from laminar_py.records.batch import MicroBatch
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.recordings import SamplingMask
+from laminar_py.records.trajectory import Trajectory
+
+STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
+
+Bundle: TypeAlias = list[Trajectory]  # of one microbatch; without any it is a microbatch that teaches nothing
+
+
+class StepTerms(msgspec.Struct, frozen=True):
+    """What each trained token of a step counts, e.g. `StepTerms(Aggregation.TOKEN_MEAN, 256, 81_920, version=7)`.
+
+    With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories: `sequence_mean`
+    `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
+    """
+
+    aggregation: Aggregation
+    num_trajectories: int
+    num_trained: int  # tokens of all of them
+    version: int = 0  # the learner's
+    constant: int = 1
+    advantage_mean: float = 0.0  # taken off all advantages
+    advantage_scale: float = 1.0  # and then their factor
+    teaches: bool = False  # token rewards are a teacher's log-probabilities
+    groups: list[str] | None = None  # of the step, where the algorithm compares their members
+    refers: bool = False  # trajectories have log-probabilities of the reference model
+
+    def of(self, trajectory: Trajectory) -> FloatArray:
+        """[L] loss weight of each response token, 0 where its loss mask is False."""
+        return trajectory.loss_mask * np.float32(trajectory.weight / self._denominator(trajectory))
+
+    def _denominator(self, trajectory: Trajectory) -> int:
+        if self.aggregation is Aggregation.TOKEN_MEAN:
+            return max(1, self.num_trained)
+        if self.aggregation is Aggregation.CONSTANT:
+            return self.constant * self.num_trajectories
+        return max(1, int(np.count_nonzero(trajectory.loss_mask))) * self.num_trajectories
+
+    def advantages(self, trajectory: Trajectory) -> float | FloatArray:
+        """Of each response token, or of all alike."""
+        advantage = (trajectory.advantage - self.advantage_mean) * self.advantage_scale
+        rewards = trajectory.token_rewards
+        if rewards is None or self.teaches:
+            return advantage
+        earlier = np.cumsum(rewards, dtype=np.float64) - rewards
+        scale = trajectory.advantage_scale * self.advantage_scale
+        return (advantage - scale * earlier).astype(np.float32)
+
+    def places(self, bundle: Bundle) -> IntArray:
+        """[S] of the groups that these trajectories are of."""
+        assert self.groups is not None, "the algorithm compares no groups"
+        place = {group: index for index, group in enumerate(self.groups)}
+        return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
+
+    def staleness(self, trajectory: Trajectory) -> IntArray:
+        """[L] versions between the learner and the weights, or the older KV cache, that made each token."""
+        out = np.empty(len(trajectory.response_ids), np.int32)
+        for span in trajectory.spans:
+            made_by = span.version if span.kv_version is None else min(span.version, span.kv_version)
+            out[span.start : span.end] = self.version - made_by
+        return out
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """A step: for each rank its bundles, equally many, and what their tokens count."""
+
+    bundles: list[list[Bundle]]  # [ranks][n]
+    terms: StepTerms
+
+    def microbatches(self, rank: int) -> "MicroBatches":
+        """Those of a rank."""
+        return MicroBatches(self.bundles[rank], self.terms)
+
+
+class MicroBatches(Sequence[MicroBatch]):
+    """The microbatches of a rank; each is written when it is asked for and kept by nobody."""
+
+    def __init__(self, bundles: Sequence[Bundle], terms: StepTerms) -> None:
+        self._bundles = bundles
+        self._terms = terms
+
+    def __len__(self) -> int:
+        return len(self._bundles)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> "MicroBatches": ...
+    def __getitem__(self, index: int | slice) -> "MicroBatch | MicroBatches":
+        if isinstance(index, slice):
+            return MicroBatches(self._bundles[index], self._terms)
+        return microbatch(self._bundles[index], self._terms)
+
+
+def pack(
+    trajectories: Sequence[Trajectory],
+    *,
+    max_tokens: int,
+    ranks: int,
+    aggregation: Aggregation,
+    attention_share: float,
+) -> Packed:
+    """A step of trajectories that are all there. Raises ValueError for one above `max_tokens`."""
+    bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens)
+    terms = step_terms(bins, aggregation=aggregation)
+    return assign(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
+
+
+def step_terms(
+    bins: Sequence[Bin],
+    *,
+    aggregation: Aggregation,
+    version: int = 0,
+    constant: int = 1,
+    normalises: bool = False,
+    teaches: bool = False,
+    compares: bool = False,
+    refers: bool = False,
+) -> StepTerms:
+    """Terms of the step that these bins are.
+
+    `normalises` advantages by their mean and deviation in the step, `compares` keeps rewards by group, `refers` to
+    what trajectories have of the reference model.
+    """
+    trajectories = [entry.trajectory for item in bins for entry in item.entries]
+    advantages = [trajectory.advantage for trajectory in trajectories]
+    return StepTerms(
+        aggregation,
+        len(advantages),
+        sum([item.num_trained for item in bins]),
+        version,
+        constant,
+        float(np.mean(advantages)) if normalises else 0.0,
+        1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
+        teaches,
+        sorted({trajectory.group_id for trajectory in trajectories}) if compares else None,
+        refers,
+    )
+
+
+def assign(
+    bins: Sequence[Bin],
+    terms: StepTerms,
+    *,
+    max_tokens: int,
+    ranks: int,
+    attention_share: float,
+    stand_ins: Mapping[str, Trajectory] | None = None,
+) -> Packed:
+    """Bins to ranks, the most costly first, balanced by FLOPs; at least one bundle each.
+
+    `stand_ins` take the places of trajectories of the same id. Where there is too little for all ranks some
+    bundles are empty, since every rank takes part in every collective.
+    """
+    indices = deal(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
+    bundles = [[[entry.trajectory for entry in index[rank].entries] for index in indices] for rank in range(ranks)]
+    if stand_ins:
+        bundles = [[[stand_ins.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
+    return Packed([mine or [[]] for mine in bundles], terms)
+
+
+def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
+    """Its arrays."""
+    if not bundle:
+        return _nothing(terms)
+    lengths = [trajectory.num_tokens for trajectory in bundle]
+    cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
+    total = int(cu_seqlens[-1])
+    ids, labels = np.empty(total, np.int32), np.zeros(total, np.int32)
+    positions, staleness = np.empty(total, np.int32), np.zeros(total, np.int32)
+    loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
+    counts = np.zeros(total, np.int32)
+    for trajectory, start, length in zip(bundle, cu_seqlens.tolist(), lengths, strict=False):
+        end, first = start + length, start + len(trajectory.prompt_ids)
+        ids[start:first] = trajectory.prompt_ids
+        ids[first:end] = trajectory.response_ids
+        positions[start:end] = np.arange(length)
+        labels[start : end - 1] = ids[start + 1 : end]
+        predicting = slice(first - 1, end - 1)  # where the response tokens are predicted
+        loss_weights[predicting] = terms.of(trajectory)
+        logprobs[predicting] = trajectory.logprobs
+        advantages[predicting] = terms.advantages(trajectory)
+        staleness[predicting] = terms.staleness(trajectory)
+        if trajectory.sampling_mask is not None:
+            counts[predicting] = trajectory.sampling_mask.counts
+    masks = [item.sampling_mask.ids for item in bundle if item.sampling_mask is not None]
+    support = SamplingMask(counts, np.concatenate(masks)) if masks else None
+    return MicroBatch(
+        ids,
+        cu_seqlens,
+        positions,
+        labels,
+        loss_weights,
+        logprobs,
+        advantages,
+        staleness,
+        _column(bundle, [item.token_rewards for item in bundle]) if terms.teaches else None,
+        support,
+        rewards=None if terms.groups is None else np.array([item.reward or 0.0 for item in bundle], np.float32),
+        groups=None if terms.groups is None else terms.places(bundle),
+        experts=_experts(bundle, cu_seqlens),
+        reference_logprobs=_column(bundle, [item.reference_logprobs for item in bundle]) if terms.refers else None,
+    )
+
+
+def _column(bundle: Bundle, logprobs: Sequence[FloatArray | None]) -> FloatArray:
+    """[T] log-probabilities by another model, [L] of each response, where its tokens are predicted."""
+    out = np.zeros(sum(trajectory.num_tokens for trajectory in bundle), np.float32)
+    end = 0
+    for trajectory, own in zip(bundle, logprobs, strict=True):
+        assert own is not None, f"{trajectory.id} has no log-probabilities of the other model"
+        end += trajectory.num_tokens
+        out[end - 1 - len(own) : end - 1] = own
+    return out
+
+
+def _experts(bundle: Bundle, cu_seqlens: IntArray) -> npt.NDArray[np.int16] | None:
+    """[T, layers, k] of all sequences; -1 where none are recorded, as of a last token, which is never an input."""
+    recorded = [trajectory.routed_experts for trajectory in bundle]
+    shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    out = np.full((int(cu_seqlens[-1]), *shape), -1, np.int16)
+    for experts, start in zip(recorded, cu_seqlens.tolist(), strict=False):
+        if experts is not None:
+            out[start + experts.start : start + experts.start + experts.positions] = experts.table
+    return out
+
+
+def _nothing(terms: StepTerms) -> MicroBatch:
+    """One token that teaches nothing."""
+    zero = np.zeros(1, np.int32)
+    nothing = np.zeros(1, np.float32)
+    empty = MicroBatch(zero, np.array([0, 1], np.int32), zero, zero, nothing, nothing, nothing, zero)
+    if terms.refers:
+        empty = msgspec.structs.replace(empty, reference_logprobs=nothing)
+    if terms.groups is None:
+        return empty
+    return msgspec.structs.replace(empty, rewards=nothing, groups=zero)

@@ -1,0 +1,154 @@
+"""What this machine can run, and where the parts of a config would go; what is missing comes with a remedy."""
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import psutil
+
+from laminar_py.cluster.placement import Needs, Node, Placement, Plan
+from laminar_py.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.opening import check_engine
+from laminar_py.preflight.survey import faults
+
+FILES_WANTED = 4096
+SHM_WANTED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `laminar doctor`."""
+
+    subject: str
+    state: str
+    good: bool
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a config fits a cluster."""
+
+    nodes: list[Node]  # as Ray sees them
+    rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
+    warnings: list[str]  # it runs, though not as well as it could
+    faults: list[str]  # it does not run before these are mended
+
+
+def fit(config: RunConfig) -> Fit:
+    """Place a config's parts on the cluster that it names. Raises ConfigError if they have no place there."""
+    with open_cluster(config.cluster.address):
+        needs = Needs.of(config)
+        placement = Placement(needs, nodes)
+        found = asyncio.run(faults(config, placement))
+        try:
+            if config.rollout.engine.urls:
+                check_engine(config)
+        except ConfigError as error:
+            found.append(str(error))
+        seen = nodes()
+        rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(placement.plan)]
+    return Fit(seen, rows, _warnings(needs, seen), found)
+
+
+def _rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
+    places = {
+        "learner": [(place.node, place.gpus) for place in plan.learner],
+        "reference": [(place.node, place.gpus) for place in (plan.reference,) if place is not None],
+        "replica": [(place.node, place.gpus) for place in plan.replicas if place is not None],
+        "relay": [(node, 0) for node in plan.relays],
+    }
+    rows = []
+    for kind, parts in places.items():
+        for (node, gpus), group in groupby(enumerate(parts), key=lambda part: part[1]):
+            indices = [index for index, _ in group]
+            names = f"{kind}-{indices[0]}" + (f" to {indices[-1]}" if len(indices) > 1 else "")
+            assert node is not None, "a first plan has no gaps"
+            rows.append((names, node, f"{gpus} each" if gpus and len(indices) > 1 else str(gpus or "-")))
+    return rows
+
+
+def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
+    learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
+    idle = sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus
+    lines = []
+    if learner > rollout > 0:
+        lines.append(
+            f"the learner has {learner} GPUs and rollout {rollout}; generation is mostly what takes longer"
+        )
+    if needs.hosts and needs.rank_gpus:
+        lines.append(
+            "Ray does not know which GPUs the servers in rollout.engine.urls hold; leave them out of `ray start"
+            " --num-gpus`, or the learner may be given one"
+        )
+    if needs.hosts and not needs.rank_gpus and idle > 0:
+        lines.append("the learner runs on CPUs; cluster.learner_device=cuda gives it GPUs")
+    elif learner + rollout and idle > 0:
+        lines.append(f"{idle} GPUs stay idle; raise rollout.replicas to use them")
+    return lines
+
+
+def examine() -> list[Finding]:
+    """All findings, the plain ones first."""
+    return [_machine(), _shared_memory(), _files(), _torch(), _gpu(), *_optional()]
+
+
+def _machine() -> Finding:
+    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
+    good = cores >= 2 and memory >= 6 << 30
+    remedy = "" if good else "the quickstart wants two cores and 6 GiB"
+    return Finding("machine", f"{cores} cores, {memory / 2**30:.0f} GiB", good, remedy)
+
+
+def _shared_memory() -> Finding:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("shared memory", "no /dev/shm", False, "mount a tmpfs and name it in relay.shm")
+    free = shutil.disk_usage(path).free
+    remedy = "" if free >= SHM_WANTED else "enlarge it (docker run --shm-size=8g), or name another in relay.shm"
+    return Finding("shared memory", f"{free / 2**30:.1f} GiB free in {path}", free >= SHM_WANTED, remedy)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "" if soft >= FILES_WANTED else f"ulimit -n {min(hard, 65536)}"
+    return Finding("open files", f"{soft} allowed", soft >= FILES_WANTED, remedy)
+
+
+def _torch() -> Finding:
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    return Finding("torch", f"{torch.__version__} (OMP_NUM_THREADS {threads}; every part uses one thread)", True)
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("GPU", "none", True, "not needed for the quickstart; the embedded engine runs on CPU")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Finding("GPU", f"{names}; CUDA {torch.version.cuda}", True)
+
+
+def _optional() -> list[Finding]:
+    wanted = {
+        "flash_attn": "pip install flash-attn --no-build-isolation (CUDA only)",
+        "sglang": "pip install sglang in an environment of its own (rollout on clusters)",
+    }
+    findings = []
+    for module, remedy in wanted.items():
+        present = importlib.util.find_spec(module) is not None
+        state = importlib.metadata.version(module.replace("_", "-")) if present else "not installed"
+        findings.append(Finding(module, state, present, "" if present else remedy))
+    return findings

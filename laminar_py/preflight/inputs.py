@@ -1,0 +1,214 @@
+"""Everything that can be wrong is found before a process is started. Called by the command line.
+
+Raises ConfigError with one line that names field, value and remedy; returns what was read on the way.
+"""
+
+import importlib.util
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.cluster.placement import learner_device
+from laminar_py.config.cluster import Device
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.data.demonstrations import read_demonstrations
+from laminar_py.data.jsonl import Source
+from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
+from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.engines.opening import check_engine
+from laminar_py.records.trajectory import Prompt
+from laminar_py.relay.planning.cost import versions_at_peak
+from laminar_py.reward.registry import load_reward
+from laminar_py.telemetry.trackers import check_trackers
+
+PREPARE_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads: tokenizer, the stream of prompts, and the held-out ones."""
+
+    tokenizer: Tokenizer
+    stream: PromptStream
+    heldout: list[Prompt]
+
+
+def check(config: RunConfig) -> Inputs:
+    """Prepare the run's files if it has a script for that, then check files, reward, ports and memory."""
+    check_trackers(config.tracking.kinds)
+    _prepare(config)
+    _check_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    _check_vocabulary(config, tokenizer)
+    limit = config.rollout.max_len - config.rollout.sampling.max_new_tokens
+    train_source = Source(config.data.train, "data.train")
+    train = read_prompts(train_source, tokenizer=tokenizer, max_prompt_tokens=limit)
+    heldout: list[Prompt] = []
+    if config.data.heldout is not None:
+        source = Source(config.data.heldout, "data.heldout")
+        read = read_prompts(source, tokenizer=tokenizer, max_prompt_tokens=limit)
+        check_disjoint(read, train, sources=(source, train_source))
+        # both files may use the same ids; in the ledger each prompt has one of its own
+        heldout = [msgspec.structs.replace(prompt, id=f"heldout/{prompt.id}") for prompt in read]
+    if config.warm_start is not None:
+        source = Source(config.warm_start.data, "warm_start.data")
+        read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
+    check_adapters(config)
+    _check_learner(config)
+    load_reward(config.reward.function, pattern=config.reward.pattern)
+    check_engine(config)
+    if config.cluster.address is None:  # else `runtime.survey` looks at the nodes themselves
+        _check_shared_memory(config)
+        _check_ports(config)
+    return Inputs(tokenizer, PromptStream(train, seed=config.seed), heldout)
+
+
+def _prepare(config: RunConfig) -> None:
+    script = config.data.prepare
+    if script is None:
+        return
+    if not script.is_file():
+        raise ConfigError(f"data.prepare={script}: no such file; name a Python script or leave the field out")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=PREPARE_S, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); mend the script")
+
+
+def _check_model(config: RunConfig) -> None:
+    reference = config.algorithm.reference if config.algorithm.refers else None
+    if reference is not None and not list(reference.glob("*.safetensors")):
+        raise ConfigError(f"algorithm.reference={reference}: no *.safetensors in it; name a folder with a model")
+    path = config.model.path
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: no config.json in it; name a Hugging Face model folder")
+    if not config.model.from_scratch and not list(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path={path}: no *.safetensors in it; name a folder with weights or set model.from_scratch=true"
+        )
+
+
+def _check_learner(config: RunConfig) -> None:
+    """What a setting needs of the learner's devices and layers."""
+    learner, device = config.learner, learner_device(config)
+    if learner.offload and device is not Device.CUDA:
+        raise ConfigError(
+            f"learner.offload=true: the learner is on {device}, whose memory is the host's; set it to false"
+        )
+    if learner.compile and read_sizes(config.model.path).num_experts_per_tok is not None:
+        raise ConfigError(
+            "learner.compile=true: layers with experts are not compiled, since each step has other shapes and may"
+            " force other experts; set it to false"
+        )
+
+
+def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Every id that the tokenizer makes has a row in the embeddings, which are often padded to more."""
+    path = config.model.path
+    rows = json.loads((path / "config.json").read_text()).get("vocab_size")
+    if isinstance(rows, int) and tokenizer.num_ids > rows:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer has {tokenizer.num_ids} ids and its model a vocab_size of {rows};"
+            " name a folder whose tokenizer.json belongs to its config.json"
+        )
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Whether the model can have them, if they are asked for. Raises ConfigError."""
+    if config.learner.lora is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("learner.lora: needs peft; install laminar-py[lora], or leave learner.lora out")
+    if read_sizes(config.model.path).num_experts_per_tok is not None:
+        raise ConfigError(
+            f"learner.lora: the model in model.path={config.model.path} has experts, which are not adapted; leave"
+            " learner.lora out"
+        )
+
+
+def weights_bytes(model: Path) -> int:
+    """Size of all weights: that of the safetensors, or an estimate from config.json without them."""
+    files = list(model.glob("*.safetensors"))
+    if files:
+        return sum(file.stat().st_size for file in files)
+    sizes = json.loads((model / "config.json").read_text())
+    hidden, layers = sizes.get("hidden_size", 0), sizes.get("num_hidden_layers", 0)
+    per_layer = 4 * hidden * hidden + 3 * hidden * sizes.get("intermediate_size", 0)
+    return 4 * int(layers * per_layer + 2 * sizes.get("vocab_size", 0) * hidden)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Size of a published version: of all weights, or of adapters, which is at most this."""
+    lora = config.learner.lora
+    if lora is None:
+        return weights_bytes(config.model.path)
+    sizes = read_sizes(config.model.path)
+    hidden, layers, inner = sizes.hidden_size or 0, sizes.num_hidden_layers or 0, sizes.intermediate_size or 0
+    return 4 * lora.rank * layers * len(lora.targets) * (hidden + max(hidden, inner))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """Those parts of a run that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
+
+    num_relays: int
+    num_replicas: int
+    has_root: bool
+
+
+def _check_shared_memory(config: RunConfig) -> None:
+    relay = config.relay
+    if not relay.shm.is_dir():
+        raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
+    free = shutil.disk_usage(relay.shm).free
+    share = MemoryShare(relay.nodes, config.rollout.replicas, has_root=True)
+    fault = memory_fault(config, share, free=free)
+    if fault is not None:
+        raise ConfigError(fault)
+
+
+def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str = "") -> str | None:
+    """One line if a host with `free` bytes of shared memory has no room for the versions of its relays.
+
+    `where` names it, e.g. " on node 10.0.0.4". This machine must see the model.
+    """
+    relay = config.relay
+    held = config.num_evaluations if config.eval.deferred and share.has_root else 0
+    versions = versions_at_peak(
+        keep_versions=relay.keep_versions, num_replicas=share.num_replicas + held, num_nodes=share.num_relays
+    )
+    needed = versions * version_bytes(config)
+    if needed <= free:
+        return None
+    holders = f"{share.num_replicas} held by replicas" + (f", {held} by deferred evaluations" if held else "")
+    return (
+        f"relay.shm={relay.shm}: {free / 2**30:.2f} GiB free{where}, {needed / 2**30:.2f} needed for {versions}"
+        f" versions (at each of {share.num_relays} relays relay.keep_versions={relay.keep_versions}, 1 arriving"
+        f" and 1 that deltas build on or a slow child fetches; {holders}); enlarge it, or lower one of these"
+    )
+
+
+def _check_ports(config: RunConfig) -> None:
+    relay = config.relay
+    if relay.base_port is None:
+        return
+    for port in range(relay.base_port, relay.base_port + relay.nodes):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((relay.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"relay.base_port={relay.base_port}: cannot listen on {relay.host}:{port}"
+                    f" ({error.strerror}); choose another port or leave the field out"
+                ) from None

@@ -1,0 +1,46 @@
+"""The microbatch: what packer and learner share.
+
+T is the number of packed tokens, S of its sequences.
+"""
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.recordings import SamplingMask
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """S sequences packed without padding into T tokens.
+
+    Two sequences of 3 and 2 tokens: `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. `labels[t]` is the
+    token after `input_ids[t]` in the same sequence (0 at a sequence's end); the per-token arrays stand at
+    the position that predicts the token, and `loss_weights` is 0 where nothing is learned.
+    """
+
+    input_ids: IntArray  # [T]
+    cu_seqlens: IntArray  # [S + 1]
+    position_ids: IntArray  # [T]
+    labels: IntArray  # [T]
+    loss_weights: FloatArray  # [T] sums to 1 over the step, all ranks together (less where staleness reweights)
+    behaviour_logprobs: FloatArray  # [T]
+    advantages: FloatArray  # [T]
+    staleness: IntArray  # [T] versions between the learner and what made the token
+    teacher_logprobs: FloatArray | None = None  # [T] of another model, for distillation
+    support: SamplingMask | None = None  # of T tokens; none of a token: it is the whole vocabulary
+    rewards: FloatArray | None = None  # [S], as the next, where the algorithm asks for them
+    groups: IntArray | None = None  # place of each sequence's group in the step
+    experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not
+    reference_logprobs: FloatArray | None = None  # [T] of the reference model
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """[S] tokens of each sequence."""
+        lengths: list[int] = np.diff(self.cu_seqlens).tolist()
+        return lengths

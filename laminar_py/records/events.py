@@ -1,0 +1,355 @@
+"""What happened: the only input of the ledger. Every record here is one row of the event log.
+
+Events name trajectories, versions and parts by id and carry no payload; tokens go to the ledger's segments.
+"""
+
+import msgspec
+
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=lambda name: name.lower()):
+    """Base of all events; the tag is the class name in lower case."""
+
+
+class RunStarted(Event, frozen=True):
+    """An incarnation of the controller began; `resumed_step` is the checkpoint it goes on from."""
+
+    incarnation: int
+    host: str
+    pid: int
+    schema: int
+    config_digest: str
+    drain: bool  # one version per trajectory is promised
+    max_staleness: int | None  # bound that is enforced at consumption, None if there is none
+    resumed_step: int | None = None
+
+
+class RunEnded(Event, frozen=True):
+    """The incarnation ended by itself: `finished` or `interrupted`."""
+
+    incarnation: int
+    reason: str
+
+
+class Issued(Event, frozen=True):
+    """A trajectory exists from here on. `prompt_index` is its prompt's place in the stream."""
+
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    prompt_index: int
+    sample_index: int
+    kind: Kind
+
+
+class Assigned(Event, frozen=True):
+    """A replica owns it now, under `epoch`; `length` response tokens went along."""
+
+    trajectory_id: str
+    replica: int
+    epoch: int
+    length: int
+
+
+class Interrupted(Event, frozen=True):
+    """It stopped with `length` tokens kept: `new_weights`, `replica_died`, `controller_died`, `stopped`."""
+
+    trajectory_id: str
+    epoch: int
+    length: int
+    reason: str
+
+
+class Finished(Event, frozen=True):
+    """The engine ended it. `digest` is `store.digests.response_digest` of its tokens."""
+
+    trajectory_id: str
+    epoch: int
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]
+    length: int
+    digest: str
+    queue_s: float
+    generate_s: float
+
+
+class StreamCut(Event, frozen=True):
+    """Its stream on `replica` broke off at `length` tokens, before the engine's last word.
+
+    The place of a change of version under it is what the stream had said, and the experts that its tokens were
+    routed to are unknown until it goes on.
+    """
+
+    trajectory_id: str
+    replica: int
+    length: int
+
+
+class Restamped(Event, frozen=True):
+    """The engine's last word put a change of version at another token than its stream had.
+
+    `spans` cover the whole response so far, and hold.
+    """
+
+    trajectory_id: str
+    spans: tuple[Span, ...]
+
+
+class Cut(Event, frozen=True):
+    """A cap ended it early: `tokens` or `seconds`, and the cap's value."""
+
+    trajectory_id: str
+    cap: str
+    value: float
+
+
+class Scored(Event, frozen=True):
+    """Its reward is known."""
+
+    trajectory_id: str
+    reward: float
+    elapsed_s: float
+
+
+class Ready(Event, frozen=True):
+    """Its group is complete and it may be trained on."""
+
+    trajectory_id: str
+    advantage: float
+    advantage_scale: float = 1.0  # what a unit of reward is in it
+
+
+class Consumed(Event, frozen=True):
+    """Learner step `step`, at learner version `version`, trained on it."""
+
+    trajectory_id: str
+    step: int
+    version: int
+    staleness: int
+    weight: float
+
+
+class Undone(Event, frozen=True):
+    """The step that consumed it lies after the checkpoint the run went back to; it is READY again."""
+
+    trajectory_id: str
+    step: int
+
+
+class Dropped(Event, frozen=True):
+    """It will never be trained on, and why."""
+
+    trajectory_id: str
+    reason: DropReason
+    detail: str = ""
+
+
+class Probed(Event, frozen=True):
+    """One that a deadline dropped was generated to its end all the same, to learn what dropping costs.
+
+    `length` counts all its tokens, of which those after the drop are not kept; `reward` is None where its scoring
+    failed; `generate_s` counts all replicas that had it.
+    """
+
+    trajectory_id: str
+    length: int
+    finish_reason: FinishReason
+    reward: float | None
+    generate_s: float
+
+
+class VersionPublished(Event, frozen=True):
+    """The learner published `version` after `step`; `parent` is the version its weights came from."""
+
+    version: int
+    step: int
+    incarnation: int
+    parent: int | None
+    digest: str
+    num_bytes: int
+    stall_s: float
+
+
+class VersionLoaded(Event, frozen=True):
+    """A replica serves `version` from here on; `checksum` is of the engine's tensors, where they were verified."""
+
+    replica: int
+    version: int
+    digest: str
+    elapsed_s: float
+    checksum: str | None = None
+
+
+class Repacked(Event, frozen=True):
+    """A round of repacking among the replicas of `version`, from its plan until all that moved was handed over.
+
+    `prefill` is the most tokens that one destination has to compute anew for those that had begun.
+    """
+
+    version: int
+    num_running: int  # trajectories that moved with what they had
+    num_waiting: int  # and those that had not begun
+    sources: tuple[int, ...]
+    prefill: int
+    elapsed_s: float
+
+
+class Relayed(Event, frozen=True):
+    """A relay holds a verified version, for which `wire_bytes` came; seconds count from its first request for it.
+
+    The root holds what the learner wrote: nothing came, and all is 0.
+    """
+
+    node: str
+    version: int
+    digest: str
+    num_bytes: int
+    base: int | None  # version that it came as a delta against; None where it came in full
+    wire_bytes: int
+    first_byte_s: float
+    elapsed_s: float
+    parent: str = ""  # the node that it came from, last if from several; none at the root
+
+
+class Pulled(Event, frozen=True):
+    """A subscriber, e.g. `replica-1`, has got a version from the relay of its host, `waited_s` after it asked."""
+
+    node: str
+    subscriber: str
+    version: int
+    waited_s: float
+
+
+class RelayGaveUp(Event, frozen=True):
+    """A relay could not hold a version."""
+
+    node: str
+    version: int
+    reason: str
+
+
+class Reattached(Event, frozen=True):
+    """A relay left the parent at endpoint `old` for the one at `new`; the same, if it has no other."""
+
+    node: str
+    old: str
+    new: str
+
+
+class Stepped(Event, frozen=True):
+    """A learner step, committed together with the consumption of its trajectories."""
+
+    step: int
+    incarnation: int
+    num_trajectories: int
+    num_tokens: int
+    loss: float
+    grad_norm: float
+    reward: float
+    elapsed_s: float
+    waited_s: float = 0.0  # before it, for a batch
+    reference_s: float = 0.0  # of the reference model: in the learner, or as a stage since the last step
+
+
+class StepSkipped(Event, frozen=True):
+    """The gradient was not finite in so many updates of `step`, which changed nothing.
+
+    Its trajectories are consumed as those of any step.
+    """
+
+    step: int
+    incarnation: int
+    num_updates: int
+    trajectory_ids: tuple[str, ...]
+
+
+class Checkpointed(Event, frozen=True):
+    """Step `step` is on disk at `path`, relative to the run folder; later steps may have come before this."""
+
+    step: int
+    version: int
+    path: str
+    stall_s: float  # until the learner could go on
+    elapsed_s: float  # until all was on disk
+
+
+class RolledBack(Event, frozen=True):
+    """The learner went back to the checkpoint of `step`; later steps count for nothing."""
+
+    step: int
+    reason: str
+
+
+class Archived(Event, frozen=True):
+    """Responses of so many trajectories stand in a file of Parquet, `path` in the run folder, for good."""
+
+    path: str
+    num_trajectories: int
+    num_bytes: int
+    digest: str
+
+
+class SealBroken(Event, frozen=True):
+    """A sealed run goes on; `digest` is of the seal that no longer holds."""
+
+    digest: str
+
+
+class PartStarted(Event, frozen=True):
+    """A supervised part runs, e.g. `PartStarted("replica-1", 4711)`."""
+
+    part: str
+    pid: int
+
+
+class PartDied(Event, frozen=True):
+    """A supervised part was found dead or hanging."""
+
+    part: str
+    reason: str
+
+
+class Evaluated(Event, frozen=True):
+    """Held-out accuracy of `version`, `rl_s` seconds into the RL phase."""
+
+    version: int
+    step: int
+    num_prompts: int
+    accuracy: float
+    rl_s: float
+
+
+AnyEvent = (
+    RunStarted
+    | RunEnded
+    | Issued
+    | Assigned
+    | Interrupted
+    | Finished
+    | StreamCut
+    | Restamped
+    | Cut
+    | Scored
+    | Ready
+    | Consumed
+    | Undone
+    | Dropped
+    | Probed
+    | VersionPublished
+    | VersionLoaded
+    | Repacked
+    | Relayed
+    | Pulled
+    | RelayGaveUp
+    | Reattached
+    | Stepped
+    | StepSkipped
+    | Checkpointed
+    | RolledBack
+    | Archived
+    | SealBroken
+    | PartStarted
+    | PartDied
+    | Evaluated
+)

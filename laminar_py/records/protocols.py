@@ -1,0 +1,106 @@
+"""Protocols between the parts; each has at least two implementations (the simulator's and tests' count)."""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.scoring import Score, ScoringRequest
+
+
+class Clock(Protocol):
+    """Source of time, so that the simulator runs the same policies on a virtual one."""
+
+    def now(self) -> float:
+        """Monotonic seconds of this host; only differences mean anything."""
+        ...
+
+
+class EngineLostError(Exception):
+    """The engine is gone, hangs or answers nonsense; the message says which, in one line."""
+
+
+class InferenceEngine(Protocol):
+    """One continuous-batching engine. `tests/engines/engine_conformance.py` is its definition.
+
+    Every method raises `EngineLostError` once the engine is of no use any more.
+    """
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """New tokens as they come; the last delta has a finish reason.
+
+        `ValueError` if it can never fit, or its rid is in flight.
+        """
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End that stream; everything generated so far is delivered with finish reason ABORT."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating, and do with running requests as `mode` says."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        """Serve the safetensors in `path` as `version`, from the next token on.
+
+        `RuntimeError` while requests run unpaused; `ValueError` if the files do not fit or the version goes back.
+        """
+        ...
+
+    async def checksum(self) -> str:
+        """A hash over the tensors that the engine serves; equal for equal weights and layout."""
+        ...
+
+    async def watch(self) -> None:
+        """Runs until cancelled; raises `EngineLostError` when the engine is lost."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Requests, KV cache and version: at this moment, or as last heard."""
+        ...
+
+
+class PulledVersion(msgspec.Struct, frozen=True):
+    """A complete version in this host's shared memory, verified against `digest`."""
+
+    version: int
+    path: str
+    digest: str
+
+
+class VersionLostError(Exception):
+    """The version asked for is on no relay any more."""
+
+
+class WeightSource(Protocol):
+    """Where a replica gets weights: its local relay (or a folder, in tests).
+
+    All three raise a `RuntimeError` that says why if the relay cannot hold a version.
+    """
+
+    async def latest(self) -> int:
+        """The newest complete version here; waits for the first."""
+        ...
+
+    async def wait_newer(self, version: int) -> int:
+        """The newest complete version, once it is above `version`."""
+        ...
+
+    async def pull(self, version: int | None = None) -> PulledVersion:
+        """That version (default the newest), held until the next pull. Raises `VersionLostError`."""
+        ...
+
+
+class Scorer(Protocol):
+    """Scores trajectories, in whatever process it likes."""
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """One score per request, in order; a failure is a score with its reason, not an exception."""
+        ...

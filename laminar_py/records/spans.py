@@ -1,0 +1,83 @@
+"""Arithmetic of spans, which say for every response token under which weights it was generated. Pure.
+
+Used wherever spans meet: a running stream, a trajectory's life, the ledger, the audit. Invariant: what these
+functions return is in order, none is empty, and no two neighbours that touch say the same.
+"""
+
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from laminar_py.records.trajectory import Span
+
+_decoder = msgspec.json.Decoder(tuple[Span, ...])
+_encoder = msgspec.json.Encoder()
+
+
+def add_span(spans: list[Span], span: Span) -> None:
+    """Append a span; it becomes one with the last if they touch and say the same."""
+    last = spans[-1] if spans else None
+    if (
+        last is not None
+        and last.version == span.version
+        and last.kv_version == span.kv_version
+        and last.end == span.start
+    ):
+        spans[-1] = Span(span.version, last.start, span.end, span.kv_version)
+    else:
+        spans.append(span)
+
+
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Neighbours that say the same as one, e.g. 7: [0, 3), 7: [3, 5) as 7: [0, 5)."""
+    merged: list[Span] = []
+    for span in spans:
+        add_span(merged, span)
+    return tuple(merged)
+
+
+def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tuple[Span, ...]:
+    """What spans say of tokens [start, end)."""
+    clipped = (Span(s.version, max(s.start, start), min(s.end, end), s.kv_version) for s in spans)
+    return merge_spans(span for span in clipped if span.start < span.end)
+
+
+def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:
+    """`by` in place of what `spans` say of the same tokens.
+
+    E.g. 7: [0, 5) by 8: [4, 9) makes 7: [0, 4), 8: [4, 9).
+    """
+    spans = tuple(spans)
+    if not by or not spans or spans[-1].end <= by[0].start:
+        return merge_spans((*spans, *by))
+    return merge_spans((*clip_spans(spans, 0, by[0].start), *by, *clip_spans(spans, by[-1].end)))
+
+
+def versions_of(spans: Iterable[Span]) -> set[int]:
+    """All weights that had a part in these tokens, those behind their KV cache included."""
+    return {v for span in spans for v in (span.version, span.kv_version) if v is not None}
+
+
+def shift_spans(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
+    """The same spans, `by` tokens further on."""
+    return tuple(Span(span.version, span.start + by, span.end + by, span.kv_version) for span in spans)
+
+
+def covers(spans: Iterable[Span], start: int, end: int) -> bool:
+    """Whether the spans lie end to end from `start` to `end`, none of them empty."""
+    for span in spans:
+        if span.start != start or span.end <= start:
+            return False
+        start = span.end
+    return start == end
+
+
+def encode_spans(spans: tuple[Span, ...]) -> str:
+    """JSON such as `[[7,0,41,null]]`."""
+    return _encoder.encode(spans).decode()
+
+
+def decode_spans(text: str) -> tuple[Span, ...]:
+    """The spans in such JSON; `msgspec.DecodeError` if it is none."""
+    return _decoder.decode(text)

@@ -1,0 +1,130 @@
+"""Trajectories and prompts as they cross parts and processes, and the states of a trajectory. No behaviour.
+
+L is the number of response tokens of one trajectory, P of its prompt. Token ids and log-probabilities come from
+the engine and are never recomputed from text.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from laminar_py.records.codec import BoolArray, FloatArray, IntArray
+from laminar_py.records.recordings import RoutedExperts, SamplingMask
+
+
+class Status(StrEnum):
+    """Where a trajectory is. Transitions are made by `control.lifecycle.Lifecycle` alone:
+
+    QUEUED -> RUNNING -> (INTERRUPTED -> RUNNING)* -> FINISHED -> SCORED -> READY -> CONSUMED,
+    CONSUMED -> READY when a rollback undoes a step, and DROPPED from any state but CONSUMED.
+    """
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    FINISHED = "finished"
+    SCORED = "scored"
+    READY = "ready"
+    CONSUMED = "consumed"
+    DROPPED = "dropped"
+
+
+class FinishReason(StrEnum):
+    """Why an engine ended a response: a stop id, the token cap, or a call of `abort`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Break(StrEnum):
+    """Why a stream stopped although its trajectory goes on."""
+
+    NEW_WEIGHTS = "new_weights"  # its replica interrupted it for new weights, and submits it again
+    CUT = "cut"  # the engine was lost before its last word
+
+
+class DropReason(StrEnum):
+    """Why a trajectory never reaches the learner (law 6: each drop is an event with one of these)."""
+
+    NO_SIGNAL = "no_signal"  # all rewards of its group are equal
+    STALE = "stale"  # staleness above the bound when it was to be consumed
+    TOO_LONG = "too_long"  # more tokens than a microbatch holds
+    REFUSED = "refused"  # the engine does not take its request
+    VERSION_LOST = "version_lost"  # no copy of its weights is left to continue under
+    GROUP_DEADLINE = "group_deadline"  # its group closed without it
+    GROUP_LOST = "group_lost"  # too few survivors in its group
+    REWARD_FAILED = "reward_failed"  # the reward function raised
+    REWARD_TIMEOUT = "reward_timeout"  # the reward function took too long
+    RUN_ENDED = "run_ended"  # an evaluation that was under way when the run ended
+
+
+class Kind(StrEnum):
+    """What a trajectory is for. Evaluations are accounted for apart and never train."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Response tokens [start, end) were generated under `version`, e.g. `Span(7, 0, 41)`.
+
+    `kv_version` is set where they attended to a KV cache that older weights had made: the oldest of those.
+    """
+
+    version: int
+    start: int
+    end: int
+    kv_version: int | None = None
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One problem, e.g. `Prompt("p17", 17, "2+2=", ids, "4")`. `index` is its place in the stream."""
+
+    id: str
+    index: int
+    text: str
+    ids: IntArray  # [P]
+    answer: str = ""
+    task: str = ""  # where a run mixes several: reports tell them apart
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One finished sample, e.g. 41 tokens under one version; masks and experts join it when it trains:
+
+    `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.
+    """
+
+    id: str
+    prompt_id: str
+    group_id: str
+    sample_index: int
+    kind: Kind
+    prompt_ids: IntArray  # [P]
+    response_ids: IntArray  # [L]
+    logprobs: FloatArray  # [L] of the behaviour policy, as sampled
+    loss_mask: BoolArray  # [L] False on tokens the environment wrote
+    spans: tuple[Span, ...]  # cover [0, L)
+    finish_reason: FinishReason
+    reward: float | None = None
+    token_rewards: FloatArray | None = None  # [L]
+    advantage: float = 0.0
+    advantage_scale: float = 1.0  # what a unit of reward is in it
+    weight: float = 1.0  # factor on its loss (staleness reweighting)
+    sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
+    routed_experts: RoutedExperts | None = None
+    reference_logprobs: FloatArray | None = None  # [L] of the reference model, where that is a stage
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def oldest_version(self) -> int:
+        """The lowest version in it; staleness counts from there."""
+        return min(span.version for span in self.spans)
+
+    def staleness(self, learner_version: int) -> int:
+        """Versions between the oldest weights in it and the learner's."""
+        return learner_version - self.oldest_version

@@ -1,0 +1,197 @@
+"""What `laminar relay plan` shows: the tree that a file of hosts and links gives, its times and its memory. Pure.
+
+Called by the command line, before there is any cluster. Invariant: a plan that is returned fits; one that does
+not is refused with the field, its value and the remedy.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from laminar_py.config.loading import load_settings
+from laminar_py.config.relay import TopologyKind
+from laminar_py.config.section import ConfigError, Count, Section, Share
+from laminar_py.relay.planning.cost import (
+    PAGE_BYTES,
+    Links,
+    Payload,
+    broadcast_s,
+    routes,
+    settle,
+    versions_at_peak,
+)
+from laminar_py.relay.planning.drawing import draw
+from laminar_py.relay.planning.topology import Shape, Topology, grow
+
+_GIB = 2**30
+_POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _parameters(value: object) -> object:
+    """7B is 7,000,000,000."""
+    if isinstance(value, str) and value[-1:].upper() in _POWERS:
+        try:
+            return round(float(value[:-1]) * _POWERS[value[-1].upper()])
+        except (ValueError, OverflowError):
+            raise ValueError("write a number and K, M, B or T, such as 7B") from None
+    return value
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class TreeSpec(Section):
+    """A fleet to plan for, e.g. `hosts: 8`, `parameters: 7B`, `link_gbit_per_s: 100`, `shm_gib: 256`."""
+
+    hosts: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Hosts, the root's included, all in one zone; or name `zones`."""
+    zones: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = Field(default={})
+    """Hosts of each zone (rack, site), the root's first, e.g. `{rack-1: 16, rack-2: 16}`."""
+    topology: TopologyKind = TopologyKind.AUTO
+    """Shape of the tree; `auto`: the one that takes least time for the full version."""
+    fanout: Count = 2
+    """Children of a node in a `kary` tree."""
+    link_gbit_per_s: Positive
+    """What a relay passes on to one other of its zone, as measured: the wire, or what a node's CPU can do."""
+    zone_gbit_per_s: Positive | None = None
+    """What all hosts of a zone together send to other zones; default: as much as one host."""
+    overhead_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 200.0
+    """Fixed time of one chunk on one hop, as measured."""
+    chunk_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=64 * 2**20, multiple_of=PAGE_BYTES)] | None = None
+    """Size of a chunk; default: the best by the cost model."""
+    parameters: Annotated[int, Field(ge=1), BeforeValidator(_parameters)]
+    """Size of the model, e.g. `7B`."""
+    bytes_per_parameter: Count = 2
+    """Bytes of one parameter in the engine's dtype, 2 in bf16."""
+    keep_versions: Count = 2
+    """Complete versions that a node keeps."""
+    replicas_per_host: Annotated[int, Field(ge=0)] = 1
+    """Replicas of a host, each of which may hold one older version while it drains."""
+    shm_gib: Positive
+    """Shared memory of each host that versions may take, GiB."""
+    delta_share: Share | None = 0.011
+    """Bytes of a delta over those of the full version; None: no delta."""
+    encode_gbyte_per_s: Positive = 1.5
+    """Bytes of the full version that the root turns into a delta in a second, with all its cores for that."""
+    apply_gbyte_per_s: Positive = 5.0
+    """Bytes of the full version that a node makes from a delta in a second, with all its cores for that."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hosts is not None and self.zones:
+            raise ValueError(
+                f"hosts={self.hosts}: the zones have {sum(self.zones.values())}; leave one of them out"
+            )
+        if self.hosts is None and not self.zones:
+            raise ValueError("hosts: missing; say how many, or name the hosts of each zone in zones")
+        if self.zone_gbit_per_s is not None and len(self.zones) < 2:
+            raise ValueError(
+                f"zone_gbit_per_s={self.zone_gbit_per_s:g}: there is only one zone; name others in zones, or leave"
+                " it out"
+            )
+        return self
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """[N] zone of each host, the empty label where there are none."""
+        zones = self.zones or {"": self.hosts or 1}
+        return tuple(zone for zone, count in zones.items() for _ in range(count))
+
+    @property
+    def links(self) -> Links:
+        """The network in bytes and seconds."""
+        bytes_per_s = self.link_gbit_per_s * 1e9 / 8
+        zone_bytes_per_s = math.inf if self.zone_gbit_per_s is None else self.zone_gbit_per_s * 1e9 / 8
+        return Links(bytes_per_s, self.overhead_us * 1e-6, zone_bytes_per_s)
+
+    @property
+    def full(self) -> Payload:
+        """A version as a whole."""
+        return Payload(self.parameters * self.bytes_per_parameter)
+
+    @property
+    def delta(self) -> Payload | None:
+        """A version against the one before."""
+        if self.delta_share is None:
+            return None
+        rates = (self.encode_gbyte_per_s * 1e9, self.apply_gbyte_per_s * 1e9)
+        return Payload(self.full.num_bytes, self.delta_share, *rates)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayPlan:
+    """What a `TreeSpec` gives, e.g. `make_relay_plan(read_spec(Path("configs/relay/rack.yaml"), []))`."""
+
+    spec: TreeSpec
+    zones: tuple[str, ...]  # [N] label of each host
+    shape: Shape
+    tree: Topology  # of N nodes
+    chunk_bytes: int
+    full_s: float  # until the last host has a full version
+    delta_s: float | None  # the same for a delta, encoded and applied
+    peak_bytes: int  # of shared memory on a host
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that no tree is below for a full version: once through the slowest link that it must take."""
+        links, num_bytes = self.spec.links, self.spec.full.num_bytes
+        slowest = (
+            links.bytes_per_s if len(set(self.zones)) == 1 else min(links.bytes_per_s, links.zone_bytes_per_s)
+        )
+        return num_bytes / slowest if len(self.zones) > 1 else 0.0
+
+
+def read_spec(path: Path, overrides: list[str]) -> TreeSpec:
+    """The spec in a YAML file with `key=value` overrides applied. Raises `ConfigError` with one line."""
+    return load_settings(TreeSpec, path, overrides, help_at="configs/relay")
+
+
+def make_relay_plan(spec: TreeSpec) -> RelayPlan:
+    """Settle shape and chunk size, and predict. Raises `ConfigError` where versions do not fit into memory."""
+    zones, links = spec.labels, spec.links
+    peak_bytes = _peak_bytes(spec)
+    choice = settle(spec.topology, fanout=spec.fanout, zones=zones, payload=spec.full, links=links)
+    tree = grow(choice.shape, zones)
+    ways, chunk_bytes = routes(tree, zones), spec.chunk_bytes or choice.chunk_bytes
+    full_s = broadcast_s(ways, spec.full, links, chunk_bytes=chunk_bytes)
+    delta_s = broadcast_s(ways, spec.delta, links, chunk_bytes=chunk_bytes) if spec.delta else None
+    return RelayPlan(spec, zones, choice.shape, tree, chunk_bytes, full_s, delta_s, peak_bytes)
+
+
+def _peak_bytes(spec: TreeSpec) -> int:
+    versions = versions_at_peak(keep_versions=spec.keep_versions, num_replicas=spec.replicas_per_host)
+    peak_bytes = versions * spec.full.num_bytes
+    if peak_bytes <= spec.shm_gib * _GIB:
+        return peak_bytes
+    kept = spec.keep_versions + int(spec.shm_gib * _GIB // spec.full.num_bytes) - versions
+    lower = f", or keep_versions to {kept}" if kept >= 1 else ""
+    raise ConfigError(
+        f"shm_gib={spec.shm_gib:g}: a version has {spec.full.num_bytes / 1e9:.3g} GB and {versions} are there at"
+        f" the peak ({spec.keep_versions} kept, 1 arriving, 1 that deltas build on or a slow child fetches,"
+        f" {spec.replicas_per_host} held by replicas); set it to {math.ceil(peak_bytes / _GIB)}{lower}"
+    )
+
+
+def tell(plan: RelayPlan) -> list[str]:
+    """Lines for the terminal, the tree last."""
+    spec, num_zones = plan.spec, len(set(plan.zones))
+    where = f" in {num_zones} zones" if num_zones > 1 else ""
+    over = f", {plan.full_s / plan.bound_s:.2f} of the slowest link's {plan.bound_s:.3g} s" if plan.bound_s else ""
+    lines = [
+        f"hosts          {len(plan.zones)}{where}",
+        f"topology       {spec.topology}: {plan.shape.tell(num_zones=num_zones)}; depth {plan.tree.depth}",
+        f"version        {spec.parameters:,} parameters, {spec.full.num_bytes / 1e9:.3g} GB",
+        f"chunks         {plan.chunk_bytes / 2**20:.2f} MiB",
+        f"full           {plan.full_s:.3g} s until the last host has it{over}",
+    ]
+    if plan.delta_s is not None:
+        lines.append(
+            f"delta          {plan.delta_s:.3g} s until the last host has it; {spec.delta_share:.1%} of the bytes"
+        )
+    versions = plan.peak_bytes // spec.full.num_bytes
+    memory = f"{plan.peak_bytes / _GIB:.4g} of {spec.shm_gib:g} GiB a host"
+    lines.append(f"shared memory  {memory}, {versions} versions at the peak")
+    return [*lines, "tree", *draw(plan.tree, plan.zones)]

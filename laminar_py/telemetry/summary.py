@@ -1,0 +1,217 @@
+"""`summary.json`: the run in numbers, from the ledger and the controller's counters."""
+
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from statistics import median
+
+import msgspec
+
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event, read_accounting
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.events import Checkpointed, Relayed, Repacked
+from laminar_py.telemetry.stats import Stats, quantile
+
+ROOT = "relay-0"  # which holds what the learner wrote: nothing comes to it
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """Response tokens of training trajectories."""
+
+    p50: int
+    p95: int
+    p99: int
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Response tokens of training."""
+
+    generated: int
+    trained: int
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Law 1: issued = consumed + dropped + live."""
+
+    issued: int
+    consumed: int
+    dropped: int
+    live: int
+    dropped_by_reason: dict[str, int]
+
+
+class StalenessFigures(msgspec.Struct, frozen=True):
+    """Of consumed trajectories, in versions."""
+
+    mean: float
+    max: int
+
+
+class RelayFigures(msgspec.Struct, frozen=True):
+    """How weights travelled; medians over versions, None where nothing did."""
+
+    versions: int  # published
+    stall_s: float | None  # that the learner stood still for one
+    spread_s: float | None  # of the relay that took longest over it
+    wire_share: float | None  # bytes that came over the wire, of those of the full versions
+
+
+class RepackFigures(msgspec.Struct, frozen=True):
+    """What moved between replicas."""
+
+    rounds: int  # in which anything did
+    running: int  # trajectories with what they had
+    waiting: int  # and such that had not begun
+    round_s: float | None  # median of a round, from plan to hand-over
+    prefill_max: int  # most tokens that one destination had to compute anew for one round
+
+
+class CheckpointFigures(msgspec.Struct, frozen=True):
+    """How checkpoints went to disk; medians, None without any."""
+
+    count: int
+    stall_s: float | None  # that the learner stood still for one
+    elapsed_s: float | None  # until it was on disk
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Held-out accuracy of a version, `rl_s` seconds into RL."""
+
+    step: int
+    version: int
+    rl_s: float
+    accuracy: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a run achieved; durations in seconds, memory in bytes."""
+
+    run: str
+    finished: bool
+    accuracy_start: float | None
+    accuracy_end: float | None
+    rl_seconds: float
+    steps: int
+    response_length: Lengths
+    tokens: Tokens
+    trained_tokens_per_s: float
+    trajectories: Counts
+    staleness: StalenessFigures
+    versions_alive_max: int
+    overlap_share: float
+    learner_waiting_share: float
+    peak_memory_bytes: int
+    restarts: dict[str, int]
+    evaluations: list[Evaluation]
+    relay: RelayFigures
+    checkpoints: CheckpointFigures
+    kv_use: float  # mean share of the replicas' KV caches over the RL phase
+    repack: RepackFigures
+
+
+def read_relay(connection: sqlite3.Connection) -> RelayFigures:
+    """What the ledger says of the relay. A version whose learner died over it has no stall on record."""
+    stalls = [stall_s for (stall_s,) in connection.execute("SELECT stall_s FROM version")]
+    spreads: dict[int, float] = {}
+    wire_bytes = num_bytes = 0
+    with closing(
+        connection.execute("SELECT body FROM event WHERE kind = 'relayed' AND subject <> ?", (ROOT,))
+    ) as rows:
+        for (body,) in rows:
+            event = decode_event(body)
+            assert isinstance(event, Relayed), f"{body} is of another kind"
+            spreads[event.version] = max(event.elapsed_s, spreads.get(event.version, 0.0))
+            wire_bytes += event.wire_bytes
+            num_bytes += event.num_bytes
+    known = [stall_s for stall_s in stalls if stall_s]
+    return RelayFigures(
+        len(stalls),
+        median(known) if known else None,
+        median(spreads.values()) if spreads else None,
+        wire_bytes / num_bytes if num_bytes else None,
+    )
+
+
+def read_repack(connection: sqlite3.Connection) -> RepackFigures:
+    """What the ledger says of rounds of repacking."""
+    with closing(connection.execute("SELECT body FROM event WHERE kind = 'repacked'")) as rows:
+        rounds = [event for (body,) in rows if isinstance(event := decode_event(body), Repacked)]
+    return RepackFigures(
+        len(rounds),
+        sum(event.num_running for event in rounds),
+        sum(event.num_waiting for event in rounds),
+        median(event.elapsed_s for event in rounds) if rounds else None,
+        max((event.prefill for event in rounds), default=0),
+    )
+
+
+def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
+    """What the ledger says of checkpoints, also of those that were deleted or gone back behind."""
+    with closing(connection.execute("SELECT body FROM event WHERE kind = 'checkpointed'")) as rows:
+        events = [event for (body,) in rows if isinstance(event := decode_event(body), Checkpointed)]
+    if not events:
+        return CheckpointFigures(0, None, None)
+    return CheckpointFigures(
+        len(events), median(event.stall_s for event in events), median(event.elapsed_s for event in events)
+    )
+
+
+def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int]) -> Summary:
+    """Write and return the summary of a run whose ledger is up to date."""
+    with reading(run.path) as connection:
+        lengths, staleness = Counter[int](), Counter[int]()
+        train = "kind = 'train' AND"
+        with closing(
+            connection.execute(
+                f"SELECT length, count(*) FROM trajectory WHERE {train} finish_reason IS NOT NULL GROUP BY length"
+            )
+        ) as rows:
+            lengths.update(dict(rows))
+        with closing(
+            connection.execute(
+                f"SELECT staleness, count(*) FROM trajectory WHERE {train} status = 'consumed' GROUP BY staleness"
+            )
+        ) as rows:
+            staleness.update(dict(rows))
+        evaluations = [
+            Evaluation(*row)
+            for row in connection.execute(
+                "SELECT step, version, rl_s, accuracy FROM evaluation ORDER BY rl_s, seq"
+            )
+        ]
+        account = read_accounting(connection).train
+        relay, repack, checkpoints = read_relay(connection), read_repack(connection), read_checkpoints(connection)
+        steps = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0]
+    consumed = max(1, staleness.total())
+    summary = Summary(
+        run=str(run.path),
+        finished=finished,
+        accuracy_start=next((e.accuracy for e in evaluations if e.step == 0), None),
+        accuracy_end=evaluations[-1].accuracy if finished and evaluations else None,
+        rl_seconds=stats.rl_s,
+        steps=steps,
+        response_length=Lengths(quantile(lengths, 0.5), quantile(lengths, 0.95), quantile(lengths, 0.99)),
+        tokens=Tokens(stats.totals.generated_tokens, stats.totals.trained_tokens),
+        trained_tokens_per_s=stats.totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
+        trajectories=Counts(
+            account.issued,
+            account.consumed,
+            sum(account.dropped.values()),
+            account.live,
+            {str(reason): count for reason, count in account.dropped.items()},
+        ),
+        staleness=StalenessFigures(sum(v * n for v, n in staleness.items()) / consumed, max(staleness, default=0)),
+        versions_alive_max=stats.totals.versions_alive_max,
+        overlap_share=stats.overlap_share,
+        learner_waiting_share=stats.learner_waiting_share,
+        peak_memory_bytes=stats.peak_memory_bytes,
+        restarts=restarts,
+        evaluations=evaluations,
+        relay=relay,
+        checkpoints=checkpoints,
+        kv_use=stats.kv_use,
+        repack=repack,
+    )
+    run.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    return summary

@@ -1,0 +1,305 @@
+"""The relay tree's processes: placed, started root first, kept alive on their ports. Owned by the controller.
+
+Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
+learner and every host with replicas has one. After the death of a host its relay starts where the plan now says,
+and if that was the root's, all others start anew below the new one.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from ray.exceptions import RayError
+
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.links import find_links
+from laminar_py.cluster.part import Part
+from laminar_py.cluster.placement import Place, Placement
+from laminar_py.cluster.ray_cluster import on_node
+from laminar_py.config.run import RunConfig
+from laminar_py.preflight.inputs import version_bytes
+from laminar_py.preflight.survey import LOOK_S
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.events import AnyEvent, Pulled, Reattached, Relayed, RelayGaveUp
+from laminar_py.relay.planning import topology
+from laminar_py.relay.planning.cost import Payload, settle
+from laminar_py.relay.store.version import MANIFEST, folder_name
+from laminar_py.relay.store.versions import complete_versions
+from laminar_py.relay.wire.messages import (
+    Manifest,
+    ParentLost,
+    RelayEvent,
+    VersionComplete,
+    VersionFailed,
+    VersionPulled,
+)
+from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.workers.processes.actors import RelayActor
+from laminar_py.workers.specs import RelayNews, RelaySpec
+from laminar_py.workers.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+
+
+class Relays:
+    """All nodes of the tree; node 0 is the root beside the learner."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_dir: Path,
+        shm: Path,
+        supervisor: Supervisor,
+        placement: Placement,
+        record: Callable[[AnyEvent], None],
+    ) -> None:
+        self.keys = RelayKeys.generate()
+        self._placement = placement
+        self._config = config
+        self._run_dir = run_dir
+        self._shm = shm
+        self._supervisor = supervisor
+        self._record = record
+        self._parts: dict[int, Part] = {}
+        self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
+        self._endpoints: dict[int, str] = {}
+        self._up: set[int] = set()
+        self._changed = asyncio.Event()  # set, and replaced, when a relay comes up or is given up
+        self._kept: set[int] = set()
+        self._keepers: asyncio.TaskGroup | None = None
+        self._shape: topology.Shape | None = None
+        self._chunk_bytes = 0
+
+    @property
+    def tree(self) -> topology.Topology:
+        """The tree now. Its shape is settled once, so that nodes which come later keep to the others' order."""
+        assert self._shape is not None, "the tree is known after `start`"
+        return topology.grow(self._shape, self._zones)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the chunks that this run cuts versions into; settled once, since all nodes must take it."""
+        assert self._chunk_bytes, "the size of chunks is known after `start`"
+        return self._chunk_bytes
+
+    @property
+    def _zones(self) -> list[str]:
+        """[N] label of each node's host."""
+        labels, placement = self._config.relay.zones, self._placement
+        hosts = [host or self._hosts.get(node) for node, host in enumerate(placement.plan.relays)]
+        return [labels.get(placement.ip(host), "") if host else "" for host in hosts]
+
+    @property
+    def _names(self) -> dict[str, str]:
+        """Name of the node at each endpoint, as last heard of."""
+        return {endpoint: f"relay-{node}" for node, endpoint in self._endpoints.items()}
+
+    def store(self, node: int) -> Path:
+        """Where a node keeps version folders, on its host."""
+        return self._shm / f"node-{node}"
+
+    @property
+    def root(self) -> str:
+        """Endpoint of the root."""
+        return self._endpoints[0]
+
+    async def attach(self, replica: int) -> str:
+        """Endpoint of the relay that replica `replica` pulls from, once that is up."""
+        while True:
+            node = self._placement.plan.relay_of(replica, self.tree)
+            if self._is_up(node):
+                return self._endpoints[node]
+            if self._keepers is not None and node not in self._kept:  # replicas moved to a host that had none
+                self._start_keeping(node, self._keepers)
+            await self._changed.wait()
+
+    async def root_up(self) -> str:
+        """Endpoint of the root, once that is up beside the learner."""
+        while not self._is_up(0):
+            await self._changed.wait()
+        return self.root
+
+    async def start(self) -> None:
+        """Settle the tree and start all nodes; parents before children, since children need their endpoints."""
+        await self._settle()
+        for node, host in enumerate(self._placement.plan.relays):
+            assert host is not None, "a first plan has no gaps"
+            self._parts[node] = self._spawn(node, host)
+        for node in self.tree.downward:
+            await self._bring_up(node)
+
+    async def keep(self) -> None:
+        """Watch every node until cancelled."""
+        async with asyncio.TaskGroup() as keepers:
+            self._keepers = keepers
+            for node in list(self._parts):
+                self._start_keeping(node, keepers)
+
+    async def published(self) -> list[Manifest]:
+        """Complete versions in the stores of all relays, ascending; also those that nobody told of."""
+        return await self._stored(list(self._hosts.items()))
+
+    async def _settle(self) -> None:
+        """Choose the shape of the tree and the size of chunks; a resumed run still has versions cut as before."""
+        relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
+        known = [host for host in hosts if host is not None]
+        assert len(known) == len(hosts), "a first plan has no gaps"
+        links = await find_links(relay, known, zones, self._placement, self.keys)
+        payload = Payload(version_bytes(self._config))
+        choice = settle(relay.topology, fanout=relay.fanout, zones=zones, payload=payload, links=links)
+        cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
+        self._shape = choice.shape
+        self._chunk_bytes = relay.chunk_bytes or max([choice.chunk_bytes, *cut_before])
+        shape = choice.shape.tell(num_zones=len(set(zones)))
+        log.info("relay tree of %d: %s, chunks of %.2f MiB", len(known), shape, self._chunk_bytes / 2**20)
+
+    async def _stored(self, hosts: Sequence[tuple[int, str]]) -> list[Manifest]:
+        """Complete versions in the stores of these nodes, which are on these hosts; ascending, each once."""
+
+        async def look(node: int, host: str) -> list[Manifest]:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
+            except RayError:  # that host is dead, and what it held
+                return []
+            except TimeoutError:
+                log.warning(
+                    "relay-%d: no answer in %g s from node %s; what it holds is left out", node, LOOK_S, host
+                )
+                return []
+
+        answers = await asyncio.gather(*(look(node, host) for node, host in hosts))
+        found = {manifest.version: manifest for manifests in answers for manifest in manifests}
+        return [found[version] for version in sorted(found)]
+
+    # ---- one node
+
+    def _start_keeping(self, node: int, keepers: asyncio.TaskGroup) -> None:
+        self._kept.add(node)
+        keepers.create_task(self._keep(node), name=f"keep-relay-{node}")
+
+    async def _keep(self, node: int) -> None:
+        """Until its host has died and no replica needs it any more."""
+        while await self._bring_up(node):
+            try:
+                await self._ask(node)
+                await asyncio.sleep(PING_S)
+            except PartDiedError as error:
+                self._lost(node, error)
+        self._kept.discard(node)
+        self._notify()
+
+    async def _ask(self, node: int) -> int:
+        """Record a node's news; its process id. Raises PartDiedError."""
+        answer = await self._parts[node].call("ping")
+        assert isinstance(answer, bytes)
+        news = decode(RelayNews, answer)
+        for event in news.events:
+            self._record(on_record(event, self._names))
+        return news.pid
+
+    async def _bring_up(self, node: int) -> bool:
+        """Have it up where the plan says, however often it dies over that; False if it has no place there."""
+        while node not in self._up:
+            host = self._placement.plan.relays[node]
+            if host is None:
+                return False
+            if node not in self._parts:
+                self._parts[node] = self._spawn(node, host)
+            try:
+                await self._start_node(node, host)
+            except PartDiedError as error:
+                self._lost(node, error)
+        return True
+
+    def _lost(self, node: int, error: PartDiedError) -> None:
+        self._supervisor.died(error)
+        self._placement.refresh()
+        self._up.discard(node)
+        del self._parts[node]
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, node: int, host: str) -> Part:
+        timeout_s = self._config.supervisor.heartbeat_timeout_s
+        return Part(f"relay-{node}", RelayActor, concurrency=4, timeout_s=timeout_s, place=Place(host))
+
+    async def _start_node(self, node: int, host: str) -> None:
+        """Start it, on the port it had before if it was on that host."""
+        parents = self.tree.ancestors(node)
+        if parents:
+            await self.root_up()
+        planned = self._placement.plan.relays
+        spec = RelaySpec(
+            self._config_on(host).model_dump_json(),
+            str(self._run_dir),
+            node,
+            str(self.store(node)),
+            self._port(node, host),
+            tuple(self._endpoints[parent] for parent in parents if planned[parent] and parent in self._endpoints),
+            self.chunk_bytes,
+            self.keys.public,
+            self.keys.secret,
+        )
+        part = self._parts[node]
+        endpoint = await part.call("start", encode(spec))
+        assert isinstance(endpoint, str)
+        moved = self._hosts.get(node, host) != host
+        self._endpoints[node], self._hosts[node] = endpoint, host
+        pid = await self._ask(node)
+        self._up.add(node)
+        self._supervisor.started(part.name, pid)
+        self._notify()
+        if moved and not parents:
+            for other in self._parts.keys() - {node}:  # they look for the root where it was
+                self._parts[other].kill()
+
+    def _is_up(self, node: int) -> bool:
+        """Whether it runs, and where the plan has it."""
+        return node in self._up and self._hosts[node] == self._placement.plan.relays[node]
+
+    def _config_on(self, host: str) -> RunConfig:
+        """On several hosts a relay listens where the others reach it."""
+        if not self._placement.spread:
+            return self._config
+        relay = self._config.relay.model_copy(update={"host": self._placement.ip(host)})
+        return self._config.model_copy(update={"relay": relay})
+
+    def _port(self, node: int, host: str) -> int:
+        if self._hosts.get(node) == host:
+            return int(self._endpoints[node].rpartition(":")[2])
+        base = self._config.relay.base_port
+        return 0 if base is None else base + node
+
+
+def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
+    """A node's report as the ledger has it, which knows nodes by name and not by endpoint."""
+    match event:
+        case VersionComplete():
+            return Relayed(**msgspec.structs.asdict(event) | {"parent": names.get(event.parent, "")})
+        case VersionPulled():
+            return Pulled(**msgspec.structs.asdict(event))
+        case VersionFailed():
+            return RelayGaveUp(**msgspec.structs.asdict(event))
+        case ParentLost():
+            return Reattached(**msgspec.structs.asdict(event))
+
+
+def stored_manifests(store: str) -> bytes:
+    """The manifests of all complete versions in a store of this host, as a list."""
+    folder = Path(store)
+    versions = complete_versions(folder) if folder.is_dir() else []
+    found = []
+    for version in versions:
+        with contextlib.suppress(FileNotFoundError):  # retired since
+            data = (folder / folder_name(version) / MANIFEST).read_bytes()
+            found.append(msgspec.json.decode(data, type=Manifest))
+    return encode(found)

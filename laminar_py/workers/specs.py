@@ -1,0 +1,107 @@
+"""What the controller tells a part when it starts it, and what the part answers. Typed; travels as bytes."""
+
+import msgspec
+
+from laminar_py.packing.packer import Bundle, StepTerms
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.metrics import StepMetrics
+from laminar_py.records.replica import Assignment
+from laminar_py.relay.wire.messages import RelayEvent
+
+
+class RelaySpec(msgspec.Struct, frozen=True):
+    """One relay node, e.g. node 0 (the root) of 3. `port` 0 lets it choose; parents are in order of preference."""
+
+    config: str  # RunConfig as JSON
+    run_dir: str
+    node: int
+    store: str
+    port: int
+    parents: tuple[str, ...]  # endpoints; empty for the root
+    chunk_bytes: int  # settled for the whole tree
+    public_key: str
+    secret_key: str
+
+
+class RelayNews(msgspec.Struct, frozen=True):
+    """What a relay node tells when it is asked: its process, and all that happened since it was asked last."""
+
+    pid: int
+    events: list[RelayEvent]
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True):
+    """One rollout replica; `assignments` are interrupted trajectories that it takes up before anything else."""
+
+    config: str
+    run_dir: str
+    index: int
+    model_dir: str
+    relay: str  # endpoint
+    public_key: str
+    secret_key: str
+    assignments: list[Assignment] = []
+    api_key: str | None = None  # of the server that it attaches to
+
+
+class LearnerSpec(msgspec.Struct, frozen=True):
+    """One rank of the learner; `checkpoint` is a folder to go on from."""
+
+    config: str
+    run_dir: str
+    rank: int
+    rendezvous: str  # file or tcp://ip:port that the ranks meet at
+    store: str  # the root relay's
+    relay: str  # the root relay's endpoint
+    chunk_bytes: int  # that versions are cut into
+    public_key: str
+    secret_key: str
+    checkpoint: str | None = None
+
+
+class LearnerStarted(msgspec.Struct, frozen=True):
+    """The learner is ready; sizes as in the model's config."""
+
+    num_parameters: int
+    attention: str  # the attention function in use
+    hidden_size: int
+    num_layers: int
+
+
+class StepRequest(msgspec.Struct, frozen=True):
+    """One optimizer step on these microbatches of this rank; then publish as `version`, if it is set."""
+
+    bundles: list[Bundle]  # one for each microbatch
+    terms: StepTerms
+    version: int | None = None
+
+
+class StepOutcome(msgspec.Struct, frozen=True):
+    """What the step did."""
+
+    metrics: StepMetrics
+    version: int | None  # as which the new weights are being published
+    stall_s: float  # that the learner stood still for it
+
+
+class ScorerSpec(msgspec.Struct, frozen=True):
+    """One scoring process."""
+
+    config: str
+    run_dir: str
+    index: int
+
+
+class ReferenceSpec(msgspec.Struct, frozen=True):
+    """The process of the reference model."""
+
+    config: str
+    run_dir: str
+    rendezvous: str  # a file that does not exist yet, for a group of one
+
+
+class ReferenceAnswer(msgspec.Struct, frozen=True):
+    """What the reference model finds of some trajectories."""
+
+    logprobs: list[FloatArray]  # [L] of each
+    elapsed_s: float

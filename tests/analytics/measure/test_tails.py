@@ -1,0 +1,111 @@
+"""Tails of hand-made trajectories."""
+
+import numpy as np
+import pytest
+
+from laminar_py.analytics.measure.stragglers import measure_stragglers
+from laminar_py.analytics.measure.tails import MOST_ROWS, Measure, distribution, group_wait, measure_tails
+from laminar_py.analytics.read.samples import FleetSamples
+from laminar_py.records.trajectory import DropReason, Status
+from tests.analytics.builders import make_trajectories
+
+NAN = float("nan")
+
+
+def test_a_distribution_is_that_of_the_known_values():
+    found = distribution(np.array([NAN, 4.0, 1.0, 2.0, 3.0, NAN]))
+    assert (found.count, found.mean, found.p50, found.max) == (4, 2.5, 2.5, 4.0)
+    assert (found.p90, found.p95, found.p99) == pytest.approx((3.7, 3.85, 3.97))
+    assert found.tail == pytest.approx(3.85 / 2.5)
+
+
+def test_a_ratio_to_a_median_of_nothing_is_none():
+    assert distribution(np.array([0.0, 0.0, 5.0])).tail is None
+
+
+def test_nothing_known_has_no_distribution():
+    assert distribution(np.array([NAN])) is None
+
+
+def test_each_stage_is_measured_between_its_events():
+    overall = measure_tails(make_trajectories(2, queue_s=0.5, issued_s=[0.0, 0.5])).overall
+    expected = {
+        Measure.LENGTH: 10.0,
+        Measure.REPLICA_WAIT: 0.75,
+        Measure.GENERATION: 1.0,
+        Measure.FIRST_TOKENS: 0.5,
+        Measure.SCORER_WAIT: 0.75,
+        Measure.REWARD: 0.25,
+        Measure.GROUP_WAIT: 0.0,
+        Measure.BUFFER: 1.0,
+        Measure.END_TO_END: 4.75,
+    }
+    assert {measure: found.mean for measure, found in overall.items()} == expected
+
+
+def test_a_group_waits_for_its_last_member_be_it_scored_or_dropped():
+    trajectories = make_trajectories(
+        5,
+        group=[0, 0, 1, 1, 2],
+        status=[Status.READY, Status.READY, Status.READY, Status.DROPPED, Status.READY],
+        scored_s=[3.0, 7.5, 2.0, NAN, 4.0],
+        ended_s=[NAN, NAN, NAN, 6.0, NAN],
+    )
+    assert group_wait(trajectories).tolist() == pytest.approx([4.5, 0.0, 4.0, NAN, 0.0], nan_ok=True)
+
+
+def test_a_group_that_is_not_complete_is_not_judged():
+    trajectories = make_trajectories(2, group=0, scored_s=[3.0, NAN], ended_s=NAN)
+    assert np.isnan(group_wait(trajectories)).all()
+
+
+def test_the_longest_over_the_mean_is_taken_of_groups_with_two_finished():
+    trajectories = make_trajectories(5, group=[0, 0, 0, 1, 1], started_s=0.0, finished_s=[1.0, 1.0, 4.0, 9.0, NAN])
+    found = measure_tails(trajectories).longest_over_mean
+    assert (found.count, found.max) == (1, 2.0)
+
+
+def test_replicas_versions_and_tasks_are_told_apart_where_there_are_several():
+    versions = np.arange(100)
+    tails = measure_tails(
+        make_trajectories(
+            100,
+            oldest_version=versions,
+            replica=versions % 2,
+            task=(versions >= 90).astype(int),
+            tasks=("algebra", ""),
+            length=versions,
+        )
+    )
+    assert {key: row[Measure.LENGTH].count for key, row in tails.by_replica.items()} == {"0": 50, "1": 50}
+    assert tails.by_task["(no name)"][Measure.LENGTH].mean == 94.5
+    assert len(tails.by_version) <= MOST_ROWS
+    assert list(tails.by_version)[:2] == ["0-8", "9-17"]
+    assert list(tails.by_version)[-1] == "99-99"
+    assert sum(row[Measure.LENGTH].count for row in tails.by_version.values()) == 100
+    alone = measure_tails(make_trajectories(3))
+    assert (alone.by_replica, alone.by_version, alone.by_task) == ({}, {}, {})
+
+
+def test_time_lost_to_stragglers_is_what_the_formulas_say():
+    trajectories = make_trajectories(4, group=[0, 0, 1, 1], scored_s=[3.0, 4.0, 3.0, 3.0], ended_s=5.0)
+    running = np.array([[8, 8], [8, 8], [1, 8], [0, 8]], np.int32)
+    kv_use = np.array([[0.5, 0.4], [0.5, 0.4], [0.25, 0.4], [0.0, 0.4]])
+    fleet = FleetSamples(np.array([1.0, 1.0, 2.0, 1.0]), running, kv_use)
+    found = measure_stragglers(trajectories, group_wait(trajectories), fleet)
+    assert found.group_wait == pytest.approx(1.0 / 20.0)
+    assert found.slots == pytest.approx(2.0 * 7 / (5.0 * 16)), "an empty replica is not held by a straggler"
+    assert found.kv == pytest.approx(2.0 * 0.25 / (5.0 * 0.9))
+
+
+def test_without_samples_of_the_fleet_no_share_of_its_slots_is_told():
+    nothing = FleetSamples(np.zeros(0), np.zeros((0, 0), np.int32), np.zeros((0, 0)))
+    trajectories = make_trajectories(1, status=Status.DROPPED, drop=DropReason.STALE)
+    found = measure_stragglers(trajectories, group_wait(trajectories), nothing)
+    assert (found.slots, found.kv) == (None, None)
+
+
+def test_a_ledger_of_a_release_without_times_has_lengths_alone():
+    times = dict.fromkeys(("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s"), NAN)
+    found = measure_tails(make_trajectories(3, score_s=NAN, **times))
+    assert (list(found.overall), found.longest_over_mean) == ([Measure.LENGTH], None)

@@ -1,0 +1,80 @@
+"""The numerator of goodput, from real ledgers."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.analytics.measure.tokens import account_tokens
+from laminar_py.analytics.read.columns import read_trajectories
+from laminar_py.analytics.read.scan import scan_events
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.machine import IllegalEventError
+from laminar_py.records.events import Probed
+from laminar_py.records.trajectory import DropReason, FinishReason
+from tests.analytics.ledgers import live, random_ledger, useful, write_small_run
+from tests.ledger.runs import open_ledger
+
+FATES = st.one_of(
+    st.sampled_from(["consumed", "running", "finished", "scored", "ready"]), st.sampled_from(sorted(DropReason))
+)
+DRAWS = st.lists(
+    st.tuples(FATES, st.integers(1, 60), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([1.0, 0.75, 0.4])),
+    max_size=12,
+)
+
+
+def account(run):
+    with reading(run) as connection:
+        return account_tokens(read_trajectories(connection), scan_events(connection), undone=5, rl_s=10.0)
+
+
+async def test_every_token_of_a_small_run_is_where_it_belongs(tmp_path):
+    await write_small_run(tmp_path)
+    found = account(tmp_path)
+    assert {part.name: part.tokens for part in found.parts} == {
+        "group deadline": 12,
+        "scoring failed": 6,
+        "stale": 11,
+        "no signal: all right": 8,
+        "no signal: all wrong": 9,
+        "still live": 15,
+        "step skipped": 7,
+        "weighed less for staleness": 10,
+    }
+    assert (found.issued, found.useful, found.goodput) == (103, 25, 2.5)
+    assert (found.recomputed, found.probed, found.cut) == (3 + 15, 40 - 12, 0)
+
+
+async def test_a_probe_breaks_no_law(tmp_path):
+    await write_small_run(tmp_path)
+    assert [str(finding.subject) for finding in verify(tmp_path)] == []
+
+
+@given(DRAWS)
+@settings(max_examples=30, deadline=None)
+def test_issued_is_the_sum_of_the_parts_and_what_is_useful(draws):
+    async def write(run):
+        async with open_ledger(run) as ledger:
+            random_ledger(draws)(ledger)
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(write(Path(folder)))
+        found = account(Path(folder))
+    assert found.issued == sum(length for _, length, _, _ in draws)
+    assert found.issued == found.useful + sum(part.tokens for part in found.parts)
+    assert abs(found.useful - useful(draws)) <= 1, "rounded once"
+    assert len(draws) == found.useful_trajectories + sum(
+        part.trajectories for part in found.parts if part.name != "weighed less for staleness"
+    )
+
+
+async def test_only_what_was_dropped_is_probed(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        live(ledger, "g0.0", 3)
+        with pytest.raises(IllegalEventError, match="it is live"):
+            ledger.append(Probed("g0.0", 9, FinishReason.STOP, 1.0, 3.0))

@@ -1,0 +1,167 @@
+"""`report.html` in a real browser: drawn without network or complaint, near and far, whatever is in the run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laminar_py.analytics.show import timeline
+from laminar_py.analytics.show.page import write_report
+from laminar_py.analytics.show.panels import RemedyLine, StageBar, WallPanel
+from laminar_py.analytics.show.snapshot import read_snapshot
+from laminar_py.analytics.show.timeline import draw
+from laminar_py.records.events import Dropped, Pulled, Relayed
+from laminar_py.records.trajectory import DropReason
+from tests.analytics.show.browser import browsing, needs_browser
+from tests.analytics.synthetic import simulate
+from tests.ledger.runs import begin, issue, open_ledger
+
+WALL = WallPanel(
+    "generation",
+    ("replicas are busy",),
+    (RemedyLine("rollout.replicas", "a half"),),
+    (StageBar("generation", 0, 3.0),),
+    3.0,
+    "The rest waits for it.",
+)
+MARKS = """JSON.stringify(Object.fromEntries(
+  ['lengths', 'latencies', 'staleness', 'step', 'curves'].map((id) => {
+    const box = document.getElementById(id), size = box.querySelector('svg').getBoundingClientRect();
+    const marks = box.querySelectorAll('.bars .point, .heatmaplayer image, .scatterlayer path.js-line').length;
+    return [id, [size.width, size.height, marks]];
+  })))"""
+INK = """(() => {
+  const canvas = document.getElementById('timeline-canvas'), { width, height } = canvas;
+  const seen = new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, height).data.buffer));
+  return seen.size;
+})()"""
+
+
+@pytest.fixture
+async def run(tmp_path):
+    await simulate(tmp_path / "run", steps=12)
+    return tmp_path / "run"
+
+
+def local_only(tab):
+    return [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, dark):
+    report = write_report(run, wall=WALL)
+    async with browsing(tmp_path / "profile") as tab:
+        await tab.open(report.as_uri(), dark=dark)
+        await tab.until("document.querySelectorAll('#curves .js-line').length >= 2")
+        for panel, (width, height, marks) in json.loads(await tab.look(MARKS)).items():
+            assert width > 200, panel
+            assert height > 150, panel
+            assert marks > 0, panel
+        drawn = await tab.look("laminar.timeline.drawn")
+        assert drawn["steps"] == 12
+        assert drawn["transfers"] > 0
+        assert await tab.look(INK) > 10  # colours
+        assert await tab.look("document.querySelectorAll('#relays circle').length") == 6
+        assert await tab.look("document.querySelectorAll('#drop-rows tbody tr').length") > 0
+        assert await tab.look("document.getElementById('wall-name').textContent") == "generation"
+        assert "waits for it" in await tab.look("document.getElementById('wall').textContent")
+        assert await tab.look("document.documentElement.scrollWidth <= innerWidth")
+        await tab.screenshot(tmp_path / "report.png")
+        assert tab.errors == []
+        assert local_only(tab)
+    assert (tmp_path / "report.png").stat().st_size > 50_000
+
+
+@needs_browser
+async def test_zooming_in_shows_single_trajectories_and_their_story(run, tmp_path):
+    report = write_report(run)
+    async with browsing(tmp_path / "profile") as tab:
+        await tab.open(report.as_uri())
+        await tab.look("laminar.timeline.zoom(4, 8); laminar.timeline.draw()")
+        drawn = await tab.look("laminar.timeline.drawn")
+        assert await tab.look("laminar.timeline.mode") == "bars"
+        within = await tab.look(
+            "(() => { const { start, end } = laminar.timeline.bars;"
+            " return start.filter((at, i) => at <= 8000 && end[i] >= 4000).length; })()"
+        )
+        assert drawn["bars"] == within > 0
+        x, y = await tab.look(
+            "(() => { const [x, y, w, h] = laminar.timeline.hits.find("
+            "   (hit) => hit[0] > 120 && hit[4]().startsWith('g'));"
+            " const at = document.getElementById('timeline-canvas').getBoundingClientRect();"
+            " return [at.left + x + w / 2, at.top + y + h / 2]; })()"
+        )
+        await tab.do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        await tab.until("!document.getElementById('tip').hidden")
+        told = await tab.look("document.getElementById('tip').textContent")
+        assert "tokens, reward" in told
+        assert tab.errors == []
+
+
+@needs_browser
+async def test_a_crowded_run_is_drawn_as_areas_and_says_what_part_its_bars_are(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    await simulate(run, replicas=4, slots=256, steps=20)
+    monkeypatch.setattr(timeline, "MOST_BARS", 9_500)  # the page draws 9,000 of them at once
+    report = write_report(run)
+    async with browsing(tmp_path / "profile") as tab:
+        await tab.open(report.as_uri())
+        note = await tab.look("document.getElementById('timeline-note').textContent")
+        assert "Bars show 1 in" in note
+        assert await tab.look("laminar.timeline.mode") == "areas"
+        heat = (
+            "laminar.timeline.heat.running.reduce((sum, one) => sum + one, 0) * laminar.page.timeline.heat.bin_s"
+        )
+        stays = read_snapshot(run).stays
+        assert np.isclose(await tab.look(heat), (stays.end_s - stays.start_s).sum(), rtol=1e-3)  # of all of them
+
+
+async def test_what_is_drawn_is_chosen_the_same_each_time_and_whole(run):
+    snapshot = read_snapshot(run)
+    drawn, chosen = draw(snapshot, 300)
+    again, _ = draw(read_snapshot(run), 300)
+    assert 150 < len(drawn) < 450
+    assert drawn.trajectory.tolist() == again.trajectory.tolist()
+    assert len(drawn) == int(np.isin(snapshot.places(snapshot.stays), np.flatnonzero(chosen)).sum())
+
+
+@needs_browser
+async def test_nothing_from_a_run_becomes_markup(tmp_path):
+    run, evil = tmp_path / "<img src=x onerror=alert(1)>", "</script><img src=x onerror='window.hit=1'>"
+    run.mkdir()
+    async with open_ledger(run) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        ledger.append(Dropped("g0.0", DropReason.REWARD_FAILED, evil))
+        ledger.append(Relayed(evil, 1, "d", 10, None, 10, 0.1, 0.2, evil))
+        ledger.append(Pulled("relay-0", evil, 1, 0.1))
+    report = write_report(run)
+    async with browsing(tmp_path / "profile") as tab:
+        await tab.open(report.as_uri())
+        assert await tab.look("document.querySelectorAll('img').length") == 0
+        assert evil in await tab.look("document.getElementById('drop-rows').textContent")
+        assert evil in await tab.look("document.getElementById('relays').textContent")
+        assert await tab.look("document.getElementById('name').textContent") == run.name
+        assert await tab.look("window.hit") is None
+        assert tab.errors == []
+
+
+@needs_browser
+async def test_a_run_in_which_nothing_has_happened_has_a_page_too(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=())
+    report = write_report(tmp_path)
+    async with browsing(tmp_path / "profile") as tab:
+        await tab.open(report.as_uri())
+        assert await tab.look("document.querySelectorAll('.empty').length") >= 5
+        assert tab.errors == []
+
+
+def test_the_page_is_one_file_with_all_that_it_needs():
+    web = Path(timeline.__file__).parent / "web"
+    for part in web.iterdir():
+        text = part.read_text()
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), part.name
+        assert "innerHTML" not in text, part.name

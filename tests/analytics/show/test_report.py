@@ -1,0 +1,138 @@
+"""`laminar report` on small folders: one run, several, and what is no run."""
+
+import json
+import shutil
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from laminar_py.analytics.measure.tails import Distribution, Measure, Tails
+from laminar_py.analytics.read.samples import read_fleet, read_rl_seconds, read_steps
+from laminar_py.analytics.show.run_report import read_report
+from laminar_py.analytics.show.run_tables import NAMES, tail_table
+from laminar_py.cli import app
+from laminar_py.cli.report import print_limits
+from tests.analytics.ledgers import live, write_small_run
+from tests.ledger.runs import open_ledger
+from tests.runs.runs import REPO
+
+STEPS = [
+    {"step": 1, "rl_s": 1.0, "reward": 0.25, "generated_tokens": 50, "trained_tokens": 30},
+    {"step": 2, "rl_s": 2.0, "reward": 0.5, "generated_tokens": 60, "trained_tokens": 35},
+    {"step": 2, "rl_s": 2.5, "reward": 0.5, "generated_tokens": 80, "trained_tokens": 35},
+    {"step": 3, "rl_s": 4.0, "reward": 0.75, "generated_tokens": 98, "trained_tokens": 42},
+]
+FLEET = [{"rl_s": float(at), "running": [4, 4], "kv_use": [0.5, 0.5]} for at in (1, 2, 3)]
+
+
+@pytest.fixture
+async def run(tmp_path):
+    """A run that was killed: no summary, and half a line at the end."""
+    folder = tmp_path / "small-1"
+    folder.mkdir()
+    await write_small_run(folder)
+    shutil.copy(REPO / "configs/quickstart.yaml", folder / "config.yaml")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in STEPS) + '{"step": 4, "rl')
+    (folder / "fleet.jsonl").write_text("".join(json.dumps(line) + "\n" for line in FLEET))
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+
+
+async def test_half_a_line_counts_for_nothing_and_a_step_counts_as_last_done(run):
+    assert [(line.step, line.generated_tokens) for line in read_steps(run)] == [(1, 50), (2, 80), (3, 98)]
+    assert read_rl_seconds(run) == 4.0
+    assert read_fleet(run).running.tolist() == [[4, 4]] * 3
+    (run / "summary.json").write_text('{"rl_seconds": 5.5, "finished": true}')
+    assert read_rl_seconds(run) == 5.5
+
+
+async def test_a_report_says_where_tokens_and_time_went(run):
+    done = invoke(run, "--details")
+    assert done.exit_code == 0
+    for words in (
+        "goodput 6 useful",
+        "What limits it",
+        "no signal: all wrong",
+        "step skipped",
+        "By replica",
+        "group deadline",
+    ):
+        assert words in done.stdout
+    tails = done.stdout.split("\nTails\n")[1].split("lost to stragglers")[0].splitlines()
+    assert all(line.startswith(("    ", *NAMES.values(), "longest")) for line in tails), "no cell is wrapped"
+    assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout, "tables fit the terminal"
+
+
+def test_long_responses_are_told_in_digits():
+    of_length = Distribution(3, 12_345.6, 12_345.6, 16_384.0, 16_384.0, 16_384.0, 16_384.0)
+    console = Console(width=80, file=StringIO())
+    console.print(tail_table(Tails({Measure.LENGTH: of_length}, None, {}, {}, {})))
+    assert "12,346  16,384" in console.file.getvalue()
+
+
+async def test_what_a_crash_tore_counts_for_nothing_and_another_form_is_named(run):
+    with (run / "fleet.jsonl").open("a") as file:
+        file.write(
+            '{"rl_s": 3.5, "run' + json.dumps(FLEET[0]) + "\n" + json.dumps({**FLEET[0], "rl_s": 7.0}) + "\n"
+        )
+    assert read_rl_seconds(run) == 7.0
+    (run / "metrics.jsonl").write_text('{"step": "one", "rl_s": 1.0}\n')
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl: line 1: Expected `int`.*; use the release that wrote it$"
+    ):
+        read_steps(run)
+
+
+async def test_a_run_without_a_whole_step_ends_with_words_too(run, capsys):
+    (run / "sub").mkdir()
+    async with open_ledger(run / "sub") as ledger:
+        live(ledger, "g0.0", 3)
+    shutil.copy(run / "config.yaml", run / "sub")
+    print_limits(run / "sub")
+    assert "no learner step was completed" in capsys.readouterr().out
+
+
+async def test_one_object_of_json_has_all_of_it_and_what_is_derived(run):
+    (found,) = json.loads(invoke(run, "--json").stdout)["runs"]
+    assert (found["steps"], found["tokens"]["goodput"], found["trained_tokens_per_s"]) == (3, 6.25, 10.5)
+    assert found["tails"]["overall"]["length"]["tail"] > 1
+    assert found["quality"]["accuracy"][0]["value"] == 0.5
+    assert found["staleness"] == {"mean": 0.75, "max": 2, "counts": {"0": 2, "1": 1, "2": 1}}
+
+
+async def test_runs_stand_side_by_side(run):
+    other = shutil.copytree(run, run.with_name("small-2"))
+    done = invoke(run, other)
+    assert done.exit_code == 0
+    for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "At equal device-hours", "Until reward is"):
+        assert words in done.stdout
+    assert json.loads(invoke(run, run, "--json").stdout)["comparison"]["measure"] == "reward"
+
+
+async def test_a_run_that_goes_on_is_reported_too(run):
+    async with open_ledger(run) as ledger:
+        live(ledger, "g20.0", 30)
+        await ledger.commit()
+        assert read_report(run).tokens.issued == 133
+
+
+async def test_what_is_no_run_or_has_nothing_yet_is_told_in_one_line(tmp_path, run):
+    empty = tmp_path / "empty-1"
+    empty.mkdir()
+    shutil.copy(REPO / "configs/quickstart.yaml", empty / "config.yaml")
+    with pytest.raises(ValueError, match=r"^ledger=.*empty-1/ledger.sqlite: no such file; name the folder"):
+        invoke(empty)
+    async with open_ledger(empty):
+        pass
+    with pytest.raises(ValueError, match=r"^run=.*empty-1: no trajectory has finished yet"):
+        invoke(empty)
+    with pytest.raises(ValueError, match=r"^run=.*ledger.sqlite: is a file; name the folder of a run"):
+        invoke(run / "ledger.sqlite")
+    (run / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"^config=.*config.yaml: no such file"):
+        invoke(run)

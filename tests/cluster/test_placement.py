@@ -1,0 +1,302 @@
+"""Where parts go: laws of the plan, and real Ray actors that land where it says."""
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_py.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.cluster.part import Part
+from laminar_py.cluster.placement import Needs, Node, Place, Placement, Plan, make_plan
+from laminar_py.cluster.ray_cluster import free_port, nodes, on_node
+from laminar_py.config.loading import load_config
+from laminar_py.config.relay import TopologyKind
+from laminar_py.config.section import ConfigError
+from laminar_py.records.codec import decode
+from laminar_py.relay.planning import topology
+from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
+from tests.runs.runs import REPO
+
+
+def hosts(*gpus: int) -> list[Node]:
+    """Nodes a, b, c ... with so many GPUs; the controller is on the first."""
+    return [
+        Node("abcdefgh"[index], f"10.0.0.{index}", gpus=count, cpus=8, here=index == 0)
+        for index, count in enumerate(gpus)
+    ]
+
+
+def on(places) -> str:
+    """Nodes of parts that have one, e.g. "aab"."""
+    return "".join(place.node for place in places if place)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "needs", "learner", "replicas", "relays"),
+    [
+        ((0,), Needs(2, 0, 2, 0, relays=3), "aa", "aa", "aaa"),  # a laptop
+        ((0, 0), Needs(1, 0, 4, 0, relays=3), "a", "baba", "ab"),  # CPUs of two nodes
+        ((8,), Needs(2, 1, 6, 1), "aa", "aaaaaa", "a"),
+        ((8, 8), Needs(2, 1, 6, 1), "aa", "aaaaaa", "a"),  # on one node, if it has room
+        ((8,), Needs(2, 1, 3, 2, relays=3), "aa", "aaa", "aaa"),
+        ((0, 8), Needs(2, 1, 6, 1, relays=2), "bb", "bbbbbb", "bb"),  # the controller's node has no GPU
+        ((8, 8, 8), Needs(8, 1, 16, 1, shared_nodes=False), "a" * 8, "b" * 8 + "c" * 8, "abc"),
+        ((8, 8), Needs(4, 1, 4, 2, shared_nodes=False), "aaaa", "bbbb", "ab"),
+        ((8, 8, 8), Needs(12, 1, 3, 4), "a" * 8 + "bbbb", "bcc", "abc"),  # filled first, as far as needed
+        ((6, 4), Needs(2, 1, 2, 4), "aa", "ab", "ab"),  # elsewhere the learner would cost a replica
+        ((8, 8), Needs(1, 0, 2, 8), "a", "ab", "ab"),  # a learner on CPUs
+        ((0, 8), Needs(1, 0, 1, 8, shared_nodes=False), "a", "b", "ab"),
+        ((0, 0, 0), Needs(1, 0, 2, 0, hosts=("10.0.0.2", "127.0.0.1")), "a", "ca", "ac"),  # attached servers
+    ],
+)
+def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
+    plan = make_plan(needs, hosts(*gpus))
+    assert (on(plan.learner), on(plan.replicas), "".join(plan.relays)) == (learner, replicas, relays)
+    assert {place.gpus for place in plan.learner} == {needs.rank_gpus}
+    assert {place.gpus for place in plan.replicas} == {needs.replica_gpus}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "needs", "reference"),
+    [
+        ((0, 0), Needs(2, 0, 2, 0, reference=True), "a"),  # on CPUs, beside the learner
+        ((8,), Needs(2, 1, 5, 1, reference=True), "a"),
+        ((8, 8), Needs(8, 1, 7, 1, reference=True), "b"),
+        ((8, 8, 8), Needs(7, 1, 16, 1, shared_nodes=False, reference=True), "a"),  # where no replica can be
+        ((8, 9), Needs(4, 1, 3, 4, reference=True), "b"),  # beside the learner it would cost a replica
+    ],
+)
+def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, needs, reference):
+    plan = make_plan(needs, hosts(*gpus))
+    assert plan.reference == Place(reference, needs.rank_gpus)
+    assert None not in plan.replicas
+
+
+@pytest.mark.parametrize(
+    ("gpus", "needs", "message"),
+    [
+        ((4,), Needs(8, 1, 1, 1), r"learner\.world_size=8: needs 8 GPUs, 4 are free on 1 nodes; lower it"),
+        (
+            (8,),
+            Needs(2, 1, 7, 1),
+            r"rollout\.replicas=7: there is room for 6; .* more than 0 left .* learner's 2; low",
+        ),
+        (
+            (4, 4),
+            Needs(1, 1, 1, 8),
+            r"there is room for 0; each needs rollout\.engine\.tensor_parallel=8 .* than 4",
+        ),
+        ((4,), Needs(4, 1, 1, 0, reference=True), r"algorithm\.reference_pass=stage: needs .* the learner's 4"),
+        ((8,), Needs(2, 1, 6, 1, reference=True), r"the learner's 2 and the reference's 1; lower"),
+        ((8,), Needs(2, 1, 2, 1, shared_nodes=False), r"cluster\.shared_nodes=false: the learner has every node"),
+        (
+            (0, 0),
+            Needs(1, 0, 1, 0, hosts=("10.9.9.9",)),
+            r"rollout\.engine\.urls\[0\]: no Ray node .* 10\.9\.9\.9",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_one_line_with_a_remedy(gpus, needs, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_plan(needs, hosts(*gpus))
+    assert "\n" not in str(caught.value)
+    assert ";" in str(caught.value)
+
+
+CLUSTERS = st.lists(st.integers(0, 8), min_size=1, max_size=6).map(lambda gpus: hosts(*gpus))
+NEEDS = st.builds(
+    Needs,
+    ranks=st.integers(1, 10),
+    rank_gpus=st.integers(0, 1),
+    replicas=st.integers(1, 10),
+    replica_gpus=st.sampled_from([0, 1, 2, 4, 8]),
+    relays=st.integers(1, 4),
+    shared_nodes=st.booleans(),
+)
+
+
+REFERRING = st.builds(replace, NEEDS, reference=st.booleans())
+
+
+def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Plan | None:
+    try:
+        return make_plan(needs, found, keep=keep)
+    except ConfigError:
+        return None
+
+
+def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
+    promised = Counter()
+    for place in filter(None, (*plan.learner, *plan.replicas, plan.reference)):
+        promised[place.node] += place.gpus
+    for node in found:
+        assert promised[node.id] <= node.gpus, f"{node} promises {promised[node.id]}"
+    assert set(promised) <= {node.id for node in found}, "a part is on a node that does not live"
+    assert [place.gpus for place in plan.learner] == [needs.rank_gpus] * needs.ranks
+    assert {place.gpus for place in plan.replicas if place} <= {needs.replica_gpus}
+    assert len(plan.replicas) == needs.replicas
+    assert [plan.reference and plan.reference.gpus] == [needs.rank_gpus if needs.reference else None]
+    if not needs.shared_nodes:
+        assert not set(on(plan.learner)) & set(on(plan.replicas))
+    assert plan.relays[0] == plan.learner[0].node
+    tree = topology.build(TopologyKind.KARY, num_nodes=len(plan.relays), fanout=2)
+    for index, place in enumerate(plan.replicas):
+        if place is not None:
+            assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"
+
+
+@given(needs=REFERRING, found=CLUSTERS)
+def test_a_plan_keeps_its_laws(needs, found):
+    plan = planned(needs, found)
+    if plan is None:
+        return
+    assert_laws(plan, needs, found)
+    assert None not in plan.replicas
+    residents = {place.node for place in plan.replicas}
+    if len(plan.nodes) == 1:
+        assert len(plan.relays) == needs.relays
+    else:
+        assert Counter(plan.relays) == Counter(residents | {plan.learner[0].node}), "one relay for each host"
+
+
+@given(needs=NEEDS, found=CLUSTERS)
+def test_the_learner_is_on_as_few_nodes_as_can_be_and_only_the_last_is_not_full(needs, found):
+    plan = planned(needs, found)
+    if plan is None or not needs.rank_gpus:
+        return
+    most = sorted((node.gpus for node in found), reverse=True)
+    fewest = next(count for count in range(1, len(most) + 1) if sum(most[:count]) >= needs.ranks)
+    ranks = Counter(on(plan.learner))
+    gpus = {node.id: node.gpus for node in found}
+    assert len(ranks) == fewest
+    assert sum(1 for node, count in ranks.items() if count < gpus[node]) <= 1
+
+
+@given(needs=NEEDS.filter(lambda needs: needs.replica_gpus > 0), found=CLUSTERS)
+def test_a_learner_of_one_node_never_takes_the_room_that_replicas_need(needs, found):
+    ranks = needs.ranks * needs.rank_gpus
+
+    def fits(home: Node) -> bool:
+        left = [node.gpus - (ranks if node is home else 0) for node in found]
+        usable = [count for node, count in zip(found, left, strict=True) if needs.shared_nodes or node is not home]
+        return min(left) >= 0 and sum(count // needs.replica_gpus for count in usable) >= needs.replicas
+
+    if max(node.gpus for node in found) >= ranks:
+        assert (planned(needs, found) is not None) == any(map(fits, found))
+
+
+@given(needs=REFERRING, found=CLUSTERS, data=st.data())
+def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
+    """One node dies after the other."""
+    plan = planned(needs, found)
+    order = data.draw(st.permutations(found))
+    for alive in (order[count:] for count in range(1, len(order))):
+        before, plan = plan, planned(needs, alive, keep=plan) if plan else None
+        if plan is None:
+            return
+        assert_laws(plan, needs, alive)
+        assert len(plan.relays) >= len(before.relays)
+        living = {node.id for node in alive}
+        for old, new in zip(before.replicas, plan.replicas, strict=True):
+            assert new == old or old is None or old.node not in living
+        if {place.node for place in before.learner} <= living:
+            assert plan.learner == before.learner
+        if before.reference and before.reference.node in living:
+            assert plan.reference == before.reference
+
+
+def test_a_placement_is_made_anew_from_the_nodes_alive():
+    seen = hosts(8, 8, 8)
+    placement = Placement(Needs(2, 1, 8, 1, shared_nodes=False), lambda: seen)
+    assert on(placement.plan.replicas) == "b" * 8
+    del seen[1]
+    placement.refresh()
+    assert on(placement.plan.replicas) == "c" * 8
+    assert placement.plan.relays == ("a", "c")
+    assert (placement.ip("b"), placement.ip("c")) == ("10.0.0.1", "10.0.0.2")
+    del seen[1]
+    with pytest.raises(RunFailedError, match="no replica has a place"):
+        placement.refresh()
+
+
+def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_that_has_it():
+    seen = hosts(8, 8, 8)
+    placement = Placement(Needs(8, 1, 16, 1, shared_nodes=False), lambda: seen)
+    del seen[1]
+    placement.refresh()
+    assert [place.node if place else None for place in placement.plan.replicas] == [None] * 8 + ["c"] * 8
+    assert placement.plan.relays == ("a", None, "c")
+    seen.append(Node("d", "10.0.0.9", gpus=8, cpus=8))
+    placement.refresh()
+    assert on(placement.plan.replicas) == "d" * 8 + "c" * 8
+    assert placement.plan.relays == ("a", "d", "c")
+
+
+def test_a_learner_without_a_place_ends_the_run():
+    seen = hosts(8, 8)
+    placement = Placement(Needs(8, 1, 8, 1), lambda: seen)
+    del seen[0]
+    with pytest.raises(RunFailedError, match=r"what is left is too little: learner\.world_size=8"):
+        placement.refresh()
+
+
+def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_made_anew():
+    seen = hosts(8, 8)
+    placement = Placement(Needs(2, 1, 6, 1), lambda: seen)
+    seen[0] = Node("a", "10.0.0.0", gpus=0, cpus=8, here=True)  # as Ray tells once the parts run
+    seen[1] = Node("c", "10.0.0.9", gpus=8, cpus=8)
+    placement.refresh()
+    assert on((*placement.plan.learner, *placement.plan.replicas)) == "a" * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "learner", "rollout"),
+    [
+        ("math_7b_8gpu_tp1", (8,), 2, 6),
+        ("math_7b_8gpu_tp2", (8,), 2, 6),
+        ("math_7b_cluster", (8, 8, 8), 8, 16),
+    ],
+)
+def test_a_shipped_gpu_config_fits_the_cluster_that_it_names(name, gpus, learner, rollout):
+    config = load_config(REPO / "configs" / f"{name}.yaml", [])
+    plan = make_plan(Needs.of(config), hosts(*gpus))
+    assert_laws(plan, Needs.of(config), hosts(*gpus))
+    assert sum(place.gpus for place in plan.learner) == learner
+    assert sum(place.gpus for place in plan.replicas) == rollout > learner
+    assert len(plan.nodes) == len(gpus)
+
+
+class Witness:
+    """An actor that says where it is."""
+
+    def where(self) -> tuple[str, list[str], str]:
+        import ray  # after our own package, which sets what Ray reads at its import
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all of them")
+        return ray.get_runtime_context().get_node_id(), visible.split(",") if visible else [], os.getcwd()
+
+
+async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_dead_node_is_a_death():
+    cluster = FakeCluster(8, 8)
+    with joined(cluster):
+        placement = Placement(Needs(4, 1, 3, 4), nodes)
+        plan = placement.plan
+        places = [*plan.replicas, plan.learner[0], Place(plan.relays[0])]
+        parts = [Part(f"part-{i}", Witness, concurrency=1, timeout_s=60, place=p) for i, p in enumerate(places)]
+        seen = [await part.call("where") for part in parts]
+        assert [node for node, *_ in seen] == [place.node for place in places]
+        assert [len(gpus) for _, gpus, _ in seen] == [4, 4, 4, 1, 0]
+        held = [(node, gpu) for node, gpus, _ in seen for gpu in gpus]
+        assert len(set(held)) == len(held) == 13, "a GPU is visible in two parts"
+        assert {folder for *_, folder in seen} == {os.getcwd()}
+        other = next(node for node in nodes() if not node.here)
+        assert decode(int, await on_node(other.id, free_port, other.ip)) >= 1024
+        cluster.kill(1)
+        wait_for_a_death(1)
+        with pytest.raises(PartDiedError):
+            await parts[[place.node for place in places].index(other.id)].call("where")
+        placement.refresh()
+        assert [place is None for place in placement.plan.replicas].count(True) == 2

@@ -1,0 +1,165 @@
+"""A config is checked before anything starts, and a fault names field, value and remedy."""
+
+import importlib.util
+from contextlib import nullcontext
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.loading import dump_config, load_config, parse_config
+from laminar_py.config.section import ConfigError
+
+REPO = Path(__file__).parents[2]
+MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+
+SGLANG = {"kind": "sglang"}
+URLS = {**SGLANG, "urls": ["http://a"]}
+SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"stepz": 1}, "stepz=1: unknown key"),
+        ({"steps": "many"}, "steps='many': input should be a valid integer"),
+        ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
+        ({"rollout": {"replicas": True}}, "rollout.replicas=True"),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, "add sampling_mask to rollout.record"),
+        ({"rollout": {"max_len": 512, "sampling": {"max_new_tokens": 512}}}, "leaves no room for a prompt"),
+        ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
+        ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
+        ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
+        ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=http://a: these are SGLang"),
+        ({"schedule": "later"}, "schedule='later'"),
+        ({"rollout": {"probe_share": 0.1}}, "rollout.probe_share=0.1: without rollout.group_deadline_s"),
+        ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
+        ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
+        ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),
+        (
+            {**SERVED, "warm_start": {"data": "d"}},
+            "warm_start.data=d: with learner.lora SGLang servers begin with",
+        ),
+        ({**SERVED, "rollout": {"engine": URLS, "replicas": 1}}, "rollout.engine.urls=http://a: servers that run"),
+        (
+            {**SERVED, "rollout": {"engine": SGLANG, "on_new_weights": "retract"}},
+            "rollout.on_new_weights=retract: a",
+        ),
+        ({"learner": {"lora": {}}, "emulation": {"profile": "p"}}, "learner.lora: an emulated learner has no"),
+        ({"schedule": "sync", "repack": {"planner": "paper"}}, "repack.planner=paper moves nothing under"),
+    ],
+)
+def test_a_fault_names_field_and_value_in_one_line(change, field):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**MINIMAL, **change})
+    assert field in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert ";" in str(caught.value), "a remedy follows"
+
+
+STACKED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+@pytest.mark.parametrize("targets", [named for n in range(1, 6) for named in combinations(STACKED, n)])
+def test_sglang_servers_take_targets_as_they_stack_them_and_embedded_engines_any(targets):
+    learner = {"lora": {"targets": [*targets, "o_proj"]}}
+    parse_config({**MINIMAL, "learner": learner})
+    mlp = set(targets) & {"gate_proj", "up_proj"}
+    attention = [target for target in targets if target not in mlp]
+    fits = attention in ([], ["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj"]) and mlp != {"up_proj"}
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"targets=\S+: SGLang .*; name q_proj and"):
+        parse_config({**MINIMAL, **SERVED, "learner": learner})
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(ConfigError, match=r"model: missing; add it"):
+        parse_config({"name": "t", "steps": 1, "data": {"train": "x"}})
+
+
+def test_a_dumped_config_reads_back_the_same():
+    config = load_config(REPO / "configs" / "quickstart.yaml", ["seed=3"])
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_a_config_under_which_nothing_moves_repacks_only_if_it_is_asked_to_and_then_it_is_refused():
+    assert parse_config(MINIMAL).repacks
+    assert not parse_config({**MINIMAL, "schedule": "one_step"}).repacks
+    assert not parse_config({**MINIMAL, "repack": {"planner": "none"}}).repacks
+
+
+def test_overrides_reach_nested_settings_and_read_scientific_notation(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    config = load_config(path, ["learner.lr=1e-3", "rollout.replicas=4", "schedule=sync"])
+    assert (config.learner.lr, config.rollout.replicas, config.schedule) == (1e-3, 4, "sync")
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n", ""])
+def test_a_file_that_holds_no_settings_is_refused(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config=.*c\.yaml"):
+        load_config(path, [])
+
+
+def test_the_settings_document_is_up_to_date():
+    path = REPO / "docs" / "generate_config.py"
+    spec = importlib.util.spec_from_file_location("generate_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (REPO / "docs" / "config.md").read_text() == module.document(), "run `make docs`"
+
+
+def test_an_algorithm_named_on_the_command_line_is_that_of_its_name_whatever_the_file_says_of_another(tmp_path):
+    path = tmp_path / "config.yaml"
+    section = {"name": "grpo", "clip_high": 0.28, "importance_cap": 2.0}
+    path.write_text(yaml.safe_dump({**MINIMAL, "algorithm": section}))
+    chosen = load_config(path, ["algorithm.clip_low=0.5", "algorithm.name=gspo"]).algorithm
+    assert chosen == AlgorithmConfig(name="gspo", clip_low=0.5)
+    assert load_config(path, ["algorithm.clip_low=0.5"]).algorithm.importance_cap == 2.0
+
+
+TEACHER = {"name": "distill"}
+SURE = {"without_signal": "train"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rollout": {"record": ["sampling_mask"]}}, "would name the whole vocabulary"),
+        (
+            {
+                "rollout": {
+                    "record": ["sampling_mask"],
+                    "sampling": {"top_p": 0.9},
+                    "engine": {"kind": "sglang"},
+                }
+            },
+            "set top_k",
+        ),
+        (
+            {"rollout": {"record": ["routed_experts"]}, "emulation": {"profile": "p"}},
+            "emulated engines have no experts",
+        ),
+        ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set it to train"),
+        ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
+        ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
+        ({"algorithm": TEACHER, "rollout": SURE}, "reward.function=exact gives one score"),
+        ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
+        ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none teaches nothing"),
+        ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),
+        (
+            {"algorithm": {"kl_coef": 0.1, "reference_pass": "stage"}, "emulation": {"profile": "p.yaml"}},
+            "an emulated learner has no reference model",
+        ),
+        ({"algorithm": {"name": ["a"]}}, "algorithm.name=['a']: unknown"),
+        ({"algorithm": {"kl_coef": 0.1}, "model": {"path": "m", "from_scratch": True}}, "algorithm.reference"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_by_name(change, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**MINIMAL, **change})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

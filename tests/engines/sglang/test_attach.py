@@ -1,0 +1,247 @@
+"""What makes a running server unusable for a run: each case is one line, before any prompt is sent."""
+
+import asyncio
+import json
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from msgspec import structs
+
+from laminar_py.config.rollout import OnNewWeights, RolloutConfig, SamplingConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.model_sizes import ModelSizes
+from laminar_py.engines.sglang.attach import (
+    Answers,
+    ModelInfo,
+    ServerInfo,
+    check_server,
+    find_fault,
+    find_warnings,
+    is_loopback,
+)
+from laminar_py.records.recordings import Recording
+
+SIZES = ModelSizes(320, "qwen3", ["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=2)
+ROLLOUT = RolloutConfig(max_len=256)
+SERVER = {"version": "0.5.23", "max_req_input_len": 258, "incremental_streaming_output": True, "tp_size": 1}
+MODEL = {"model_path": "/elsewhere", "is_generation": True, "architectures": ["Qwen3ForCausalLM"]}
+
+
+def answers(*, vocab=320, sizes=None, model=None, **server) -> Answers:
+    told = ServerInfo("0.5.23", 258, incremental_streaming_output=True)
+    fields = {name: server.get(name, getattr(told, name)) for name in ServerInfo.__struct_fields__}
+    return Answers(
+        ServerInfo(**fields), model or ModelInfo("/elsewhere", True, "qwen3", ["Qwen3ForCausalLM"]), vocab, sizes
+    )
+
+
+def fault(said: Answers, *, rollout=ROLLOUT, api_key="ours", sizes=SIZES) -> str | None:
+    return find_fault(said, sizes=sizes, rollout=rollout, api_key=api_key)
+
+
+def test_a_server_as_we_launch_it_has_no_fault():
+    assert fault(answers()) is None
+    assert fault(answers(version="0.6.0rc1", admin_api_key="ours", sizes=SIZES)) is None
+    assert not find_warnings(answers())
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.9.post1", "0.4.30", "nightly"])
+def test_an_old_version_is_refused_before_anything_else(version):
+    said = answers(version=version, vocab=1, max_req_input_len=0)
+    assert fault(said) == f"runs SGLang {version}; install 0.5.23 or newer"
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (ModelInfo("m", True, "llama", ["LlamaForCausalLM"]), "(LlamaForCausalLM, but model.path has Qwen3ForCau"),
+        (ModelInfo("m", True, "llama"), "(llama, but model.path has qwen3)"),
+        (ModelInfo("m", True), "(nothing, but model.path has qwen3)"),
+        (ModelInfo("m", False, "qwen3", ["Qwen3ForCausalLM"]), "serves another model"),
+    ],
+)
+def test_another_architecture_is_another_model(model, words):
+    assert words in fault(answers(model=model))
+
+
+def test_another_vocabulary_is_another_model():
+    assert "(vocabulary of 321, but model.path has 320)" in fault(answers(vocab=321))
+
+
+def test_other_sizes_are_another_model_where_its_folder_is_visible():
+    deeper = structs.replace(SIZES, num_hidden_layers=3)
+    longer = structs.replace(SIZES, max_position_embeddings=4096)
+    assert fault(answers(sizes=longer)) is None
+    assert "(num_hidden_layers=3, but model.path has 2)" in fault(answers(sizes=deeper))
+
+
+def test_a_server_must_hold_the_longest_trajectory():
+    assert fault(answers(max_req_input_len=256)) is None
+    words = fault(answers(max_req_input_len=255))
+    assert "255 tokens, below rollout.max_len=256" in words
+    assert "--context-length and --max-total-tokens of at least 264" in words
+
+
+def test_routed_experts_need_their_flag():
+    rollout = RolloutConfig(max_len=256, record=(Recording.ROUTED_EXPERTS,))
+    assert "--enable-return-routed-experts" in fault(answers(), rollout=rollout)
+    assert fault(answers(enable_return_routed_experts=True), rollout=rollout) is None
+
+
+def test_sampling_masks_need_room_for_top_k():
+    rollout = RolloutConfig(max_len=256, record=(Recording.SAMPLING_MASK,), sampling=SamplingConfig(top_k=50))
+    assert "rollout.sampling.top_k=50" in fault(answers(sampling_mask_max_tokens=50), rollout=rollout)
+    assert fault(answers(sampling_mask_max_tokens=51), rollout=rollout) is None
+
+
+def test_new_weights_in_place_need_steps_that_do_not_overlap():
+    rollout = RolloutConfig(max_len=256, on_new_weights=OnNewWeights.IN_PLACE)
+    assert "--disable-overlap-schedule" in fault(answers(), rollout=rollout)
+    assert fault(answers(disable_overlap_schedule=True), rollout=rollout) is None
+
+
+def test_a_key_that_only_admins_have_is_refused():
+    assert "--admin-api-key" in fault(answers(admin_api_key="theirs"))
+
+
+def test_what_is_worse_but_usable_is_a_warning():
+    (cumulative,) = find_warnings(answers(incremental_streaming_output=False))
+    assert "--incremental-streaming-output" in cumulative
+    (unknown,) = find_warnings(answers(vocab=None))
+    assert "vocabulary" in unknown
+
+
+@pytest.mark.parametrize(
+    ("url", "loopback"),
+    [
+        ("http://127.0.0.1:30000", True),
+        ("http://127.8.0.1:1", True),
+        ("https://localhost:30000/", True),
+        ("http://[::1]:30000", True),
+        ("http://10.0.0.5:30000", False),
+        ("http://0.0.0.0:30000", False),
+        ("http://localhost.example:30000", False),
+        ("http://127.0.0.1.example:30000", False),
+    ],
+)
+def test_loopback_is_known_by_address(url, loopback):
+    assert is_loopback(url) is loopback
+
+
+class Server:
+    """Answers as SGLang does, to those who have its key."""
+
+    def __init__(self, *, key=None, server=SERVER, vocab=320, paused=False):
+        self.key, self.server, self.vocab = key, server, vocab
+        self.goes_on = asyncio.Event()
+        if not paused:
+            self.goes_on.set()
+
+    async def answer(self, request):
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path == "/continue_generation":
+            self.goes_on.set()
+            return web.json_response({"status": "ok"})
+        if request.path == "/generate":
+            await self.goes_on.wait()
+            assert (await request.json())["token_ids_logprob"] == [-1]
+            words = f"token id -1; valid range is [0, {self.vocab})."
+            return web.json_response({"error": {"message": words}}, status=400)
+        if request.path not in ("/server_info", "/model_info") or self.server is None:
+            return web.Response(status=404)
+        return web.json_response(self.server if request.path == "/server_info" else MODEL)
+
+    @asynccontextmanager
+    async def url(self):
+        app = web.Application()
+        app.router.add_route("*", "/{rest:.*}", self.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        finally:
+            await runner.cleanup()
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    sizes = {"model_type": "qwen3", "vocab_size": 320, "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    return tmp_path
+
+
+async def check(server: Server, model_dir, *, key=None, rollout=ROLLOUT):
+    async with server.url() as url:
+        return await check_server(url, key, model_dir=model_dir, rollout=rollout)
+
+
+async def refusal(server: Server, model_dir, *, key=None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        await check(server, model_dir, key=key)
+    line = str(caught.value)
+    assert line.startswith("rollout.engine.urls=http://127.0.0.1:")
+    assert "\n" not in line
+    return line
+
+
+async def test_a_good_server_is_attached(model_dir, caplog):
+    await check(Server(key="secret"), model_dir, key="secret")
+    assert not caplog.records
+
+
+async def test_a_paused_server_is_attached_and_goes_on(model_dir):
+    server = Server(paused=True)
+    await check(server, model_dir)
+    assert server.goes_on.is_set()
+
+
+async def test_a_server_that_repeats_itself_is_attached_with_a_warning(model_dir, caplog):
+    await check(Server(server={**SERVER, "incremental_streaming_output": False}), model_dir)
+    assert "--incremental-streaming-output" in caplog.text
+
+
+async def test_a_key_must_be_right(model_dir):
+    assert "does not take the key in SGLANG_API_KEY" in await refusal(Server(key="secret"), model_dir, key="wrong")
+    assert "wants a key, and there is none in SGLANG_API_KEY" in await refusal(Server(key="secret"), model_dir)
+
+
+async def test_a_fault_of_the_server_is_one_line(model_dir):
+    assert "(vocabulary of 500, but model.path has 320)" in await refusal(Server(vocab=500), model_dir)
+
+
+async def test_what_is_no_sglang_server_is_refused(model_dir):
+    assert "answers 404 to /server_info" in await refusal(Server(server=None), model_dir)
+    assert "answers as no SGLang server does" in await refusal(Server(server={"version": 5}), model_dir)
+
+
+@pytest.mark.parametrize("config", ['{"text_config": {"vocab_size": 320}}', "{", None])
+async def test_a_model_without_sizes_is_refused_by_its_folder(config, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(
+        ConfigError, match=rf"^model\.path={tmp_path}: config\.json .*; name the Hugging Face folder"
+    ):
+        await check(Server(), tmp_path)
+
+
+async def test_silence_is_refused(model_dir):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"does not answer \(.*\); start it or correct the address"):
+            await check_server(url, None, model_dir=model_dir, rollout=ROLLOUT)
+
+
+async def test_beyond_loopback_a_key_is_needed(model_dir):
+    with pytest.raises(ConfigError, match="is beyond loopback and SGLANG_API_KEY has no key"):
+        await check_server("http://10.0.0.5:30000", None, model_dir=model_dir, rollout=ROLLOUT)
+
+
+@pytest.mark.parametrize("url", ["10.0.0.5:30000", "ftp://localhost", "http://", ""])
+async def test_what_is_no_address_is_refused(url, model_dir):
+    with pytest.raises(ConfigError, match="is no address of a server"):
+        await check_server(url, "key", model_dir=model_dir, rollout=ROLLOUT)

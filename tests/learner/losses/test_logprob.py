@@ -1,0 +1,69 @@
+"""Chunked log-probabilities and entropy are those of a plain log_softmax, gradients included."""
+
+import numpy as np
+import pytest
+import torch
+
+from laminar_py.learner.losses.logprob import Support, token_logprobs
+
+T, H, V = 23, 8, 17
+
+
+def naive(hidden, weight, labels, temperature):
+    logp = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, H, generator=generator, dtype=torch.float32, requires_grad=True)
+    weight = torch.randn(V, H, generator=generator, requires_grad=True)
+    return hidden, weight, torch.randint(0, V, (T,), generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 7, 23, 512])
+def test_values_and_gradients_equal_log_softmax(temperature: float, chunk: int):
+    hidden, weight, labels = inputs()
+    upstream = torch.linspace(-1.0, 1.0, T)
+    results = []
+    for function in (naive, lambda *args: token_logprobs(*args[:3], temperature=args[3], chunk=chunk)):
+        logprobs, entropy = function(hidden, weight, labels, temperature)
+        loss = (upstream * logprobs).sum() + (upstream.flip(0) * entropy).sum()
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))))
+    for mine, reference in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_unused_entropy_leaves_the_gradient_of_the_logprobs():
+    hidden, weight, labels = inputs()
+    expected = torch.autograd.grad(naive(hidden, weight, labels, 1.0)[0].sum(), (hidden, weight))
+    mine = torch.autograd.grad(token_logprobs(hidden, weight, labels)[0].sum(), (hidden, weight))
+    for grad, reference in zip(mine, expected, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_over_a_part_of_the_vocabulary_values_and_gradients_are_those_of_masked_logits():
+    """Rows with some ids, with one alone, and with none, which is the whole vocabulary."""
+    hidden, weight, labels = inputs()
+    generator = np.random.default_rng(0)
+    rows = [
+        [] if t % 5 == 0 else sorted({int(labels[t]), *generator.choice(V, t % 7, replace=False).tolist()})
+        for t in range(T)
+    ]
+    outside = torch.tensor([[bool(row) and token not in row for token in range(V)] for row in rows])
+    logp = torch.log_softmax((hidden @ weight.t() / 0.7).masked_fill(outside, -torch.inf), -1)
+    entropy = -torch.where(outside, 0.0, logp.exp() * logp.masked_fill(outside, 0.0)).sum(-1)
+    plain = (logp.gather(1, labels[:, None])[:, 0], entropy)
+    counts, ids = [len(row) for row in rows], [token for row in rows for token in row]
+    support = Support.build(np.array(counts, np.int32), np.array(ids, np.int32), device=torch.device("cpu"))
+    mine = token_logprobs(hidden, weight, labels, temperature=0.7, support=support, chunk=4)
+    upstream = torch.linspace(-1.0, 1.0, T)
+    for found, expected in zip(mine, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    gradients = [
+        torch.autograd.grad((upstream * one).sum() + (upstream.flip(0) * two).sum(), (hidden, weight))
+        for one, two in (mine, plain)
+    ]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,72 @@
+"""A controller that never ends by itself, for the crash test: recovers, runs steps, says what is committed.
+
+Usage: python -m tests.ledger.crashing_run FOLDER. One line on stdout for each step that is on disk.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.recovery import recover
+from laminar_py.records.events import Interrupted, VersionPublished
+from laminar_py.records.trajectory import Span, Status
+from tests.ledger.runs import (
+    begin,
+    checkpoint,
+    consume,
+    finish,
+    issue,
+    make_ready,
+    open_ledger,
+    recording,
+    run_to,
+    tokens,
+)
+
+
+async def run(folder: Path) -> None:
+    first = not (folder / LEDGER_NAME).exists()
+    recovered = None if first else recover(folder)
+    async with open_ledger(folder) as ledger:
+        incarnation = recovered.incarnation if recovered else 1
+        version = recovered.highest_version + 1 if recovered else 0
+        begin(ledger, incarnation=incarnation, versions=(version,))
+        if recovered:
+            ledger.append_all(recovered.events)
+        step = recovered.checkpoint.step if recovered and recovered.checkpoint else 0
+        ready = [t.id for t in recovered.live if t.status is Status.READY] if recovered else []
+        for trajectory in recovered.live if recovered else ():
+            if trajectory.status is Status.RUNNING:
+                length = len(trajectory.response.ids)
+                ledger.append(Interrupted(trajectory.id, trajectory.epoch, length, "controller_died"))
+        await train(ledger, step, version, recovered.next_prompt if recovered else 0, ready)
+
+
+async def train(ledger, step, version, prompt, ready):
+    for index in range(prompt, 10**9):
+        ids = [f"g{index}.{i}" for i in range(4)]
+        for id in ids[:3]:
+            make_ready(ledger, id, index=index)
+        issue(ledger, ids[3], index=index)
+        run_to(ledger, ids[3], [(0, 0, 3)], recorded=True)
+        await asyncio.sleep(0)
+        rest = recording(ids[3], 3, 5)
+        ledger.store_segment(ids[3], 3, (Span(0, 3, 5),), *tokens(ids[3], 3, 5), **rest)
+        finish(ledger, ids[3], [(0, 0, 5)])
+        step += 1
+        used, ready = ready + ids, []
+        ledger.append_all(consume(step, version, *used))
+        ledger.append(VersionPublished(version + 1, step, 1, version, f"digest{version + 1}", 10, 0.1))
+        version += 1
+        if step % 5 == 0:
+            ledger.append(checkpoint(step, version))
+        await ledger.commit()
+        sys.stdout.write(f"{step} {len(used)}\n")
+        sys.stdout.flush()
+        if step % 10 == 0:
+            await ledger.archive(step - 5)
+
+
+if __name__ == "__main__":
+    asyncio.run(run(Path(sys.argv[1])))

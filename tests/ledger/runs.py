@@ -1,0 +1,111 @@
+"""Small real runs for tests of the ledger and of its readers."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.records.digests import response_digest
+from laminar_py.records.events import (
+    Assigned,
+    Checkpointed,
+    Consumed,
+    Finished,
+    Issued,
+    Ready,
+    RunStarted,
+    Scored,
+    Stepped,
+    VersionPublished,
+)
+from laminar_py.records.trajectory import FinishReason, Kind, Span
+from tests.builders import make_experts, make_mask, make_prompt
+
+
+class Ticks:
+    """A clock that goes on by a second with every look at it."""
+
+    def __init__(self):
+        self.at = 0.0
+
+    def now(self):
+        self.at += 1.0
+        return self.at
+
+
+@asynccontextmanager
+async def open_ledger(run: Path):
+    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=Ticks())
+    await ledger.start()
+    try:
+        async with asyncio.timeout(30):
+            yield ledger
+    finally:
+        await ledger.close()
+
+
+def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,)):
+    """A run with some versions published."""
+    ledger.append(RunStarted(incarnation, "host-1", 7, SCHEMA_VERSION, "c0", drain, max_staleness))
+    for version in versions:
+        ledger.append(VersionPublished(version, version, incarnation, None, f"digest{version}", 10, 0.1))
+
+
+def tokens(id, start, end):
+    """Ids and log-probabilities of response tokens [start, end), the same at every call."""
+    rng = np.random.default_rng(sum(id.encode()))
+    ids, logprobs = rng.integers(0, 99, 999).astype(np.int32), -rng.random(999).astype(np.float32)
+    return ids[start:end], logprobs[start:end]
+
+
+def issue(ledger, id, *, kind=Kind.TRAIN, index=0):
+    """QUEUED, with its prompt."""
+    group, _, sample = id.partition(".")
+    ledger.store_prompt(make_prompt(index))
+    ledger.append(Issued(id, group, f"p{index}", index, int(sample), kind))
+
+
+def run_to(ledger, id, spans, *, replica=0, epoch=1, start=0, recorded=False):
+    """RUNNING, with one stored piece for each span (version, start, end) or (version, start, end, KV version)."""
+    ledger.append(Assigned(id, replica, epoch, start))
+    for span in (Span(*fields) for fields in spans):
+        more = recording(id, span.start, span.end) if recorded else {}
+        ledger.store_segment(id, span.start, (span,), *tokens(id, span.start, span.end), **more)
+
+
+def recording(id, start, end, *, prompt=3):
+    """Masks and experts that come with response tokens [start, end), the last of their stream."""
+    routed = prompt + start - 1 if start else 0
+    mask = make_mask(tokens(id, start, end)[0])
+    return {"sampling_mask": mask, "routed_experts": make_experts(routed, prompt + end - 1)}
+
+
+def finish(ledger, id, spans, *, epoch=1, reward=1.0):
+    """READY, after `run_to` with all spans."""
+    whole = tuple(Span(*span) for span in spans)
+    length = whole[-1].end
+    digest = response_digest(*tokens(id, 0, length))
+    ledger.append(Finished(id, epoch, FinishReason.STOP, whole, length, digest, 0.1, 0.2))
+    ledger.append(Scored(id, reward, 0.01))
+    ledger.append(Ready(id, 0.5))
+
+
+def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):
+    """From issue to READY."""
+    issue(ledger, id, **kwargs)
+    run_to(ledger, id, spans, recorded=recorded)
+    finish(ledger, id, spans)
+
+
+def consume(step, version, *ids, oldest=0, weight=1.0):
+    """The events of one learner step."""
+    used = [Consumed(id, step, version, version - oldest, weight) for id in ids]
+    return [Stepped(step, 1, len(ids), 5 * len(ids), 0.1, 0.2, 1.0, 0.3), *used]
+
+
+def checkpoint(step, version):
+    """A checkpoint of that step."""
+    return Checkpointed(step, version, f"checkpoints/step-{step}", 0.1, 0.4)

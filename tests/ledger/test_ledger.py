@@ -1,0 +1,273 @@
+"""The ledger: order, atomicity, refusals, files it will not open."""
+
+import asyncio
+import sqlite3
+import time
+
+import numpy as np
+import pytest
+
+from laminar_py.audit.queries import accounting
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.machine import IllegalEventError, Machine
+from laminar_py.records.events import (
+    Assigned,
+    Consumed,
+    Dropped,
+    Finished,
+    Interrupted,
+    Issued,
+    Ready,
+    Restamped,
+    RunStarted,
+    Scored,
+    Stepped,
+    StreamCut,
+    Undone,
+    VersionPublished,
+)
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
+from tests.ledger.runs import Ticks, begin, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+
+NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+
+
+def query(run, sql):
+    with reading(run) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def wait_for_rows(run, sql, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while not query(run, sql):
+        assert time.monotonic() < end, f"no rows in {timeout_s} s: {sql}"
+        time.sleep(0.01)
+
+
+async def test_a_commit_returns_when_all_before_it_is_on_disk_in_order(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.0")
+        await ledger.commit()
+        kinds = [kind for (kind,) in query(tmp_path, "SELECT kind FROM event ORDER BY seq")]
+        assert kinds == ["runstarted", "versionpublished", "issued", "assigned", "finished", "scored", "ready"]
+
+
+async def test_a_flush_comes_without_a_commit(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        await asyncio.to_thread(wait_for_rows, tmp_path, "SELECT * FROM incarnation")
+        assert query(tmp_path, "SELECT count(*) FROM event") == [(2,)]
+
+
+async def test_a_reader_never_sees_half_a_step(tmp_path):
+    def read():
+        for _ in range(200):
+            rows = query(
+                tmp_path,
+                "SELECT count(*), (SELECT coalesce(sum(num_trajectories), 0) FROM step),"
+                " (SELECT count(*) FROM event WHERE kind = 'consumed') FROM trajectory WHERE status = 'consumed'",
+            )
+            assert len(set(rows[0])) == 1
+            assert accounting(tmp_path).balanced
+
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        reader = asyncio.create_task(asyncio.to_thread(read))
+        for step in range(1, 40):
+            ids = [f"g{step}.{i}" for i in range(32)]
+            for id in ids:
+                make_ready(ledger, id, index=step)
+            ledger.append_all(consume(step, step, *ids))
+            await ledger.commit()
+        await asyncio.wait_for(reader, 30)
+    assert verify(tmp_path) == []
+
+
+async def test_a_refused_event_leaves_its_whole_batch_off_the_disk(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.0")
+        await ledger.commit()
+    with pytest.raises(IllegalEventError, match=r"g0\.1"):
+        async with open_ledger(tmp_path) as ledger:
+            ledger.append_all(consume(1, 0, "g0.0", "g0.1"))
+    assert accounting(tmp_path).train.consumed == 0
+    assert verify(tmp_path) == []
+
+
+def finished(length, *, epoch=1, spans=((0, 0, 5),)):
+    whole = tuple(Span(*span) for span in spans)
+    return Finished("g0.0", epoch, FinishReason.STOP, whole, length, "d", 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        ("queued", Issued("g0.0", "g0", "p0", 0, 0, Kind.TRAIN)),
+        ("queued", Interrupted("g0.0", 0, 0, "stopped")),
+        ("queued", Assigned("g0.0", 0, 1, 3)),
+        ("queued", Assigned("g0.9", 0, 1, 0)),
+        ("queued", StreamCut("g0.0", 0, 0)),
+        ("running", StreamCut("g0.0", 0, 4)),
+        ("running", Restamped("g0.0", (Span(0, 0, 4),))),
+        ("running", Assigned("g0.0", 1, 2, 5)),
+        ("running", finished(4)),
+        ("running", finished(5, epoch=2)),
+        ("running", finished(5, spans=((0, 0, 3), (0, 4, 5)))),
+        ("running", Scored("g0.0", 1.0, 0.1)),
+        ("ready", Scored("g0.0", 1.0, 0.1)),
+        ("ready", Undone("g0.0", 1)),
+        ("consumed", Consumed("g0.0", 2, 0, 0, 1.0)),
+        ("consumed", Dropped("g0.0", DropReason.STALE)),
+        ("consumed", Undone("g0.0", 2)),
+        ("consumed", Stepped(1, 1, 1, 5, 0.1, 0.2, 1.0, 0.3)),
+        ("consumed", VersionPublished(0, 1, 1, None, "d", 1, 0.1)),
+        ("consumed", RunStarted(1, "host-1", 7, 1, "c", False, None)),
+        ("consumed", Stepped(2, 1, 1, 5, float("nan"), 0.2, 1.0, 0.3)),
+    ],
+)
+async def test_an_event_that_cannot_happen_is_refused_and_changes_nothing(tmp_path, state, event):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        if state != "queued":
+            run_to(ledger, "g0.0", [(0, 0, 5)])
+        if state in ("ready", "consumed"):
+            finish(ledger, "g0.0", [(0, 0, 5)])
+        if state == "consumed":
+            ledger.append_all(consume(1, 0, "g0.0"))
+        before = ledger.accounting()
+        with pytest.raises(IllegalEventError):
+            ledger.append(event)
+        assert ledger.accounting() == before
+    (row,) = query(tmp_path, "SELECT status FROM trajectory")
+    assert row == (state,)
+
+
+@pytest.mark.parametrize("state", ["pending", "flushed"])
+async def test_an_undone_trajectory_is_ready_again(tmp_path, state):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.0")
+        ledger.append_all(consume(1, 0, "g0.0"))
+        if state == "flushed":
+            await ledger.commit()
+        ledger.append(Undone("g0.0", 1))
+        assert ledger.accounting().train.live == 1
+    assert query(tmp_path, "SELECT status, step, advantage FROM trajectory") == [("ready", None, 0.5)]
+
+
+async def test_pieces_of_a_response_must_join(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3)])
+        for start, spans in ((2, (Span(0, 2, 4),)), (4, (Span(0, 4, 6),)), (3, (Span(0, 3, 4),)), (3, ())):
+            with pytest.raises(IllegalEventError, match=r"g0\.0"):
+                ledger.store_segment("g0.0", start, spans, *tokens("g0.0", start, start + 2))
+        ledger.store_segment("g0.0", 3, (), NO_IDS, NO_LOGPROBS)
+        ledger.store_segment("g0.0", 3, (Span(0, 3, 5),), *tokens("g0.0", 3, 5))
+    assert query(tmp_path, "SELECT start, length(ids) FROM segment") == [(0, 12), (3, 8)]
+
+
+async def test_what_an_engine_corrected_cannot_finish_otherwise(tmp_path):
+    spans = ((0, 0, 2), (1, 2, 5, 0))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3), (2, 3, 5)])
+        ledger.append(Restamped("g0.0", tuple(Span(*span) for span in spans)))
+        with pytest.raises(IllegalEventError, match="it was restamped"):
+            ledger.append(finished(5, spans=((0, 0, 3), (1, 3, 5))))
+        finish(ledger, "g0.0", spans)
+    row = query(tmp_path, "SELECT oldest_version, newest_version, restamped FROM trajectory")
+    assert row == [(0, 1, 5)], "nothing was generated under version 2"
+
+
+async def test_a_write_that_fails_ends_the_ledger_with_its_own_error(tmp_path):
+    ledger = Ledger(tmp_path / LEDGER_NAME, host="host-1", clock=Ticks())
+    await ledger.start()
+    ledger.store_prompt(Prompt("p0", 0, "2+2=", NO_IDS, "4"))
+    await ledger.commit()
+    begin(ledger)
+    ledger.store_prompt(Prompt("p0", 0, "2+3=", NO_IDS, "5"))
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="prompt p0"):
+            await asyncio.wait_for(ledger.commit(), 20)
+    with pytest.raises(AssertionError, match="prompt p0"):
+        begin(ledger)
+    with pytest.raises(AssertionError, match="prompt p0"):
+        await asyncio.wait_for(ledger.close(), 20)
+    assert query(tmp_path, "SELECT text, (SELECT count(*) FROM event) FROM prompt") == [("2+2=", 0)]
+
+
+async def test_a_cancelled_commit_harms_no_later_one(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        waiting = asyncio.create_task(ledger.commit())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        issue(ledger, "g0.0")
+        await ledger.commit()
+        assert query(tmp_path, "SELECT count(*) FROM event") == [(3,)]
+
+
+def test_memory_holds_live_trajectories_only():
+    machine = Machine(recall=lambda _: None)
+    for index in range(100):
+        id = f"g{index}.0"
+        event = finished(0, spans=())
+        machine.apply(1, Issued(id, id, "p", index, 0, Kind.TRAIN), wall=1.0, mono=1.0)
+        machine.apply(2, Assigned(id, 0, 1, 0), wall=2.0, mono=2.0)
+        machine.apply(3, Finished(id, 1, event.finish_reason, (), 0, "d", 0.0, 0.0), wall=3.0, mono=3.0)
+        machine.apply(4, Scored(id, 1.0, 0.1), wall=4.0, mono=4.0)
+        machine.apply(5, Ready(id, 0.0), wall=5.0, mono=5.0)
+        end = Consumed(id, 1, 0, 0, 1.0) if index % 2 else Dropped(id, DropReason.STALE)
+        machine.apply(6, end, wall=6.0, mono=6.0)
+    assert machine.live == {}
+    assert machine.accounting().train.consumed == 50
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "text", "truncated", "schema", "half"])
+async def test_a_file_that_is_no_ledger_is_named_in_one_line(tmp_path, damage):
+    path = tmp_path / LEDGER_NAME
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for index in range(100):
+            make_ready(ledger, f"g{index}.0", index=index)
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "schema":
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA user_version = 99")
+        connection.close()
+    else:
+        damaged = {
+            "empty": b"",
+            "text": b"hello" * 999,
+            "truncated": whole[:9000],
+            "half": whole[: len(whole) // 2],
+        }
+        path.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=str(path)) as complaint:
+        verify(tmp_path)
+    assert "\n" not in str(complaint.value)
+    if damage != "missing":
+        with pytest.raises(ValueError, match=str(path)):
+            open_writer(path)
+
+
+async def test_a_trajectory_knows_when_it_was_where_by_the_monotonic_clock(tmp_path, monkeypatch):
+    walls = iter(range(1000, 0, -1))  # a wall clock that goes back
+    monkeypatch.setattr(time, "time", lambda: float(next(walls)))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)  # at 1000 s, then a second for each event
+        make_ready(ledger, "g0.0")
+        ledger.append_all(consume(1, 0, "g0.0"))
+    times = query(tmp_path, "SELECT issued_s, started_s, finished_s, scored_s, ready_s, ended_s FROM trajectory")
+    assert times == [(1002.0, 1003.0, 1004.0, 1005.0, 1006.0, 1008.0)]
+    assert verify(tmp_path) == []

@@ -1,0 +1,174 @@
+"""A run goes on after its controller or its learner died."""
+
+import numpy as np
+import pytest
+
+from laminar_py.audit.queries import accounting
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.recovery import recover
+from laminar_py.records.events import (
+    Dropped,
+    Interrupted,
+    Relayed,
+    Restamped,
+    RolledBack,
+    RunStarted,
+    Undone,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.records.trajectory import DropReason, Kind, Span, Status
+from laminar_py.records.weights import Published
+from tests.builders import make_experts, make_mask
+from tests.ledger.runs import (
+    begin,
+    checkpoint,
+    consume,
+    finish,
+    issue,
+    make_ready,
+    open_ledger,
+    recording,
+    run_to,
+    tokens,
+)
+
+
+async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        issue(ledger, "g3.1", index=3)
+        run_to(ledger, "g3.1", [(0, 0, 3), (1, 3, 4), (1, 4, 9)], epoch=2)
+    (live,) = recover(tmp_path).live
+    ids, logprobs = tokens("g3.1", 0, 9)
+    assert np.array_equal(live.response.ids, ids)
+    assert np.array_equal(live.response.logprobs, logprobs)
+    assert live.response.spans == (Span(0, 0, 3), Span(1, 3, 9))
+    assert (live.status, live.epoch, live.sample_index, live.prompt.index) == (Status.RUNNING, 2, 1, 3)
+    assert (live.prompt.text, live.prompt.ids.tolist()) == ("prompt 3", [2, 3, 4])
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, incarnation=2, versions=())
+        ledger.append(Interrupted("g3.1", 2, 9, "controller_died"))
+        run_to(ledger, "g3.1", [(1, 9, 12)], epoch=3, start=9)
+        finish(ledger, "g3.1", [(0, 0, 3), (1, 3, 12)], epoch=3)
+    assert verify(tmp_path) == []
+
+
+async def test_recovery_knows_every_counter_of_the_run(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2))
+        for sample in range(3):
+            issue(ledger, f"g7.{sample}", index=7)
+        ledger.append(Dropped("g7.2", DropReason.VERSION_LOST))
+        make_ready(ledger, "e0.0", kind=Kind.EVAL, index=900)
+        make_ready(ledger, "e1.0", kind=Kind.EVAL, index=900)
+    recovered = recover(tmp_path)
+    assert (recovered.incarnation, recovered.highest_version, recovered.checkpoint) == (2, 2, None)
+    assert (recovered.next_prompt, recovered.next_evaluation) == (8, 2)
+    assert recovered.next_sample == {"g7": 3, "e0": 1, "e1": 1}
+    assert recovered.events == ()
+
+
+async def test_a_partial_response_goes_on_with_its_masks_its_experts_and_corrected_spans(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2))
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)], recorded=True)
+        ledger.append(Restamped("g0.0", (Span(0, 0, 4), Span(1, 4, 5, 0))))
+        ledger.store_segment("g0.0", 5, (Span(2, 5, 6),), *tokens("g0.0", 5, 6), **recording("g0.0", 5, 6))
+    response = recover(tmp_path).live[0].response
+    assert response.spans == (Span(0, 0, 4), Span(1, 4, 5, 0), Span(2, 5, 6))
+    assert response.sampling_mask.ids.tolist() == make_mask(response.ids).ids.tolist()
+    assert response.routed_experts == make_experts(0, 8)
+    assert verify(tmp_path) == []
+
+
+async def test_token_rewards_come_back(tmp_path):
+    rewards = np.array([0, 0, 1, 0, 2], np.float32)
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.0")
+        ledger.store_token_rewards("g0.0", rewards)
+    (live,) = recover(tmp_path).live
+    assert live.token_rewards.tolist() == rewards.tolist()
+    assert (live.reward, live.advantage) == (1.0, 0.5)
+
+
+async def run_past_its_checkpoint(ledger):
+    begin(ledger, versions=(0, 1, 2))
+    for step in (1, 2, 3):
+        ids = [f"g{step}.{i}" for i in range(2)]
+        for id in ids:
+            make_ready(ledger, id, index=step)
+        ledger.append_all(consume(step, step - 1, *ids))
+        if step == 1:
+            ledger.append(checkpoint(1, 1))
+
+
+async def test_what_was_consumed_after_the_checkpoint_is_ready_again(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        await run_past_its_checkpoint(ledger)
+        make_ready(ledger, "e0.0", kind=Kind.EVAL)
+        ledger.append(consume(-1, 2, "e0.0")[1])
+    recovered = recover(tmp_path)
+    assert recovered.checkpoint == checkpoint(1, 1)
+    assert recovered.events[0] == RolledBack(1, "controller_died")
+    assert recovered.events[1:] == tuple(Undone(f"g{s}.{i}", s) for s in (2, 3) for i in range(2))
+    assert {t.id: t.status for t in recovered.live} == {
+        e.trajectory_id: Status.READY for e in recovered.events[1:]
+    }
+    assert all(len(t.response.ids) == 5 for t in recovered.live)
+
+
+async def test_undone_trajectories_are_consumed_again_and_the_laws_hold(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        await run_past_its_checkpoint(ledger)
+    recovered = recover(tmp_path)
+    async with open_ledger(tmp_path) as ledger:
+        ledger.append(RunStarted(recovered.incarnation, "host-1", 8, 1, "c0", False, None, 1))
+        ledger.append_all(recovered.events)
+        await ledger.commit()
+        assert verify(tmp_path) == []
+        ledger.append_all(consume(2, 2, *(t.id for t in recovered.live)))
+    assert accounting(tmp_path).train.consumed == 6
+    assert verify(tmp_path) == []
+    assert len(recover(tmp_path).events) == 5
+
+
+async def test_a_learner_that_died_alone_is_undone_in_the_running_ledger(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        await run_past_its_checkpoint(ledger)
+        events = await ledger.undo_since(1, reason="learner_died")
+        ledger.append_all(events)
+        assert len(events) == 5
+        assert await ledger.undo_since(1, reason="learner_died") == []
+        ledger.append_all(consume(2, 2, "g2.0", "g2.1"))
+        ledger.append(checkpoint(2, 2))
+    assert recover(tmp_path).checkpoint == checkpoint(2, 2)
+    assert verify(tmp_path) == []
+
+
+RELAYED = Relayed("relay-0", 3, "digest3", 10, None, 0, 0.0, 0.0)
+LOADED = VersionLoaded(0, 3, "digest3", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("spoken", "num_bytes"),
+    [([RELAYED], 10), ([LOADED], 0), ([RELAYED, LOADED], 10)],
+    ids=["relayed", "loaded", "both"],
+)
+async def test_a_version_that_anybody_had_is_never_numbered_again(tmp_path, spoken, num_bytes):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        for event in spoken:  # and the learner dies before it says what it published
+            ledger.append(event)
+        assert (ledger.newest_version, ledger.newest_published) == (3, 1)
+        assert await ledger.unpublished() == [Published(3, "digest3", num_bytes, 0.0)]
+    assert recover(tmp_path).highest_version == 3
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, incarnation=2, versions=())
+        assert (ledger.newest_version, ledger.newest_published) == (3, 1)
+        for orphan in await ledger.unpublished():
+            ledger.append(VersionPublished(orphan.version, 1, 2, 1, orphan.digest, orphan.num_bytes, 0.0))
+        assert await ledger.unpublished() == []
+    assert verify(tmp_path) == []

@@ -1,0 +1,291 @@
+"""Checkpoints beside the steps, with a real ledger and real folders: when one counts, and what a death leaves."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from laminar_py.audit.verify import verify
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.learner.marker import MARKER, Architecture, seal
+from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.payload import stored_recordings
+from laminar_py.ledger.recovery import recover
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
+from laminar_py.orchestrator.launch import tell_fallback
+from laminar_py.records.events import RolledBack, Undone
+from tests.ledger.runs import Ticks, begin, checkpoint, consume, make_ready, open_ledger
+
+PATIENCE_S = 120
+
+
+class Disk:
+    """A learner's end: `complete` writes the folder of the checkpoint that was begun."""
+
+    def __init__(self):
+        self.begun = None
+        self.answer = asyncio.get_running_loop().create_future()
+
+    async def save(self, folder):
+        self.begun, self.answer = folder, asyncio.get_running_loop().create_future()
+
+    async def saved(self):
+        await self.answer
+
+    def complete(self):
+        write_checkpoint(self.begun)
+        self.answer.set_result(None)
+
+
+async def on_record(version):
+    pass
+
+
+def write_checkpoint(folder, step=1):
+    partial = folder.with_name(f"{folder.name}.tmp")
+    partial.mkdir(parents=True)
+    (partial / "weights").write_bytes(b"x" * 100)
+    seal(partial, folder, step=step, world_size=1, model=Architecture("qwen3", 7, "f"))
+
+
+STEPS = 4
+
+
+@asynccontextmanager
+async def running(path, disk, *, keep=2, recorded=on_record):
+    """Checkpoints of a run, its ledger, and the steps that were settled."""
+    (path / "checkpoints").mkdir(exist_ok=True)
+    settled = []
+    async with open_ledger(path) as ledger:
+        begin(ledger, versions=range(STEPS + 1))
+        yield (
+            Checkpoints(
+                RunFolder(path),
+                ledger=ledger,
+                save=disk.save,
+                saved=disk.saved,
+                recorded=recorded,
+                settled=settled.append,
+                clock=Ticks(),
+                keep=keep,
+                last=None,
+            ),
+            ledger,
+            settled,
+        )
+
+
+def step_once(ledger, step, **kwargs):
+    make_ready(ledger, f"g{step}.0", index=step, **kwargs)
+    ledger.append_all(consume(step, step - 1, f"g{step}.0"))
+
+
+def name(step):
+    return checkpoint_name(step, incarnation=1, restarts=0)
+
+
+async def save(checkpoints, disk, step):
+    """From the copy to the record."""
+    await checkpoints.begin(name(step), step=step, version=step)
+    disk.complete()
+    await checkpoints.finish()
+
+
+async def test_it_counts_once_it_is_on_disk_whatever_steps_went_on_meanwhile(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, settled):
+        step_once(ledger, 1)
+        await checkpoints.begin(name(1), step=1, version=1)
+        step_once(ledger, 2)
+        await ledger.commit()
+        assert (checkpoints.last, settled, find_checkpoint(RunFolder(tmp_path))) == (None, [], None)
+        disk.complete()
+        await checkpoints.finish()
+        assert (checkpoints.last.step, settled) == (1, [1])
+    recovered = recover(tmp_path)
+    assert recovered.checkpoint == checkpoints.last
+    assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
+    assert verify(tmp_path) == []
+
+
+async def test_the_next_one_waits_for_the_one_before_it(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, settled):
+        for step in (1, 2):
+            step_once(ledger, step)
+        await checkpoints.begin(name(1), step=1, version=1)
+        second = asyncio.create_task(checkpoints.begin(name(2), step=2, version=2))
+        await asyncio.sleep(0.05)
+        assert disk.begun.name == name(1)
+        disk.complete()
+        await second
+        assert disk.begun.name == name(2)
+        disk.complete()
+        await checkpoints.finish()
+        assert settled == [1, 2]
+
+
+async def test_a_learner_that_dies_over_one_leaves_the_one_before_it(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, settled):
+        for step in (1, 2):
+            step_once(ledger, step)
+            await checkpoints.begin(name(step), step=step, version=step)
+            if step == 1:
+                disk.complete()
+                await checkpoints.finish()
+        death = PartDiedError("learner-0", "no space left")
+        disk.answer.set_exception(death)
+        await checkpoints.any_failure()
+        assert await checkpoints.settle() is death
+        assert (checkpoints.failure, checkpoints.last.step, settled) == (death, 1, [1])
+        with pytest.raises(PartDiedError):
+            await checkpoints.finish()
+        checkpoints.start_over()
+        await checkpoints.begin("step-2-1.1", step=2, version=2)
+        disk.complete()
+        await checkpoints.finish()
+        assert settled == [1, 2]
+
+
+async def test_it_does_not_count_before_its_version_is_on_record(tmp_path):
+    disk, recorded = Disk(), asyncio.Event()
+
+    async def gated(version):
+        await recorded.wait()
+
+    async with running(tmp_path, disk, recorded=gated) as (checkpoints, ledger, settled):
+        step_once(ledger, 1)
+        await checkpoints.begin(name(1), step=1, version=1)
+        disk.complete()
+        await asyncio.sleep(0.05)
+        assert (checkpoints.last, settled) == (None, [])
+        recorded.set()
+        await checkpoints.finish()
+        assert settled == [1]
+
+
+async def test_whatever_it_fails_with_is_told_at_once(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, _):
+        step_once(ledger, 1)
+        await checkpoints.begin(name(1), step=1, version=1)
+        told = asyncio.create_task(checkpoints.any_failure())
+        await asyncio.sleep(0)
+        full = OSError(28, "No space left on device")
+        disk.answer.set_exception(full)
+        await asyncio.wait_for(told, PATIENCE_S)
+        assert checkpoints.failure is full
+        with pytest.raises(OSError, match="No space left"):
+            await checkpoints.settle()
+
+
+async def test_what_is_being_written_when_the_run_ends_is_given_up(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, _):
+        step_once(ledger, 1)
+        await checkpoints.begin(name(1), step=1, version=1)
+        await checkpoints.close()
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "checkpoint-1"]
+    assert find_checkpoint(RunFolder(tmp_path)) is None
+
+
+async def test_only_the_last_ones_on_record_are_kept_and_what_is_a_users(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, _):
+        for ours in ("step-0-1.0.tmp", "step-1-1.1", "step-0-1.0.gone", "step-1-1.0.gone"):
+            (tmp_path / "checkpoints" / ours).mkdir()
+            (tmp_path / "checkpoints" / ours / "weights").touch()
+        for users in ("best", "step-1-1.0-copy", "step-1"):
+            (tmp_path / "checkpoints" / users).mkdir()
+        for step in (1, 2, 3):
+            step_once(ledger, step)
+            await save(checkpoints, disk, step)
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["best", "step-1", "step-1-1.0-copy", name(2), name(3)]
+
+
+async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_path):
+    """Masks and experts are learned from what is in the ledger."""
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, _):
+        for step in range(1, STEPS + 1):
+            step_once(ledger, step, recorded=True)
+            await save(checkpoints, disk, step)
+    shutil.rmtree(tmp_path / "checkpoints" / name(STEPS))
+    (live,) = recover(tmp_path, there=RunFolder(tmp_path).has).live
+    assert live.id == f"g{STEPS}.0"
+    with reading(tmp_path) as connection:
+        recorded = stored_recordings(connection, [live.id])[live.id]
+    assert len(recorded.sampling_mask.counts) == len(live.response.ids)
+    archived = [piece.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
+    assert len(set(archived)) == STEPS - 1
+
+
+async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_path):
+    run = RunFolder(tmp_path)
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2))
+        for step in (1, 2):
+            step_once(ledger, step)
+            ledger.append(checkpoint(step, step))
+    for step in (1, 2):
+        write_checkpoint(tmp_path / f"checkpoints/step-{step}")
+    (tmp_path / "checkpoints/step-2" / MARKER).unlink()
+    torn = r"step-2: half written or damaged \(has no complete.json\); restore or delete it; without it"
+    with pytest.raises(ValueError, match=torn + " checkpoints/step-1 is taken"):
+        find_checkpoint(run)
+    (tmp_path / "checkpoints/step-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=torn + " there is none, start a new run"):
+        find_checkpoint(run)
+    (tmp_path / "elsewhere").rename(tmp_path / "checkpoints/step-1")
+    (tmp_path / "checkpoints/step-2/weights").unlink()
+    (tmp_path / "checkpoints/step-2").rmdir()
+    assert find_checkpoint(run) == checkpoint(1, 1)
+    console = Console(record=True, width=40)
+    tell_fallback(run, console)
+    told = "checkpoints/step-2 is gone: the run goes back to step 1, checkpoints/step-1\n"
+    assert console.export_text() == told
+    recovered = recover(tmp_path, there=run.has)
+    assert recovered.checkpoint == checkpoint(1, 1)
+    assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
+    (tmp_path / "checkpoints/step-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="checkpoints/step-2: no such folder, nor is any older one there"):
+        find_checkpoint(run)
+
+
+async def die_between(path: Path) -> None:
+    """In a process of its own: step 2's checkpoint is complete on disk, and that is its last moment."""
+    disk = Disk()
+    async with running(path, disk) as (checkpoints, ledger, _):
+        for step in (1, 2):
+            step_once(ledger, step)
+            await checkpoints.begin(name(step), step=step, version=step)
+            if step == 2:
+                write_checkpoint(disk.begun, step=2)
+                await ledger.commit()
+                os.kill(os.getpid(), signal.SIGKILL)
+            disk.complete()
+            await checkpoints.finish()
+
+
+def test_kill_9_between_the_files_and_the_record_goes_back_to_the_one_before(tmp_path):
+    script = f"import asyncio, pathlib; from {__name__} import die_between; "
+    script += f"asyncio.run(die_between(pathlib.Path({str(tmp_path)!r})))"
+    died = subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [name(1), name(2)]
+    recovered = recover(tmp_path, there=RunFolder(tmp_path).has)
+    assert recovered.checkpoint.path == f"checkpoints/{name(1)}"
+    assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
+    assert [live.id for live in recovered.live] == ["g2.0"]
+    assert verify(tmp_path) == []

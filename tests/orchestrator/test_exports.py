@@ -1,0 +1,166 @@
+"""`laminar export`: what a run has learned, as any tool loads it; or one line."""
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laminar_py.config.loading import dump_config, load_config
+from laminar_py.config.section import ConfigError
+from laminar_py.learner.marker import MARKER
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.orchestrator.exports import export
+from laminar_py.workers.processes.learner_part import start_model
+from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder, make_sequences, pack
+from tests.ledger.runs import begin, checkpoint, open_ledger
+from tests.runs.runs import LAMINAR, REPO
+
+
+def make_run(folder: Path, *settings: str, steps=2):
+    """A run's folder with a checkpoint after each step, and the learner after the last."""
+    folder.mkdir()
+    source = make_model_folder(folder / "model", tied=True)
+    config = load_config(REPO / "configs/quickstart.yaml", [f"model.path={source}", *settings])
+    (folder / "config.yaml").write_text(dump_config(config))
+    lora = config.learner.lora
+    if lora is not None and config.warm_start is not None:
+        source = make_model_folder(start_model(config).path, tied=True, seed=3)
+    learner = make_learner(source, settings=SETTINGS.model_copy(update={"lora": lora}))
+
+    async def record():
+        async with open_ledger(folder) as ledger:
+            begin(ledger, versions=range(steps + 1))
+            for step in range(1, steps + 1):
+                learner.step([pack(make_sequences(seed=step), num_total=6)])
+                learner.save(folder / f"checkpoints/step-{step}")
+                ledger.append(checkpoint(step, step))
+
+    asyncio.run(record())
+    return learner
+
+
+def test_the_newest_checkpoint_of_a_run_loads_in_transformers(tmp_path):
+    learner = make_run(tmp_path / "run")
+    assert export(tmp_path / "run", tmp_path / "out") == tmp_path / "run/checkpoints/step-2"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = full_parameters(learner)
+    assert {name for name, _ in model.named_parameters()} == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
+    assert (tmp_path / "out/tokenizer.json").is_file()
+    assert not list(tmp_path.glob("out*.tmp"))
+
+
+def test_a_named_checkpoint_in_the_type_asked_for(tmp_path):
+    learner = make_run(tmp_path / "run", steps=1)
+    first = full_parameters(learner)
+    learner.step([pack(make_sequences(), num_total=6)])
+    learner.save(tmp_path / "run/checkpoints/step-2")
+    export(tmp_path / "run/checkpoints/step-1", tmp_path / "out", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, first[name].bfloat16()) for name, tensor in model.named_parameters())
+
+
+ADAPTED = ("learner.lora.rank=4", "learner.lora.alpha=8.0", "model.from_scratch=false")
+
+
+def assert_same_policy(folder: Path, learner) -> None:
+    row = pack(make_sequences(seed=9), num_total=6)
+    expected, _ = policy_logprobs(learner.model, row)
+    torch.testing.assert_close(policy_logprobs(make_learner(folder).model, row)[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_run_of_adapters_is_exported_as_the_whole_model(tmp_path):
+    learner = make_run(tmp_path / "run", *ADAPTED, "warm_start=null")
+    export(tmp_path / "run", tmp_path / "out")
+    assert_same_policy(tmp_path / "out", learner)
+    names = set(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict())
+    assert names == set(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict())
+
+
+def test_adapters_of_a_warm_start_are_merged_into_its_result_or_it_is_missed_in_one_line(tmp_path):
+    data, cache = tmp_path / "demonstrations.jsonl", tmp_path / "warm"
+    data.write_text("{}")
+    warm = (f"warm_start.data={data}", f"warm_start.cache={cache}")
+    learner = make_run(tmp_path / "run", *ADAPTED, *warm, steps=1)
+    export(tmp_path / "run", tmp_path / "out")
+    assert_same_policy(tmp_path / "out", learner)
+    (base,) = cache.iterdir()
+    make_model_folder(base, tied=True, seed=4)
+    with pytest.raises(ValueError, match=r"step-1: its adapters are of a base of digest .*; set model.path to"):
+        export(tmp_path / "run", tmp_path / "other")
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"warm_start.cache={cache}: no {base.name} in it.*; put it back"):
+        export(tmp_path / "run", tmp_path / "other")
+    data.unlink()
+    with pytest.raises(ConfigError, match=rf"warm_start.data={data}: is gone.*; put it back"):
+        export(tmp_path / "run", tmp_path / "other")
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer_one(tmp_path, monkeypatch, torn):
+    learner, out, checkpoints = make_run(tmp_path / "run"), tmp_path / "out", tmp_path / "run/checkpoints"
+    (checkpoints / "step-2").rename(tmp_path / "newer")
+    found = []
+
+    def pruned(*arguments, **settings):
+        """The run goes on while weights are read."""
+        found.append(load(*arguments, **settings))
+        if len(found) == 1:
+            if torn:
+                (checkpoints / "step-1/.metadata").unlink()
+            else:
+                (checkpoints / "step-1").rename(tmp_path / "older")
+            (tmp_path / "newer").rename(checkpoints / "step-2")
+        return found[-1]
+
+    from laminar_py.learner import checkpoint as module
+
+    load = module.read_marker
+    monkeypatch.setattr(module, "read_marker", pruned)
+    assert export(tmp_path / "run", out).name == "step-2"
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(t, full_parameters(learner)[name]) for name, t in model.named_parameters())
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    make_run(tmp_path / "run", steps=1)
+
+    def full(weights, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("laminar_py.learner.export.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path):
+    run = tmp_path / "run"
+    make_run(run, steps=1)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ValueError, match=r"out=.*taken: is there already"):
+        export(run, tmp_path / "taken")
+    for inside in (run / "out", run / "checkpoints/out", tmp_path / "taken/../run/out"):
+        with pytest.raises(ValueError, match=r"out=.*out: is inside the run's own folder .*; name one outside"):
+            export(run, inside)
+    with pytest.raises(ValueError, match=r"source=.*taken: neither a run's folder nor a checkpoint in one"):
+        export(tmp_path / "taken", tmp_path / "out")
+    (run / "checkpoints/step-1" / MARKER).unlink()
+    for source in (run, run / "checkpoints/step-1"):
+        with pytest.raises(ValueError, match=r"step-1: half written or damaged \(has no complete.json\)"):
+            export(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_checkpoint_is_refused_with_exit_code_2(tmp_path):
+    run = tmp_path / "run"
+    make_run(run, steps=0)
+    command = [LAMINAR, "export", str(run), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"laminar: run={run}: has no checkpoint yet; wait for its first one\n"

@@ -1,0 +1,195 @@
+"""The learner's loop with a real ledger, flow and checkpoints, and a learner that dies when the test says so."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from laminar_py.audit.verify import verify
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.config.loading import load_config
+from laminar_py.ledger.database import SCHEMA_VERSION
+from laminar_py.ledger.recovery import recover
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.orchestrator.checkpoints import Checkpoints
+from laminar_py.orchestrator.evaluator import Evaluator
+from laminar_py.orchestrator.trainer import Trainer
+from laminar_py.orchestrator.versions import Versions
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.events import RunStarted
+from laminar_py.records.metrics import StepMetrics
+from laminar_py.records.weights import Published
+from laminar_py.telemetry.stats import Stats, read_totals
+from laminar_py.workers.specs import LearnerStarted, StepOutcome
+from laminar_py.workers.supervisor import Supervisor
+from tests.control.fleet import Fleet
+from tests.ledger.runs import open_ledger
+from tests.orchestrator.test_checkpoints import write_checkpoint
+from tests.runs.runs import REPO
+
+PATIENCE_S = 20
+SMALL = ("schedule=sync", "rollout.prompts_per_step=2", "rollout.group_size=2", "learner.checkpoint_every=1")
+
+
+class Learner:
+    """Takes steps that change nothing; the checkpoints named in `fails`, by number, fail with what is there."""
+
+    def __init__(self, fails):
+        self.steps = self.saves = 0
+        self._fails = fails
+        self._folder = None
+
+    def spawn(self):
+        pass
+
+    def kill(self):
+        pass
+
+    async def start(self, checkpoint):
+        return LearnerStarted(1, "eager", 8, 1)
+
+    async def pids(self):
+        return {"learner-0": 7}
+
+    async def step(self, packed, *, version):
+        self.steps += 1
+        return StepOutcome(StepMetrics(0.1, 0.2, 0.0), version, 0.0)
+
+    async def publish(self, version):
+        pass
+
+    async def sealed(self, version):
+        return Published(version, f"digest{version}", 10, 0.0)
+
+    async def stored(self):
+        return []
+
+    async def save(self, folder):
+        self.saves += 1
+        self._folder = folder
+
+    async def saved(self):
+        if self.saves in self._fails:
+            raise self._fails[self.saves]
+        write_checkpoint(self._folder)
+
+
+@asynccontextmanager
+async def training(path, *settings, fails, admission):
+    """A trainer that has started, its learner and the fleet."""
+    config = load_config(REPO / "configs/quickstart.yaml", [*SMALL, *settings])
+    run, clock = RunFolder(path), SystemClock()
+    run.checkpoints.mkdir()
+    learner = Learner(fails)
+    async with open_ledger(path) as ledger:
+        ledger.append(RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", False, None))
+        fleet = Fleet(replicas=1, group_size=2, batch=2, schedule=admission, recorder=ledger)
+        versions = Versions(ledger=ledger, sealed=learner.sealed, stored=learner.stored, incarnation=1)
+        checkpoints = Checkpoints(
+            run,
+            ledger=ledger,
+            save=learner.save,
+            saved=learner.saved,
+            recorded=versions.on_record,
+            settled=fleet.flow.consumption.checkpointed,
+            clock=clock,
+            keep=2,
+            last=None,
+        )
+        stats = Stats(clock, replicas=1, totals=read_totals(run.metrics, 0))
+        trainer = Trainer(
+            config,
+            run=run,
+            flow=fleet.flow,
+            ledger=ledger,
+            learner=learner,
+            evaluator=Evaluator(
+                config.eval,
+                prompts=(),
+                rl_s=0.0,
+                flow=fleet.flow,
+                hold=None,
+                restart_replicas=None,
+                publish=None,
+            ),
+            stats=stats,
+            supervisor=Supervisor(record=ledger.append, max_restarts=3),
+            versions=versions,
+            checkpoints=checkpoints,
+            incarnation=1,
+            show=lambda row: None,
+        )
+        recording = asyncio.create_task(versions.run())
+        await trainer.start()
+        fleet.flow.go_on()
+        stats.rl_phase(True)
+        try:
+            yield trainer, learner, fleet
+        finally:
+            recording.cancel()
+            await checkpoints.close()
+
+
+async def generate(fleet, wanted=lambda: True):
+    """What is handed out is finished and scored at once, as long as that is wanted."""
+    while wanted():
+        fleet.versions[0] = fleet.flow.newest_version
+        await fleet.report(0)
+        await fleet.finish_all(0)
+        await fleet.score_all()
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def generating(fleet, **settings):
+    task = asyncio.create_task(generate(fleet, **settings))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_path):
+    death = PartDiedError("learner-0", "no space left")
+    async with training(tmp_path, "steps=2", fails={3: death}, admission="sync") as (trainer, learner, fleet):
+        async with generating(fleet), asyncio.timeout(PATIENCE_S):
+            await trainer.run()
+        assert (trainer.step, learner.steps, learner.saves) == (2, 3, 4)
+    assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == 2
+    assert verify(tmp_path) == []
+
+
+async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is_lost(tmp_path, caplog):
+    death = PartDiedError("learner-0", "no space left")
+    async with training(tmp_path, "steps=9", fails={2: death}, admission="sync") as (trainer, learner, fleet):
+        trainer.stop.set()
+        async with generating(fleet), asyncio.timeout(PATIENCE_S):
+            await trainer.run()
+        assert (trainer.step, learner.saves) == (1, 2)
+    assert "the checkpoint of step 1 is lost; checkpoints/step-0-1.0 stands" in caplog.messages
+    assert recover(tmp_path).checkpoint.step == 0
+
+
+async def test_whatever_a_checkpoint_fails_with_ends_the_run_though_no_batch_comes(tmp_path):
+    full = OSError(28, "No space left on device")
+    async with (
+        training(tmp_path, "steps=9", fails={2: full}, admission="sync") as (trainer, learner, fleet),
+        generating(fleet, wanted=lambda: learner.saves < 2),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            await asyncio.wait_for(trainer.run(), PATIENCE_S)
+
+
+async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_path):
+    """Several steps' groups are live, as after a learner's death; one of them is still being generated."""
+    async with training(tmp_path, "steps=9", fails={}, admission="async") as (trainer, _, fleet):
+        await fleet.report(0)
+        for id in [id for id in fleet.running[0] if id.split(".")[0] in ("g0", "g1")]:
+            await fleet.finish(0, id)
+        await fleet.score_all()
+        assert len(fleet.flow.book.groups) > 2
+        trainer.stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.run()
+        assert trainer.step == 1

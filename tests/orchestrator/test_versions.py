@@ -1,0 +1,147 @@
+"""Versions on their way onto the record, with a real ledger; and a learner that hangs while one is completed."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from laminar_py.audit.verify import verify
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.placement import Needs, Placement
+from laminar_py.cluster.ray_cluster import nodes
+from laminar_py.config.loading import parse_config
+from laminar_py.orchestrator.versions import Versions
+from laminar_py.records.codec import encode
+from laminar_py.records.events import Relayed, VersionLoaded
+from laminar_py.records.metrics import LearnerProgress
+from laminar_py.records.weights import Published
+from laminar_py.relay.store.version import NoRoomError
+from laminar_py.relay.wire.messages import FileEntry, Manifest
+from laminar_py.workers import learner as learner_link
+from laminar_py.workers.learner import LearnerLink
+from tests.ledger.runs import begin, open_ledger
+from tests.runs.fake_cluster import FakeCluster, joined
+
+PATIENCE_S = 30.0
+
+
+class Seals:
+    """A learner's versions: each is complete once the test says so, or fails with what it says."""
+
+    def __init__(self):
+        self._answers = {}
+        self.stored = []
+
+    def _answer(self, version):
+        return self._answers.setdefault(version, asyncio.get_running_loop().create_future())
+
+    def complete(self, version):
+        self._answer(version).set_result(Published(version, f"digest{version}", 10, 0.01))
+
+    def fail(self, version, error):
+        self._answer(version).set_exception(error)
+
+    async def sealed(self, version):
+        return await self._answer(version)
+
+    async def look(self):
+        return self.stored
+
+
+def make_versions(ledger, seals):
+    return Versions(ledger=ledger, sealed=seals.sealed, stored=seals.look, incarnation=1)
+
+
+@asynccontextmanager
+async def recording(ledger, seals):
+    """Versions that are being recorded."""
+    versions = make_versions(ledger, seals)
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        recorder = tasks.create_task(versions.run())
+        yield versions
+        recorder.cancel()
+
+
+def stored(version):
+    files = (FileEntry("model.safetensors", 10, "0" * 64),)
+    return Manifest(version, f"digest{version}", 4096, files)
+
+
+async def test_versions_go_on_record_in_order_each_once_it_is_complete(tmp_path):
+    seals = Seals()
+    async with open_ledger(tmp_path) as ledger, recording(ledger, seals) as versions:
+        begin(ledger, versions=())
+        for step in (0, 1):
+            versions.copied(versions.number(), step=step, parent=None)
+        seals.complete(1)
+        await asyncio.sleep(0)
+        assert (versions.newest, ledger.newest_published) == (1, -1)
+        seals.complete(0)
+        await versions.recorded()
+        assert ledger.newest_published == 1
+    assert verify(tmp_path) == []
+
+
+async def test_a_version_that_cannot_be_completed_ends_the_run_with_its_reason(tmp_path):
+    seals = Seals()
+    async with open_ledger(tmp_path) as ledger:
+        versions = make_versions(ledger, seals)
+        versions.copied(versions.number(), step=1, parent=None)
+        seals.fail(0, NoRoomError("relay.shm=/dev/shm: too small"))
+        with pytest.raises(NoRoomError, match=r"relay\.shm"):
+            await versions.run()
+
+
+async def test_the_death_of_the_learner_over_a_version_is_told_and_its_number_is_gone(tmp_path):
+    seals = Seals()
+    async with open_ledger(tmp_path) as ledger, recording(ledger, seals) as versions:
+        begin(ledger, versions=())
+        versions.copied(versions.number(), step=1, parent=None)
+        seals.fail(0, PartDiedError("learner-0", "killed"))
+        await versions.any_lost()
+        await versions.recorded()
+        assert ledger.newest_published == -1
+        assert versions.number() == 1
+        versions.start_over()
+        assert versions.lost is None
+
+
+async def test_what_a_dead_learner_left_is_put_on_record_wherever_it_was_seen(tmp_path):
+    seals = Seals()
+    async with open_ledger(tmp_path) as ledger, recording(ledger, seals) as versions:
+        begin(ledger, versions=(0,))
+        ledger.append(Relayed("relay-1", 1, "digest1", 10, None, 10, 0.1, 0.2))
+        ledger.append(VersionLoaded(0, 2, "digest2", 0.1))
+        seals.stored = [stored(0), stored(3)]
+        await versions.adopt(step=7)
+        assert (ledger.newest_published, versions.number()) == (3, 4)
+        await versions.adopt(step=7)  # nothing is left to adopt
+    assert verify(tmp_path) == []
+
+
+class Stopped:
+    """A learner process that stands still when it is asked for a version."""
+
+    def progress(self):
+        return encode(LearnerProgress("", 0, 1, 0.0))
+
+    def sealed(self, version):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(PATIENCE_S)  # the signal may stop another thread first
+
+
+async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(learner_link, "LearnerActor", Stopped)
+    monkeypatch.setattr(learner_link, "WATCH_S", 0.1)
+    settings = {"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}}
+    config = parse_config({**settings, "supervisor": {"heartbeat_timeout_s": 2.0}})
+    with joined(FakeCluster(0)):
+        placement = Placement(Needs(ranks=2, rank_gpus=0, replicas=1, replica_gpus=0), nodes)
+        learner = LearnerLink(config, run_dir=tmp_path, relays=None, show=print, placement=placement)
+        learner.spawn()
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(PartDiedError, match="no answer to progress in 2 s"):
+                await learner.sealed(0)

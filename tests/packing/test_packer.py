@@ -1,0 +1,147 @@
+"""The packer keeps its invariants for any lengths."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from laminar_py.config.algorithm import Aggregation
+from laminar_py.packing.balance import fit, make_entry
+from laminar_py.packing.packer import Packed, StepTerms, assign, pack, step_terms
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.recordings import RoutedExperts
+from laminar_py.records.trajectory import Span
+from tests.builders import make_trajectory
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 80)), min_size=1, max_size=40)
+FIELDS = ("input_ids", "position_ids", "labels", "loss_weights", "behaviour_logprobs", "advantages")
+
+
+def trajectories(shapes, **kwargs):
+    return [make_trajectory(f"g{i}.0", prompt=p, response=n, seed=i, **kwargs) for i, (p, n) in enumerate(shapes)]
+
+
+def pack_here(items, *, ranks=1, max_tokens=128, aggregation=Aggregation.TOKEN_MEAN):
+    return pack(items, max_tokens=max_tokens, ranks=ranks, aggregation=aggregation, attention_share=0.01)
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.sampled_from(list(Aggregation)))
+def test_every_trained_token_stands_in_one_microbatch_of_bounded_size(shapes, ranks, aggregation):
+    packed = pack_here(trajectories(shapes), ranks=ranks, aggregation=aggregation)
+    assert len({len(bundles) for bundles in packed.bundles}) == 1
+    flat = [batch for rank in range(ranks) for batch in packed.microbatches(rank)]
+    assert all(batch.num_tokens <= 128 for batch in flat)
+    trained = sum(n for _, n in shapes)
+    total = trained / len(shapes) if aggregation is Aggregation.CONSTANT else 1.0
+    assert sum(float(b.loss_weights.sum()) for b in flat) == pytest.approx(total, rel=1e-5)
+    assert sum(int((b.loss_weights > 0).sum()) for b in flat) == trained
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS)
+def test_a_packed_sequence_has_the_arrays_that_it_has_alone(shapes):
+    """So a token's loss depends on nothing but its sequence and the totals of the step."""
+    items = trajectories(shapes)
+    packed = pack_here(items)
+    alone = {}
+    for item in items:
+        (batch,) = Packed([[[item]]], packed.terms).microbatches(0)
+        alone[item.id] = batch
+    for bundle, batch in zip(packed.bundles[0], packed.microbatches(0), strict=True):
+        for place, item in enumerate(bundle):
+            rows = slice(batch.cu_seqlens[place], batch.cu_seqlens[place + 1])
+            for name in FIELDS:
+                assert np.array_equal(getattr(batch, name)[rows], getattr(alone[item.id], name)), name
+
+
+def test_arrays_stand_at_the_position_that_predicts_the_token():
+    item = make_trajectory("g0.0", prompt=2, response=3, advantage=0.5)
+    [batch] = pack_here([item]).microbatches(0)
+    assert batch.input_ids.tolist() == [*item.prompt_ids, *item.response_ids]
+    assert batch.labels.tolist() == [*batch.input_ids[1:], 0]
+    assert batch.behaviour_logprobs[1:4].tolist() == item.logprobs.tolist()
+    assert batch.advantages.tolist() == [0, 0.5, 0.5, 0.5, 0]
+    assert batch.loss_weights.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 0])
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_arrays_are_the_same_after_the_way_to_a_rank():
+    packed = pack_here(trajectories([(3, 40), (5, 70), (2, 9)]), ranks=2)
+    arrived = decode(Packed, encode(packed))
+    for rank in range(2):
+        for there, here in zip(arrived.microbatches(rank), packed.microbatches(rank), strict=True):
+            assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in FIELDS)
+
+
+def test_a_rank_without_sequences_gets_a_token_that_teaches_nothing():
+    packed = pack_here(trajectories([(2, 3)]), ranks=2)
+    [one], [other] = packed.microbatches(0), packed.microbatches(1)
+    assert sorted([one.num_tokens, other.num_tokens]) == [1, 5]
+    assert float(one.loss_weights.sum() + other.loss_weights.sum()) == pytest.approx(1.0)
+
+
+def test_sequence_mean_gives_every_response_the_same_weight():
+    weights = StepTerms(Aggregation.SEQUENCE_MEAN, 2, 100)
+    sums = [float(weights.of(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
+    assert sums == pytest.approx([0.5, 0.5])
+
+
+def test_a_constant_length_leaves_every_token_its_weight_however_long_its_response_is():
+    terms = StepTerms(Aggregation.CONSTANT, 2, 100, constant=200)
+    sums = [float(terms.of(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
+    assert sums == pytest.approx([10 / 400, 90 / 400])
+
+
+def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
+    spans = (Span(5, 0, 2), Span(7, 2, 3), Span(7, 3, 4, kv_version=4))
+    item = replace(make_trajectory("a", response=4), spans=spans)
+    assert StepTerms(Aggregation.TOKEN_MEAN, 1, 4, version=8).staleness(item).tolist() == [3, 3, 1, 4]
+
+
+def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
+    items = [make_trajectory(f"a{i}", response=4, advantage=float(a)) for i, a in enumerate([5, -1, 3, 1])]
+    bins = fit([make_entry(item) for item in items], max_tokens=64)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    found = [terms.advantages(item) for item in items]
+    assert (np.mean(found), np.std(found)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0, rel=1e-3))
+
+
+def test_rewards_of_tokens_become_the_return_from_there_on():
+    """Against the same baseline: what came before a token is no credit of it."""
+    item = make_trajectory("a", prompt=2, response=4, advantage=1.5)
+    item = replace(item, token_rewards=np.array([0.0, 1.0, 0.0, 2.0], np.float32), advantage_scale=0.5)
+    [batch] = pack_here([item]).microbatches(0)
+    assert batch.advantages.tolist() == [0, 1.5, 1.5, 1.0, 1.0, 0]
+
+
+def test_a_teacher_speaks_where_the_token_is_predicted():
+    item = replace(make_trajectory("a", prompt=2, response=3), token_rewards=np.array([-1, -2, -3], np.float32))
+    bins = fit([make_entry(item)], max_tokens=64)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, teaches=True)
+    packed = assign(bins, terms, max_tokens=64, ranks=1, attention_share=0.0)
+    assert packed.microbatches(0)[0].teacher_logprobs.tolist() == [0, -1, -2, -3, 0]
+
+
+def test_experts_stand_at_the_tokens_that_were_routed():
+    items = [make_trajectory("a", prompt=1, response=2), make_trajectory("b", prompt=2, response=2)]
+    table = np.arange(3 * 2 * 2, dtype=np.uint8)  # all tokens but the last, 2 layers, 2 experts
+    items[1] = replace(items[1], routed_experts=RoutedExperts(0, 2, 2, 1, table.tobytes()))
+    [batch] = pack_here(items).microbatches(0)
+    at = {length: start for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths, strict=False)}
+    assert (batch.experts[at[3] : at[3] + 3] == -1).all()
+    assert batch.experts[at[4] : at[4] + 3].ravel().tolist() == table.tolist()
+    assert (batch.experts[at[4] + 3] == -1).all()
+
+
+def test_a_reweighted_trajectory_counts_less():
+    items = [make_trajectory("a", weight=0.5, response=4), make_trajectory("b", response=4)]
+    weights = StepTerms(Aggregation.TOKEN_MEAN, 2, 8)
+    assert [float(weights.of(item).sum()) for item in items] == pytest.approx([0.25, 0.5])
+
+
+def test_loss_mask_keeps_environment_tokens_out():
+    item = make_trajectory("a", prompt=1, response=4, loss_mask=np.array([True, False, False, True]))
+    [batch] = pack_here([item]).microbatches(0)
+    assert batch.loss_weights.tolist() == pytest.approx([0.5, 0, 0, 0.5, 0])

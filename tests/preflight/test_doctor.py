@@ -1,0 +1,87 @@
+"""`laminar doctor CONFIG` against the cluster that Ray sees: the plan, warnings, and what is missing."""
+
+import subprocess
+from collections import Counter
+
+import pytest
+
+from laminar_py.cluster.placement import Needs, Placement
+from laminar_py.cluster.ray_cluster import nodes
+from laminar_py.config.loading import load_config
+from laminar_py.config.section import ConfigError
+from laminar_py.preflight.doctor import fit
+from laminar_py.preflight.survey import faults
+from tests.runs.fake_cluster import FakeCluster, joined
+from tests.runs.runs import LAMINAR, REPO
+
+
+def doctor(*arguments):
+    """Exit code, output, lines on standard error."""
+    done = subprocess.run(
+        [LAMINAR, "doctor", *arguments], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout, done.stderr.strip().splitlines()
+
+
+def with_model(folder, name, *settings):
+    """A shipped config whose model, of 7 GB in words, is in `folder`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 150000}')
+    where = [f"model.path={folder}", f"runs={folder / 'runs'}", *settings]
+    return load_config(REPO / "configs" / f"{name}.yaml", where)
+
+
+def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_at(tmp_path):
+    with FakeCluster(8, 8, 8) as cluster:
+        address = f"cluster.address={cluster.address}"
+        shape = fit(with_model(tmp_path, "math_7b_cluster", address, "relay.keep_versions=1000000"))
+        assert [(parts, gpus) for parts, _, gpus in shape.rows] == [
+            ("learner-0 to 7", "1 each"),
+            ("replica-0 to 7", "1 each"),
+            ("replica-8 to 15", "1 each"),
+            ("relay-0", "-"),
+            ("relay-1", "-"),
+            ("relay-2", "-"),
+        ]
+        assert [node.gpus for node in shape.nodes] == [8, 8, 8]
+        assert shape.warnings == []
+        faults = Counter(line.split(":")[0] for line in shape.faults)
+        assert faults == {"relay.shm=/dev/shm": 3, "rollout.engine.python=sglang-env/bin/python": 2}
+        few = ("rollout.replicas=1", "learner.world_size=4", "relay.nodes=1")
+        shape = fit(with_model(tmp_path, "math_7b_8gpu_tp2", address, *few))
+        assert "the learner has 4 GPUs and rollout 2" in shape.warnings[0]
+        assert "18 GPUs stay idle" in shape.warnings[1]
+
+
+async def test_what_a_node_lacks_is_named_with_the_node():
+    with joined(FakeCluster(8)):
+        config = load_config(REPO / "configs" / "math_7b_8gpu_tp1.yaml", ["relay.shm=/nowhere"])
+        placement = Placement(Needs.of(config), nodes)
+        lines = await faults(config, placement)
+        assert [line.split(":")[0] for line in lines] == [
+            "model.path=models/math-7b",
+            "rollout.engine.python=sglang-env/bin/python",
+            "relay.shm=/nowhere",
+        ]
+        assert all(placement.ip(placement.plan.relays[0]) in line for line in lines)
+
+
+def test_a_config_that_does_not_fit_this_machine_is_one_line_and_exit_code_2():
+    code, _, lines = doctor("configs/math_7b_8gpu_tp1.yaml", "rollout.replicas=600")
+    assert code == 2
+    assert len(lines) == 1
+    assert "GPUs" in lines[0]
+
+
+def test_the_laptops_config_fits_and_is_shown():
+    refers = ("algorithm.kl_coef=0.1", "algorithm.reference_pass=stage")
+    code, output, lines = doctor("configs/quickstart.yaml", *refers)
+    assert (code, lines) == (0, [])
+    for part in ("learner-0", "reference-0", "replica-0 to 1", "relay-0 to 2"):
+        assert part in output
+
+
+def test_a_cluster_that_cannot_be_joined_is_a_fault_of_the_config():
+    config = load_config(REPO / "configs" / "quickstart.yaml", ["cluster.address=127.0.0.1:9"])
+    with pytest.raises(ConfigError, match=r"cluster\.address=127\.0\.0\.1:9: no Ray cluster to join there"):
+        fit(config)

@@ -1,0 +1,74 @@
+"""Room for versions: laptop, cluster and `laminar relay plan` reckon alike."""
+
+import pytest
+
+from laminar_py.config.loading import parse_config
+from laminar_py.config.section import ConfigError
+from laminar_py.preflight.inputs import MemoryShare, check_adapters, memory_fault, version_bytes, weights_bytes
+from laminar_py.relay.planning.plan import TreeSpec, make_relay_plan
+from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
+
+SIZE = 2**20
+
+
+def make_config(folder, *, deferred=False, keep=2):
+    (folder / "config.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(SIZE)
+    evaluation = {"every_steps": 2, "deferred": deferred}
+    settings = {"name": "t", "steps": 6, "model": {"path": str(folder)}, "data": {"train": "t"}}
+    return parse_config({**settings, "eval": evaluation, "relay": {"keep_versions": keep}})
+
+
+@pytest.mark.parametrize(
+    ("share", "deferred", "versions"),
+    [
+        (MemoryShare(3, 2, has_root=True), False, 3 * 4 + 2),
+        (MemoryShare(3, 2, has_root=True), True, 3 * 4 + 2 + 3),
+        (MemoryShare(1, 8, has_root=False), True, 4 + 8),
+        (MemoryShare(0, 0, has_root=False), False, 0),
+    ],
+)
+def test_a_host_needs_what_its_relays_keep_take_in_and_pass_on_and_what_is_held(
+    tmp_path, share, deferred, versions
+):
+    config = make_config(tmp_path, deferred=deferred)
+    assert memory_fault(config, share, free=versions * SIZE) is None
+    if versions:
+        fault = memory_fault(config, share, free=versions * SIZE - 1, where=" on node 10.0.0.4")
+        assert fault.startswith("relay.shm=/dev/shm: ")
+        assert (
+            f" needed for {versions} versions (at each of {share.num_relays} relays relay.keep_versions=2, "
+            in fault
+        )
+        assert " on node 10.0.0.4" in fault
+        assert fault.endswith("; enlarge it, or lower one of these")
+
+
+def test_a_host_of_a_run_needs_what_the_plan_of_its_tree_says(tmp_path):
+    plan = make_relay_plan(
+        TreeSpec(hosts=2, link_gbit_per_s=1, parameters=SIZE // 2, shm_gib=1, keep_versions=4, replicas_per_host=3)
+    )
+    config, share = make_config(tmp_path, keep=4), MemoryShare(1, 3, has_root=False)
+    assert weights_bytes(tmp_path) == plan.spec.full.num_bytes
+    assert memory_fault(config, share, free=plan.peak_bytes) is None
+    assert memory_fault(config, share, free=plan.peak_bytes - 1) is not None
+
+
+def with_adapters(folder):
+    settings = {"name": "t", "steps": 6, "model": {"path": str(folder)}, "data": {"train": "t"}}
+    return parse_config({**settings, "learner": {"lora": {"rank": 4}}})
+
+
+def test_versions_of_adapters_need_no_more_room_than_is_reckoned_with(tmp_path):
+    folder = make_model_folder(tmp_path)
+    config = with_adapters(folder)
+    learner = make_learner(folder, settings=SETTINGS.model_copy(update={"lora": config.learner.lora}))
+    published = sum(tensor.nbytes for tensor in full_parameters(learner).values())
+    assert published <= version_bytes(config) <= 2 * published
+
+
+def test_adapters_of_a_mixture_model_are_refused_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 61, "num_experts_per_tok": 2}')
+    with pytest.raises(ConfigError, match=r"learner\.lora: the model in model\.path=.* has experts"):
+        check_adapters(with_adapters(tmp_path))

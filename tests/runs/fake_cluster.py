@@ -1,0 +1,89 @@
+"""A real Ray cluster of several nodes on this machine, with GPUs that only Ray's accounting knows."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+
+import psutil
+
+from laminar_py.cluster.ray_cluster import nodes, open_cluster
+
+STORE_BYTES = 80 * 2**20
+PATIENCE_S = 60.0
+QUICK_TO_NOTICE = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 300,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 2,
+}
+
+
+class FakeCluster:
+    """A node for each number of GPUs; the first is the head, where the controller runs."""
+
+    def __init__(self, *gpus: int) -> None:
+        from ray.cluster_utils import Cluster  # after our own package, which sets what Ray reads at its import
+
+        self._cluster = Cluster()
+        settings = {"include_dashboard": False, "_system_config": QUICK_TO_NOTICE}
+        self._nodes = [
+            self._cluster.add_node(
+                num_cpus=4, num_gpus=count, object_store_memory=STORE_BYTES, **(settings if index == 0 else {})
+            )
+            for index, count in enumerate(gpus)
+        ]
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def id_of(self, node: int) -> str:
+        """Its id in Ray."""
+        return self._nodes[node].node_id
+
+    def __enter__(self) -> "FakeCluster":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._cluster.shutdown()
+        shutil.rmtree(self._nodes[0].get_session_dir_path(), ignore_errors=True)
+
+    def parts(self, node: int) -> dict[int, str]:
+        """Actor processes on a node: process id and title, e.g. `ray::RelayActor`."""
+        raylet = next(
+            process
+            for process in psutil.process_iter(["name", "cmdline"])  # without those that end meanwhile
+            if process.info["name"] == "raylet" and f"--node_id={self.id_of(node)}" in process.info["cmdline"]
+        )
+        titles = {}
+        for child in raylet.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                titles[child.pid] = " ".join(child.cmdline()).strip()
+        return {pid: title for pid, title in titles.items() if title.startswith("ray::") and "Actor" in title}
+
+    def wait_until_empty(self) -> None:
+        """Until no node has an actor any more."""
+        deadline = time.monotonic() + PATIENCE_S
+        while any(self.parts(node) for node in range(len(self._nodes))):
+            assert time.monotonic() < deadline, "actors outlive their run"
+            time.sleep(0.1)
+
+    def kill(self, node: int) -> None:
+        """A node dies, with all that runs on it."""
+        self._cluster.remove_node(self._nodes[node], allow_graceful=False)
+
+
+@contextlib.contextmanager
+def joined(cluster: FakeCluster) -> Iterator[None]:
+    """This process is in the cluster."""
+    with cluster, open_cluster(cluster.address):
+        yield
+
+
+def wait_for_a_death(alive: int) -> None:
+    """Until Ray knows that only so many nodes live; called in the cluster."""
+    deadline = time.monotonic() + PATIENCE_S
+    while len(nodes()) > alive:
+        assert time.monotonic() < deadline, "Ray does not notice the death of a node"
+        time.sleep(0.1)

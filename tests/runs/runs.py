@@ -1,0 +1,90 @@
+"""Small real runs of `laminar train` in processes of their own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from laminar_py.ledger.run_folder import RunFolder
+
+REPO = Path(__file__).parent.parent.parent
+LAMINAR = str(Path(sys.executable).with_name("laminar"))
+PATIENCE_S = 240.0
+
+SMALL = [
+    "steps=4",
+    "warm_start.steps=3",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.batch_per_replica=16",
+    "rollout.max_batch=16",
+    "rollout.without_signal=train",
+    "rollout.sampling.max_new_tokens=48",
+    "learner.checkpoint_every=2",
+    f"data.heldout={Path(__file__).with_name('heldout.jsonl')}",
+]
+ALONE = ("rollout.replicas=1", "relay.nodes=1")  # for laws that more of them have no part in
+
+
+class TrainProcess:
+    """`laminar train` of a config, the quickstart's for one, with small settings; ends with its test."""
+
+    def __init__(
+        self, folder: Path, *settings: str, resume: bool = False, config: Path = REPO / "configs/quickstart.yaml"
+    ):
+        self.folder = folder
+        where = ["name=small", f"runs={folder}", f"warm_start.cache={folder / 'warm'}"]
+        command = [LAMINAR, "train", str(config), *SMALL, *where, *settings, *(["--resume"] if resume else [])]
+        self.process = subprocess.Popen(
+            command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for process in self.family():
+            process.kill()
+        self.process.communicate()
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "small-1"
+
+    def family(self) -> list[psutil.Process]:
+        try:
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.run / "metrics.jsonl"
+        deadline = time.monotonic() + PATIENCE_S
+        while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < step:
+            assert self.process.poll() is None, self.process.stdout.read()
+            assert time.monotonic() < deadline, f"no step {step}"
+            time.sleep(0.05)
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, output
+
+
+def forget_versions(run: Path) -> None:
+    """A run that was stopped keeps its weights in shared memory for a resume; those of a test go with it."""
+    shutil.rmtree(RunFolder(run).shm(Path("/dev/shm")), ignore_errors=True)
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those still there after a while."""
+    return psutil.wait_procs(processes, timeout=30)[1]

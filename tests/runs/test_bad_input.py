@@ -1,0 +1,150 @@
+"""Bad input: one line that names field, value and remedy, exit code 2, no process and no run left behind."""
+
+import asyncio
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from laminar_py.cli import app, main
+from tests.runs.runs import LAMINAR, REPO
+from tests.ledger.runs import begin, checkpoint, open_ledger
+
+CONFIG = "configs/quickstart.yaml"
+MODEL = REPO / "experiments/quickstart/data/model"
+
+
+def train(*settings):
+    """Exit code and lines on standard error."""
+    done = subprocess.run(
+        [LAMINAR, "train", CONFIG, *settings], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stderr.strip().splitlines()
+
+
+def in_process(monkeypatch, capsys, *settings):
+    """The same, without the second that a process takes to start."""
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(sys, "argv", [LAMINAR, "train", CONFIG, *settings])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code, capsys.readouterr().err.strip().splitlines()
+
+
+def children():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stepz=3", "stepz=3: unknown key"),
+        ("steps=many", "steps='many': input should be a valid integer"),
+        ("learner.lr=-1", "learner.lr=-1: input should be greater than 0"),
+        ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),
+        ("data.train=/nowhere.jsonl", "data.train=/nowhere.jsonl: no such file"),
+        ("reward.function=best", "reward.function=best: unknown"),
+        ("algorithm.overlong_tokens=9999", "algorithm.overlong_tokens=9999 is more than rollout.sampling."),
+        ("learner.offload=true", "learner.offload=true: the learner is on cpu"),
+        ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),
+        ("relay.keep_versions=100000000", "relay.shm=/dev/shm:"),
+        ("data.prepare=/nowhere.py", "data.prepare=/nowhere.py: no such file"),
+        ("rollout.record=[routed_experts]", "rollout.record=routed_experts: the model in model.path has no"),
+        ("rollout.engine={kind: sglang, python: /nowhere}", "rollout.engine.python=/nowhere: does not run"),
+        ("rollout.engine={kind: sglang}", f"rollout.engine.python={Path(sys.executable).parent}"),
+        (
+            "rollout.engine={kind: sglang, urls: [http://127.0.0.1:1, http://127.0.0.1:2]}",
+            "rollout.engine.urls=http://127.0.0.1:1: does not answer",
+        ),
+        ("nonsense", "override=nonsense: not of the form key=value"),
+    ],
+)
+def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, setting, message):
+    before = children()
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path}", setting)
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith(f"laminar: {message}")
+    assert list(tmp_path.iterdir()) == []
+    assert children() <= before
+
+
+def test_a_broken_line_of_a_prompt_file_is_named(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "e-2;o*7;1x5?", "answer": "7"}\n{"prompt": "e-2;\n')
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", f"data.train={path}")
+    assert code == 2
+    assert len(lines) == 1
+    assert f"data.train={path}:2" in lines[0]
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    sizes = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | {"vocab_size": 7}))
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", f"model.path={folder}")
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith(f"laminar: model.path={folder}: its tokenizer has ")
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, lines = train(f"runs={tmp_path}", f"relay.base_port={port}")
+    assert code == 2
+    assert len(lines) == 1
+    assert f"relay.base_port={port}: cannot listen on 127.0.0.1:{port}" in lines[0]
+
+
+def test_resuming_what_does_not_exist_is_refused(tmp_path):
+    code, lines = train(f"runs={tmp_path}", "--resume")
+    assert code == 2
+    assert "no run in" in lines[0]
+
+
+def test_resuming_from_a_torn_checkpoint_is_refused_and_loses_nothing(tmp_path):
+    run = tmp_path / "quickstart-1"
+    torn = run / "checkpoints/step-1"
+    torn.mkdir(parents=True)
+    (torn / ".metadata").write_bytes(b"half")
+    shutil.copyfile(REPO / CONFIG, run / "config.yaml")
+
+    async def record():
+        async with open_ledger(run) as ledger:
+            begin(ledger)
+            ledger.append(checkpoint(1, 0))
+
+    asyncio.run(record())
+    before = (run / "ledger.sqlite").read_bytes()
+    code, lines = train(f"runs={tmp_path}", "--resume")
+    assert code == 2
+    assert lines == [
+        f"laminar: checkpoint={torn}: half written or damaged (has no complete.json); restore or delete it;"
+        " without it there is none, start a new run"
+    ]
+    assert (run / "ledger.sqlite").read_bytes() == before
+    assert (torn / ".metadata").exists()
+
+
+def test_a_truncated_ledger_is_refused_by_the_audit(tmp_path):
+    (tmp_path / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 100)
+    done = subprocess.run(
+        [LAMINAR, "audit", str(tmp_path), "verify"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_every_command_has_help_with_an_example():
+    for words in (["train"], ["export"], ["audit"], ["doctor"], ["audit", "x", "verify"]):
+        told = CliRunner().invoke(app, [*words, "--help"])
+        assert told.exit_code == 0
+        assert "Example:" in told.stdout
+    assert shutil.which(LAMINAR)

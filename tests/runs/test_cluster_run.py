@@ -1,0 +1,63 @@
+"""Whole runs on a Ray cluster of two nodes that they join: embedded engines, real relays, a node that dies."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from laminar_py.audit.queries import accounting
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.run_folder import RunFolder
+from tests.runs.fake_cluster import FakeCluster
+from tests.runs.runs import TrainProcess, forget_versions
+
+
+@pytest.fixture(autouse=True)
+def no_versions_left_behind(tmp_path):
+    yield
+    forget_versions(tmp_path / "small-1")
+
+
+def titles(cluster: FakeCluster, node: int) -> list[str]:
+    return sorted(title.split(":")[2].split(".")[0] for title in cluster.parts(node).values())
+
+
+def test_a_run_joins_a_cluster_of_two_nodes_and_leaves_it_as_it_was(tmp_path):
+    with FakeCluster(0, 0) as cluster:
+        with TrainProcess(tmp_path, f"cluster.address={cluster.address}") as train:
+            train.wait_for_step(1)
+            assert titles(cluster, 0).count("ReplicaActor") == titles(cluster, 1).count("ReplicaActor") == 1
+            assert titles(cluster, 0).count("RelayActor") == titles(cluster, 1).count("RelayActor") == 1
+            assert "LearnerActor" in titles(cluster, 0)
+            code, output = train.finish()
+        assert code == 0, output
+        assert not RunFolder(train.run).shm(Path("/dev/shm")).exists()
+        cluster.wait_until_empty()
+    assert verify(train.run) == []
+    assert accounting(train.run).balanced
+
+
+def test_what_a_dead_node_had_goes_on_where_there_is_room(tmp_path):
+    with FakeCluster(0, 0) as cluster:
+        settings = ("steps=12", "learner.checkpoint_every=4", f"cluster.address={cluster.address}")
+        with TrainProcess(tmp_path, *settings) as train:
+            train.wait_for_step(2)
+            lost = [title for title in titles(cluster, 1) if title in ("RelayActor", "ReplicaActor")]
+            cluster.kill(1)
+            code, output = train.finish()
+        assert code == 0, output
+    restarts = json.loads((train.run / "summary.json").read_text())["restarts"]
+    assert lost == ["RelayActor", "ReplicaActor"]
+    assert any(part.startswith("replica-") for part in restarts), restarts
+    assert verify(train.run) == []
+    assert accounting(train.run).balanced
+
+
+def test_a_cluster_that_is_not_there_is_one_line_and_leaves_no_run(tmp_path):
+    with TrainProcess(tmp_path, "cluster.address=127.0.0.1:9") as train:
+        code, output = train.finish()
+    assert code == 2
+    assert output.startswith("laminar: cluster.address=127.0.0.1:9: no Ray cluster to join there"), output
+    assert len(output.splitlines()) == 1
+    assert not os.path.exists(train.run)

@@ -1,0 +1,106 @@
+"""A run that was stopped and resumed is the run that was not, bit by bit, where steps leave nothing in flight."""
+
+import json
+import re
+import shutil
+import signal
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.orchestrator.checkpoints import find_checkpoint
+from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions
+
+STEPS = 6
+LEARNED = (
+    "step",
+    "reward",
+    "trajectories",
+    "trained_tokens",
+    "staleness_max",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "kl_behaviour_k3",
+    "effective_share",
+    "advantage_std",
+    "mismatch_max",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run, and one that Ctrl-C cut, that was tried with another model, and resumed; both trained all steps."""
+    folder = tmp_path_factory.mktemp("continuation")
+    whole, cut = start(folder / "whole"), start(folder / "cut")
+    try:
+        with whole, cut:
+            cut.wait_for_step(2)
+            cut.send(signal.SIGINT)
+            code, output = cut.finish()
+            assert code == 130, output
+            refusal = go_on_with_another_model(cut)
+            with start(folder / "cut", resume=True) as resumed:
+                code, output = resumed.finish()
+            assert code == 0, output
+            code, output = whole.finish()
+            assert code == 0, output
+        yield whole.run, cut.run, refusal
+    finally:
+        for run in (whole.run, cut.run):
+            forget_versions(run)  # one that failed left them
+
+
+def go_on_with_another_model(cut):
+    """Exit code and output."""
+    model = shutil.copytree(REPO / "experiments/quickstart/data/model", cut.folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    before = learned(cut.run), find_checkpoint(RunFolder(cut.run))
+    with start(cut.folder, f"model.path={model}", "warm_start=null", resume=True) as train:
+        refusal = train.finish()
+    assert (learned(cut.run), find_checkpoint(RunFolder(cut.run))) == before
+    assert verify(cut.run) == []
+    return refusal
+
+
+def digests(run):
+    """What was published after each step: once more after each start."""
+    found = {}
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        for step, digest in ledger.execute("SELECT step, digest FROM version"):
+            found.setdefault(step, set()).add(digest)
+    return found
+
+
+def learned(run):
+    """What its steps did, without their times."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [[row[name] for name in LEARNED] for row in rows]
+
+
+def start(folder, *settings, resume=False):
+    """One replica that has room for a batch, and a reward whose sum depends on the order of its terms."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text("def score(request): return (len(request.response_ids) % 7) / 7")
+    one = ("schedule=sync", *ALONE, "data.heldout=null", f"steps={STEPS}")
+    return TrainProcess(folder, *one, f"reward.function={folder / 'reward.py'}:score", *settings, resume=resume)
+
+
+def test_under_sync_a_resumed_run_continues_bit_by_bit_whatever_was_tried_meanwhile(runs):
+    whole, resumed, _ = runs
+    assert learned(resumed) == learned(whole)
+    assert digests(resumed) == digests(whole)
+    assert len({digest for (digest,) in digests(whole).values()}) == STEPS + 1, "every step taught something"
+    assert verify(resumed) == []
+
+
+def test_going_on_with_another_model_is_refused_in_one_line(runs):
+    code, output = runs[2]
+    assert code == 2
+    (line,) = [line for line in output.splitlines() if line.startswith("laminar:")]
+    assert re.search(r"/checkpoints/step-\d+-1.0: is of a qwen3 of 2", line)
+    assert "set model.path to the model that it is of" in line

@@ -1,0 +1,79 @@
+"""A whole run of emulated replicas and learner: real processes, relays and ledger, and the time of GPUs."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from laminar_py.audit.queries import Filters, accounting, listing
+from laminar_py.audit.verify import verify
+from laminar_py.records.trajectory import Kind, Status
+from tests.runs.runs import LAMINAR, REPO, TrainProcess
+
+CONFIG = REPO / "configs/emulation/repack.yaml"
+SETTINGS = (
+    "warm_start=null",  # of the small settings, which are for the quickstart
+    "data.heldout=null",
+    "steps=4",
+    "rollout.replicas=3",
+    "rollout.max_batch=8",
+    "rollout.batch_per_replica=24",
+    "rollout.prompts_per_step=18",
+    "rollout.max_len=1424",
+    "rollout.sampling.max_new_tokens=1024",
+    "rollout.partial_interval_s=0.5",
+    "emulation.median_tokens=300",
+    "emulation.learner_devices=1",
+)
+
+
+def mapped(process) -> set[str]:
+    """Names of the files in a process's memory."""
+    return {Path(region.path).name for region in process.memory_maps()}
+
+
+def test_an_emulated_run_repacks_and_keeps_the_laws_without_torch_in_its_replicas(tmp_path):
+    with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
+        train.wait_for_step(1)
+        replicas = [process for process in train.family() if "ReplicaActor" in process.name()]
+        assert len(replicas) == 3
+        assert not any("libtorch_cpu.so" in mapped(process) for process in replicas)
+        replicas[0].kill()
+        code, output = train.finish()
+    assert code == 0, output
+    rows = list(listing(train.run, Filters(status=Status.CONSUMED, kind=Kind.TRAIN)))
+    assert len(rows) == 4 * 18 * 4
+    assert 16 <= min(row.length for row in rows) < max(row.length for row in rows) == 1024
+    assert all(row.oldest_version == row.newest_version for row in rows), "they drain"
+    assert max(row.newest_version for row in rows) > 0, "they take new weights"
+    first = json.loads((train.run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["learner_s"] >= (2 + first["trained_tokens"] / 8675) / 20, "prompts come on top"
+    moved = json.loads((train.run / "summary.json").read_text())["repack"]
+    assert moved["running"] + moved["waiting"] > 0, "they repack"
+    assert verify(train.run) == []
+    assert accounting(train.run).balanced
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("emulation.profile=nowhere.yaml", "emulation.profile=nowhere.yaml: no such file"),
+        ("emulation.compression=21", "emulation.compression=21: input should be less than or equal to 20"),
+        ("rollout.engine.kind=sglang", "rollout.engine.kind=sglang: emulation replaces the engines"),
+        ("learner.world_size=2", "learner.world_size=2 cluster.learner_device=None: an emulated learner"),
+        ("warm_start.data=w.jsonl", "warm_start.data=w.jsonl: an emulated learner has no model"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused_in_one_line(tmp_path, setting, line):
+    done = subprocess.run(
+        [LAMINAR, "train", str(CONFIG), f"runs={tmp_path}", setting],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"laminar: {line}")
+    assert len(done.stderr.strip().splitlines()) == 1

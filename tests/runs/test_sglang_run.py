@@ -1,0 +1,118 @@
+"""`laminar train` with real SGLang servers: launched, killed, attached to. Each run takes most of a minute."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from laminar_py.audit.handovers import handovers
+from laminar_py.audit.queries import accounting
+from laminar_py.audit.verify import verify
+from laminar_py.config.model import ModelConfig
+from laminar_py.learner.export import export_hf
+from laminar_py.learner.model import load_policy
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from tests.engines.sglang.rig import running_server, sglang_python
+from tests.runs.runs import REPO, TrainProcess
+
+pytestmark = pytest.mark.sglang
+PATIENCE_S = 60.0
+CONFIG = REPO / "configs/quickstart_sglang.yaml"
+# hardly warm-started, the model does not stop by itself: many long responses are under way at every moment
+LONG = (
+    "warm_start.steps=3",
+    "rollout.sampling.max_new_tokens=344",
+    "rollout.batch_per_replica=32",
+    "steps=6",
+    "data.heldout=null",  # whose answers would take minutes
+)
+
+ADAPTED = ("rollout.sampling.max_new_tokens=48", "steps=4", "schedule=sync", "rollout.max_batch=16")
+
+
+def settings(*more: str) -> list[str]:
+    return [*LONG, f"rollout.engine.python={sglang_python()}", "rollout.max_batch=64", *more]
+
+
+def servers(run: TrainProcess) -> list[psutil.Process]:
+    return [process for process in run.family() if "sglang.launch_server" in process.cmdline()[1:3]]
+
+
+def busy_server(run: TrainProcess) -> psutil.Process:
+    """A server that is in the midst of several responses, as the ledger has it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with reading(run.run) as connection:
+            begun = "status = 'running' AND length BETWEEN 1 AND 200"  # tokens, of 344
+            busy = connection.execute(
+                f"SELECT replica FROM trajectory WHERE {begun} GROUP BY replica HAVING count(*) >= 4"
+            ).fetchall()
+            starts = connection.execute("SELECT body FROM event WHERE kind = 'partstarted' ORDER BY seq")
+            events = [decode_event(body) for (body,) in starts]
+        pids = {event.part: event.pid for event in events}
+        replicas = {pids[f"replica-{replica}"] for (replica,) in busy}
+        for server in servers(run):
+            if any(parent.pid in replicas for parent in server.parents()):
+                return server
+        time.sleep(0.05)
+    raise AssertionError("no server was ever busy")
+
+
+@pytest.mark.parametrize("policy", ["resume", "drain"])
+def test_trajectories_of_a_killed_server_go_on_from_what_they_have(tmp_path, policy):
+    chosen = [f"rollout.on_new_weights={policy}", "rollout.partial_interval_s=0.3"]
+    with TrainProcess(tmp_path, *settings(*chosen), config=CONFIG) as run:
+        run.wait_for_step(2)
+        os.kill(busy_server(run).pid, signal.SIGKILL)
+        code, output = run.finish()
+    assert code == 0, output
+    found = handovers(run.run)
+    assert any(one.length for one in found), "the server was killed under load"
+    assert len({one.source for one in found}) == 1
+    if policy == "resume":  # under `drain` the other replica may have outrun their version
+        assert {one.target for one in found} == {1 - found[0].source}
+    assert not verify(run.run)
+    assert accounting(run.run).balanced
+
+
+async def test_a_run_on_a_server_that_runs_already_leaves_it_there(tmp_path, monkeypatch):
+    prepare = [sys.executable, str(REPO / "experiments/quickstart/prepare.py"), "--out", str(tmp_path / "data")]
+    await asyncio.to_thread(subprocess.run, prepare, check=True, timeout=60)
+    spec = {"max_len": 456, "max_batch": 64, "kv_capacity": 65536}
+    async with running_server(tmp_path / "data/model", tmp_path, **spec) as server:
+        monkeypatch.setenv("SGLANG_API_KEY", server.api_key)
+        attached = settings(f"rollout.engine.urls=[{server.url}]", "rollout.replicas=1", "steps=3")
+        with TrainProcess(tmp_path / "runs", *attached, config=CONFIG) as run:
+            code, output = await asyncio.to_thread(run.finish)
+        assert code == 0, output
+        assert psutil.pid_exists(server.pid)
+    assert not verify(run.run)
+
+
+async def test_a_run_of_adapters_loads_them_by_their_versions(tmp_path):
+    prepare = [sys.executable, str(REPO / "experiments/quickstart/prepare.py"), "--out", str(tmp_path / "data")]
+    await asyncio.to_thread(subprocess.run, prepare, check=True, timeout=60)
+    source, base = tmp_path / "data/model", tmp_path / "base"
+    drawn = ModelConfig(path=source, from_scratch=True)
+    policy = load_policy(drawn, seed=0, temperature=1.0, device=torch.device("cpu"))
+    export_hf(policy, base, source=source, dtype=torch.float32)
+    (tmp_path / "reward.py").write_text("def score(request): return float(len(set(request.response_ids)) % 3)")
+    python = f"rollout.engine.python={sglang_python()}"
+    chosen = [f"model={{path: {base}}}", "warm_start=null", "data.heldout=null", python, "rollout.replicas=1"]
+    learns = ["learner.lora.rank=4", "learner.lr=3e-3", f"reward.function={tmp_path / 'reward.py'}:score"]
+    with TrainProcess(tmp_path / "runs", *ADAPTED, *chosen, *learns, config=CONFIG) as run:
+        code, output = await asyncio.to_thread(run.finish)
+    assert code == 0, output
+    assert not verify(run.run)
+    rows = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["version"] for row in rows) > 0, "not all was drawn by the base"
+    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert all(row["grad_norm"] > 0 for row in rows)

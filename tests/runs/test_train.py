@@ -1,0 +1,250 @@
+"""Whole runs with real Ray actors, sockets, engines and a ledger: they learn, die, come back and keep the laws."""
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+from contextlib import closing
+from importlib.util import find_spec
+
+import pytest
+
+from laminar_py.audit.queries import Filters, accounting, listing
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.trajectory import Kind, Status
+from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
+
+
+@pytest.fixture(autouse=True)
+def no_versions_left_behind(tmp_path):
+    yield
+    forget_versions(tmp_path / "small-1")
+
+
+def summary_of(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def assert_laws(run):
+    assert verify(run) == []
+    assert accounting(run).balanced
+
+
+def pids_of(run):
+    """The newest process id of each part."""
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT body FROM event WHERE kind = 'partstarted' ORDER BY seq")
+        return {body["part"]: body["pid"] for body in map(json.loads, (row[0] for row in rows))}
+
+
+def consumed(run):
+    return list(listing(run, Filters(status=Status.CONSUMED, kind=Kind.TRAIN)))
+
+
+def test_an_asynchronous_run_ends_well_and_leaves_nothing_behind(tmp_path):
+    with TrainProcess(tmp_path) as train:
+        train.wait_for_step(1)
+        family = train.family()
+        assert_only_ray_listens_beyond_loopback(family)
+        code, output = train.finish()
+        assert code == 0, output
+        assert wait_until_gone(family) == []
+    summary = summary_of(train.run)
+    assert summary["finished"]
+    assert summary["steps"] == 4
+    assert summary["tokens"]["trained"] == sum(row.length for row in consumed(train.run))
+    assert summary["trajectories"]["consumed"] == len(consumed(train.run)) == 4 * 16
+    assert [e["step"] for e in summary["evaluations"]] == [0, 4]
+    assert summary["peak_memory_bytes"] < 6 << 30
+    assert summary["relay"]["versions"] == 5
+    assert 0 < summary["relay"]["wire_share"] < 1, "some versions travel as deltas"
+    assert_laws(train.run)
+
+
+def assert_only_ray_listens_beyond_loopback(family):
+    """Law 7: Ray's own RPC (token authentication) is the exception."""
+    relays = 0
+    for process in [process for process in family if process.name().startswith("ray::")]:
+        listening = [c.laddr.ip for c in process.net_connections("tcp") if c.status == "LISTEN"]
+        beyond = [ip for ip in listening if ip not in ("127.0.0.1", "::1")]
+        assert len(beyond) <= 1, f"{process.name()} listens on {listening}; one of them is Ray's"
+        relays += "Relay" in process.name() and len(listening) > len(beyond)
+    assert relays == 3
+    environment = next(process for process in family if process.name() == "raylet").environ()
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert len(environment["RAY_AUTH_TOKEN"]) >= 32
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """A run one step behind, whose versions are evaluated after its end."""
+    evaluates = ("eval.every_steps=1", "eval.deferred=true", "relay.keep_versions=1")
+    with TrainProcess(tmp_path_factory.mktemp("one-step"), "schedule=one_step", *evaluates) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert_laws(train.run)
+    return train.run
+
+
+def test_sync_is_on_policy(tmp_path):
+    with TrainProcess(tmp_path, "schedule=sync", "relay.nodes=1") as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert {row.staleness for row in consumed(train.run)} == {0}
+    assert_laws(train.run)
+
+
+def test_one_step_is_one_step_behind(one_step):
+    assert {row.staleness for row in consumed(one_step)} == {0, 1}
+
+
+def test_versions_are_held_until_their_deferred_evaluations(one_step):
+    assert [(e["step"], e["version"]) for e in summary_of(one_step)["evaluations"]] == [(i, i) for i in range(5)]
+
+
+def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on(tmp_path):
+    with TrainProcess(tmp_path, "steps=16") as train:
+        for step, part in ((1, "replica-1"), (2, "relay-1"), (3, "scorer-0"), (5, "learner-0")):
+            train.wait_for_step(step)
+            os.kill(pids_of(train.run)[part], signal.SIGKILL)
+        code, output = train.finish()
+    assert code == 0, output
+    summary = summary_of(train.run)
+    assert {"replica-1", "relay-1", "scorer-0", "learner-0"} <= set(summary["restarts"])
+    assert summary["tokens"]["trained"] == sum(row.length for row in consumed(train.run))
+    assert_laws(train.run)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["controller", "everything"])
+def test_a_killed_run_resumes_where_the_ledger_says(tmp_path, everything):
+    tracked = [f"tracking.kinds=[{'tensorboard' if find_spec('tensorboard') else ''}]"]
+    with TrainProcess(tmp_path, "steps=8", *tracked) as train:
+        train.wait_for_step(3)
+        family = train.family()
+        for process in family if everything else family[:1]:
+            process.kill()
+        train.process.wait()
+        assert accounting(train.run).balanced
+    with TrainProcess(tmp_path, "steps=8", *tracked, resume=True) as again:
+        code, output = again.finish()
+        assert code == 0, output
+        assert wait_until_gone(family) == []
+    assert summary_of(again.run)["steps"] == 8
+    assert_laws(again.run)
+    if find_spec("tensorboard"):
+        assert_tracked(again.run, steps=8)
+
+
+def assert_tracked(run, *, steps):
+    """No step twice, each as metrics.jsonl has it last. What was queued when the controller was killed is lost."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+    found = EventAccumulator(str(run / "tensorboard")).Reload()
+    entropies = [(event.step, event.value) for event in found.Scalars("tokens/entropy")]
+    assert len(dict(entropies)) == len(entropies)
+    assert dict(entropies) == pytest.approx({step: rows[step]["entropy"] for step, _ in entropies})
+    assert {steps - 1, steps} <= set(dict(entropies)), "which came after the resume"
+    assert found.Scalars("eval/accuracy")[-1].step == steps
+    assert [event.value for event in found.Scalars("summary/steps")] == [steps]
+
+
+def test_ctrl_c_finishes_the_step_checkpoints_and_says_how_to_go_on(tmp_path):
+    with TrainProcess(tmp_path, "steps=10000", *ALONE) as train:
+        train.wait_for_step(3)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    assert code == 130
+    assert "--resume" in output
+    steps = summary_of(train.run)["steps"]
+    with TrainProcess(tmp_path, f"steps={steps + 2}", *ALONE, resume=True) as again:
+        code, output = again.finish()
+    assert code == 0, output
+    assert summary_of(again.run)["steps"] == steps + 2
+    assert_laws(again.run)
+
+
+def test_two_learner_ranks_and_partial_rollout(tmp_path):
+    settings = ("learner.world_size=2", "rollout.on_new_weights=resume", "rollout.partial_interval_s=0.1")
+    long = "rollout.sampling.max_new_tokens=200"  # longer than a learner step
+    with TrainProcess(tmp_path, "steps=6", "relay.nodes=1", long, *settings) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert any(row.oldest_version != row.newest_version for row in consumed(train.run)), (
+        "no response spans versions"
+    )
+    assert_laws(train.run)
+
+
+def test_a_second_controller_on_a_run_is_refused(tmp_path):
+    first = RunFolder(tmp_path / "small-1")
+    first.path.mkdir()
+    shutil.copyfile(REPO / "configs/quickstart.yaml", first.path / "config.yaml")
+    first.lock()
+    with TrainProcess(tmp_path, resume=True) as second:
+        code, output = second.finish()
+    assert code == 2
+    assert f"run={first.path}: another process runs it" in output
+
+
+def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_resume(tmp_path):
+    """Also a reference model, a recomputed proximal policy and activations that are computed again."""
+    cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
+    (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
+    rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
+    learns = ["algorithm.name=decoupled_ppo", "algorithm.kl_coef=0.1", "learner.recompute=all", rewarded]
+    with TrainProcess(tmp_path, *ALONE, *cut, *learns) as train:
+        train.wait_for_step(2)
+        train.send(signal.SIGINT)
+        assert train.finish()[0] == 130
+    with TrainProcess(tmp_path, *ALONE, *cut, *learns, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert_laws(train.run)
+    rows = [json.loads(line) for line in (train.run / "metrics.jsonl").read_text().splitlines()]
+    fresh = [row["by_staleness"]["0"] for row in rows if "0" in row["by_staleness"]]
+    assert fresh, "the first step is on policy"
+    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(abs(bucket["effective_share"] - 1) for bucket in fresh) < 1e-4
+    assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its start"
+
+
+def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_death_or_a_resume(tmp_path):
+    cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
+    (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
+    rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
+    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage", rewarded, *cut, *ALONE]
+    with TrainProcess(tmp_path, "steps=10000", *refers) as train:
+        train.wait_for_step(2)
+        os.kill(pids_of(train.run)["reference-0"], signal.SIGKILL)
+        train.wait_for_step(5)
+        train.send(signal.SIGINT)
+        assert train.finish()[0] == 130
+    assert summary_of(train.run)["restarts"]["reference-0"] == 1
+    steps = summary_of(train.run)["steps"] + 2
+    with TrainProcess(tmp_path, f"steps={steps}", *refers, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert_laws(train.run)
+    rows = [json.loads(line) for line in (train.run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["kl_reference_k3"] < 1e-6, "the first step's policy is the reference, over the same vocabulary"
+    assert rows[-1]["kl_reference_k3"] > 1e-4, "the last one's is not"
+    busy = [row["reference_busy_s"] for row in rows]
+    assert busy[0] > 0
+    assert sorted(busy) == busy
+
+
+def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(tmp_path):
+    (tmp_path / "reward.py").write_text("def score(request): return 3e38 * (len(request.response_ids) % 2)")
+    unbounded = ["algorithm.advantage=group_mean", f"reward.function={tmp_path / 'reward.py'}:score", "steps=9"]
+    with TrainProcess(tmp_path, *ALONE, *unbounded) as train:
+        code, output = train.finish()
+    assert code == 1
+    assert "learner.max_skipped=3: the gradient was not finite in 3 steps in a row, up to step 3" in output
+    assert_laws(train.run)
+    with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
+        (skipped,) = ledger.execute("SELECT count(*) FROM event WHERE kind = 'stepskipped'").fetchone()
+        digests = ledger.execute("SELECT DISTINCT digest FROM version").fetchall()
+    assert (skipped, len(digests)) == (3, 1)

@@ -1,0 +1,159 @@
+"""Trackers with their real packages, offline: what is logged is read back from what they wrote."""
+
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar_py.config.loading import load_config
+from laminar_py.config.section import ConfigError
+from laminar_py.config.tracking import TrackerKind
+from laminar_py.preflight.inputs import check
+from laminar_py.telemetry.tracker_process import Closing, Undone, Values, frame
+from laminar_py.telemetry.trackers import Opening, check_trackers
+
+REPO = Path(__file__).parent.parent.parent
+SUMMARY = {"summary/finished": 1.0, "summary/rl_seconds": 60.0}
+BLOCK = 32768  # of wandb's files: records of LevelDB's log format after a header
+
+
+def needs(package):
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+def incarnation(folder, kind, *messages):
+    """A tracker's process from its start to the end of these messages, and of its controller."""
+    opening = Opening(
+        kind, str(folder), "math-1", "math", {"learner.lr": 1e-6, "seed": 0, "data.train": "t.jsonl"}
+    )
+    told = b"".join(map(frame, (opening, *messages)))
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    command = [sys.executable, "-m", "laminar_py.telemetry.tracker_process"]
+    done = subprocess.run(command, input=told, capture_output=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout == b"." * (1 + len(messages))
+
+
+def entropies(*steps, shift=0.0):
+    return [Values(step, {"tokens/entropy": step + shift, "staleness_9_up/ratio": 1.0}) for step in steps]
+
+
+def a_run_that_is_rolled_back_and_resumed(folder, kind):
+    """Steps 1 to 4, back to 2, 3 to 5, killed; back to 3, 4 to 6, with evaluations that come late."""
+    folder.mkdir()
+    again = entropies(3, 4, 5, shift=0.25)
+    late = Values(2, {"eval/accuracy": 0.5})
+    incarnation(folder, kind, *entropies(1, 2, 3, 4), Undone(2), *again)
+    incarnation(folder, kind, Undone(3), *entropies(4, 5, 6, shift=0.5), late, Closing(SUMMARY))
+
+
+TRUE_STEPS = [(1, 1.0), (2, 2.0), (3, 3.25), (4, 4.5), (5, 5.5), (6, 6.5)]
+
+
+@needs("tensorboard")
+def test_tensorboard_reads_each_step_as_it_was_made_last(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ForPlugins
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    folder = tmp_path / "math-1"
+    a_run_that_is_rolled_back_and_resumed(folder, TrackerKind.TENSORBOARD)
+    found = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("tokens/entropy")] == TRUE_STEPS
+    assert [(event.step, event.value) for event in found.Scalars("eval/accuracy")] == [(2, 0.5)]
+    assert [(event.step, event.value) for event in found.Scalars("summary/rl_seconds")] == [(6, 60.0)]
+    served = ForPlugins(str(folder / "tensorboard")).Reload()  # as the program itself reads
+    assert [event.step for event in served.Tensors("tokens/entropy")] == [1, 2, 3, 4, 5, 6]
+    (content,) = served.PluginTagToContent("hparams").values()
+    settings = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert settings["learner.lr"].number_value == 1e-6
+    assert settings["data.train"].string_value == "t.jsonl"
+
+
+@needs("mlflow")
+def test_mlflow_goes_on_with_its_run_and_the_newest_point_of_a_step_counts(tmp_path):
+    from mlflow import MlflowClient
+
+    a_run_that_is_rolled_back_and_resumed(tmp_path / "math-1", TrackerKind.MLFLOW)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("math").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("math-1", "FINISHED")
+    assert run.data.params == {"learner.lr": "1e-06", "seed": "0", "data.train": "t.jsonl"}
+    points = client.get_metric_history(run.info.run_id, "tokens/entropy")
+    assert sorted({point.step: point.value for point in points}.items()) == TRUE_STEPS
+    assert len(points) == 10, "what was undone is still there, and older"
+    undone = [int(point.value) for point in client.get_metric_history(run.info.run_id, "run/continued_from")]
+    assert undone == [2, 3]
+    assert run.data.metrics["tokens/entropy"] == 6.5
+    assert run.data.metrics["summary/rl_seconds"] == 60
+
+
+@needs("wandb")
+def test_wandb_goes_on_with_its_run_and_the_newest_row_of_a_step_counts(tmp_path):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    folder = tmp_path / "math-1"
+    a_run_that_is_rolled_back_and_resumed(folder, TrackerKind.WANDB)
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert {path.name for path in files} == {f"run-{(folder / 'wandb.id').read_text()}.wandb"}
+    assert len(files) == 2, "one for each incarnation, uploaded as one run"
+    records = [Record.FromString(data) for path in files for data in wandb_records(path.read_bytes())]
+    rows = [history_row(one.history) for one in records if one.HasField("history")]
+    points = [(row["step"], row["tokens/entropy"]) for row in rows if "tokens/entropy" in row]
+    assert sorted(dict(points).items()) == TRUE_STEPS
+    assert [row["run/continued_from"] for row in rows if "run/continued_from" in row] == [2, 3]
+    assert [row["eval/accuracy"] for row in rows if row["step"] == 2 and "eval/accuracy" in row] == [0.5]
+    started = next(one.run for one in records if one.HasField("run"))
+    assert (started.project, started.display_name) == ("math", "math-1")
+    assert {"learner.lr", "seed", "data.train"} <= {item.key for item in started.config.update}
+
+
+def history_row(history):
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+
+
+def wandb_records(data):
+    """Whole records: type 1, or pieces of type 2, 3... up to 4."""
+    place, pieces = 7, b""
+    while place + 7 <= len(data):
+        if BLOCK - place % BLOCK < 7:
+            place += BLOCK - place % BLOCK
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        pieces += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield pieces
+            pieces = b""
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"tracking.kinds=mlflow: .*; pip install mlflow-skinny sqlalchemy alembic"
+    ):
+        check_trackers([TrackerKind.MLFLOW])
+    check_trackers([])
+
+
+def test_it_is_refused_before_anything_is_prepared(tmp_path, monkeypatch):
+    (tmp_path / "prepare.py").write_text("raise SystemExit('begun')")
+    changes = ["tracking.kinds=[wandb]", f"data.prepare={tmp_path / 'prepare.py'}"]
+    config = load_config(REPO / "configs/quickstart.yaml", changes)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tracking.kinds=wandb: .*; pip install wandb, or"):
+        check(config)
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match=r"tracking.kinds=wandb: the package wandb is not installed"):
+        check_trackers([TrackerKind.WANDB])

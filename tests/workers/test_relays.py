@@ -1,0 +1,117 @@
+"""The relay tree on the nodes of a real Ray cluster: one a host, and a root that moves when its host dies."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import torch
+
+from laminar_py.cluster.placement import Needs, Placement
+from laminar_py.cluster.ray_cluster import nodes
+from laminar_py.config.loading import parse_config
+from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
+from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.workers import relays as relays_module
+from laminar_py.workers.relays import Relays
+from laminar_py.workers.supervisor import Supervisor
+from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
+
+PATIENCE_S = 60.0
+CHUNK = 4096
+
+
+@asynccontextmanager
+async def kept(folder, placement, record=lambda event: None, chunk_bytes=CHUNK):
+    """Relays of this placement, up and watched."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2}')
+    config = parse_config(
+        {
+            "name": "t",
+            "steps": 1,
+            "model": {"path": str(folder)},
+            "data": {"train": "t"},
+            "relay": {"chunk_bytes": chunk_bytes},
+        }
+    )
+    supervisor = Supervisor(record=lambda event: None, max_restarts=9)
+    relays = Relays(config, run_dir=folder, shm=folder, supervisor=supervisor, placement=placement, record=record)
+    async with asyncio.timeout(PATIENCE_S):
+        await relays.start()
+        keeper = asyncio.create_task(relays.keep())
+        try:
+            yield relays
+        finally:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+
+
+async def publish(relays, version):
+    """What the learner does, on whichever host it is."""
+    publisher = Publisher(relays.store(0), await relays.root_up(), relays.keys, chunk_bytes=relays.chunk_bytes)
+    tensors = [("weight", torch.full((64, 64), version))]
+    await asyncio.to_thread(publisher.publish, version, tensors)
+    await asyncio.to_thread(publisher.close, linger_s=PATIENCE_S)
+    return publisher.sealed(version).digest
+
+
+async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the_root(tmp_path):
+    with joined(cluster := FakeCluster(0, 1, 1)):
+        placement = Placement(Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=0), nodes)
+        home = placement.plan.relays[0]
+        async with kept(tmp_path, placement) as relays:
+            endpoints = [await relays.attach(replica) for replica in (0, 1)]
+            assert len({*endpoints, relays.root}) == 3, "one relay on each host"
+            subscriber = Subscriber(endpoints[1], "replica-1", relays.keys)
+            listening = asyncio.create_task(subscriber.run())
+            digest = await publish(relays, 0)
+            assert (await subscriber.pull(0)).digest == digest
+            cluster.kill(1 if cluster.id_of(1) == home else 2)
+            await asyncio.to_thread(wait_for_a_death, 2)
+            placement.refresh()  # as the learner does, whose ranks died there
+            root = await relays.root_up()
+            assert placement.plan.relays[0] not in (None, home)
+            assert root not in endpoints, "it has come up elsewhere"
+            digest = await publish(relays, 1)
+            assert await subscriber.wait_newer(0) == 1
+            assert (await subscriber.pull(1)).digest == digest
+            assert [manifest.version for manifest in await relays.published()][-1] == 1
+            await subscriber.close()
+            await listening
+
+
+async def test_a_host_that_hangs_counts_like_one_that_died_when_versions_are_looked_for(
+    tmp_path, monkeypatch, caplog
+):
+    hanging = threading.Event()
+    with joined(FakeCluster(0)):
+        placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, relays=1), nodes)
+        async with kept(tmp_path, placement) as relays:
+            await publish(relays, 0)
+            assert [manifest.version for manifest in await relays.published()] == [0]
+            monkeypatch.setattr(relays_module, "LOOK_S", 0.2)
+            monkeypatch.setattr(relays_module, "stored_manifests", lambda store: hanging.wait(PATIENCE_S))
+            try:
+                assert await relays.published() == []
+            finally:
+                hanging.set()
+            assert "relay-0: no answer in 0.2 s" in caplog.text
+
+
+async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a_resume(tmp_path):
+    with joined(FakeCluster(0)):
+        placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, relays=2), nodes)
+        async with kept(tmp_path, placement, chunk_bytes=4 * SMALLEST_CHUNK_BYTES) as relays:
+            await publish(relays, 0)
+        async with kept(tmp_path, placement, chunk_bytes=None) as relays:
+            assert relays.chunk_bytes == 4 * SMALLEST_CHUNK_BYTES, "versions of before can still be carried"
+            digest = await publish(relays, 1)
+            subscriber = Subscriber(await relays.attach(0), "replica-0", relays.keys)
+            listening = asyncio.create_task(subscriber.run())
+            await subscriber.wait_newer(0)
+            assert (await subscriber.pull(1)).digest == digest
+            await subscriber.close()
+            await listening
+        async with kept(tmp_path / "new", placement, chunk_bytes=None) as relays:
+            assert relays.chunk_bytes == SMALLEST_CHUNK_BYTES, "of sizes that are as good"
