@@ -8,7 +8,13 @@ from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Span, Traj
 
 def make_prompt(index=0, length=3, answer="4"):
     """A prompt of `length` token ids."""
-    return Prompt(f"p{index}", index, f"prompt {index}", np.arange(2, 2 + length, dtype=np.int32), answer)
+    return Prompt(
+        id=f"p{index}",
+        index=index,
+        text=f"prompt {index}",
+        ids=np.arange(2, 2 + length, dtype=np.int32),
+        answer=answer,
+    )
 
 
 def make_trajectory(
@@ -17,22 +23,22 @@ def make_trajectory(
     """A finished trajectory with random tokens under one version."""
     rng = np.random.default_rng(seed)
     return Trajectory(
-        id,
-        "p0",
-        id.split(".")[0],
-        int(id.split(".")[1]) if "." in id else 0,
-        Kind.TRAIN,
-        rng.integers(2, 50, prompt).astype(np.int32),
-        rng.integers(2, 50, response).astype(np.int32),
-        -rng.random(response).astype(np.float32),
-        np.ones(response, np.bool_) if loss_mask is None else loss_mask,
-        (Span(version, 0, response),),
-        FinishReason.STOP,
-        reward,
-        None,
-        advantage,
-        1.0,
-        weight,
+        id=id,
+        prompt_id="p0",
+        group_id=id.split(".")[0],
+        sample_index=int(id.split(".")[1]) if "." in id else 0,
+        kind=Kind.TRAIN,
+        prompt_ids=rng.integers(2, 50, prompt).astype(np.int32),
+        response_ids=rng.integers(2, 50, response).astype(np.int32),
+        logprobs=-rng.random(response).astype(np.float32),
+        loss_mask=np.ones(response, np.bool_) if loss_mask is None else loss_mask,
+        spans=(Span(version, 0, response),),
+        finish_reason=FinishReason.STOP,
+        reward=reward,
+        token_rewards=None,
+        advantage=advantage,
+        advantage_scale=1.0,
+        weight=weight,
     )
 
 
@@ -46,4 +52,4 @@ def make_mask(ids):
 def make_experts(start, end, *, width=1):
     """Experts of positions [start, end) in 3 layers, 2 in each; a position always has the same ones."""
     experts = (np.arange(start, end)[:, None] * 7 + np.arange(6)) % 128
-    return RoutedExperts(start, 3, 2, width, experts.astype(f"<u{width}").tobytes())
+    return RoutedExperts(start=start, layers=3, top_k=2, width=width, data=experts.astype(f"<u{width}").tobytes())

@@ -34,8 +34,14 @@ PATIENCE_S = 30.0
 async def generate(engine: LocalEngine, index: int, **cut) -> Trajectory:
     """One sampled trajectory of random length, as the engine gives it."""
     prompt = np.arange(3, 6 + index % 4, dtype=np.int32)
-    sampling = SamplingParams(5 + 3 * index, seed=index, **cut)
-    request = GenerateRequest(f"t{index}", f"g{index}", prompt, np.empty(0, np.int32), sampling)
+    sampling = SamplingParams(max_new_tokens=5 + 3 * index, seed=index, **cut)
+    request = GenerateRequest(
+        rid=f"t{index}",
+        group_id=f"g{index}",
+        prompt_ids=prompt,
+        prefix_ids=np.empty(0, np.int32),
+        sampling=sampling,
+    )
     deltas = [delta async for delta in engine.generate(request)]
     ids = np.concatenate([delta.ids for delta in deltas])
     logprobs = np.concatenate([delta.logprobs for delta in deltas])
@@ -44,7 +50,18 @@ async def generate(engine: LocalEngine, index: int, **cut) -> Trajectory:
     mask = np.ones(len(ids), np.bool_)
     supports = [delta.sampling_mask for delta in deltas if delta.sampling_mask is not None]
     trajectory = Trajectory(
-        f"t{index}", "p", f"g{index}", 0, Kind.TRAIN, prompt, ids, logprobs, mask, span, FinishReason.LENGTH, 1.0
+        id=f"t{index}",
+        prompt_id="p",
+        group_id=f"g{index}",
+        sample_index=0,
+        kind=Kind.TRAIN,
+        prompt_ids=prompt,
+        response_ids=ids,
+        logprobs=logprobs,
+        loss_mask=mask,
+        spans=span,
+        finish_reason=FinishReason.LENGTH,
+        reward=1.0,
     )
     return replace(trajectory, sampling_mask=join_masks(supports)) if supports else trajectory
 

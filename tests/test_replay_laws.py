@@ -43,7 +43,7 @@ NOISE = 0.05 * torch.randn(MAX_LEN, LAYERS, EXPERTS, generator=torch.Generator()
 HOUSE = {
     "interval_s": 0.05,
     "pace": 0.1,
-    "sampling": SamplingParams(300, top_k=30, top_p=0.9, stop_ids=(2, 3)),
+    "sampling": SamplingParams(max_new_tokens=300, top_k=30, top_p=0.9, stop_ids=(2, 3)),
 }
 
 
@@ -76,9 +76,24 @@ class Road:
                 break
         end, item = running.progress(delta.finish_reason, 0.0), self.assignment
         name, whole = item.trajectory_id, np.ones(len(end.ids), np.bool_)
-        given = (item.prompt_ids, end.ids, end.logprobs, whole, end.spans, FinishReason.LENGTH, 1.0)
         recorded = {"sampling_mask": end.sampling_mask, "routed_experts": end.routed_experts}
-        return replace(Trajectory(name, "p", item.group_id, 0, Kind.TRAIN, *given), **recorded)
+        return replace(
+            Trajectory(
+                id=name,
+                prompt_id="p",
+                group_id=item.group_id,
+                sample_index=0,
+                kind=Kind.TRAIN,
+                prompt_ids=item.prompt_ids,
+                response_ids=end.ids,
+                logprobs=end.logprobs,
+                loss_mask=whole,
+                spans=end.spans,
+                finish_reason=FinishReason.LENGTH,
+                reward=1.0,
+            ),
+            **recorded,
+        )
 
 
 def roads(count: int) -> list[Road]:
@@ -86,9 +101,21 @@ def roads(count: int) -> list[Road]:
     out = []
     for index in range(count):
         prompt = np.random.default_rng(index // 2).integers(3, 60, 4 + index // 2).astype(np.int32)
-        sampling = SamplingParams(150 + index, top_k=30, top_p=0.9, seed=index)
+        sampling = SamplingParams(max_new_tokens=150 + index, top_k=30, top_p=0.9, seed=index)
         nothing = np.empty(0, np.int32)
-        out.append(Road(Assignment(f"t{index}", 1, f"g{index // 2}", Kind.TRAIN, prompt, nothing, sampling)))
+        out.append(
+            Road(
+                Assignment(
+                    trajectory_id=f"t{index}",
+                    epoch=1,
+                    group_id=f"g{index // 2}",
+                    kind=Kind.TRAIN,
+                    prompt_ids=prompt,
+                    prefix_ids=nothing,
+                    sampling=sampling,
+                )
+            )
+        )
     return out
 
 
@@ -184,7 +211,7 @@ async def test_replay_holds_for_trajectories_that_repacking_moved_between_sglang
 
         async def open_client():
             server = next(turn)
-            served = Served(320, 2040, TOP_K, tuple(Recording))
+            served = Served(vocab=320, max_len=2040, experts_top_k=TOP_K, record=tuple(Recording))
             engine = SGLangEngine(
                 server.url, api_key=server.api_key, served=served, stall_timeout_s=60, watch_server=server.watch
             )

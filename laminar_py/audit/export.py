@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BLOCK = 4096
 
 
-class Response(msgspec.Struct, frozen=True):
+class Response(msgspec.Struct, frozen=True, kw_only=True):
     """What `--responses` adds to a trajectory."""
 
     prompt_text: str
@@ -106,7 +106,15 @@ def _response(connection: "sqlite3.Connection", row: TrajectoryRow, pieces: list
     if row.spans is not None:
         payload = replace(payload, spans=replace_spans(payload.spans, decode_spans(row.spans)))
     prompt = memoryview(ids).cast("i").tolist()
-    return Response(text, answer, task, prompt, payload.ids.tolist(), payload.logprobs.tolist(), payload.spans)
+    return Response(
+        prompt_text=text,
+        answer=answer,
+        task=task,
+        prompt_ids=prompt,
+        response_ids=payload.ids.tolist(),
+        logprobs=payload.logprobs.tolist(),
+        token_spans=payload.spans,
+    )
 
 
 def _values(record: Record) -> list[object]:

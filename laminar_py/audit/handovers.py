@@ -11,7 +11,7 @@ from laminar_py.ledger.rows import decode_event
 from laminar_py.records.events import Assigned, Interrupted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
     """One trajectory of a dead replica, e.g. `Handover("g7-3", 1, 41, 1700000000.2, 0, 0.05)`."""
 
@@ -37,18 +37,20 @@ def handovers(run: Path) -> list[Handover]:
             if isinstance(event, Interrupted) and event.reason == "replica_died":
                 waiting[event.trajectory_id] = len(found)
                 source = replica_of[event.trajectory_id]
-                found.append(Handover(event.trajectory_id, source, event.length, wall))
+                found.append(
+                    Handover(trajectory_id=event.trajectory_id, source=source, length=event.length, detected=wall)
+                )
             elif isinstance(event, Assigned):
                 replica_of[event.trajectory_id] = event.replica
                 place = waiting.pop(event.trajectory_id, None)
                 if place is not None:
                     lost = found[place]
                     found[place] = Handover(
-                        lost.trajectory_id,
-                        lost.source,
-                        lost.length,
-                        lost.detected,
-                        event.replica,
-                        wall - lost.detected,
+                        trajectory_id=lost.trajectory_id,
+                        source=lost.source,
+                        length=lost.length,
+                        detected=lost.detected,
+                        target=event.replica,
+                        waited_s=wall - lost.detected,
                     )
     return found

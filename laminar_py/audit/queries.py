@@ -17,7 +17,7 @@ _COMPARISON = re.compile(r"(>=|<=|!=|>|<|=)?\s*(-?\d+(?:\.\d+)?)")
 _READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
     """Which trajectories to list, e.g. `Filters(status=Status.CONSUMED, staleness=">3")`; None: all.
 

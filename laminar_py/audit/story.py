@@ -41,7 +41,7 @@ class Stretch:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
     """Everything about one trajectory; which step used it, its reward and the like are in `row`."""
 
@@ -77,7 +77,15 @@ def story(run: Path, trajectory_id: str) -> Story:
         text, answer, task = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "")
         response = find_payload(ledger_path(run).parent, connection, row)
         events = tuple(_events(connection, row))
-        return Story(row, text, answer, task, tuple(_group(connection, row)), events, response)
+        return Story(
+            row=row,
+            prompt=text,
+            answer=answer,
+            task=task,
+            group=tuple(_group(connection, row)),
+            events=events,
+            response=response,
+        )
 
 
 def tell_story(told: Story) -> list[str]:

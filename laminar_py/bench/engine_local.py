@@ -283,7 +283,13 @@ async def _answer_all(engine: LocalEngine, asks: Sequence[Ask]) -> None:
 
 async def _answer(engine: LocalEngine, ask: Ask, *, seed: int) -> None:
     name = f"r{seed}"
-    request = GenerateRequest(name, name, ask.prompt, _NO_IDS, SamplingParams(ask.length, seed=seed))
+    request = GenerateRequest(
+        rid=name,
+        group_id=name,
+        prompt_ids=ask.prompt,
+        prefix_ids=_NO_IDS,
+        sampling=SamplingParams(max_new_tokens=ask.length, seed=seed),
+    )
     num_tokens = 0
     async for delta in engine.generate(request):
         num_tokens += len(delta.logprobs)

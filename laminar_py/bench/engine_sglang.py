@@ -111,7 +111,7 @@ async def _served(
     )
     server = SGLangServer(spec)
     await server.start()
-    served = Served(VOCAB, MAX_LEN)
+    served = Served(vocab=VOCAB, max_len=MAX_LEN)
     engine = SGLangEngine(server.url, api_key=server.api_key, served=served, stall_timeout_s=120)
     try:
         await engine.start()
@@ -126,7 +126,9 @@ def _request(name: str, *, length: int, prefix: list[int] | None = None) -> Gene
     seed = int.from_bytes(name.encode()[-6:], "little")
     prompt = np.random.default_rng(seed).integers(0, VOCAB, PROMPT, dtype=np.int32)
     ids = NO_IDS if prefix is None else np.array(prefix, np.int32)
-    return GenerateRequest(name, name, prompt, ids, SamplingParams(length))
+    return GenerateRequest(
+        rid=name, group_id=name, prompt_ids=prompt, prefix_ids=ids, sampling=SamplingParams(max_new_tokens=length)
+    )
 
 
 # ---- overhead
@@ -186,7 +188,7 @@ async def _bare(rig: Rig, session: aiohttp.ClientSession, name: str) -> None:
 # ---- refresh
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Crowd:
     """Streams that are kept running, and when their tokens came."""
 
@@ -293,7 +295,7 @@ async def _load_next(rig: Rig) -> float:
 
 
 async def _in_place(rig: Rig, count: int) -> float:
-    crowd = Crowd(rig.engine, LONG_TOKENS)
+    crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
     crowd.start("p")
     await crowd.grown(WARM_TOKENS)
     pauses = []
@@ -311,7 +313,7 @@ async def _retracted(rig: Rig, count: int) -> tuple[float, float]:
     """Pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
     pauses, prefills = [], []
     for turn in range(count):
-        crowd = Crowd(rig.engine, LONG_TOKENS)
+        crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
         crowd.start(f"t{turn}")
         await crowd.grown(WARM_TOKENS)
         await rig.engine.pause(PauseMode.RETRACT)
@@ -339,7 +341,7 @@ async def _prefill(rig: Rig, contexts: dict[str, list[int]]) -> float:
 async def _resumed(rig: Rig, count: int) -> float:
     pauses = []
     for turn in range(count):
-        crowd = Crowd(rig.engine, LONG_TOKENS)
+        crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
         crowd.start(f"s{turn}")
         await crowd.grown(WARM_TOKENS)
         await rig.engine.pause(PauseMode.ABORT)
@@ -356,7 +358,7 @@ async def _resumed(rig: Rig, count: int) -> float:
 async def _drained(rig: Rig, count: int) -> float:
     pauses = []
     for turn in range(count):
-        crowd = Crowd(rig.engine, WARM_TOKENS)
+        crowd = Crowd(engine=rig.engine, length=WARM_TOKENS)
         crowd.start(f"d{turn}")
         await crowd.done()
         last = max(times[-1] for times in crowd.times.values())

@@ -23,7 +23,7 @@ from laminar_py.bench.relay import SHARED_MEMORY
 from laminar_py.bench.report import Row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """How much is measured; only tests use another than `FULL`."""
 
@@ -38,7 +38,7 @@ class Scale:
     mfu: Load = FULL_LOAD
 
 
-FULL = Scale(MODEL)
+FULL = Scale(model=MODEL)
 
 
 def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:

@@ -22,7 +22,7 @@ WARM_STEPS = 2
 SETTINGS = LearnerConfig(recompute=Recompute.SELECTIVE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """A model and what a step of it is of; only tests use another than `FULL`."""
 
@@ -35,7 +35,7 @@ class Load:
 
 
 FULL = Load(
-    Qwen3Config(  # 1.5 billion parameters
+    model=Qwen3Config(  # 1.5 billion parameters
         vocab_size=151_936,
         hidden_size=1536,
         num_hidden_layers=28,

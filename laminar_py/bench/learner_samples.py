@@ -93,7 +93,12 @@ def sample_sglang(model: Path, draws: Sequence[Draw], *, tokens: int, python: Pa
         out = []
         async with SGLangServer(spec) as server:
             for draw in draws:
-                served = Served(sizes.vocab_size, MAX_LEN, sizes.num_experts_per_tok, draw.record)
+                served = Served(
+                    vocab=sizes.vocab_size,
+                    max_len=MAX_LEN,
+                    experts_top_k=sizes.num_experts_per_tok,
+                    record=draw.record,
+                )
                 engine = SGLangEngine(server.url, api_key=server.api_key, served=served, stall_timeout_s=120)
                 await engine.start()
                 out.append(await _sample(engine, model, draw, tokens=tokens))
@@ -110,8 +115,14 @@ async def _sample(engine: InferenceEngine, model: Path, draw: Draw, *, tokens: i
 
 
 async def _trajectory(engine: InferenceEngine, index: int, draw: Draw) -> Trajectory:
-    sampling = msgspec.structs.replace(SamplingParams(LENGTH, seed=index), **draw.cut)
-    request = GenerateRequest(f"t{index}.0", f"t{index}", PROMPT, np.empty(0, np.int32), sampling)
+    sampling = msgspec.structs.replace(SamplingParams(max_new_tokens=LENGTH, seed=index), **draw.cut)
+    request = GenerateRequest(
+        rid=f"t{index}.0",
+        group_id=f"t{index}",
+        prompt_ids=PROMPT,
+        prefix_ids=np.empty(0, np.int32),
+        sampling=sampling,
+    )
     deltas = [delta async for delta in engine.generate(request)]
     masks = [delta.sampling_mask for delta in deltas if delta.sampling_mask is not None]
     return msgspec.structs.replace(

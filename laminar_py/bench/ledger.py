@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,7 +38,7 @@ SAMPLE_S = 0.2  # of memory
 MILLION = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """What the recording process measured, in seconds of CPU where not said otherwise."""
 
@@ -48,7 +48,7 @@ class Recorded:
     write_s: float  # in the writer's
     archive_s: float
     archived: int  # trajectories
-    reads_s: tuple[float, ...]  # wall, of readers that asked meanwhile
+    reads_s: tuple[float, ...] = ()  # wall, of readers that asked meanwhile
 
 
 def rows(*, trajectories: int, tell: Callable[[str], None]) -> list[Row]:
@@ -84,12 +84,10 @@ def _record(run: Path, trajectories: int, *, reads: bool) -> Recorded:
     if reads:
         reader.join()
     seal_run(run)
-    return Recorded(*recorded, tuple(times))
+    return replace(recorded, reads_s=tuple(times))
 
 
-async def _lead(
-    run: Path, trajectories: int, clock: Clock, *, reader: threading.Thread | None
-) -> tuple[int, float, float, float, float, int]:
+async def _lead(run: Path, trajectories: int, clock: Clock, *, reader: threading.Thread | None) -> Recorded:
     ledger = Ledger(run / LEDGER_NAME, host=HOST, clock=clock)
     await ledger.start()
     workload = Workload(ledger)
@@ -113,7 +111,14 @@ async def _lead(
     append_s = time.thread_time() - thread_s
     write_s = time.process_time() - process_s - append_s - archive_s
     await ledger.close()
-    return workload.num_trajectories, elapsed_s, append_s, write_s, archive_s, archived
+    return Recorded(
+        trajectories=workload.num_trajectories,
+        elapsed_s=elapsed_s,
+        append_s=append_s,
+        write_s=write_s,
+        archive_s=archive_s,
+        archived=archived,
+    )
 
 
 def _ask(run: Path, done: threading.Event, times: list[float]) -> None:

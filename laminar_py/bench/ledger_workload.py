@@ -69,7 +69,17 @@ class Workload:
 
     def begin(self) -> None:
         """The run starts, with version 0."""
-        self._ledger.append(RunStarted(1, HOST, 1, SCHEMA_VERSION, "c0", True, None))
+        self._ledger.append(
+            RunStarted(
+                incarnation=1,
+                host=HOST,
+                pid=1,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=True,
+                max_staleness=None,
+            )
+        )
         self._publish()
 
     def advance(self) -> None:
@@ -79,24 +89,51 @@ class Workload:
         used = [self._finish(self._live.popleft()) for _ in range(STEP)]
         self.step += 1
         consumed = [
-            Consumed(id, self.step, self.step - 1, self.step - 1 - version, 1.0)
+            Consumed(
+                trajectory_id=id,
+                step=self.step,
+                version=self.step - 1,
+                staleness=self.step - 1 - version,
+                weight=1.0,
+            )
             for version, ids in used
             for id in ids
         ]
-        stepped = Stepped(self.step, 1, len(consumed), MEAN_TOKENS * len(consumed), 0.1, 0.2, 0.5, 0.3)
+        stepped = Stepped(
+            step=self.step,
+            incarnation=1,
+            num_trajectories=len(consumed),
+            num_tokens=MEAN_TOKENS * len(consumed),
+            loss=0.1,
+            grad_norm=0.2,
+            reward=0.5,
+            elapsed_s=0.3,
+        )
         self._ledger.append_all([stepped, *consumed])
         self._publish()
 
     def checkpoint(self) -> None:
         """What was consumed so far can no longer be undone."""
         path = f"checkpoints/step-{self.step}-1.0"
-        self._ledger.append(Checkpointed(self.step, self.step, path, 0.01, 0.5))
+        self._ledger.append(
+            Checkpointed(step=self.step, version=self.step, path=path, stall_s=0.01, elapsed_s=0.5)
+        )
 
     def _publish(self) -> None:
         version, digest = self.step, f"{self.step:032x}"
-        self._ledger.append(VersionPublished(version, self.step, 1, version - 1 or None, digest, 10**6, 0.005))
+        self._ledger.append(
+            VersionPublished(
+                version=version,
+                step=self.step,
+                incarnation=1,
+                parent=version - 1 or None,
+                digest=digest,
+                num_bytes=10**6,
+                stall_s=0.005,
+            )
+        )
         for replica in range(REPLICAS):
-            self._ledger.append(VersionLoaded(replica, version, digest, 0.05))
+            self._ledger.append(VersionLoaded(replica=replica, version=version, digest=digest, elapsed_s=0.05))
 
     def _issue(self) -> None:
         number = self._issued
@@ -104,7 +141,14 @@ class Workload:
         prompt_ids = self._ids[number % 4096 :][:64]
         text = f"What is {number} times {number + 7}? Think step by step and box the answer."
         self._ledger.store_prompt(
-            Prompt(f"p{number}", number, text, prompt_ids, str(number * (number + 7)), "times")
+            Prompt(
+                id=f"p{number}",
+                index=number,
+                text=text,
+                ids=prompt_ids,
+                answer=str(number * (number + 7)),
+                task="times",
+            )
         )
         responses = []
         lengths = np.clip(self._rng.lognormal(np.log(MEAN_TOKENS) - 0.18, 0.6, GROUP), 1, 4000).astype(int)
@@ -112,7 +156,16 @@ class Workload:
             start = int(self._rng.integers(0, len(self._ids) - length))
             responses.append((self._ids[start : start + length], self._logprobs[start : start + length]))
             id = f"g{number}.{member}"
-            self._ledger.append(Issued(id, f"g{number}", f"p{number}", number, member, Kind.TRAIN))
+            self._ledger.append(
+                Issued(
+                    trajectory_id=id,
+                    group_id=f"g{number}",
+                    prompt_id=f"p{number}",
+                    prompt_index=number,
+                    sample_index=member,
+                    kind=Kind.TRAIN,
+                )
+            )
             self._ledger.append(Assigned(id, number % REPLICAS, 1, 0))
         self._live.append(Group(number, self.step, responses))
 
@@ -124,7 +177,16 @@ class Workload:
             epoch = self._generate(group, id, tokens, logprobs)
             spans = (Span(group.version, 0, len(tokens)),)
             digest = response_digest(tokens, logprobs)
-            finished = Finished(id, epoch, FinishReason.STOP, spans, len(tokens), digest, 0.5, 2.5)
+            finished = Finished(
+                trajectory_id=id,
+                epoch=epoch,
+                finish_reason=FinishReason.STOP,
+                spans=spans,
+                length=len(tokens),
+                digest=digest,
+                queue_s=0.5,
+                generate_s=2.5,
+            )
             self._ledger.append(finished)
             self._ledger.append(Scored(id, float(member % 2), 0.002))
             ids.append(id)

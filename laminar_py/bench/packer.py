@@ -75,18 +75,18 @@ def make_trajectories(lengths: Sequence[int], *, prompt: int = PROMPT) -> list[T
         count = length - first
         out.append(
             Trajectory(
-                f"g{index // 8}.{index % 8}",
-                f"p{index // 8}",
-                f"g{index // 8}",
-                index % 8,
-                Kind.TRAIN,
-                ids[:first],
-                ids[:count],
-                logprobs[:count],
-                mask[:count],
-                (Span(0, 0, count),),
-                FinishReason.STOP,
-                1.0,
+                id=f"g{index // 8}.{index % 8}",
+                prompt_id=f"p{index // 8}",
+                group_id=f"g{index // 8}",
+                sample_index=index % 8,
+                kind=Kind.TRAIN,
+                prompt_ids=ids[:first],
+                response_ids=ids[:count],
+                logprobs=logprobs[:count],
+                loss_mask=mask[:count],
+                spans=(Span(0, 0, count),),
+                finish_reason=FinishReason.STOP,
+                reward=1.0,
             )
         )
     return out
@@ -190,7 +190,7 @@ def _streams(scale: Scale) -> list[Row]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
     """One stream: its packing, and seconds for all sequences."""
 
@@ -219,7 +219,13 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
         decode(Packed, encode(Packed([bundles], packed.terms)))
     sent = time.perf_counter()
     found = quality(packed, max_tokens=MAX_TOKENS)
-    return Streamed(found, asked - began, ready - asked, written - ready, sent - written)
+    return Streamed(
+        quality=found,
+        added_s=asked - began,
+        ready_s=ready - asked,
+        written_s=written - ready,
+        sent_s=sent - written,
+    )
 
 
 def _look_ahead(scale: Scale) -> list[Row]:

@@ -25,7 +25,7 @@ POLL_S = 0.005
 PATIENCE_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rig:
     """What all parts share."""
 

@@ -73,7 +73,7 @@ def rows(
     """
     require((2 * num_hosts + 2) * num_bytes)  # two versions a host, the learner's, a spare
     with Network(num_hosts, mbit_per_s=mbit_per_s) as network, shared_folder() as folder:
-        rig = Rig(network, folder, num_bytes, repeats, tell)
+        rig = Rig(network=network, folder=folder, num_bytes=num_bytes, repeats=repeats, tell=tell)
         links = _links(rig)
         told = (
             f"{num_hosts} hosts (network namespaces on one machine of {os.cpu_count()} cores, load"

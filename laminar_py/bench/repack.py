@@ -42,7 +42,13 @@ def plan_rows(*, repeats: int = 11) -> list[Row]:
 
     The worst of three fleets: in ramp-down, with contexts so short that all could move, and with queues.
     """
-    speed = EngineSpeed(0.02, 0.0, 8e-8, PREFILL_TOKENS_PER_S, ROOFLINE_BATCH)
+    speed = EngineSpeed(
+        step_s=0.02,
+        step_s_per_sequence=0.0,
+        step_s_per_token=8e-8,
+        prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+        roofline_batch=ROOFLINE_BATCH,
+    )
     fleets = {"ramp-down": make_surveys, "short": make_short, "queues": make_queues}
     found = {name: [_think(speed, make(seed=seed)) for seed in range(repeats)] for name, make in fleets.items()}
     times = {name: 1e3 * median(elapsed_s for elapsed_s, _ in runs) for name, runs in found.items()}
@@ -90,4 +96,12 @@ def _survey(replica: int, lengths: Sequence[int], *, waiting: int = 0) -> Survey
     held = tuple(Held(f"g{replica}.{i}", 400 + n, n) for i, n in enumerate(lengths))
     queue = tuple(Held(f"w{replica}.{i}", 400, 0) for i in range(waiting))
     used = sum(item.context for item in held)
-    return Survey(replica, 7, 64, used, max(120_000, used), held, queue)
+    return Survey(
+        replica=replica,
+        version=7,
+        slots=64,
+        kv_used=used,
+        kv_capacity=max(120_000, used),
+        running=held,
+        waiting=queue,
+    )

@@ -66,7 +66,7 @@ class Measured:
     learner_share: float  # of the time, in which the learner was busy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pilot:
     """What the devices were seen to do, in emulated seconds."""
 
@@ -126,7 +126,9 @@ def _pilot(seed: int, sigma: float, folder: Path) -> tuple[Pilot, Path]:
     arms = [plan.arm for plan in PLANS if plan.arm is not None]
     rates = {arm: run_arm(arm, seed=seed, folder=folder, window=PILOT, sigma=sigma).tokens_per_s for arm in arms}
     step_tokens = last.trained_tokens - first.trained_tokens
-    return Pilot(full_s, generate_s - full_s, train_s, step_tokens, rates), path
+    return Pilot(
+        full_s=full_s, tail_s=generate_s - full_s, train_s=train_s, step_tokens=step_tokens, rates=rates
+    ), path
 
 
 def _profile() -> Path:

@@ -44,7 +44,7 @@ class Window:
 WORKLOAD = Window(600.0, 1000.0)  # with 12 runs, what fits into 20 minutes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """One run, in emulated seconds."""
 
@@ -111,11 +111,11 @@ def read_figures(done: FinishedRun, window: Window) -> Figures:
     first, last = rows[0], rows[-1]
     elapsed_s = last.rl_s - first.rl_s
     return Figures(
-        (last.generated_tokens - first.generated_tokens) / elapsed_s / COMPRESSION,
-        (last.kv_s - first.kv_s) / elapsed_s,
-        COMPRESSION * latency_p95_s(done.folder, newest_s=elapsed_s),
-        done.summary.repack.prefill_max / PREFILL_TOKENS_PER_S,
-        release_s(done.folder),
+        tokens_per_s=(last.generated_tokens - first.generated_tokens) / elapsed_s / COMPRESSION,
+        kv_use=(last.kv_s - first.kv_s) / elapsed_s,
+        latency_p95_s=COMPRESSION * latency_p95_s(done.folder, newest_s=elapsed_s),
+        round_s=done.summary.repack.prefill_max / PREFILL_TOKENS_PER_S,
+        release_s=release_s(done.folder),
     )
 
 

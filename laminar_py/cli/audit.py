@@ -88,13 +88,13 @@ def list_trajectories(
     from laminar_py.ledger.rows import COLUMNS
 
     wanted = Filters(
-        status,
-        reason,
-        kind,
-        group,
-        prompt,
-        replica,
-        version,
+        status=status,
+        reason=reason,
+        kind=kind,
+        group=group,
+        prompt=prompt,
+        replica=replica,
+        version=version,
         staleness=staleness,
         step=step,
         reward=reward,

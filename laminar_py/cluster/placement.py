@@ -22,7 +22,7 @@ from laminar_py.relay.planning import topology
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A live Ray node, e.g. `Node("5a97e58a", "10.0.0.4", gpus=8, cpus=96)`."""
 
@@ -41,7 +41,7 @@ class Place:
     gpus: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What a run asks of a cluster, e.g. six replicas on a GPU each beside two learner ranks:
 

@@ -86,8 +86,8 @@ def nodes() -> list[Node]:
     free = ray._private.state.available_resources_per_node()
     found = [
         Node(
-            node["NodeID"],
-            node["NodeManagerAddress"],
+            id=node["NodeID"],
+            ip=node["NodeManagerAddress"],
             gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
             cpus=int(node["Resources"].get("CPU", 0)),
             here=node["NodeID"] == here,

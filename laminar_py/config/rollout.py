@@ -44,7 +44,14 @@ class SamplingConfig(Section):
 
     def params(self, *, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
         """As an engine is told."""
-        return SamplingParams(self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p, stop_ids)
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop_ids=stop_ids,
+        )
 
     @property
     def cuts_vocabulary(self) -> bool:

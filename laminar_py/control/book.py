@@ -51,7 +51,7 @@ class Recorder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSettings:
     """The settings that a trajectory's way depends on; meanings as in `config.RolloutConfig`."""
 
@@ -83,7 +83,14 @@ class Book:
 
     def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> Lifecycle:
         """A new trajectory, QUEUED."""
-        lifecycle = Lifecycle(id, group_id, sample_index, prompt, kind, self.sampling(id, kind))
+        lifecycle = Lifecycle(
+            id=id,
+            group_id=group_id,
+            sample_index=sample_index,
+            prompt=prompt,
+            kind=kind,
+            sampling=self.sampling(id, kind),
+        )
         self.live[id] = lifecycle
         self.record(lifecycle.issued())
         return lifecycle

@@ -104,7 +104,7 @@ class Consumption:
         for step, lifecycle in undone:
             self._book.record(lifecycle.undo(step))
             self._book.live[lifecycle.id] = lifecycle
-            group = groups.setdefault(lifecycle.group_id, Group(lifecycle.group_id, lifecycle.prompt))
+            group = groups.setdefault(lifecycle.group_id, Group(id=lifecycle.group_id, prompt=lifecycle.prompt))
             group.members[lifecycle.id] = lifecycle
         self._book.groups.update(groups)
         for group in groups.values():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ReplicaView:
     """What the controller knows of one replica: its last report, less what was sent since."""
 
@@ -35,7 +35,7 @@ class Dispatcher:
     """Views of all replicas and the choice among them."""
 
     def __init__(self, replicas: int) -> None:
-        self.views = {index: ReplicaView(index) for index in range(replicas)}
+        self.views = {index: ReplicaView(index=index) for index in range(replicas)}
 
     def reported(self, replica: int, *, version: int, admissible: int, received: int) -> None:
         """Take over a replica's own word on its state; what is still on its way to it counts as taken."""
@@ -47,7 +47,7 @@ class Dispatcher:
     def lost(self, replica: int) -> set[str]:
         """Forget a dead replica; the trajectories it had."""
         orphans = self.views[replica].in_flight
-        self.views[replica] = ReplicaView(replica)
+        self.views[replica] = ReplicaView(index=replica)
         return orphans
 
     def send(self, replica: int, trajectory_id: str, *, pin: int | None = None) -> None:

@@ -20,7 +20,7 @@ class EvaluationLostError(Exception):
     """The version under evaluation is on no relay any more."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluation:
     """Its prompts, its version once known, and the rewards so far."""
 
@@ -61,7 +61,7 @@ class Evaluations:
 
     def request(self, prompts: Sequence[Prompt], version: int | None) -> "asyncio.Future[Evaluation]":
         """Evaluate `prompts` under `version`; None takes what the first idle replica serves."""
-        evaluation = Evaluation(f"e{self.next_index}", list(prompts), version)
+        evaluation = Evaluation(id=f"e{self.next_index}", prompts=list(prompts), version=version)
         self.next_index += 1
         self._by_id[evaluation.id] = evaluation
         return evaluation.done

@@ -142,7 +142,7 @@ class Flow:
 
         The destinations have promised to keep `version` for all of it.
         """
-        moving = Round(version, {})
+        moving = Round(version=version, open={})
         for move in planned:
             if self._may_move(move, version):
                 moving.open[move.trajectory_id] = move.destination
@@ -191,7 +191,7 @@ class Flow:
 
     def _issue_group(self) -> list[Lifecycle]:
         prompt = self._prompt_at(self._next_prompt)
-        group = Group(f"g{self._next_prompt}", prompt)
+        group = Group(id=f"g{self._next_prompt}", prompt=prompt)
         self._next_prompt += 1
         self.book.groups[group.id] = group
         self._generating += 1
@@ -211,7 +211,13 @@ class Flow:
         """Take in what a replica did."""
         for load in report.loads:
             self.book.record(
-                VersionLoaded(report.replica, load.version, load.digest, load.elapsed_s, load.checksum)
+                VersionLoaded(
+                    replica=report.replica,
+                    version=load.version,
+                    digest=load.digest,
+                    elapsed_s=load.elapsed_s,
+                    checksum=load.checksum,
+                )
             )
         for progress in report.progress:
             lifecycle = self._on_progress(progress)
@@ -431,7 +437,7 @@ class Flow:
             self.book.live[lifecycle.id] = lifecycle
             group = self.book.groups.setdefault(
                 entry.group_id,
-                Group(entry.group_id, entry.prompt, next_sample=recovered.next_sample[entry.group_id]),
+                Group(id=entry.group_id, prompt=entry.prompt, next_sample=recovered.next_sample[entry.group_id]),
             )
             group.members[lifecycle.id] = lifecycle
             self._take_up(lifecycle)
@@ -447,24 +453,24 @@ class Flow:
     def _revive(self, entry: LiveTrajectory) -> Lifecycle:
         response = entry.response
         return Lifecycle(
-            entry.id,
-            entry.group_id,
-            entry.sample_index,
-            entry.prompt,
-            entry.kind,
-            self.book.sampling(entry.id, entry.kind),
-            entry.status,
-            entry.epoch,
-            entry.replica if entry.status is Status.RUNNING else None,
-            [response.ids] if len(response.ids) else [],
-            [response.logprobs] if len(response.ids) else [],
-            response.spans,
-            len(response.ids),
-            entry.finish_reason,
-            entry.reward,
-            entry.token_rewards,
-            entry.advantage or 0.0,
-            1.0 if entry.advantage_scale is None else entry.advantage_scale,
+            id=entry.id,
+            group_id=entry.group_id,
+            sample_index=entry.sample_index,
+            prompt=entry.prompt,
+            kind=entry.kind,
+            sampling=self.book.sampling(entry.id, entry.kind),
+            status=entry.status,
+            epoch=entry.epoch,
+            replica=entry.replica if entry.status is Status.RUNNING else None,
+            ids=[response.ids] if len(response.ids) else [],
+            logprobs=[response.logprobs] if len(response.ids) else [],
+            spans=response.spans,
+            length=len(response.ids),
+            finish_reason=entry.finish_reason,
+            reward=entry.reward,
+            token_rewards=entry.token_rewards,
+            advantage=entry.advantage or 0.0,
+            advantage_scale=1.0 if entry.advantage_scale is None else entry.advantage_scale,
             routed=0 if response.routed_experts is None else response.routed_experts.positions,
         )
 

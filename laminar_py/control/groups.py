@@ -10,7 +10,7 @@ from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.trajectory import Prompt, Status
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Group:
     """The samples of one prompt, e.g. K = 8 members "g3.0" to "g3.7" and any that replaced a lost one."""
 

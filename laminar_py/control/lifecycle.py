@@ -33,7 +33,7 @@ ON_REPLICA = frozenset({Status.RUNNING})
 DISPATCHABLE = frozenset({Status.QUEUED, Status.INTERRUPTED})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Lifecycle:
     """State of one trajectory, e.g. `Lifecycle("g3.1", "g3", 1, prompt, Kind.TRAIN, sampling)`."""
 
@@ -63,7 +63,14 @@ class Lifecycle:
     def issued(self) -> Issued:
         """The event of its birth."""
         prompt = self.prompt
-        return Issued(self.id, self.group_id, prompt.id, prompt.index, self.sample_index, self.kind)
+        return Issued(
+            trajectory_id=self.id,
+            group_id=self.group_id,
+            prompt_id=prompt.id,
+            prompt_index=prompt.index,
+            sample_index=self.sample_index,
+            kind=self.kind,
+        )
 
     @property
     def version(self) -> int | None:
@@ -79,16 +86,16 @@ class Lifecycle:
         """What its replica is told; `pin` is the only version it may go on under, if any."""
         prefix = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
         return Assignment(
-            self.id,
-            self.epoch,
-            self.group_id,
-            self.kind,
-            self.prompt.ids,
-            prefix,
-            self.sampling,
-            pin,
-            self.used_s,
-            self.routed,
+            trajectory_id=self.id,
+            epoch=self.epoch,
+            group_id=self.group_id,
+            kind=self.kind,
+            prompt_ids=self.prompt.ids,
+            prefix_ids=prefix,
+            sampling=self.sampling,
+            version=pin,
+            used_s=self.used_s,
+            routed=self.routed,
         )
 
     def assign(self, replica: int) -> Assigned:
@@ -154,14 +161,14 @@ class Lifecycle:
         self.ids = [np.concatenate(self.ids)]
         self.logprobs = [np.concatenate(self.logprobs)]
         return Finished(
-            self.id,
-            self.epoch,
-            progress.finish_reason,
-            self.spans,
-            self.length,
-            response_digest(self.ids[0], self.logprobs[0]),
-            progress.queue_s,
-            progress.generate_s,
+            trajectory_id=self.id,
+            epoch=self.epoch,
+            finish_reason=progress.finish_reason,
+            spans=self.spans,
+            length=self.length,
+            digest=response_digest(self.ids[0], self.logprobs[0]),
+            queue_s=progress.queue_s,
+            generate_s=progress.generate_s,
         )
 
     def score(self, reward: float, token_rewards: FloatArray | None, elapsed_s: float) -> Scored:
@@ -180,7 +187,7 @@ class Lifecycle:
         """READY -> CONSUMED by learner step `step` at learner version `version`."""
         self._move({Status.READY}, Status.CONSUMED)
         staleness = version - min(span.version for span in self.spans)
-        return Consumed(self.id, step, version, staleness, weight)
+        return Consumed(trajectory_id=self.id, step=step, version=version, staleness=staleness, weight=weight)
 
     def undo(self, step: int) -> Undone:
         """CONSUMED -> READY: the step was rolled back."""
@@ -197,22 +204,22 @@ class Lifecycle:
         """The finished record."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
         return Trajectory(
-            self.id,
-            self.prompt.id,
-            self.group_id,
-            self.sample_index,
-            self.kind,
-            self.prompt.ids,
-            self.ids[0],
-            self.logprobs[0],
-            np.ones(self.length, np.bool_),
-            self.spans,
-            self.finish_reason,
-            self.reward,
-            self.token_rewards,
-            self.advantage,
-            self.advantage_scale,
-            weight,
+            id=self.id,
+            prompt_id=self.prompt.id,
+            group_id=self.group_id,
+            sample_index=self.sample_index,
+            kind=self.kind,
+            prompt_ids=self.prompt.ids,
+            response_ids=self.ids[0],
+            logprobs=self.logprobs[0],
+            loss_mask=np.ones(self.length, np.bool_),
+            spans=self.spans,
+            finish_reason=self.finish_reason,
+            reward=self.reward,
+            token_rewards=self.token_rewards,
+            advantage=self.advantage,
+            advantage_scale=self.advantage_scale,
+            weight=weight,
             reference_logprobs=self.reference_logprobs,
         )
 

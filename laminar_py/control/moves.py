@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Round:
     """The moves of one plan, e.g. of `Round(7, {"g3.1": 2})`, which takes g3.1 to replica 2 under version 7."""
 

@@ -69,7 +69,13 @@ class Probes:
         if probe is None or probe.finish_reason is None:
             return
         self._recorder.append(
-            Probed(probe.id, probe.length, probe.finish_reason, score.value, probe.used_s + probe.here_s)
+            Probed(
+                trajectory_id=probe.id,
+                length=probe.length,
+                finish_reason=probe.finish_reason,
+                reward=score.value,
+                generate_s=probe.used_s + probe.here_s,
+            )
         )
 
     def end(self, trajectory_id: str) -> bool:

@@ -11,7 +11,7 @@ from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.records.trajectory import Trajectory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """When new groups are issued. `batch` groups make a learner step, `capacity` groups may be live."""
 

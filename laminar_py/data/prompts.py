@@ -43,7 +43,7 @@ def read_prompts(source: Source, *, tokenizer: Tokenizer, max_prompt_tokens: int
             )
         ids = tokenizer.encode(line.prompt)
         _check_length(source, row, text=line.prompt, num_tokens=len(ids), limit=max_prompt_tokens)
-        prompts.append(Prompt(name, row, line.prompt, ids, line.answer, line.task))
+        prompts.append(Prompt(id=name, index=row, text=line.prompt, ids=ids, answer=line.answer, task=line.task))
     return prompts
 
 

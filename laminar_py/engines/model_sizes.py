@@ -9,7 +9,7 @@ import msgspec
 from laminar_py.config.section import ConfigError
 
 
-class ModelSizes(msgspec.Struct, frozen=True):
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """E.g. `ModelSizes(151936, "qwen3", ["Qwen3ForCausalLM"], hidden_size=1024)`; None is what the file lacks."""
 
     vocab_size: int

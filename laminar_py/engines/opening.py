@@ -212,7 +212,13 @@ async def _connect(
     engine = SGLangEngine(
         url,
         api_key=api_key,
-        served=Served(sizes.vocab_size, rollout.max_len, sizes.num_experts_per_tok, rollout.record, model_dir),
+        served=Served(
+            vocab=sizes.vocab_size,
+            max_len=rollout.max_len,
+            experts_top_k=sizes.num_experts_per_tok,
+            record=rollout.record,
+            base=model_dir,
+        ),
         stall_timeout_s=rollout.engine.stall_timeout_s,
         watch_server=watch,
     )

@@ -183,7 +183,13 @@ def architecture(model: PreTrainedModel, adapted: Adapted | None) -> Architectur
     shapes = [(name, shape) for name, shape in named if not name.startswith(PARTITION)]
     digest = blake3(msgspec.json.encode(shapes)).hexdigest(length=16)
     num_parameters = sum(math.prod(shape) for _, shape in shapes)
-    return Architecture(str(model.config.model_type), num_parameters, digest, len(shapes) < len(named), adapted)
+    return Architecture(
+        model_type=str(model.config.model_type),
+        num_parameters=num_parameters,
+        fingerprint=digest,
+        learns_partition=len(shapes) < len(named),
+        adapted=adapted,
+    )
 
 
 def check_model(folder: Path, saved: Architecture, own: Architecture) -> None:

@@ -21,7 +21,7 @@ from laminar_py.records.metrics import StepMetrics, Work
 
 NUM_TENSORS = 4
 SHAPE = (64, 64)
-MODEL = Architecture("emulated", 0, "")
+MODEL = Architecture(model_type="emulated", num_parameters=0, fingerprint="")
 
 
 class Packed(Protocol):

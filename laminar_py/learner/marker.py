@@ -22,7 +22,7 @@ class Adapted(msgspec.Struct, frozen=True):
     targets: tuple[str, ...]  # sorted
 
 
-class Architecture(msgspec.Struct, frozen=True):
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """Which models a state fits, e.g. `Architecture("qwen3", 245_120, "5fd1...")`."""
 
     model_type: str

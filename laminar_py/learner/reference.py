@@ -21,7 +21,9 @@ from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.trajectory import Trajectory
 
-UNWEIGHED = StepTerms(Aggregation.TOKEN_MEAN, 1, 1)  # nothing is trained, so what tokens count is of no matter
+UNWEIGHED = StepTerms(
+    aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1
+)  # nothing is trained, so what tokens count is of no matter
 
 
 class Referred(Sequence[MicroBatch]):

@@ -142,7 +142,13 @@ class Learner:
         elapsed_s = time.perf_counter() - started
         if not losses:
             return StepMetrics(
-                0.0, 0.0, elapsed_s, updates=updates, skipped=updates, reference_s=reference_s, work=work
+                loss=0.0,
+                grad_norm=0.0,
+                elapsed_s=elapsed_s,
+                updates=updates,
+                skipped=updates,
+                reference_s=reference_s,
+                work=work,
             )
         return StepMetrics(
             loss=sum(losses) / len(losses),
@@ -252,15 +258,15 @@ class Learner:
         ends = torch.tensor(batch.cu_seqlens[1:], device=rows.device)
         sequence = torch.bucketize(rows, ends, right=True)
         return Terms(
-            logprobs,
-            behaviour,
-            proximal,
-            advantages,
-            at_rows(batch.loss_weights),
-            sequence,
-            len(batch.lengths),
-            reference,
-            None if batch.rewards is None else torch.tensor(batch.rewards, device=rows.device),
+            logprobs=logprobs,
+            behaviour=behaviour,
+            proximal=proximal,
+            advantages=advantages,
+            weights=at_rows(batch.loss_weights),
+            sequence=sequence,
+            num_sequences=len(batch.lengths),
+            reference=reference,
+            rewards=None if batch.rewards is None else torch.tensor(batch.rewards, device=rows.device),
         )
 
     def _log_partition(self, microbatches: Sequence[MicroBatch]) -> Tensor | None:

@@ -160,7 +160,15 @@ class Ledger:
         self._dirty[row.id] = row
         stamped = encode_spans(spans)
         self._batch.segments.append(
-            Segment(row.number, start, stamped, ids.tobytes(), logprobs.tobytes(), sampling_mask, routed_experts)
+            Segment(
+                trajectory=row.number,
+                start=start,
+                spans=stamped,
+                ids=ids.tobytes(),
+                logprobs=logprobs.tobytes(),
+                sampling_mask=sampling_mask,
+                routed_experts=routed_experts,
+            )
         )
         self._schedule()
 
@@ -279,7 +287,10 @@ def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
         " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)",
         (newest_version(connection),),
     ).fetchone()
-    machine.marks = Marks(*marks)
+    number, incarnation, version, seen_version, step = marks
+    machine.marks = Marks(
+        number=number, incarnation=incarnation, version=version, seen_version=seen_version, step=step
+    )
     clock = connection.execute(
         "SELECT wall, mono FROM event WHERE seq = (SELECT coalesce(max(seq), 1) FROM incarnation)"
     ).fetchone()

@@ -68,7 +68,7 @@ class Tally:
     dropped: Counter[DropReason] = field(default_factory=Counter)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Marks:
     """The highest numbers so far, which the next ones must exceed."""
 
@@ -174,16 +174,16 @@ class Machine:
             _refuse(event, "it is live already")
         self.marks.number += 1
         row = TrajectoryRow(
-            self.marks.number,
-            event.trajectory_id,
-            event.group_id,
-            event.prompt_id,
-            event.prompt_index,
-            event.sample_index,
-            event.kind,
-            Status.QUEUED,
-            0,
-            0,
+            number=self.marks.number,
+            id=event.trajectory_id,
+            group_id=event.group_id,
+            prompt_id=event.prompt_id,
+            prompt_index=event.prompt_index,
+            sample_index=event.sample_index,
+            kind=event.kind,
+            status=Status.QUEUED,
+            first_seq=0,
+            last_seq=0,
             issued_s=self._now,
         )
         self.live[event.trajectory_id] = row

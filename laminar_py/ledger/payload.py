@@ -48,7 +48,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
     """A whole response, e.g. 41 tokens of version 7: `Payload(ids, logprobs, (Span(7, 0, 41),))`."""
 
@@ -91,11 +91,11 @@ def join(pieces: Iterable[Piece]) -> Payload:
             experts.append(unpack_experts(piece.experts))
     whole = bool(masks) and sum(len(mask.counts) for mask in masks) == length
     return Payload(
-        np.frombuffer(b"".join(ids), np.int32),
-        np.frombuffer(b"".join(logprobs), np.float32),
-        merge_spans(spans),
-        join_masks(masks) if whole else None,
-        join_experts(experts) if experts else None,
+        ids=np.frombuffer(b"".join(ids), np.int32),
+        logprobs=np.frombuffer(b"".join(logprobs), np.float32),
+        spans=merge_spans(spans),
+        sampling_mask=join_masks(masks) if whole else None,
+        routed_experts=join_experts(experts) if experts else None,
     )
 
 

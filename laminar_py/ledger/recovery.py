@@ -21,7 +21,7 @@ from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTrajectory:
     """One trajectory to go on with, e.g. 41 tokens of "g3.1" that were RUNNING on replica 2."""
 
@@ -41,7 +41,7 @@ class LiveTrajectory:
     advantage_scale: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """The state that a new incarnation of the controller starts from.
 
@@ -78,14 +78,14 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
             " (SELECT count(DISTINCT group_id) FROM trajectory WHERE kind = 'eval')"
         ).fetchone()
         return Recovered(
-            incarnation,
-            checkpoint,
-            newest_version(connection),
-            tuple(rollback_events(connection, step, "controller_died")),
-            live,
-            next_prompt,
-            next_evaluation,
-            _next_samples(connection, {trajectory.group_id for trajectory in live}),
+            incarnation=incarnation,
+            checkpoint=checkpoint,
+            highest_version=newest_version(connection),
+            events=tuple(rollback_events(connection, step, "controller_died")),
+            live=live,
+            next_prompt=next_prompt,
+            next_evaluation=next_evaluation,
+            next_sample=_next_samples(connection, {trajectory.group_id for trajectory in live}),
         )
 
 
@@ -161,20 +161,20 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
             "SELECT rewards FROM token_reward WHERE trajectory = ?", (row.number,)
         ).fetchone()
         yield LiveTrajectory(
-            row.id,
-            row.group_id,
-            row.sample_index,
-            row.kind,
-            _prompt(connection, row),
-            Status.READY if row.status is Status.CONSUMED else row.status,
-            row.epoch,
-            row.replica,
-            find_payload(run, connection, row),
-            row.finish_reason,
-            row.reward,
-            np.frombuffer(rewards[0], np.float32) if rewards else None,
-            row.advantage,
-            row.advantage_scale,
+            id=row.id,
+            group_id=row.group_id,
+            sample_index=row.sample_index,
+            kind=row.kind,
+            prompt=_prompt(connection, row),
+            status=Status.READY if row.status is Status.CONSUMED else row.status,
+            epoch=row.epoch,
+            replica=row.replica,
+            response=find_payload(run, connection, row),
+            finish_reason=row.finish_reason,
+            reward=row.reward,
+            token_rewards=np.frombuffer(rewards[0], np.float32) if rewards else None,
+            advantage=row.advantage,
+            advantage_scale=row.advantage_scale,
         )
 
 
@@ -184,4 +184,11 @@ def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
     if stored is None:
         raise ValueError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; the run cannot go on")
     text, ids, answer, task = stored
-    return Prompt(row.prompt_id, row.prompt_index, text, np.frombuffer(ids, np.int32), answer, task)
+    return Prompt(
+        id=row.prompt_id,
+        index=row.prompt_index,
+        text=text,
+        ids=np.frombuffer(ids, np.int32),
+        answer=answer,
+        task=task,
+    )

@@ -13,7 +13,7 @@ from laminar_py.records.events import AnyEvent
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 
 
-class TrajectoryRow(msgspec.Struct, array_like=True, gc=False):
+class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     """One trajectory as the ledger knows it, e.g. `TrajectoryRow(1, "g3.1", "g3", "p17", 17, 1, Kind.TRAIN, ...)`.
 
     It is changed by `machine.Machine` alone.

@@ -28,7 +28,7 @@ class SealedFile(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Seal(msgspec.Struct, frozen=True):
+class Seal(msgspec.Struct, frozen=True, kw_only=True):
     """What a closed run consists of; `files` by path in the run folder."""
 
     sealed: float  # seconds since 1970
@@ -50,7 +50,7 @@ def seal_run(run: Path) -> Seal:
             raise LedgerError(f"ledger={ledger}: a reader holds it, so the run stays unsealed; end that reader")
         seq, head = connection.execute("SELECT seq, hash FROM head").fetchone()
     files = {name: SealedFile((run / name).stat().st_size, file_digest(run / name)) for name in _record(run)}
-    open_seal = Seal(time.time(), seq, head.hex(), files)
+    open_seal = Seal(sealed=time.time(), seq=seq, head=head.hex(), files=files)
     seal = msgspec.structs.replace(open_seal, digest=_digest(open_seal))
     unfinished = run / f"{SEAL_NAME}.tmp"
     with unfinished.open("wb") as file:

@@ -84,7 +84,7 @@ class Stamped(msgspec.Struct, frozen=True, gc=False):
     event: AnyEvent
 
 
-class Segment(msgspec.Struct, frozen=True, gc=False):
+class Segment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Response tokens [start, start + n) on their way to disk; packing what was recorded is left to the writer."""
 
     trajectory: int
@@ -103,7 +103,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
         return (*stored, segment_digest(*stored))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Batch:
     """Everything appended between two flushes; plain values, so that the event loop may go on changing rows."""
 

@@ -137,7 +137,9 @@ class Checkpoints:
         await self._saved()
         await self._recorded(version)
         path = str(folder.relative_to(self._run.path))
-        self.last = Checkpointed(step, version, path, stall_s, self._clock.now() - began)
+        self.last = Checkpointed(
+            step=step, version=version, path=path, stall_s=stall_s, elapsed_s=self._clock.now() - began
+        )
         self._ledger.append(self.last)
         await self._ledger.commit()
         self._settled(step)

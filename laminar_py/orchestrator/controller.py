@@ -260,14 +260,14 @@ class Controller:
         recovered = self._recovered
         checkpoint = recovered.checkpoint if recovered else None
         started = RunStarted(
-            self._incarnation,
-            socket.gethostname(),
-            os.getpid(),
-            SCHEMA_VERSION,
-            blake2b(self._config.model_dump_json().encode(), digest_size=16).hexdigest(),
-            self._config.rollout.on_new_weights is OnNewWeights.DRAIN,
-            self._config.staleness.enforced,
-            checkpoint.step if checkpoint else None,
+            incarnation=self._incarnation,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            schema=SCHEMA_VERSION,
+            config_digest=blake2b(self._config.model_dump_json().encode(), digest_size=16).hexdigest(),
+            drain=self._config.rollout.on_new_weights is OnNewWeights.DRAIN,
+            max_staleness=self._config.staleness.enforced,
+            resumed_step=checkpoint.step if checkpoint else None,
         )
         self._ledger.append_all([started, *(recovered.events if recovered else ())])
         await self._ledger.commit()
@@ -295,11 +295,11 @@ class Controller:
             length_cost=overlong_cost(rollout.sampling.max_new_tokens, self._config.algorithm.overlong_tokens),
             dispatcher=Dispatcher(rollout.replicas),
             admission=Admission(
-                self._config.schedule,
-                rollout.prompts_per_step,
-                self._config.capacity // rollout.group_size,
-                staleness.max_staleness,
-                StalePolicy.WAIT in staleness.policies,
+                schedule=self._config.schedule,
+                batch=rollout.prompts_per_step,
+                capacity=self._config.capacity // rollout.group_size,
+                max_staleness=staleness.max_staleness,
+                wait=StalePolicy.WAIT in staleness.policies,
             ),
             bound=StalenessBound(staleness.max_staleness, staleness.policies),
             clock=clock,
@@ -325,12 +325,12 @@ class Controller:
             self._migration.finished(trajectory)
         self._stage.submit(
             ScoringRequest(
-                trajectory.id,
-                prompt.text,
-                "",
-                prompt.answer,
-                trajectory.finish_reason,
-                trajectory.response_ids,
+                trajectory_id=trajectory.id,
+                prompt=prompt.text,
+                response="",
+                answer=prompt.answer,
+                finish_reason=trajectory.finish_reason,
+                response_ids=trajectory.response_ids,
             )
         )
 

@@ -113,4 +113,12 @@ class Evaluator:
             return
         assert evaluation.version is not None, f"{evaluation.id} ended without a version"
         accuracy, count = evaluation.accuracy, len(evaluation.prompts)
-        self._publish(Evaluated(evaluation.version, moment.step, count, accuracy, moment.rl_s))
+        self._publish(
+            Evaluated(
+                version=evaluation.version,
+                step=moment.step,
+                num_prompts=count,
+                accuracy=accuracy,
+                rl_s=moment.rl_s,
+            )
+        )

@@ -74,11 +74,11 @@ class Trainer:
         packer = config.packer
         flow.consumption.pack(
             Packing(
-                config.rollout.prompts_per_step,
-                packer.max_tokens,
-                config.learner.world_size,
-                packer.look_ahead,
-                packer.max_passes,
+                groups=config.rollout.prompts_per_step,
+                max_tokens=packer.max_tokens,
+                ranks=config.learner.world_size,
+                look_ahead=packer.look_ahead,
+                max_passes=packer.max_passes,
                 by_id=config.schedule is Schedule.SYNC,
             )
         )
@@ -219,16 +219,16 @@ class Trainer:
         tokens = sum(len(trajectory.response_ids) for trajectory in batch.trajectories)
         self._ledger.append(
             Stepped(
-                self.step,
-                self._incarnation,
-                len(batch.trajectories),
-                tokens,
-                row.loss,
-                row.grad_norm,
-                row.reward,
-                row.learner_s,
-                row.waited_s,
-                row.reference_s,
+                step=self.step,
+                incarnation=self._incarnation,
+                num_trajectories=len(batch.trajectories),
+                num_tokens=tokens,
+                loss=row.loss,
+                grad_norm=row.grad_norm,
+                reward=row.reward,
+                elapsed_s=row.learner_s,
+                waited_s=row.waited_s,
+                reference_s=row.reference_s,
             )
         )
         if outcome is not None and outcome.metrics.skipped:

@@ -110,13 +110,13 @@ class Versions:
     def _record(self, published: Published, *, step: int, parent: int | None) -> None:
         self._ledger.append(
             VersionPublished(
-                published.version,
-                step,
-                self._incarnation,
-                parent,
-                published.digest,
-                published.num_bytes,
-                published.stall_s,
+                version=published.version,
+                step=step,
+                incarnation=self._incarnation,
+                parent=parent,
+                digest=published.digest,
+                num_bytes=published.num_bytes,
+                stall_s=published.stall_s,
             )
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from laminar_py.records.trajectory import Trajectory
 
 
-@dataclass(order=True, slots=True)
+@dataclass(order=True, slots=True, kw_only=True)
 class ReadyGroup:
     """A complete group; without members it stands for a group without signal that fills its place in a step."""
 
@@ -47,7 +47,9 @@ class Buffer:
     async def put(self, group_id: str, members: list[Trajectory], *, oldest_version: int) -> int:
         """Add a complete group; its place."""
         self._arrivals += 1
-        return await self.put_back(ReadyGroup(oldest_version, self._arrivals, group_id, members))
+        return await self.put_back(
+            ReadyGroup(oldest_version=oldest_version, arrival=self._arrivals, group_id=group_id, members=members)
+        )
 
     async def put_back(self, group: ReadyGroup) -> int:
         """Return a group whose step failed, to its old place; that place."""

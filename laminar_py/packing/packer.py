@@ -25,7 +25,7 @@ STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order o
 Bundle: TypeAlias = list[Trajectory]  # of one microbatch; without any it is a microbatch that teaches nothing
 
 
-class StepTerms(msgspec.Struct, frozen=True):
+class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What each trained token of a step counts, e.g. `StepTerms(Aggregation.TOKEN_MEAN, 256, 81_920, version=7)`.
 
     With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories: `sequence_mean`
@@ -143,16 +143,16 @@ def step_terms(
     trajectories = [entry.trajectory for item in bins for entry in item.entries]
     advantages = [trajectory.advantage for trajectory in trajectories]
     return StepTerms(
-        aggregation,
-        len(advantages),
-        sum([item.num_trained for item in bins]),
-        version,
-        constant,
-        float(np.mean(advantages)) if normalises else 0.0,
-        1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
-        teaches,
-        sorted({trajectory.group_id for trajectory in trajectories}) if compares else None,
-        refers,
+        aggregation=aggregation,
+        num_trajectories=len(advantages),
+        num_trained=sum([item.num_trained for item in bins]),
+        version=version,
+        constant=constant,
+        advantage_mean=float(np.mean(advantages)) if normalises else 0.0,
+        advantage_scale=1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
+        teaches=teaches,
+        groups=sorted({trajectory.group_id for trajectory in trajectories}) if compares else None,
+        refers=refers,
     )
 
 
@@ -204,16 +204,16 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
     masks = [item.sampling_mask.ids for item in bundle if item.sampling_mask is not None]
     support = SamplingMask(counts, np.concatenate(masks)) if masks else None
     return MicroBatch(
-        ids,
-        cu_seqlens,
-        positions,
-        labels,
-        loss_weights,
-        logprobs,
-        advantages,
-        staleness,
-        _column(bundle, [item.token_rewards for item in bundle]) if terms.teaches else None,
-        support,
+        input_ids=ids,
+        cu_seqlens=cu_seqlens,
+        position_ids=positions,
+        labels=labels,
+        loss_weights=loss_weights,
+        behaviour_logprobs=logprobs,
+        advantages=advantages,
+        staleness=staleness,
+        teacher_logprobs=_column(bundle, [item.token_rewards for item in bundle]) if terms.teaches else None,
+        support=support,
         rewards=None if terms.groups is None else np.array([item.reward or 0.0 for item in bundle], np.float32),
         groups=None if terms.groups is None else terms.places(bundle),
         experts=_experts(bundle, cu_seqlens),
@@ -250,7 +250,16 @@ def _nothing(terms: StepTerms) -> MicroBatch:
     """One token that teaches nothing."""
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)
-    empty = MicroBatch(zero, np.array([0, 1], np.int32), zero, zero, nothing, nothing, nothing, zero)
+    empty = MicroBatch(
+        input_ids=zero,
+        cu_seqlens=np.array([0, 1], np.int32),
+        position_ids=zero,
+        labels=zero,
+        loss_weights=nothing,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+        staleness=zero,
+    )
     if terms.refers:
         empty = msgspec.structs.replace(empty, reference_logprobs=nothing)
     if terms.groups is None:

@@ -16,7 +16,7 @@ from laminar_py.records.trajectory import Trajectory
 CATCH_UP = 4  # groups staged with one that comes in, while fewer than a step are: no call takes long
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """How steps are packed: `groups` groups each, microbatches of `max_tokens` on each of `ranks`.
 

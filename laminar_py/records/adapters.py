@@ -15,7 +15,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the base's names, in the names of adapters' tensors
 
 
-class AdapterConfig(msgspec.Struct, frozen=True):
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Those fields of peft's that an engine needs; values other than these change what an adapter means.
 
     E.g. `AdapterConfig("/models/qwen", "9f2c...", 16, 32, ["q_proj", "v_proj"])`: W + 32 / 16 * B A.

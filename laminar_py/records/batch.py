@@ -11,7 +11,7 @@ from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.recordings import SamplingMask
 
 
-class MicroBatch(msgspec.Struct, frozen=True):
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """S sequences packed without padding into T tokens.
 
     Two sequences of 3 and 2 tokens: `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. `labels[t]` is the

@@ -17,7 +17,7 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"  # they stop where they are and keep their KV cache
 
 
-class SamplingParams(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave the vocabulary whole. `max_new_tokens`
@@ -34,7 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class GenerateRequest(msgspec.Struct, frozen=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is asked for: continue `prompt_ids + prefix_ids`, e.g. after an abort at token 41.
 
     Requests of one `group_id` share their prompt, so an engine may prefill it once.
@@ -48,7 +48,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     routed: int = 0  # leading positions whose experts are recorded already
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request, all generated under `version`; the last delta has a finish reason.
 
     Weights that change under a running stream may leave the place of the change uncertain until it ends; then
@@ -66,7 +66,7 @@ class Delta(msgspec.Struct, frozen=True):
     routed_experts: RoutedExperts | None = None  # in the last delta, from `GenerateRequest.routed` on
 
 
-class EngineStatus(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One look at an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, ...)`; KV in tokens."""
 
     running: int

@@ -12,7 +12,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="event", tag=lambda name: nam
     """Base of all events; the tag is the class name in lower case."""
 
 
-class RunStarted(Event, frozen=True):
+class RunStarted(Event, frozen=True, kw_only=True):
     """An incarnation of the controller began; `resumed_step` is the checkpoint it goes on from."""
 
     incarnation: int
@@ -32,7 +32,7 @@ class RunEnded(Event, frozen=True):
     reason: str
 
 
-class Issued(Event, frozen=True):
+class Issued(Event, frozen=True, kw_only=True):
     """A trajectory exists from here on. `prompt_index` is its prompt's place in the stream."""
 
     trajectory_id: str
@@ -61,7 +61,7 @@ class Interrupted(Event, frozen=True):
     reason: str
 
 
-class Finished(Event, frozen=True):
+class Finished(Event, frozen=True, kw_only=True):
     """The engine ended it. `digest` is `store.digests.response_digest` of its tokens."""
 
     trajectory_id: str
@@ -120,7 +120,7 @@ class Ready(Event, frozen=True):
     advantage_scale: float = 1.0  # what a unit of reward is in it
 
 
-class Consumed(Event, frozen=True):
+class Consumed(Event, frozen=True, kw_only=True):
     """Learner step `step`, at learner version `version`, trained on it."""
 
     trajectory_id: str
@@ -145,7 +145,7 @@ class Dropped(Event, frozen=True):
     detail: str = ""
 
 
-class Probed(Event, frozen=True):
+class Probed(Event, frozen=True, kw_only=True):
     """One that a deadline dropped was generated to its end all the same, to learn what dropping costs.
 
     `length` counts all its tokens, of which those after the drop are not kept; `reward` is None where its scoring
@@ -159,7 +159,7 @@ class Probed(Event, frozen=True):
     generate_s: float
 
 
-class VersionPublished(Event, frozen=True):
+class VersionPublished(Event, frozen=True, kw_only=True):
     """The learner published `version` after `step`; `parent` is the version its weights came from."""
 
     version: int
@@ -171,7 +171,7 @@ class VersionPublished(Event, frozen=True):
     stall_s: float
 
 
-class VersionLoaded(Event, frozen=True):
+class VersionLoaded(Event, frozen=True, kw_only=True):
     """A replica serves `version` from here on; `checksum` is of the engine's tensors, where they were verified."""
 
     replica: int
@@ -181,7 +181,7 @@ class VersionLoaded(Event, frozen=True):
     checksum: str | None = None
 
 
-class Repacked(Event, frozen=True):
+class Repacked(Event, frozen=True, kw_only=True):
     """A round of repacking among the replicas of `version`, from its plan until all that moved was handed over.
 
     `prefill` is the most tokens that one destination has to compute anew for those that had begun.
@@ -195,7 +195,7 @@ class Repacked(Event, frozen=True):
     elapsed_s: float
 
 
-class Relayed(Event, frozen=True):
+class Relayed(Event, frozen=True, kw_only=True):
     """A relay holds a verified version, for which `wire_bytes` came; seconds count from its first request for it.
 
     The root holds what the learner wrote: nothing came, and all is 0.
@@ -237,7 +237,7 @@ class Reattached(Event, frozen=True):
     new: str
 
 
-class Stepped(Event, frozen=True):
+class Stepped(Event, frozen=True, kw_only=True):
     """A learner step, committed together with the consumption of its trajectories."""
 
     step: int
@@ -264,7 +264,7 @@ class StepSkipped(Event, frozen=True):
     trajectory_ids: tuple[str, ...]
 
 
-class Checkpointed(Event, frozen=True):
+class Checkpointed(Event, frozen=True, kw_only=True):
     """Step `step` is on disk at `path`, relative to the run folder; later steps may have come before this."""
 
     step: int
@@ -310,7 +310,7 @@ class PartDied(Event, frozen=True):
     reason: str
 
 
-class Evaluated(Event, frozen=True):
+class Evaluated(Event, frozen=True, kw_only=True):
     """Held-out accuracy of `version`, `rl_s` seconds into the RL phase."""
 
     version: int

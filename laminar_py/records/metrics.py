@@ -3,7 +3,7 @@
 import msgspec
 
 
-class TokenMetrics(msgspec.Struct, frozen=True):
+class TokenMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What a step did to trained tokens: means with their loss weights, but for the counts named so.
 
     KL in nats, from the policy named first, on tokens of the behaviour policy, by estimators k1 (may be negative)
@@ -48,7 +48,7 @@ class Work(msgspec.Struct, frozen=True):
     peak_flops: float | None = None  # per second, of their devices together; None where that is not known
 
 
-class StepMetrics(msgspec.Struct, frozen=True):
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What one learner step measured."""
 
     loss: float

@@ -36,7 +36,7 @@ class SamplingMask(msgspec.Struct, frozen=True):
     ids: IntArray  # [sum of counts]
 
 
-class RoutedExperts(msgspec.Struct, frozen=True):
+class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
     """The experts that positions [start, start + positions) of prompt and response went to, in every layer.
 
     `data` is [positions, layers, top_k] of unsigned little-endian integers of `width` bytes. The last token of
@@ -84,7 +84,7 @@ def join_experts(pieces: Sequence[RoutedExperts]) -> RoutedExperts:
             raise ValueError(f"routed experts of positions [{end}, {piece.start}) are missing or stored twice")
         end += piece.positions
     data = b"".join(_widened(piece, width) for piece in pieces)
-    return RoutedExperts(first.start, first.layers, first.top_k, width, data)
+    return RoutedExperts(start=first.start, layers=first.layers, top_k=first.top_k, width=width, data=data)
 
 
 def _widened(piece: RoutedExperts, width: int) -> bytes:
@@ -131,7 +131,7 @@ def unpack_experts(data: bytes) -> RoutedExperts:
     size = len(data) - _experts_head.size
     if width not in (1, 2) or not layers * top_k or size % (layers * top_k * width):
         raise ValueError(f"routed experts that cannot be read: {size} bytes for {layers} layers, top {top_k}")
-    return RoutedExperts(start, layers, top_k, width, data[_experts_head.size :])
+    return RoutedExperts(start=start, layers=layers, top_k=top_k, width=width, data=data[_experts_head.size :])
 
 
 def _planes(values: IntArray) -> tuple[bytes, int]:

@@ -10,7 +10,7 @@ from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.trajectory import Break, FinishReason, Kind, Span
 
 
-class Assignment(msgspec.Struct, frozen=True):
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory handed to a replica. `epoch` fences it: reports of an older epoch count for nothing.
 
     `version` is set where the trajectory may continue only under that version (drain, a resumed prefix).
@@ -28,7 +28,7 @@ class Assignment(msgspec.Struct, frozen=True):
     routed: int = 0  # leading positions whose experts are recorded already
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one trajectory since the last report; `start` is their place in the response.
 
     `spans` may begin before `start`: then they replace what was said of those tokens (see `Delta.spans`).
@@ -58,7 +58,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     length: int  # of response
 
 
-class Survey(msgspec.Struct, frozen=True):
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """All that a replica has at this moment; KV in tokens. What repacking is planned by."""
 
     replica: int
@@ -84,7 +84,7 @@ class Load(msgspec.Struct, frozen=True):
     checksum: str | None = None
 
 
-class ReplicaReport(msgspec.Struct, frozen=True):
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica tells the controller at a time: progress, its state, and how much more it takes."""
 
     replica: int

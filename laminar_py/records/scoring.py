@@ -6,7 +6,7 @@ from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.trajectory import DropReason, FinishReason
 
 
-class ScoringRequest(msgspec.Struct, frozen=True):
+class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a reward function sees, e.g. `ScoringRequest("g3.1", "2+2=", "4", "4", FinishReason.STOP, ids)`."""
 
     trajectory_id: str
@@ -17,7 +17,7 @@ class ScoringRequest(msgspec.Struct, frozen=True):
     response_ids: IntArray  # [L]
 
 
-class Score(msgspec.Struct, frozen=True):
+class Score(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict: a scalar, optionally per-token scores or teacher log-probabilities; or why there is none."""
 
     trajectory_id: str

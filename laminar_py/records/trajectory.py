@@ -78,7 +78,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     kv_version: int | None = None
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One problem, e.g. `Prompt("p17", 17, "2+2=", ids, "4")`. `index` is its place in the stream."""
 
     id: str
@@ -89,7 +89,7 @@ class Prompt(msgspec.Struct, frozen=True):
     task: str = ""  # where a run mixes several: reports tell them apart
 
 
-class Trajectory(msgspec.Struct, frozen=True):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """One finished sample, e.g. 41 tokens under one version; masks and experts join it when it trains:
 
     `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.

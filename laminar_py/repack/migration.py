@@ -139,11 +139,11 @@ class Migration:
             self._growth = max(mean(moving.growth), FORGET * (self._growth or 0.0))
         if moving.num_running + moving.num_waiting:
             event = Repacked(
-                moving.version,
-                moving.num_running,
-                moving.num_waiting,
-                tuple(sorted(moving.asked)),
-                max(moving.prefill.values(), default=0),
-                self._clock.now() - began,
+                version=moving.version,
+                num_running=moving.num_running,
+                num_waiting=moving.num_waiting,
+                sources=tuple(sorted(moving.asked)),
+                prefill=max(moving.prefill.values(), default=0),
+                elapsed_s=self._clock.now() - began,
             )
             self._flow.book.record(event)

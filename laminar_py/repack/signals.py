@@ -15,7 +15,7 @@ from laminar_py.records.replica import Held, Survey
 Numbers = npt.NDArray[np.float64]
 
 
-class EngineSpeed(msgspec.Struct, frozen=True):
+class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """How long an engine takes, as measured (`rollout.calibration`) or given; an H100 with 7B parameters:
 
     `EngineSpeed(0.02, 0.0, 8e-8, 25_000.0, roofline_batch=48)`.

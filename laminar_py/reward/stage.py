@@ -145,4 +145,4 @@ class ScoringStage:
 
 
 def _failed(request: ScoringRequest, reason: DropReason, *, detail: str) -> Score:
-    return Score(request.trajectory_id, None, failure=reason, detail=detail)
+    return Score(trajectory_id=request.trajectory_id, value=None, failure=reason, detail=detail)

@@ -53,7 +53,14 @@ class ScoringWorker:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
             failure, detail = DropReason.REWARD_FAILED, _describe(error)
         elapsed_s = time.perf_counter() - start
-        return Score(request.trajectory_id, value, token_values, elapsed_s, failure, detail)
+        return Score(
+            trajectory_id=request.trajectory_id,
+            value=value,
+            token_values=token_values,
+            elapsed_s=elapsed_s,
+            failure=failure,
+            detail=detail,
+        )
 
     def _run(self, request: ScoringRequest) -> object:
         # An alarm that fires while the timer is being stopped is raised inside `finally`, so the caller sees it.

@@ -24,7 +24,7 @@ MARGIN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBounds:
     """What its requests must keep to, as in `config.RolloutConfig`."""
 
@@ -55,7 +55,13 @@ async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Cl
     per_token = max(0.0, long - short) / (few * (prompt - PROMPT))
     prefill_s = await probe.batch(1, prompt, 1)
     roofline = bounds.slots if per_sequence == 0 else 1 + int(MARGIN * alone / per_sequence)
-    return EngineSpeed(alone, per_sequence, per_token, prompt / prefill_s, min(bounds.slots, roofline))
+    return EngineSpeed(
+        step_s=alone,
+        step_s_per_sequence=per_sequence,
+        step_s_per_token=per_token,
+        prefill_tokens_per_s=prompt / prefill_s,
+        roofline_batch=min(bounds.slots, roofline),
+    )
 
 
 class _Probe:
@@ -88,5 +94,9 @@ class _Probe:
         self._num_requests += 1
         ids = self._rng.integers(0, self._bounds.vocab, prompt).astype(np.int32)
         sampling = msgspec.structs.replace(self._bounds.sampling, max_new_tokens=tokens, stop_ids=())
-        async for _ in self._engine.generate(GenerateRequest(name, name, ids, np.empty(0, np.int32), sampling)):
+        async for _ in self._engine.generate(
+            GenerateRequest(
+                rid=name, group_id=name, prompt_ids=ids, prefix_ids=np.empty(0, np.int32), sampling=sampling
+            )
+        ):
             continue

@@ -14,7 +14,7 @@ from laminar_py.records.replica import Load, Progress, ReplicaReport
 REPORT_INTERVAL_S = 0.1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Outbox:
     """Of replica `index`, e.g. `Outbox(0, clock)`; bounded by what the replica runs between two reports."""
 
@@ -54,13 +54,13 @@ class Outbox:
         """The report of everything so far."""
         self._last_s = self.clock.now()
         report = ReplicaReport(
-            self.index,
-            status,
-            admissible,
-            received,
-            tuple(self.progress),
-            tuple(self.loads),
-            tuple(self.lost),
+            replica=self.index,
+            status=status,
+            admissible=admissible,
+            received=received,
+            progress=tuple(self.progress),
+            loads=tuple(self.loads),
+            lost=tuple(self.lost),
         )
         self.progress, self.loads, self.lost = [], [], []
         return report

@@ -66,7 +66,7 @@ class Replica:
         self._verify_every = verify_every
         self._initial = initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
-        self._out = Outbox(index, clock)
+        self._out = Outbox(index=index, clock=clock)
         self._streams = Streams(index, engine=engine, out=self._out, clock=clock, ended=self._wake)
         self._version = -1
         self._next_verified = 0  # the first version from here on is
@@ -105,7 +105,15 @@ class Replica:
 
     async def survey(self) -> Survey:
         """What it has at this moment; nothing, if its engine is lost, so that its last report comes first."""
-        nothing = Survey(self.index, self._version, self._max_batch, 0, 1, (), settled=False)
+        nothing = Survey(
+            replica=self.index,
+            version=self._version,
+            slots=self._max_batch,
+            kv_used=0,
+            kv_capacity=1,
+            running=(),
+            settled=False,
+        )
         if self._streams.engine_error is not None:
             return nothing
         try:
@@ -116,13 +124,13 @@ class Replica:
         await asyncio.sleep(0)  # what the engine has just delivered is taken first
         training = self._streams.training
         return Survey(
-            self.index,
-            self._version,
-            self._max_batch,
-            status.kv_used,
-            status.kv_capacity,
-            tuple(running.held() for running in training if running.first_token_s is not None),
-            tuple(running.held() for running in training if running.first_token_s is None),
+            replica=self.index,
+            version=self._version,
+            slots=self._max_batch,
+            kv_used=status.kv_used,
+            kv_capacity=status.kv_capacity,
+            running=tuple(running.held() for running in training if running.first_token_s is not None),
+            waiting=tuple(running.held() for running in training if running.first_token_s is None),
             settled=len(training) == len(self._running) and not self._pinned and self._keeps_version,
         )
 
@@ -133,7 +141,13 @@ class Replica:
         await self._streams.serving.wait()
         self._measuring = True
         try:
-            bounds = EngineBounds(vocab, self._max_batch, max_len, self._engine.status().kv_capacity, sampling)
+            bounds = EngineBounds(
+                vocab=vocab,
+                slots=self._max_batch,
+                max_len=max_len,
+                kv_capacity=self._engine.status().kv_capacity,
+                sampling=sampling,
+            )
             idle = not self._running
             return await measure_speed(self._engine, bounds, self._clock), idle
         finally:

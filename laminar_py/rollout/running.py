@@ -20,7 +20,7 @@ _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Running:
     """State of an assignment, e.g. `begin(assignment, now)`; `prefix` has tokens if it was interrupted before."""
 
@@ -48,7 +48,12 @@ class Running:
         self.stream = self.length
         so_far = np.concatenate([self.prefix, *self.ids])
         return GenerateRequest(
-            item.trajectory_id, item.group_id, item.prompt_ids, so_far, item.sampling, self.routed
+            rid=item.trajectory_id,
+            group_id=item.group_id,
+            prompt_ids=item.prompt_ids,
+            prefix_ids=so_far,
+            sampling=item.sampling,
+            routed=self.routed,
         )
 
     def held(self) -> Held:
@@ -98,20 +103,20 @@ class Running:
         assert rows == len(ids), f"{name}: {len(ids)} tokens with {rows} sampling masks"
         first = now if self.first_token_s is None else self.first_token_s
         progress = Progress(
-            name,
-            self.assignment.epoch,
-            self.length - len(ids),
-            ids,
-            logprobs,
-            tuple(self.spans),
-            reason,
-            self.wall_cut,
-            first - self.submitted_s,
-            now - self.submitted_s,
-            mask,
-            join_experts(self.experts) if self.experts else None,
-            broken,
-            refusal,
+            trajectory_id=name,
+            epoch=self.assignment.epoch,
+            start=self.length - len(ids),
+            ids=ids,
+            logprobs=logprobs,
+            spans=tuple(self.spans),
+            finish_reason=reason,
+            wall_cut=self.wall_cut,
+            queue_s=first - self.submitted_s,
+            generate_s=now - self.submitted_s,
+            sampling_mask=mask,
+            routed_experts=join_experts(self.experts) if self.experts else None,
+            broken=broken,
+            refusal=refusal,
         )
         self.prefix = np.concatenate([self.prefix, ids])
         self.ids, self.logprobs, self.spans, self.masks, self.experts = [], [], [], [], []
@@ -122,12 +127,26 @@ class Running:
 def begin(assignment: Assignment, now: float) -> Running:
     """An assignment as it is taken up."""
     length = len(assignment.prefix_ids)
-    return Running(assignment, now, assignment.prefix_ids, length, now, stream=length, routed=assignment.routed)
+    return Running(
+        assignment=assignment,
+        submitted_s=now,
+        prefix=assignment.prefix_ids,
+        length=length,
+        reported_s=now,
+        stream=length,
+        routed=assignment.routed,
+    )
 
 
 def handed_back(assignment: Assignment) -> Progress:
     """The report of one that never started here."""
     start = len(assignment.prefix_ids)
     return Progress(
-        assignment.trajectory_id, assignment.epoch, start, _NO_IDS, _NO_LOGPROBS, (), FinishReason.ABORT
+        trajectory_id=assignment.trajectory_id,
+        epoch=assignment.epoch,
+        start=start,
+        ids=_NO_IDS,
+        logprobs=_NO_LOGPROBS,
+        spans=(),
+        finish_reason=FinishReason.ABORT,
     )

@@ -18,7 +18,7 @@ from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.trajectory import Trajectory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ReplicaActivity:
     """The last that was heard of a replica."""
 
@@ -35,7 +35,7 @@ class ReplicaActivity:
         return self.kv_used / self.kv_capacity
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepRow:
     """One line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it."""
 
@@ -87,7 +87,7 @@ class StepRow:
     by_staleness: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRow:
     """One line of `fleet.jsonl`, one a second: what the replicas do. Sums are over the RL phase so far."""
 
@@ -128,7 +128,7 @@ class Intervals:
         return self._total + (0.0 if self._since is None else self._clock.now() - self._since)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Totals:
     """Sums over the RL phase; a resumed run starts from those of the step it goes on from."""
 
@@ -270,13 +270,13 @@ class Stats:
         """What the replicas do now."""
         replicas = self.replicas
         return FleetRow(
-            round(self.rl_s, 3),
-            self._generated_before + generated_tokens,
-            round(self.totals.kv_s, 4),
-            [replica.version for replica in replicas],
-            [replica.running for replica in replicas],
-            [replica.waiting for replica in replicas],
-            [round(replica.kv_use, 4) for replica in replicas],
+            rl_s=round(self.rl_s, 3),
+            generated_tokens=self._generated_before + generated_tokens,
+            kv_s=round(self.totals.kv_s, 4),
+            versions=[replica.version for replica in replicas],
+            running=[replica.running for replica in replicas],
+            waiting=[replica.waiting for replica in replicas],
+            kv_use=[round(replica.kv_use, 4) for replica in replicas],
         )
 
     # ---- derived

@@ -31,7 +31,7 @@ class Tokens(msgspec.Struct, frozen=True):
     trained: int
 
 
-class Counts(msgspec.Struct, frozen=True):
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Law 1: issued = consumed + dropped + live."""
 
     issued: int
@@ -57,7 +57,7 @@ class RelayFigures(msgspec.Struct, frozen=True):
     wire_share: float | None  # bytes that came over the wire, of those of the full versions
 
 
-class RepackFigures(msgspec.Struct, frozen=True):
+class RepackFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What moved between replicas."""
 
     rounds: int  # in which anything did
@@ -84,7 +84,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     accuracy: float
 
 
-class Summary(msgspec.Struct, frozen=True):
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What a run achieved; durations in seconds, memory in bytes."""
 
     run: str
@@ -138,11 +138,11 @@ def read_repack(connection: sqlite3.Connection) -> RepackFigures:
     with closing(connection.execute("SELECT body FROM event WHERE kind = 'repacked'")) as rows:
         rounds = [event for (body,) in rows if isinstance(event := decode_event(body), Repacked)]
     return RepackFigures(
-        len(rounds),
-        sum(event.num_running for event in rounds),
-        sum(event.num_waiting for event in rounds),
-        median(event.elapsed_s for event in rounds) if rounds else None,
-        max((event.prefill for event in rounds), default=0),
+        rounds=len(rounds),
+        running=sum(event.num_running for event in rounds),
+        waiting=sum(event.num_waiting for event in rounds),
+        round_s=median(event.elapsed_s for event in rounds) if rounds else None,
+        prefill_max=max((event.prefill for event in rounds), default=0),
     )
 
 
@@ -195,11 +195,11 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
         tokens=Tokens(stats.totals.generated_tokens, stats.totals.trained_tokens),
         trained_tokens_per_s=stats.totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
         trajectories=Counts(
-            account.issued,
-            account.consumed,
-            sum(account.dropped.values()),
-            account.live,
-            {str(reason): count for reason, count in account.dropped.items()},
+            issued=account.issued,
+            consumed=account.consumed,
+            dropped=sum(account.dropped.values()),
+            live=account.live,
+            dropped_by_reason={str(reason): count for reason, count in account.dropped.items()},
         ),
         staleness=StalenessFigures(sum(v * n for v, n in staleness.items()) / consumed, max(staleness, default=0)),
         versions_alive_max=stats.totals.versions_alive_max,

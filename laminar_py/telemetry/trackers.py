@@ -25,7 +25,7 @@ CONTINUED = "run/continued_from"
 PARAMS_IN_A_CALL = 100  # as many as MLflow takes
 
 
-class Opening(msgspec.Struct, frozen=True):
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """What a tracker begins with, e.g. `Opening(kind, "runs/math-3", "math-3", "math", {"learner.lr": 1e-6})`."""
 
     kind: TrackerKind

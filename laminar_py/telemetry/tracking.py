@@ -157,7 +157,8 @@ class Tracking:
         settings = flat_settings(config.model_dump(mode="json"))
         self._links = [
             TrackerLink(
-                Opening(kind, str(run.path), run.name, project, settings), errors=run.logs / f"tracker-{kind}.log"
+                Opening(kind=kind, folder=str(run.path), name=run.name, project=project, settings=settings),
+                errors=run.logs / f"tracker-{kind}.log",
             )
             for kind in config.tracking.kinds
         ]

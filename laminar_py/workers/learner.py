@@ -61,16 +61,16 @@ class LearnerLink:
         requests = [
             encode(
                 LearnerSpec(
-                    self._config.model_dump_json(),
-                    str(self._run_dir),
-                    rank,
-                    rendezvous,
-                    str(self._relays.store(0)),
-                    relay,
-                    self._relays.chunk_bytes,
-                    self._relays.keys.public,
-                    self._relays.keys.secret,
-                    None if checkpoint is None else str(checkpoint),
+                    config=self._config.model_dump_json(),
+                    run_dir=str(self._run_dir),
+                    rank=rank,
+                    rendezvous=rendezvous,
+                    store=str(self._relays.store(0)),
+                    relay=relay,
+                    chunk_bytes=self._relays.chunk_bytes,
+                    public_key=self._relays.keys.public,
+                    secret_key=self._relays.keys.secret,
+                    checkpoint=None if checkpoint is None else str(checkpoint),
                 )
             )
             for rank in range(len(self._parts))

@@ -239,15 +239,17 @@ class Relays:
             await self.root_up()
         planned = self._placement.plan.relays
         spec = RelaySpec(
-            self._config_on(host).model_dump_json(),
-            str(self._run_dir),
-            node,
-            str(self.store(node)),
-            self._port(node, host),
-            tuple(self._endpoints[parent] for parent in parents if planned[parent] and parent in self._endpoints),
-            self.chunk_bytes,
-            self.keys.public,
-            self.keys.secret,
+            config=self._config_on(host).model_dump_json(),
+            run_dir=str(self._run_dir),
+            node=node,
+            store=str(self.store(node)),
+            port=self._port(node, host),
+            parents=tuple(
+                self._endpoints[parent] for parent in parents if planned[parent] and parent in self._endpoints
+            ),
+            chunk_bytes=self.chunk_bytes,
+            public_key=self.keys.public,
+            secret_key=self.keys.secret,
         )
         part = self._parts[node]
         endpoint = await part.call("start", encode(spec))

@@ -174,15 +174,15 @@ class Replicas:
     async def _start(self, index: int) -> None:
         self._starting.add(index)
         spec = ReplicaSpec(
-            self._config.model_dump_json(),
-            str(self._run_dir),
-            index,
-            str(self._config.model.path),
-            await self._relays.attach(index),
-            self._relays.keys.public,
-            self._relays.keys.secret,
-            self._flow.adopt(index),
-            api_key(self._config),
+            config=self._config.model_dump_json(),
+            run_dir=str(self._run_dir),
+            index=index,
+            model_dir=str(self._config.model.path),
+            relay=await self._relays.attach(index),
+            public_key=self._relays.keys.public,
+            secret_key=self._relays.keys.secret,
+            assignments=self._flow.adopt(index),
+            api_key=api_key(self._config),
         )
         engine = self._config.rollout.engine
         limit = START_S if engine.kind is EngineKind.LOCAL else START_S + engine.start_timeout_s

@@ -9,7 +9,7 @@ from laminar_py.records.replica import Assignment
 from laminar_py.relay.wire.messages import RelayEvent
 
 
-class RelaySpec(msgspec.Struct, frozen=True):
+class RelaySpec(msgspec.Struct, frozen=True, kw_only=True):
     """One relay node, e.g. node 0 (the root) of 3. `port` 0 lets it choose; parents are in order of preference."""
 
     config: str  # RunConfig as JSON
@@ -30,7 +30,7 @@ class RelayNews(msgspec.Struct, frozen=True):
     events: list[RelayEvent]
 
 
-class ReplicaSpec(msgspec.Struct, frozen=True):
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout replica; `assignments` are interrupted trajectories that it takes up before anything else."""
 
     config: str
@@ -44,7 +44,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     api_key: str | None = None  # of the server that it attaches to
 
 
-class LearnerSpec(msgspec.Struct, frozen=True):
+class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of the learner; `checkpoint` is a folder to go on from."""
 
     config: str

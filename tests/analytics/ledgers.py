@@ -33,7 +33,18 @@ def live(ledger, id, length, *, reward=1.0, to="ready"):
         return
     spans = (Span(0, 0, length),)
     digest = response_digest(*tokens(id, 0, length))
-    ledger.append(Finished(id, 1, FinishReason.STOP, spans, length, digest, 0.1, 0.2))
+    ledger.append(
+        Finished(
+            trajectory_id=id,
+            epoch=1,
+            finish_reason=FinishReason.STOP,
+            spans=spans,
+            length=length,
+            digest=digest,
+            queue_s=0.1,
+            generate_s=0.2,
+        )
+    )
     if to == "finished":
         return
     ledger.append(Scored(id, reward, 0.01))
@@ -51,9 +62,28 @@ def drop(ledger, id, length, reason, *, reward=1.0):
 def step(ledger, number, sizes, *, weights=None):
     """A step that consumes trajectories that are ready: `sizes` has the length of each."""
     weights = weights or {}
-    ledger.append(Stepped(number, 1, len(sizes), sum(sizes.values()), 0.1, 0.2, 1.0, 0.3))
+    ledger.append(
+        Stepped(
+            step=number,
+            incarnation=1,
+            num_trajectories=len(sizes),
+            num_tokens=sum(sizes.values()),
+            loss=0.1,
+            grad_norm=0.2,
+            reward=1.0,
+            elapsed_s=0.3,
+        )
+    )
     for id in sizes:
-        ledger.append(Consumed(id, number, number - 1, number - 1, weights.get(id, 1.0)))
+        ledger.append(
+            Consumed(
+                trajectory_id=id,
+                step=number,
+                version=number - 1,
+                staleness=number - 1,
+                weight=weights.get(id, 1.0),
+            )
+        )
 
 
 def undo(ledger, number, *ids):
@@ -81,13 +111,15 @@ async def write_small_run(run):
         drop(ledger, "g4.0", 9, DropReason.NO_SIGNAL, reward=0.0)
         drop(ledger, "g5.0", 11, DropReason.STALE)
         drop(ledger, "g6.0", 12, DropReason.GROUP_DEADLINE)
-        ledger.append(Probed("g6.0", 40, FinishReason.STOP, 1.0, 3.0))
+        ledger.append(
+            Probed(trajectory_id="g6.0", length=40, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0)
+        )
         drop(ledger, "g7.0", 6, DropReason.REWARD_FAILED)
         issue(ledger, "g8.0")
         run_to(ledger, "g8.0", ((0, 0, 15),))
         ledger.append(Interrupted("g8.0", 1, 15, "repacked"))
         ledger.append(Assigned("g8.0", 1, 2, 15))
-        ledger.append(Evaluated(3, 3, 8, 0.5, 3.0))
+        ledger.append(Evaluated(version=3, step=3, num_prompts=8, accuracy=0.5, rl_s=3.0))
 
 
 def random_ledger(draws):

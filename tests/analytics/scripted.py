@@ -46,7 +46,16 @@ class Script:
         group, _, sample = id.partition(".")
         self._ledger.store_prompt(make_prompt(index))
         self.at(
-            second, Issued(id, group, f"p{index}", index, int(sample), Kind.TRAIN), Assigned(id, replica, 1, 0)
+            second,
+            Issued(
+                trajectory_id=id,
+                group_id=group,
+                prompt_id=f"p{index}",
+                prompt_index=index,
+                sample_index=int(sample),
+                kind=Kind.TRAIN,
+            ),
+            Assigned(id, replica, 1, 0),
         )
 
     def finish(self, second, id, *, length=5, version=0, queue_s=0.0, generate_s=1.0):
@@ -55,7 +64,19 @@ class Script:
         spans, (ids, logprobs) = (Span(version, 0, length),), tokens(id, 0, length)
         self._ledger.store_segment(id, 0, spans, ids, logprobs)
         digest = response_digest(ids, logprobs)
-        self.at(second, Finished(id, 1, FinishReason.STOP, spans, length, digest, queue_s, generate_s))
+        self.at(
+            second,
+            Finished(
+                trajectory_id=id,
+                epoch=1,
+                finish_reason=FinishReason.STOP,
+                spans=spans,
+                length=length,
+                digest=digest,
+                queue_s=queue_s,
+                generate_s=generate_s,
+            ),
+        )
 
     def score(self, second, id, *, reward=1.0, elapsed_s=0.0):
         """Its reward is there, and its group complete."""
@@ -67,16 +88,45 @@ class Script:
 
     def step(self, second, number, *ids, elapsed_s=1.0, waited_s=0.0, reference_s=0.0, version=0):
         """Committed now."""
-        stepped = Stepped(number, 1, len(ids), 5 * len(ids), 0.1, 0.2, 1.0, elapsed_s, waited_s, reference_s)
-        self.at(second, stepped, *(Consumed(id, number, version, version, 1.0) for id in ids))
+        stepped = Stepped(
+            step=number,
+            incarnation=1,
+            num_trajectories=len(ids),
+            num_tokens=5 * len(ids),
+            loss=0.1,
+            grad_norm=0.2,
+            reward=1.0,
+            elapsed_s=elapsed_s,
+            waited_s=waited_s,
+            reference_s=reference_s,
+        )
+        self.at(
+            second,
+            stepped,
+            *(
+                Consumed(trajectory_id=id, step=number, version=version, staleness=version, weight=1.0)
+                for id in ids
+            ),
+        )
 
     def publish(self, second, version, *, stall_s=0.0):
         """On record now."""
-        self.at(second, VersionPublished(version, version, 1, None, f"d{version}", 10, stall_s))
+        self.at(
+            second,
+            VersionPublished(
+                version=version,
+                step=version,
+                incarnation=1,
+                parent=None,
+                digest=f"d{version}",
+                num_bytes=10,
+                stall_s=stall_s,
+            ),
+        )
 
     def load(self, second, version, *, replica=0, elapsed_s=0.0):
         """Served by a replica from now on."""
-        self.at(second, VersionLoaded(replica, version, f"d{version}", elapsed_s))
+        self.at(second, VersionLoaded(replica=replica, version=version, digest=f"d{version}", elapsed_s=elapsed_s))
 
 
 class Clock:
@@ -99,7 +149,18 @@ async def scripted(run, *overrides):
     wall = patch("laminar_py.ledger.ledger.time", SimpleNamespace(time=lambda: clock.second))
     wall.start()
     try:
-        script.at(0.0, RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", False, None))
+        script.at(
+            0.0,
+            RunStarted(
+                incarnation=1,
+                host="host-1",
+                pid=7,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=False,
+                max_staleness=None,
+            ),
+        )
         script.publish(0.0, 0)
         yield script
     finally:

@@ -48,7 +48,17 @@ class Simulation:
         heapq.heappush(self.agenda, (self.clock.at + delay_s, self.order, act, values))
 
     async def run(self):
-        self.ledger.append(e.RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", True, 4))
+        self.ledger.append(
+            e.RunStarted(
+                incarnation=1,
+                host="host-1",
+                pid=7,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=True,
+                max_staleness=4,
+            )
+        )
         self.publish(None)
         for replica in range(len(self.served)):
             self.ledger.append(e.PartStarted(f"replica-{replica}", 100 + replica))
@@ -68,10 +78,21 @@ class Simulation:
         for _ in range(0, self.slots, GROUP):
             group, self.group = f"g{self.group}", self.group + 1
             index = self.group
-            self.ledger.store_prompt(Prompt(f"p{index}", index, f"{index} + 1 = <b>", IDS[:4], str(index + 1)))
+            self.ledger.store_prompt(
+                Prompt(id=f"p{index}", index=index, text=f"{index} + 1 = <b>", ids=IDS[:4], answer=str(index + 1))
+            )
             for sample in range(GROUP):
                 id = f"{group}.{sample}"
-                self.ledger.append(e.Issued(id, group, f"p{index}", index, sample, Kind.TRAIN))
+                self.ledger.append(
+                    e.Issued(
+                        trajectory_id=id,
+                        group_id=group,
+                        prompt_id=f"p{index}",
+                        prompt_index=index,
+                        sample_index=sample,
+                        kind=Kind.TRAIN,
+                    )
+                )
                 self.length[id] = int(min(800, self.rng.lognormal(3.6, 0.9) + 1))
                 self.epoch[id] = 0
                 self.assign(id, replica, 0)
@@ -94,7 +115,18 @@ class Simulation:
         self.running[replica].discard(id)
         took = self.clock.at - began
         span = (Span(version, 0, length),)
-        self.ledger.append(e.Finished(id, epoch, FinishReason.STOP, span, length, "d", 0.1 * took, took))
+        self.ledger.append(
+            e.Finished(
+                trajectory_id=id,
+                epoch=epoch,
+                finish_reason=FinishReason.STOP,
+                spans=span,
+                length=length,
+                digest="d",
+                queue_s=0.1 * took,
+                generate_s=took,
+            )
+        )
         self.later(self.rng.exponential(0.2), self.score, id)
         if not self.running[replica]:
             self.refresh(replica)
@@ -120,13 +152,22 @@ class Simulation:
             self.ledger.append(e.Interrupted(id, self.epoch[id], max(had, length), "repacked"))
             self.running[source].discard(id)
             self.assign(id, destination, max(had, length))
-        self.ledger.append(e.Repacked(version, len(moved), 0, (source,), 100, 0.1))
+        self.ledger.append(
+            e.Repacked(
+                version=version,
+                num_running=len(moved),
+                num_waiting=0,
+                sources=(source,),
+                prefill=100,
+                elapsed_s=0.1,
+            )
+        )
         self.refresh(source)
 
     def refresh(self, replica):
         digest = f"digest{self.version}"
         self.ledger.append(e.Pulled(f"relay-{1 + replica % 2}", f"replica-{replica}", self.version, 0.01))
-        self.ledger.append(e.VersionLoaded(replica, self.version, digest, 0.3))
+        self.ledger.append(e.VersionLoaded(replica=replica, version=self.version, digest=digest, elapsed_s=0.3))
         self.later(0.3, self.admit, replica)
 
     def score(self, id):
@@ -159,17 +200,48 @@ class Simulation:
         self.step, self.learning = self.step + 1, False
         ids = [id for members in batch for id, _ in members]
         tokens = sum(self.length[id] for id in ids)
-        used = [e.Consumed(id, self.step, self.version, self.version - self.made_by[id], 1.0) for id in ids]
+        used = [
+            e.Consumed(
+                trajectory_id=id,
+                step=self.step,
+                version=self.version,
+                staleness=self.version - self.made_by[id],
+                weight=1.0,
+            )
+            for id in ids
+        ]
         reward = float(np.mean([reward for members in batch for _, reward in members]))
         self.ledger.append_all(
-            [e.Stepped(self.step, 1, len(ids), tokens, 0.1, 0.2, reward, LEARN_S, 0.5, 0.2), *used]
+            [
+                e.Stepped(
+                    step=self.step,
+                    incarnation=1,
+                    num_trajectories=len(ids),
+                    num_tokens=tokens,
+                    loss=0.1,
+                    grad_norm=0.2,
+                    reward=reward,
+                    elapsed_s=LEARN_S,
+                    waited_s=0.5,
+                    reference_s=0.2,
+                ),
+                *used,
+            ]
         )
         line = {"step": self.step, "rl_s": self.clock.at - 1000, "reward": reward, "entropy": 1 / self.step}
         self.metrics.append({**line, "trained_tokens": tokens, "generated_tokens": tokens})
         self.publish(self.version)
         if self.step % 5 == 0:
             accuracy = self.step / self.steps
-            self.ledger.append(e.Evaluated(self.version, self.step, 100, accuracy, self.clock.at - 1000))
+            self.ledger.append(
+                e.Evaluated(
+                    version=self.version,
+                    step=self.step,
+                    num_prompts=100,
+                    accuracy=accuracy,
+                    rl_s=self.clock.at - 1000,
+                )
+            )
         self.num_live -= len(batch)
         self.let_in()
         self.learn()
@@ -185,9 +257,29 @@ class Simulation:
     def publish(self, parent):
         self.version = 0 if parent is None else parent + 1
         digest = f"digest{self.version}"
-        self.ledger.append(e.VersionPublished(self.version, self.step, 1, parent, digest, 10**6, 0.01))
+        self.ledger.append(
+            e.VersionPublished(
+                version=self.version,
+                step=self.step,
+                incarnation=1,
+                parent=parent,
+                digest=digest,
+                num_bytes=10**6,
+                stall_s=0.01,
+            )
+        )
         for node, above, took in ((0, "", 0.0), (1, "relay-0", 0.08), (2, "relay-1", 0.15)):
-            event = e.Relayed(f"relay-{node}", self.version, digest, 10**6, parent, 10**5, took / 4, took, above)
+            event = e.Relayed(
+                node=f"relay-{node}",
+                version=self.version,
+                digest=digest,
+                num_bytes=10**6,
+                base=parent,
+                wire_bytes=10**5,
+                first_byte_s=took / 4,
+                elapsed_s=took,
+                parent=above,
+            )
             self.ledger.append(event)
 
 

@@ -32,11 +32,11 @@ async def closed_run(run):
     """A bit of everything that a ledger has, in SQLite and in the archive."""
     async with open_ledger(run) as ledger:
         begin(ledger, drain=False, max_staleness=3, versions=(0, 1))
-        ledger.append(VersionLoaded(0, 1, "digest1", 0.1, "aa-bb"))
+        ledger.append(VersionLoaded(replica=0, version=1, digest="digest1", elapsed_s=0.1, checksum="aa-bb"))
         for index in range(6):
             make_ready(ledger, f"g{index}.0", spans=((0, 0, 3), (1, 3, 7)), index=index, recorded=index < 2)
         ledger.append_all(consume(1, 1, "g0.0", "g1.0", "g2.0"))
-        ledger.append(Checkpointed(1, 1, "checkpoints/step-1", 0.1, 0.4))
+        ledger.append(Checkpointed(step=1, version=1, path="checkpoints/step-1", stall_s=0.1, elapsed_s=0.4))
         await ledger.archive(1)
         ledger.append_all(consume(2, 1, "g3.0"))
         ledger.append_all(await ledger.undo_since(1, reason="learner_died"))
@@ -48,7 +48,7 @@ async def closed_run(run):
         ledger.store_token_rewards("g9.0", tokens("g9.0", 0, 4)[1])
         issue(ledger, "g9.1", index=9)
         ledger.append(Assigned("g9.1", 0, 1, 0))
-        ledger.append(Evaluated(1, 1, 8, 0.5, 3.0))
+        ledger.append(Evaluated(version=1, step=1, num_prompts=8, accuracy=0.5, rl_s=3.0))
 
 
 def changes(files, count, *, seed):

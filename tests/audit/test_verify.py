@@ -133,7 +133,7 @@ def too_stale(ledger):
 
 def miscounted_step(ledger):
     make_ready(ledger, "g0.0")
-    ledger.append(Consumed("g0.0", 1, 1, 1, 1.0))
+    ledger.append(Consumed(trajectory_id="g0.0", step=1, version=1, staleness=1, weight=1.0))
 
 
 def unpublished_tokens(ledger):
@@ -146,7 +146,9 @@ def unpublished_cache(ledger):
 
 def other_tensors(ledger):
     for replica, checksum in enumerate(("aa", None, "aa", "bb")):
-        ledger.append(VersionLoaded(replica, 1, "digest1", 0.1, checksum))
+        ledger.append(
+            VersionLoaded(replica=replica, version=1, digest="digest1", elapsed_s=0.1, checksum=checksum)
+        )
 
 
 def restamped_elsewhere(ledger):
@@ -192,19 +194,30 @@ def routed_beyond_its_end(ledger):
 
 def backwards(ledger):
     for version in (1, 0):
-        ledger.append(VersionLoaded(3, version, f"digest{version}", 0.1))
+        ledger.append(VersionLoaded(replica=3, version=version, digest=f"digest{version}", elapsed_s=0.1))
 
 
 def other_bytes(ledger):
-    ledger.append(VersionLoaded(3, 1, "digest0", 0.1))
+    ledger.append(VersionLoaded(replica=3, version=1, digest="digest0", elapsed_s=0.1))
 
 
 def other_bytes_in_a_relay(ledger):
-    ledger.append(Relayed("relay-2", 1, "digest0", 10, None, 10, 0.1, 0.2))
+    ledger.append(
+        Relayed(
+            node="relay-2",
+            version=1,
+            digest="digest0",
+            num_bytes=10,
+            base=None,
+            wire_bytes=10,
+            first_byte_s=0.1,
+            elapsed_s=0.2,
+        )
+    )
 
 
 def unpublished_load(ledger):
-    ledger.append(VersionLoaded(3, 5, "digest5", 0.1))
+    ledger.append(VersionLoaded(replica=3, version=5, digest="digest5", elapsed_s=0.1))
 
 
 @pytest.mark.parametrize(
@@ -243,9 +256,9 @@ async def test_what_the_rules_allow_is_no_finding(tmp_path):
         begin(ledger, max_staleness=2, versions=(0, 1, 2, 3))
         ledger.append(PartStarted("replica-3", 11))
         for version in (1, 1, 3):
-            ledger.append(VersionLoaded(3, version, f"digest{version}", 0.1))
+            ledger.append(VersionLoaded(replica=3, version=version, digest=f"digest{version}", elapsed_s=0.1))
         ledger.append(PartStarted("replica-3", 12))
-        ledger.append(VersionLoaded(3, 1, "digest1", 0.1))
+        ledger.append(VersionLoaded(replica=3, version=1, digest="digest1", elapsed_s=0.1))
         make_ready(ledger, "g0.0", spans=((0, 0, 2), (1, 2, 5)))
         ledger.append_all(consume(1, 3, "g0.0", weight=0.5))
     assert verify(tmp_path) == []
@@ -287,7 +300,9 @@ async def test_experts_that_nobody_can_know_are_no_finding(tmp_path):
 async def test_a_second_consumption_is_found_even_with_a_valid_chain(tmp_path):
     await good_run(tmp_path)
     writer = Writer(open_writer(tmp_path / LEDGER_NAME), host="host-1")
-    again = Stamped(writer.seq + 1, 0.0, 0.0, Consumed("g0.0", 2, 2, 2, 1.0))
+    again = Stamped(
+        writer.seq + 1, 0.0, 0.0, Consumed(trajectory_id="g0.0", step=2, version=2, staleness=2, weight=1.0)
+    )
     writer.write(Batch(events=[again]))
     writer.close()
     assert [(finding.law, finding.subject) for finding in verify(tmp_path)] == [

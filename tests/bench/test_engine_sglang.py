@@ -6,7 +6,7 @@ from laminar_py.bench.engine_sglang import Crowd
 
 
 def crowd(*streams):
-    crowd = Crowd(None, 0)
+    crowd = Crowd(engine=None, length=0)
     crowd.times = dict(enumerate(streams))
     return crowd
 

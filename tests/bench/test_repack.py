@@ -27,7 +27,8 @@ def test_planning_a_fleet_is_measured_on_all_its_trajectories():
 
 def test_ratios_are_medians_over_seeds_and_the_gain_is_that_of_the_ceiling():
     none, paper, ours, full = (
-        [Figures(rate, use, 100.0, 0.5, 0.1)] * 3 for rate, use in ((10, 0.6), (12, 0.7), (13, 0.8), (16, 0.9))
+        [Figures(tokens_per_s=rate, kv_use=use, latency_p95_s=100.0, round_s=0.5, release_s=0.1)] * 3
+        for rate, use in ((10, 0.6), (12, 0.7), (13, 0.8), (16, 0.9))
     )
     rows = {
         row.name: row.value for row in table({"none": none, "paper": paper, "predictive": ours, "full": full}, "")

@@ -24,7 +24,7 @@ from tests.runs.runs import REPO
 def hosts(*gpus: int) -> list[Node]:
     """Nodes a, b, c ... with so many GPUs; the controller is on the first."""
     return [
-        Node("abcdefgh"[index], f"10.0.0.{index}", gpus=count, cpus=8, here=index == 0)
+        Node(id="abcdefgh"[index], ip=f"10.0.0.{index}", gpus=count, cpus=8, here=index == 0)
         for index, count in enumerate(gpus)
     ]
 
@@ -37,19 +37,67 @@ def on(places) -> str:
 @pytest.mark.parametrize(
     ("gpus", "needs", "learner", "replicas", "relays"),
     [
-        ((0,), Needs(2, 0, 2, 0, relays=3), "aa", "aa", "aaa"),  # a laptop
-        ((0, 0), Needs(1, 0, 4, 0, relays=3), "a", "baba", "ab"),  # CPUs of two nodes
-        ((8,), Needs(2, 1, 6, 1), "aa", "aaaaaa", "a"),
-        ((8, 8), Needs(2, 1, 6, 1), "aa", "aaaaaa", "a"),  # on one node, if it has room
-        ((8,), Needs(2, 1, 3, 2, relays=3), "aa", "aaa", "aaa"),
-        ((0, 8), Needs(2, 1, 6, 1, relays=2), "bb", "bbbbbb", "bb"),  # the controller's node has no GPU
-        ((8, 8, 8), Needs(8, 1, 16, 1, shared_nodes=False), "a" * 8, "b" * 8 + "c" * 8, "abc"),
-        ((8, 8), Needs(4, 1, 4, 2, shared_nodes=False), "aaaa", "bbbb", "ab"),
-        ((8, 8, 8), Needs(12, 1, 3, 4), "a" * 8 + "bbbb", "bcc", "abc"),  # filled first, as far as needed
-        ((6, 4), Needs(2, 1, 2, 4), "aa", "ab", "ab"),  # elsewhere the learner would cost a replica
-        ((8, 8), Needs(1, 0, 2, 8), "a", "ab", "ab"),  # a learner on CPUs
-        ((0, 8), Needs(1, 0, 1, 8, shared_nodes=False), "a", "b", "ab"),
-        ((0, 0, 0), Needs(1, 0, 2, 0, hosts=("10.0.0.2", "127.0.0.1")), "a", "ca", "ac"),  # attached servers
+        ((0,), Needs(ranks=2, rank_gpus=0, replicas=2, replica_gpus=0, relays=3), "aa", "aa", "aaa"),  # a laptop
+        (
+            (0, 0),
+            Needs(ranks=1, rank_gpus=0, replicas=4, replica_gpus=0, relays=3),
+            "a",
+            "baba",
+            "ab",
+        ),  # CPUs of two nodes
+        ((8,), Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1), "aa", "aaaaaa", "a"),
+        (
+            (8, 8),
+            Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1),
+            "aa",
+            "aaaaaa",
+            "a",
+        ),  # on one node, if it has room
+        ((8,), Needs(ranks=2, rank_gpus=1, replicas=3, replica_gpus=2, relays=3), "aa", "aaa", "aaa"),
+        (
+            (0, 8),
+            Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1, relays=2),
+            "bb",
+            "bbbbbb",
+            "bb",
+        ),  # the controller's node has no GPU
+        (
+            (8, 8, 8),
+            Needs(ranks=8, rank_gpus=1, replicas=16, replica_gpus=1, shared_nodes=False),
+            "a" * 8,
+            "b" * 8 + "c" * 8,
+            "abc",
+        ),
+        (
+            (8, 8),
+            Needs(ranks=4, rank_gpus=1, replicas=4, replica_gpus=2, shared_nodes=False),
+            "aaaa",
+            "bbbb",
+            "ab",
+        ),
+        (
+            (8, 8, 8),
+            Needs(ranks=12, rank_gpus=1, replicas=3, replica_gpus=4),
+            "a" * 8 + "bbbb",
+            "bcc",
+            "abc",
+        ),  # filled first, as far as needed
+        (
+            (6, 4),
+            Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=4),
+            "aa",
+            "ab",
+            "ab",
+        ),  # elsewhere the learner would cost a replica
+        ((8, 8), Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=8), "a", "ab", "ab"),  # a learner on CPUs
+        ((0, 8), Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=8, shared_nodes=False), "a", "b", "ab"),
+        (
+            (0, 0, 0),
+            Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0, hosts=("10.0.0.2", "127.0.0.1")),
+            "a",
+            "ca",
+            "ac",
+        ),  # attached servers
     ],
 )
 def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
@@ -62,11 +110,23 @@ def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
 @pytest.mark.parametrize(
     ("gpus", "needs", "reference"),
     [
-        ((0, 0), Needs(2, 0, 2, 0, reference=True), "a"),  # on CPUs, beside the learner
-        ((8,), Needs(2, 1, 5, 1, reference=True), "a"),
-        ((8, 8), Needs(8, 1, 7, 1, reference=True), "b"),
-        ((8, 8, 8), Needs(7, 1, 16, 1, shared_nodes=False, reference=True), "a"),  # where no replica can be
-        ((8, 9), Needs(4, 1, 3, 4, reference=True), "b"),  # beside the learner it would cost a replica
+        (
+            (0, 0),
+            Needs(ranks=2, rank_gpus=0, replicas=2, replica_gpus=0, reference=True),
+            "a",
+        ),  # on CPUs, beside the learner
+        ((8,), Needs(ranks=2, rank_gpus=1, replicas=5, replica_gpus=1, reference=True), "a"),
+        ((8, 8), Needs(ranks=8, rank_gpus=1, replicas=7, replica_gpus=1, reference=True), "b"),
+        (
+            (8, 8, 8),
+            Needs(ranks=7, rank_gpus=1, replicas=16, replica_gpus=1, shared_nodes=False, reference=True),
+            "a",
+        ),  # where no replica can be
+        (
+            (8, 9),
+            Needs(ranks=4, rank_gpus=1, replicas=3, replica_gpus=4, reference=True),
+            "b",
+        ),  # beside the learner it would cost a replica
     ],
 )
 def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, needs, reference):
@@ -78,23 +138,39 @@ def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, ne
 @pytest.mark.parametrize(
     ("gpus", "needs", "message"),
     [
-        ((4,), Needs(8, 1, 1, 1), r"learner\.world_size=8: needs 8 GPUs, 4 are free on 1 nodes; lower it"),
+        (
+            (4,),
+            Needs(ranks=8, rank_gpus=1, replicas=1, replica_gpus=1),
+            r"learner\.world_size=8: needs 8 GPUs, 4 are free on 1 nodes; lower it",
+        ),
         (
             (8,),
-            Needs(2, 1, 7, 1),
+            Needs(ranks=2, rank_gpus=1, replicas=7, replica_gpus=1),
             r"rollout\.replicas=7: there is room for 6; .* more than 0 left .* learner's 2; low",
         ),
         (
             (4, 4),
-            Needs(1, 1, 1, 8),
+            Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=8),
             r"there is room for 0; each needs rollout\.engine\.tensor_parallel=8 .* than 4",
         ),
-        ((4,), Needs(4, 1, 1, 0, reference=True), r"algorithm\.reference_pass=stage: needs .* the learner's 4"),
-        ((8,), Needs(2, 1, 6, 1, reference=True), r"the learner's 2 and the reference's 1; lower"),
-        ((8,), Needs(2, 1, 2, 1, shared_nodes=False), r"cluster\.shared_nodes=false: the learner has every node"),
+        (
+            (4,),
+            Needs(ranks=4, rank_gpus=1, replicas=1, replica_gpus=0, reference=True),
+            r"algorithm\.reference_pass=stage: needs .* the learner's 4",
+        ),
+        (
+            (8,),
+            Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1, reference=True),
+            r"the learner's 2 and the reference's 1; lower",
+        ),
+        (
+            (8,),
+            Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=1, shared_nodes=False),
+            r"cluster\.shared_nodes=false: the learner has every node",
+        ),
         (
             (0, 0),
-            Needs(1, 0, 1, 0, hosts=("10.9.9.9",)),
+            Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, hosts=("10.9.9.9",)),
             r"rollout\.engine\.urls\[0\]: no Ray node .* 10\.9\.9\.9",
         ),
     ],
@@ -210,7 +286,9 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
 
 def test_a_placement_is_made_anew_from_the_nodes_alive():
     seen = hosts(8, 8, 8)
-    placement = Placement(Needs(2, 1, 8, 1, shared_nodes=False), lambda: seen)
+    placement = Placement(
+        Needs(ranks=2, rank_gpus=1, replicas=8, replica_gpus=1, shared_nodes=False), lambda: seen
+    )
     assert on(placement.plan.replicas) == "b" * 8
     del seen[1]
     placement.refresh()
@@ -224,12 +302,14 @@ def test_a_placement_is_made_anew_from_the_nodes_alive():
 
 def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_that_has_it():
     seen = hosts(8, 8, 8)
-    placement = Placement(Needs(8, 1, 16, 1, shared_nodes=False), lambda: seen)
+    placement = Placement(
+        Needs(ranks=8, rank_gpus=1, replicas=16, replica_gpus=1, shared_nodes=False), lambda: seen
+    )
     del seen[1]
     placement.refresh()
     assert [place.node if place else None for place in placement.plan.replicas] == [None] * 8 + ["c"] * 8
     assert placement.plan.relays == ("a", None, "c")
-    seen.append(Node("d", "10.0.0.9", gpus=8, cpus=8))
+    seen.append(Node(id="d", ip="10.0.0.9", gpus=8, cpus=8))
     placement.refresh()
     assert on(placement.plan.replicas) == "d" * 8 + "c" * 8
     assert placement.plan.relays == ("a", "d", "c")
@@ -237,7 +317,7 @@ def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_that_ha
 
 def test_a_learner_without_a_place_ends_the_run():
     seen = hosts(8, 8)
-    placement = Placement(Needs(8, 1, 8, 1), lambda: seen)
+    placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=8, replica_gpus=1), lambda: seen)
     del seen[0]
     with pytest.raises(RunFailedError, match=r"what is left is too little: learner\.world_size=8"):
         placement.refresh()
@@ -245,9 +325,9 @@ def test_a_learner_without_a_place_ends_the_run():
 
 def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_made_anew():
     seen = hosts(8, 8)
-    placement = Placement(Needs(2, 1, 6, 1), lambda: seen)
-    seen[0] = Node("a", "10.0.0.0", gpus=0, cpus=8, here=True)  # as Ray tells once the parts run
-    seen[1] = Node("c", "10.0.0.9", gpus=8, cpus=8)
+    placement = Placement(Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1), lambda: seen)
+    seen[0] = Node(id="a", ip="10.0.0.0", gpus=0, cpus=8, here=True)  # as Ray tells once the parts run
+    seen[1] = Node(id="c", ip="10.0.0.9", gpus=8, cpus=8)
     placement.refresh()
     assert on((*placement.plan.learner, *placement.plan.replicas)) == "a" * 8
 
@@ -282,7 +362,7 @@ class Witness:
 async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_dead_node_is_a_death():
     cluster = FakeCluster(8, 8)
     with joined(cluster):
-        placement = Placement(Needs(4, 1, 3, 4), nodes)
+        placement = Placement(Needs(ranks=4, rank_gpus=1, replicas=3, replica_gpus=4), nodes)
         plan = placement.plan
         places = [*plan.replicas, plan.learner[0], Place(plan.relays[0])]
         parts = [Part(f"part-{i}", Witness, concurrency=1, timeout_s=60, place=p) for i, p in enumerate(places)]

@@ -17,6 +17,8 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import FinishReason, Span
 from tests.builders import make_prompt
 
+NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+
 
 class Log:
     """Keeps events in memory; `tests/runtime` runs the flow on the real ledger."""
@@ -77,13 +79,15 @@ class Fleet:
         self.running = {index: {} for index in range(replicas)}
         options = {"without_signal": WithoutSignal.TRAIN, "one_version": True, **settings}
         self.flow = Flow(
-            settings=FlowSettings(seed=0, group_size=group_size, sampling=SamplingParams(16), **options),
+            settings=FlowSettings(
+                seed=0, group_size=group_size, sampling=SamplingParams(max_new_tokens=16), **options
+            ),
             prompt_at=make_prompt,
             recorder=self.log,
             submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
             advantages=group_advantages(Advantage.GROUP_STD),
             dispatcher=Dispatcher(replicas),
-            admission=Admission(schedule, batch, capacity, max_staleness),
+            admission=Admission(schedule=schedule, batch=batch, capacity=capacity, max_staleness=max_staleness),
             bound=StalenessBound(max_staleness, policies),
             clock=self.clock,
             submit_reference=self.unreferred.append if refers else None,
@@ -94,9 +98,16 @@ class Fleet:
 
     async def report(self, index, *, progress=(), admissible=64, lost=()):
         """Replica `index` speaks, then is given what the flow has."""
-        status = EngineStatus(0, 0, 0, 1, self.versions[index])
+        status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=self.versions[index])
         received = self.received[index]
-        report = ReplicaReport(index, status, admissible, received, tuple(progress), lost=lost)
+        report = ReplicaReport(
+            replica=index,
+            status=status,
+            admissible=admissible,
+            received=received,
+            progress=tuple(progress),
+            lost=lost,
+        )
         await self.flow.on_report(report)
         self.hand_out()
 
@@ -121,7 +132,19 @@ class Fleet:
         self.running[index][trajectory_id] = msgspec.structs.replace(
             item, prefix_ids=np.concatenate([item.prefix_ids, ids])
         )
-        await self.report(index, progress=[Progress(trajectory_id, item.epoch, start, ids, logprobs, spans)])
+        await self.report(
+            index,
+            progress=[
+                Progress(
+                    trajectory_id=trajectory_id,
+                    epoch=item.epoch,
+                    start=start,
+                    ids=ids,
+                    logprobs=logprobs,
+                    spans=spans,
+                )
+            ],
+        )
 
     async def finish(self, index, trajectory_id, *, tokens=3, reason=FinishReason.STOP, epoch=None, **report):
         """A replica generates `tokens` more and ends the trajectory."""
@@ -129,23 +152,33 @@ class Fleet:
         version = self.versions[index] if item.version is None else item.version
         start = len(item.prefix_ids)
         progress = Progress(
-            trajectory_id,
-            item.epoch if epoch is None else epoch,
-            start,
-            np.arange(tokens, dtype=np.int32),
-            np.full(tokens, -0.5, np.float32),
-            (Span(version, start, start + tokens),) if tokens else (),
-            reason,
+            trajectory_id=trajectory_id,
+            epoch=item.epoch if epoch is None else epoch,
+            start=start,
+            ids=np.arange(tokens, dtype=np.int32),
+            logprobs=np.full(tokens, -0.5, np.float32),
+            spans=(Span(version, start, start + tokens),) if tokens else (),
+            finish_reason=reason,
         )
         await self.report(index, progress=[progress], **report)
 
     async def refuse(self, index, trajectory_id):
         """The engine does not take it."""
         item = self.running[index].pop(trajectory_id)
-        nothing = np.empty(0, np.int32), np.empty(0, np.float32)
         start = len(item.prefix_ids)
         await self.report(
-            index, progress=[Progress(trajectory_id, item.epoch, start, *nothing, (), refusal="too long")]
+            index,
+            progress=[
+                Progress(
+                    trajectory_id=trajectory_id,
+                    epoch=item.epoch,
+                    start=start,
+                    ids=NO_IDS,
+                    logprobs=NO_LOGPROBS,
+                    spans=(),
+                    refusal="too long",
+                )
+            ],
         )
 
     async def finish_all(self, index, **report):
@@ -156,4 +189,4 @@ class Fleet:
         """Every finished trajectory gets a reward by its place in the group."""
         waiting, self.unscored = self.unscored, []
         for trajectory in waiting:
-            await self.flow.on_score(Score(trajectory.id, reward(trajectory.sample_index)))
+            await self.flow.on_score(Score(trajectory_id=trajectory.id, value=reward(trajectory.sample_index)))

@@ -9,7 +9,7 @@ from laminar_py.records.spans import merge_spans
 from laminar_py.records.trajectory import Break, FinishReason, Span
 from laminar_py.rollout.running import begin
 from tests.builders import make_experts, make_mask
-from tests.control.fleet import Fleet
+from tests.control.fleet import NO_IDS, NO_LOGPROBS, Fleet
 
 ID, PROMPT = "g0.0", 3
 
@@ -71,23 +71,35 @@ class Streams:
         ids = token_ids(start, end)
         mask = make_mask(ids) if recorded else None
         logprobs = np.full(len(ids), -0.5, np.float32)
-        delta = Delta(ID, ids, logprobs, version, kv_version=kv_version, sampling_mask=mask)
+        delta = Delta(
+            rid=ID, ids=ids, logprobs=logprobs, version=version, kv_version=kv_version, sampling_mask=mask
+        )
         self._running.take(delta, 0.0)
 
     def _take_last(self, request, length, sure, end, recorded):
         reason = FinishReason.STOP if end == "stop" else FinishReason.ABORT
         experts = make_experts(request.routed, PROMPT + length - 1) if recorded else None
         spans = None if sure is None else spans_of(sure)
-        nothing = np.empty(0, np.int32), np.empty(0, np.float32)
-        self._running.take(Delta(ID, *nothing, 0, reason, spans=spans, routed_experts=experts), 0.0)
+        self._running.take(
+            Delta(
+                rid=ID,
+                ids=NO_IDS,
+                logprobs=NO_LOGPROBS,
+                version=0,
+                finish_reason=reason,
+                spans=spans,
+                routed_experts=experts,
+            ),
+            0.0,
+        )
 
     async def _report(self, end):
         reasons = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
         breaks = {"new_weights": Break.NEW_WEIGHTS, "cut": Break.CUT}
         progress = self._running.progress(reasons.get(end), 0.0, broken=breaks.get(end))
         received = self.fleet.received[0]
-        status = EngineStatus(0, 0, 0, 1, 0)
-        report = ReplicaReport(0, status, 0, received, (progress,))
+        status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=0)
+        report = ReplicaReport(replica=0, status=status, admissible=0, received=received, progress=(progress,))
         await self.fleet.flow.on_report(decode(ReplicaReport, encode(report)))
 
     async def _end(self, end):

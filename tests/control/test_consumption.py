@@ -23,7 +23,9 @@ MAX_TOKENS = 128
 def make_fleet(*, groups=4, capacity=16, look_ahead=0, max_passes=2, max_tokens=MAX_TOKENS, **kwargs):
     """One replica; steps of `groups` groups of 2 are packed."""
     fleet = Fleet(replicas=1, group_size=2, batch=groups, capacity=capacity, **kwargs)
-    fleet.flow.consumption.pack(Packing(groups, max_tokens, 1, look_ahead, max_passes))
+    fleet.flow.consumption.pack(
+        Packing(groups=groups, max_tokens=max_tokens, ranks=1, look_ahead=look_ahead, max_passes=max_passes)
+    )
     return fleet
 
 

@@ -26,9 +26,9 @@ async def test_a_group_is_ready_when_its_last_member_is_scored():
     await fleet.report(0)
     await fleet.finish_all(0)
     for trajectory in fleet.unscored[:3]:
-        await fleet.flow.on_score(Score(trajectory.id, 1.0))
+        await fleet.flow.on_score(Score(trajectory_id=trajectory.id, value=1.0))
     assert not names(fleet, Ready)
-    await fleet.flow.on_score(Score(fleet.unscored[3].id, 0.0))
+    await fleet.flow.on_score(Score(trajectory_id=fleet.unscored[3].id, value=0.0))
     assert len(names(fleet, Ready)) == 4
     assert len(fleet.flow.consumption.buffer) == 1
 
@@ -143,7 +143,7 @@ async def test_a_group_with_too_few_survivors_is_dropped():
     await fleet.report(0)
     await fleet.finish_all(0, admissible=0)
     failed = fleet.unscored.pop(0)
-    await fleet.flow.on_score(Score(failed.id, None, failure=DropReason.REWARD_TIMEOUT))
+    await fleet.flow.on_score(Score(trajectory_id=failed.id, value=None, failure=DropReason.REWARD_TIMEOUT))
     await fleet.score_all()
     reasons = Counter(event.reason for event in fleet.log.events if isinstance(event, Dropped))
     assert reasons == {DropReason.REWARD_TIMEOUT: 1, DropReason.GROUP_LOST: 3}
@@ -284,7 +284,9 @@ async def play(actions, without_signal, schedule):
         elif name == "score":
             await fleet.score_all()
         elif name == "fail" and fleet.unscored:
-            await fleet.flow.on_score(Score(fleet.unscored.pop().id, None, failure=DropReason.REWARD_FAILED))
+            await fleet.flow.on_score(
+                Score(trajectory_id=fleet.unscored.pop().id, value=None, failure=DropReason.REWARD_FAILED)
+            )
         elif name == "kill":
             fleet.running[index].clear()
             fleet.received[index] = 0

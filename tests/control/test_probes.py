@@ -38,7 +38,9 @@ async def test_a_probe_is_generated_to_its_end_and_scored_and_stays_dropped():
     await fleet.finish(0, name, tokens=5)
     assert not fleet.flow.dispatcher.views[0].in_flight
     await fleet.score_all(lambda index: 0.25)
-    assert of(fleet, Probed) == [Probed(name, 7, FinishReason.STOP, 0.25, 0.0)]
+    assert of(fleet, Probed) == [
+        Probed(trajectory_id=name, length=7, finish_reason=FinishReason.STOP, reward=0.25, generate_s=0.0)
+    ]
     assert name not in [event.trajectory_id for event in of(fleet, Finished)]
 
 
@@ -57,8 +59,10 @@ async def test_one_that_only_waits_for_its_score_is_a_probe_too():
     await fleet.score_all()
     fleet.clock.time = 11.0
     await fleet.flow.enforce_deadlines()
-    await fleet.flow.on_score(Score(slow.id, None, failure=DropReason.REWARD_TIMEOUT))
-    assert of(fleet, Probed) == [Probed(slow.id, 3, FinishReason.STOP, None, 0.0)]
+    await fleet.flow.on_score(Score(trajectory_id=slow.id, value=None, failure=DropReason.REWARD_TIMEOUT))
+    assert of(fleet, Probed) == [
+        Probed(trajectory_id=slow.id, length=3, finish_reason=FinishReason.STOP, reward=None, generate_s=0.0)
+    ]
 
 
 async def test_a_score_is_awaited_of_what_is_live_and_of_probes_alone():
@@ -91,7 +95,7 @@ async def refuse(fleet, name):
 async def test_a_probe_that_is_broken_off_leaves_nothing_behind(break_off):
     fleet, name = await overdue(tokens=0 if break_off in (lose_version, refuse) else 2)
     await break_off(fleet, name)
-    await fleet.flow.on_score(Score(name, 1.0))
+    await fleet.flow.on_score(Score(trajectory_id=name, value=1.0))
     assert of(fleet, Probed) == []
     assert name not in fleet.flow.dispatcher.views[0].in_flight
 

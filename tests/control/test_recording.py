@@ -4,7 +4,6 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from laminar_py.records.recordings import join_experts, join_masks
 from laminar_py.records.replica import Progress
 from laminar_py.records.trajectory import Break, Span
 from tests.builders import make_experts, make_mask
+from tests.control.fleet import NO_IDS, NO_LOGPROBS
 from tests.control.streams import ID, PROMPT, Streams, token_ids
 from tests.ledger.runs import begin, open_ledger
 
@@ -63,8 +63,12 @@ async def test_what_a_broken_stream_left_out_comes_with_the_next():
 async def test_a_stream_that_broke_with_nothing_to_report_is_on_record_too():
     streams = Streams()
     await streams.play([4, 4], end="new_weights")
-    nothing = np.empty(0, np.int32), np.empty(0, np.float32)
-    cut = [Progress(name, 1, 2, *nothing, (), broken=Break.CUT) for name in (ID, "g9.9")]
+    cut = [
+        Progress(
+            trajectory_id=name, epoch=1, start=2, ids=NO_IDS, logprobs=NO_LOGPROBS, spans=(), broken=Break.CUT
+        )
+        for name in (ID, "g9.9")
+    ]
     await streams.fleet.report(0, progress=cut)
     assert events_of(streams, StreamCut) == [StreamCut(ID, 0, 2)]
 

@@ -12,8 +12,8 @@ from laminar_py.records.trajectory import FinishReason, Kind, Span, Status
 from tests.builders import make_experts, make_mask, make_prompt
 from tests.control.fleet import Fleet
 
-RESPONSE = Payload(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), (Span(4, 0, 3),))
-NOTHING = Payload(np.empty(0, np.int32), np.empty(0, np.float32), ())
+RESPONSE = Payload(ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32), spans=(Span(4, 0, 3),))
+NOTHING = Payload(ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=())
 
 
 def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
@@ -23,7 +23,20 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
     replica = 0 if status is Status.RUNNING else None
     prompt = make_prompt(int(group[1:]))
     return LiveTrajectory(
-        name, group, int(index), kind, prompt, status, 2, replica, response, reason, reward, None, 0.5, 1.0
+        id=name,
+        group_id=group,
+        sample_index=int(index),
+        kind=kind,
+        prompt=prompt,
+        status=status,
+        epoch=2,
+        replica=replica,
+        response=response,
+        finish_reason=reason,
+        reward=reward,
+        token_rewards=None,
+        advantage=0.5,
+        advantage_scale=1.0,
     )
 
 
@@ -31,7 +44,18 @@ async def restored(*live, **settings):
     fleet = Fleet(replicas=1, group_size=2, **settings)
     groups = {entry.group_id: 2 for entry in live}
     fleet.flow.admitting = False
-    await fleet.flow.restore(Recovered(2, None, (), (), tuple(live), 9, 1, groups))
+    await fleet.flow.restore(
+        Recovered(
+            incarnation=2,
+            checkpoint=None,
+            highest_version=(),
+            events=(),
+            live=tuple(live),
+            next_prompt=9,
+            next_evaluation=1,
+            next_sample=groups,
+        )
+    )
     return fleet
 
 
@@ -51,7 +75,15 @@ async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
     (assignment,) = fleet.flow.adopt(0)
     assert assignment.routed == 5
     lifecycle = fleet.flow.book.live["g1.0"]
-    last = Progress("g1.0", 3, 3, ids[:1], RESPONSE.logprobs[:1], (Span(4, 3, 4),), FinishReason.STOP)
+    last = Progress(
+        trajectory_id="g1.0",
+        epoch=3,
+        start=3,
+        ids=ids[:1],
+        logprobs=RESPONSE.logprobs[:1],
+        spans=(Span(4, 3, 4),),
+        finish_reason=FinishReason.STOP,
+    )
     lifecycle.grow(replace_fields(last, sampling_mask=make_mask(ids[:1]), routed_experts=make_experts(5, 6)))
     assert lifecycle.routed == 6
 

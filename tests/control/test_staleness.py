@@ -12,7 +12,7 @@ from tests.builders import make_trajectory
 @given(st.integers(1, 8), st.integers(0, 6), st.lists(st.integers(0, 20), min_size=20, max_size=60))
 def test_groups_consumed_in_order_stay_within_max_staleness(batch, bound, pulls):
     """Admit whatever is allowed at any pace; a step takes the oldest `batch` groups and raises the version."""
-    admission = Admission(Schedule.ASYNC, batch, capacity=10_000, max_staleness=bound)
+    admission = Admission(schedule=Schedule.ASYNC, batch=batch, capacity=10_000, max_staleness=bound)
     queue, version = [], 0
     for pull in pulls:
         allowed = admission.allowed(live=len(queue), generating=0)
@@ -23,19 +23,19 @@ def test_groups_consumed_in_order_stay_within_max_staleness(batch, bound, pulls)
 
 
 def test_capacity_bounds_live_groups_where_staleness_does_not():
-    admission = Admission(Schedule.ASYNC, batch=4, capacity=10, max_staleness=None)
+    admission = Admission(schedule=Schedule.ASYNC, batch=4, capacity=10, max_staleness=None)
     assert admission.allowed(live=7, generating=7) == 3
 
 
 def test_one_step_opens_a_batch_only_when_the_one_before_is_generated():
-    admission = Admission(Schedule.ONE_STEP, batch=32, capacity=1000)
+    admission = Admission(schedule=Schedule.ONE_STEP, batch=32, capacity=1000)
     assert admission.allowed(live=32, generating=4) == 0
     assert admission.allowed(live=32, generating=0) == 32
     assert admission.allowed(live=64, generating=0) == 0
 
 
 def test_sync_keeps_one_batch_alive():
-    admission = Admission(Schedule.SYNC, batch=32, capacity=1000)
+    admission = Admission(schedule=Schedule.SYNC, batch=32, capacity=1000)
     assert admission.allowed(live=0, generating=0) == 32
     assert admission.allowed(live=30, generating=30) == 2
 

@@ -35,7 +35,9 @@ def read(source: Source, *, max_prompt_tokens: int = 64) -> list[Prompt]:
 
 
 def make_prompts(count: int) -> list[Prompt]:
-    return [Prompt(f"p{row}", row, str(row), np.array([row], dtype=np.int32)) for row in range(count)]
+    return [
+        Prompt(id=f"p{row}", index=row, text=str(row), ids=np.array([row], dtype=np.int32)) for row in range(count)
+    ]
 
 
 def test_a_good_file_gives_one_prompt_per_line(tmp_path: Path) -> None:

@@ -82,11 +82,11 @@ def make_request(rid="r", *, group=None, prompt=(3, 4, 5), prefix=(), length=20,
     """A greedy request of `length` tokens."""
     sampling = {"temperature": 0.0, **sampling}
     return GenerateRequest(
-        rid,
-        group or rid,
-        np.array(prompt, np.int32),
-        np.array(prefix, np.int32),
-        SamplingParams(length, **sampling),
+        rid=rid,
+        group_id=group or rid,
+        prompt_ids=np.array(prompt, np.int32),
+        prefix_ids=np.array(prefix, np.int32),
+        sampling=SamplingParams(max_new_tokens=length, **sampling),
     )
 
 

@@ -142,7 +142,16 @@ def test_the_configured_reward_accepts_the_right_answer_alone() -> None:
     problem = task.Problem("-2", "*7", 1, 5)
 
     def value(response: str, finish: FinishReason = FinishReason.STOP) -> float:
-        return reward(ScoringRequest("g0.0", problem.prompt, response, problem.answer, finish, None))
+        return reward(
+            ScoringRequest(
+                trajectory_id="g0.0",
+                prompt=problem.prompt,
+                response=response,
+                answer=problem.answer,
+                finish_reason=finish,
+                response_ids=None,
+            )
+        )
 
     assert value(problem.solution()) == 1.0
     assert value(problem.solution(), FinishReason.LENGTH) == 0.0

@@ -90,9 +90,9 @@ def test_a_step_counts_its_tokens_once_whatever_is_computed_again(model_folder):
 
 
 def test_mfu_is_of_all_devices_and_absent_where_their_speed_is_not_known():
-    known = StepMetrics(0.0, 0.0, elapsed_s=2.0, work=Work(1000, 1e15, 8 * PEAKS["H100 80GB HBM3"]))
+    known = StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=2.0, work=Work(1000, 1e15, 8 * PEAKS["H100 80GB HBM3"]))
     assert known.mfu == pytest.approx(1e15 / 2 / (8 * 989.5e12))
-    assert StepMetrics(0.0, 0.0, elapsed_s=2.0, work=Work(1000, 1e15)).mfu is None
+    assert StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=2.0, work=Work(1000, 1e15)).mfu is None
     assert peak_flops(torch.device("cpu")) is None
 
 

@@ -19,13 +19,13 @@ def terms(ratios, *, drifts=None, weights=None, advantages=None, lengths=None):
     proximal = behaviour + torch.tensor(drifts or [1.0] * count).log()
     sequence = torch.repeat_interleave(torch.tensor(lengths or [count]))
     return Terms(
-        proximal + torch.tensor(ratios).log(),
-        behaviour,
-        proximal,
-        torch.tensor(advantages or [1.0] * count),
-        torch.tensor(weights or [1.0 / count] * count),
-        sequence,
-        len(lengths or [count]),
+        logprobs=proximal + torch.tensor(ratios).log(),
+        behaviour=behaviour,
+        proximal=proximal,
+        advantages=torch.tensor(advantages or [1.0] * count),
+        weights=torch.tensor(weights or [1.0 / count] * count),
+        sequence=sequence,
+        num_sequences=len(lengths or [count]),
     )
 
 

@@ -57,7 +57,17 @@ async def train(ledger, step, version, prompt, ready):
         step += 1
         used, ready = ready + ids, []
         ledger.append_all(consume(step, version, *used))
-        ledger.append(VersionPublished(version + 1, step, 1, version, f"digest{version + 1}", 10, 0.1))
+        ledger.append(
+            VersionPublished(
+                version=version + 1,
+                step=step,
+                incarnation=1,
+                parent=version,
+                digest=f"digest{version + 1}",
+                num_bytes=10,
+                stall_s=0.1,
+            )
+        )
         version += 1
         if step % 5 == 0:
             ledger.append(checkpoint(step, version))

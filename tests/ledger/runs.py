@@ -49,9 +49,29 @@ async def open_ledger(run: Path):
 
 def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,)):
     """A run with some versions published."""
-    ledger.append(RunStarted(incarnation, "host-1", 7, SCHEMA_VERSION, "c0", drain, max_staleness))
+    ledger.append(
+        RunStarted(
+            incarnation=incarnation,
+            host="host-1",
+            pid=7,
+            schema=SCHEMA_VERSION,
+            config_digest="c0",
+            drain=drain,
+            max_staleness=max_staleness,
+        )
+    )
     for version in versions:
-        ledger.append(VersionPublished(version, version, incarnation, None, f"digest{version}", 10, 0.1))
+        ledger.append(
+            VersionPublished(
+                version=version,
+                step=version,
+                incarnation=incarnation,
+                parent=None,
+                digest=f"digest{version}",
+                num_bytes=10,
+                stall_s=0.1,
+            )
+        )
 
 
 def tokens(id, start, end):
@@ -65,7 +85,16 @@ def issue(ledger, id, *, kind=Kind.TRAIN, index=0):
     """QUEUED, with its prompt."""
     group, _, sample = id.partition(".")
     ledger.store_prompt(make_prompt(index))
-    ledger.append(Issued(id, group, f"p{index}", index, int(sample), kind))
+    ledger.append(
+        Issued(
+            trajectory_id=id,
+            group_id=group,
+            prompt_id=f"p{index}",
+            prompt_index=index,
+            sample_index=int(sample),
+            kind=kind,
+        )
+    )
 
 
 def run_to(ledger, id, spans, *, replica=0, epoch=1, start=0, recorded=False):
@@ -88,7 +117,18 @@ def finish(ledger, id, spans, *, epoch=1, reward=1.0):
     whole = tuple(Span(*span) for span in spans)
     length = whole[-1].end
     digest = response_digest(*tokens(id, 0, length))
-    ledger.append(Finished(id, epoch, FinishReason.STOP, whole, length, digest, 0.1, 0.2))
+    ledger.append(
+        Finished(
+            trajectory_id=id,
+            epoch=epoch,
+            finish_reason=FinishReason.STOP,
+            spans=whole,
+            length=length,
+            digest=digest,
+            queue_s=0.1,
+            generate_s=0.2,
+        )
+    )
     ledger.append(Scored(id, reward, 0.01))
     ledger.append(Ready(id, 0.5))
 
@@ -102,10 +142,25 @@ def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):
 
 def consume(step, version, *ids, oldest=0, weight=1.0):
     """The events of one learner step."""
-    used = [Consumed(id, step, version, version - oldest, weight) for id in ids]
-    return [Stepped(step, 1, len(ids), 5 * len(ids), 0.1, 0.2, 1.0, 0.3), *used]
+    used = [
+        Consumed(trajectory_id=id, step=step, version=version, staleness=version - oldest, weight=weight)
+        for id in ids
+    ]
+    return [
+        Stepped(
+            step=step,
+            incarnation=1,
+            num_trajectories=len(ids),
+            num_tokens=5 * len(ids),
+            loss=0.1,
+            grad_norm=0.2,
+            reward=1.0,
+            elapsed_s=0.3,
+        ),
+        *used,
+    ]
 
 
 def checkpoint(step, version):
     """A checkpoint of that step."""
-    return Checkpointed(step, version, f"checkpoints/step-{step}", 0.1, 0.4)
+    return Checkpointed(step=step, version=version, path=f"checkpoints/step-{step}", stall_s=0.1, elapsed_s=0.4)

@@ -100,13 +100,32 @@ async def test_a_refused_event_leaves_its_whole_batch_off_the_disk(tmp_path):
 
 def finished(length, *, epoch=1, spans=((0, 0, 5),)):
     whole = tuple(Span(*span) for span in spans)
-    return Finished("g0.0", epoch, FinishReason.STOP, whole, length, "d", 0.0, 0.0)
+    return Finished(
+        trajectory_id="g0.0",
+        epoch=epoch,
+        finish_reason=FinishReason.STOP,
+        spans=whole,
+        length=length,
+        digest="d",
+        queue_s=0.0,
+        generate_s=0.0,
+    )
 
 
 @pytest.mark.parametrize(
     ("state", "event"),
     [
-        ("queued", Issued("g0.0", "g0", "p0", 0, 0, Kind.TRAIN)),
+        (
+            "queued",
+            Issued(
+                trajectory_id="g0.0",
+                group_id="g0",
+                prompt_id="p0",
+                prompt_index=0,
+                sample_index=0,
+                kind=Kind.TRAIN,
+            ),
+        ),
         ("queued", Interrupted("g0.0", 0, 0, "stopped")),
         ("queued", Assigned("g0.0", 0, 1, 3)),
         ("queued", Assigned("g0.9", 0, 1, 0)),
@@ -120,13 +139,45 @@ def finished(length, *, epoch=1, spans=((0, 0, 5),)):
         ("running", Scored("g0.0", 1.0, 0.1)),
         ("ready", Scored("g0.0", 1.0, 0.1)),
         ("ready", Undone("g0.0", 1)),
-        ("consumed", Consumed("g0.0", 2, 0, 0, 1.0)),
+        ("consumed", Consumed(trajectory_id="g0.0", step=2, version=0, staleness=0, weight=1.0)),
         ("consumed", Dropped("g0.0", DropReason.STALE)),
         ("consumed", Undone("g0.0", 2)),
-        ("consumed", Stepped(1, 1, 1, 5, 0.1, 0.2, 1.0, 0.3)),
-        ("consumed", VersionPublished(0, 1, 1, None, "d", 1, 0.1)),
-        ("consumed", RunStarted(1, "host-1", 7, 1, "c", False, None)),
-        ("consumed", Stepped(2, 1, 1, 5, float("nan"), 0.2, 1.0, 0.3)),
+        (
+            "consumed",
+            Stepped(
+                step=1,
+                incarnation=1,
+                num_trajectories=1,
+                num_tokens=5,
+                loss=0.1,
+                grad_norm=0.2,
+                reward=1.0,
+                elapsed_s=0.3,
+            ),
+        ),
+        (
+            "consumed",
+            VersionPublished(version=0, step=1, incarnation=1, parent=None, digest="d", num_bytes=1, stall_s=0.1),
+        ),
+        (
+            "consumed",
+            RunStarted(
+                incarnation=1, host="host-1", pid=7, schema=1, config_digest="c", drain=False, max_staleness=None
+            ),
+        ),
+        (
+            "consumed",
+            Stepped(
+                step=2,
+                incarnation=1,
+                num_trajectories=1,
+                num_tokens=5,
+                loss=float("nan"),
+                grad_norm=0.2,
+                reward=1.0,
+                elapsed_s=0.3,
+            ),
+        ),
     ],
 )
 async def test_an_event_that_cannot_happen_is_refused_and_changes_nothing(tmp_path, state, event):
@@ -190,10 +241,10 @@ async def test_what_an_engine_corrected_cannot_finish_otherwise(tmp_path):
 async def test_a_write_that_fails_ends_the_ledger_with_its_own_error(tmp_path):
     ledger = Ledger(tmp_path / LEDGER_NAME, host="host-1", clock=Ticks())
     await ledger.start()
-    ledger.store_prompt(Prompt("p0", 0, "2+2=", NO_IDS, "4"))
+    ledger.store_prompt(Prompt(id="p0", index=0, text="2+2=", ids=NO_IDS, answer="4"))
     await ledger.commit()
     begin(ledger)
-    ledger.store_prompt(Prompt("p0", 0, "2+3=", NO_IDS, "5"))
+    ledger.store_prompt(Prompt(id="p0", index=0, text="2+3=", ids=NO_IDS, answer="5"))
     for _ in range(2):
         with pytest.raises(AssertionError, match="prompt p0"):
             await asyncio.wait_for(ledger.commit(), 20)
@@ -220,12 +271,37 @@ def test_memory_holds_live_trajectories_only():
     for index in range(100):
         id = f"g{index}.0"
         event = finished(0, spans=())
-        machine.apply(1, Issued(id, id, "p", index, 0, Kind.TRAIN), wall=1.0, mono=1.0)
+        machine.apply(
+            1,
+            Issued(
+                trajectory_id=id, group_id=id, prompt_id="p", prompt_index=index, sample_index=0, kind=Kind.TRAIN
+            ),
+            wall=1.0,
+            mono=1.0,
+        )
         machine.apply(2, Assigned(id, 0, 1, 0), wall=2.0, mono=2.0)
-        machine.apply(3, Finished(id, 1, event.finish_reason, (), 0, "d", 0.0, 0.0), wall=3.0, mono=3.0)
+        machine.apply(
+            3,
+            Finished(
+                trajectory_id=id,
+                epoch=1,
+                finish_reason=event.finish_reason,
+                spans=(),
+                length=0,
+                digest="d",
+                queue_s=0.0,
+                generate_s=0.0,
+            ),
+            wall=3.0,
+            mono=3.0,
+        )
         machine.apply(4, Scored(id, 1.0, 0.1), wall=4.0, mono=4.0)
         machine.apply(5, Ready(id, 0.0), wall=5.0, mono=5.0)
-        end = Consumed(id, 1, 0, 0, 1.0) if index % 2 else Dropped(id, DropReason.STALE)
+        end = (
+            Consumed(trajectory_id=id, step=1, version=0, staleness=0, weight=1.0)
+            if index % 2
+            else Dropped(id, DropReason.STALE)
+        )
         machine.apply(6, end, wall=6.0, mono=6.0)
     assert machine.live == {}
     assert machine.accounting().train.consumed == 50

@@ -66,7 +66,16 @@ class Histories(RuleBasedStateMachine):
     @rule(id=IDS)
     def issue(self, id):
         if id not in self.status:
-            self.ledger.append(Issued(id, "g0", "p0", 0, int(id[3:]), Kind.TRAIN))
+            self.ledger.append(
+                Issued(
+                    trajectory_id=id,
+                    group_id="g0",
+                    prompt_id="p0",
+                    prompt_index=0,
+                    sample_index=int(id[3:]),
+                    kind=Kind.TRAIN,
+                )
+            )
             self.status[id] = "queued"
 
     @rule(id=IDS, count=st.integers(1, 4))
@@ -100,10 +109,19 @@ class Histories(RuleBasedStateMachine):
         return {
             "assigned": Assigned(id, 0, epoch + 1, length),
             "interrupted": Interrupted(id, epoch, length, "replica_died"),
-            "finished": Finished(id, epoch, FinishReason.STOP, spans, length, digest, 0.1, 0.2),
+            "finished": Finished(
+                trajectory_id=id,
+                epoch=epoch,
+                finish_reason=FinishReason.STOP,
+                spans=spans,
+                length=length,
+                digest=digest,
+                queue_s=0.1,
+                generate_s=0.2,
+            ),
             "scored": Scored(id, 1.0, 0.1),
             "ready": Ready(id, 0.5),
-            "consumed": Consumed(id, 1, 0, 0, 1.0),
+            "consumed": Consumed(trajectory_id=id, step=1, version=0, staleness=0, weight=1.0),
             "undone": Undone(id, 1),
             "dropped": Dropped(id, DropReason.STALE),
         }[name]

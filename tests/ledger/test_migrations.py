@@ -57,7 +57,18 @@ def test_tampering_with_an_old_ledger_is_found(tmp_path):
 async def test_a_writer_migrates_and_the_run_goes_on(tmp_path):
     path = old_ledger(tmp_path)
     async with open_ledger(tmp_path) as ledger:
-        ledger.append(RunStarted(2, "host-1", 7, SCHEMA_VERSION, "c0", False, None, 1))
+        ledger.append(
+            RunStarted(
+                incarnation=2,
+                host="host-1",
+                pid=7,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=False,
+                max_staleness=None,
+                resumed_step=1,
+            )
+        )
         make_ready(ledger, "g9.0", index=9)
         ledger.append_all(consume(2, 1, "g9.0"))
     assert prove(tmp_path).findings == [], "what was filled in is what a replay of the events gives"
@@ -93,7 +104,17 @@ def test_a_migration_that_fails_changes_nothing(tmp_path, monkeypatch):
 
 async def test_an_event_of_a_later_release_is_passed_over_and_said(tmp_path):
     async with open_ledger(tmp_path) as ledger:
-        ledger.append(RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", False, None))
+        ledger.append(
+            RunStarted(
+                incarnation=1,
+                host="host-1",
+                pid=7,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=False,
+                max_staleness=None,
+            )
+        )
         make_ready(ledger, "g0.0")
     connection = sqlite3.connect(tmp_path / LEDGER_NAME)
     with connection:

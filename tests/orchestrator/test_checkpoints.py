@@ -54,7 +54,13 @@ def write_checkpoint(folder, step=1):
     partial = folder.with_name(f"{folder.name}.tmp")
     partial.mkdir(parents=True)
     (partial / "weights").write_bytes(b"x" * 100)
-    seal(partial, folder, step=step, world_size=1, model=Architecture("qwen3", 7, "f"))
+    seal(
+        partial,
+        folder,
+        step=step,
+        world_size=1,
+        model=Architecture(model_type="qwen3", num_parameters=7, fingerprint="f"),
+    )
 
 
 STEPS = 4

@@ -53,7 +53,7 @@ class Learner:
 
     async def step(self, packed, *, version):
         self.steps += 1
-        return StepOutcome(StepMetrics(0.1, 0.2, 0.0), version, 0.0)
+        return StepOutcome(StepMetrics(loss=0.1, grad_norm=0.2, elapsed_s=0.0), version, 0.0)
 
     async def publish(self, version):
         pass
@@ -82,7 +82,17 @@ async def training(path, *settings, fails, admission):
     run.checkpoints.mkdir()
     learner = Learner(fails)
     async with open_ledger(path) as ledger:
-        ledger.append(RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", False, None))
+        ledger.append(
+            RunStarted(
+                incarnation=1,
+                host="host-1",
+                pid=7,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=False,
+                max_staleness=None,
+            )
+        )
         fleet = Fleet(replicas=1, group_size=2, batch=2, schedule=admission, recorder=ledger)
         versions = Versions(ledger=ledger, sealed=learner.sealed, stored=learner.stored, incarnation=1)
         checkpoints = Checkpoints(

@@ -113,8 +113,19 @@ async def test_what_a_dead_learner_left_is_put_on_record_wherever_it_was_seen(tm
     seals = Seals()
     async with open_ledger(tmp_path) as ledger, recording(ledger, seals) as versions:
         begin(ledger, versions=(0,))
-        ledger.append(Relayed("relay-1", 1, "digest1", 10, None, 10, 0.1, 0.2))
-        ledger.append(VersionLoaded(0, 2, "digest2", 0.1))
+        ledger.append(
+            Relayed(
+                node="relay-1",
+                version=1,
+                digest="digest1",
+                num_bytes=10,
+                base=None,
+                wire_bytes=10,
+                first_byte_s=0.1,
+                elapsed_s=0.2,
+            )
+        )
+        ledger.append(VersionLoaded(replica=0, version=2, digest="digest2", elapsed_s=0.1))
         seals.stored = [stored(0), stored(3)]
         await versions.adopt(step=7)
         assert (ledger.newest_published, versions.number()) == (3, 4)

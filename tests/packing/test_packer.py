@@ -83,13 +83,13 @@ def test_a_rank_without_sequences_gets_a_token_that_teaches_nothing():
 
 
 def test_sequence_mean_gives_every_response_the_same_weight():
-    weights = StepTerms(Aggregation.SEQUENCE_MEAN, 2, 100)
+    weights = StepTerms(aggregation=Aggregation.SEQUENCE_MEAN, num_trajectories=2, num_trained=100)
     sums = [float(weights.of(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
     assert sums == pytest.approx([0.5, 0.5])
 
 
 def test_a_constant_length_leaves_every_token_its_weight_however_long_its_response_is():
-    terms = StepTerms(Aggregation.CONSTANT, 2, 100, constant=200)
+    terms = StepTerms(aggregation=Aggregation.CONSTANT, num_trajectories=2, num_trained=100, constant=200)
     sums = [float(terms.of(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
     assert sums == pytest.approx([10 / 400, 90 / 400])
 
@@ -97,7 +97,9 @@ def test_a_constant_length_leaves_every_token_its_weight_however_long_its_respon
 def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
     spans = (Span(5, 0, 2), Span(7, 2, 3), Span(7, 3, 4, kv_version=4))
     item = replace(make_trajectory("a", response=4), spans=spans)
-    assert StepTerms(Aggregation.TOKEN_MEAN, 1, 4, version=8).staleness(item).tolist() == [3, 3, 1, 4]
+    assert StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=4, version=8).staleness(
+        item
+    ).tolist() == [3, 3, 1, 4]
 
 
 def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
@@ -127,7 +129,9 @@ def test_a_teacher_speaks_where_the_token_is_predicted():
 def test_experts_stand_at_the_tokens_that_were_routed():
     items = [make_trajectory("a", prompt=1, response=2), make_trajectory("b", prompt=2, response=2)]
     table = np.arange(3 * 2 * 2, dtype=np.uint8)  # all tokens but the last, 2 layers, 2 experts
-    items[1] = replace(items[1], routed_experts=RoutedExperts(0, 2, 2, 1, table.tobytes()))
+    items[1] = replace(
+        items[1], routed_experts=RoutedExperts(start=0, layers=2, top_k=2, width=1, data=table.tobytes())
+    )
     [batch] = pack_here(items).microbatches(0)
     at = {length: start for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths, strict=False)}
     assert (batch.experts[at[3] : at[3] + 3] == -1).all()
@@ -137,7 +141,7 @@ def test_experts_stand_at_the_tokens_that_were_routed():
 
 def test_a_reweighted_trajectory_counts_less():
     items = [make_trajectory("a", weight=0.5, response=4), make_trajectory("b", response=4)]
-    weights = StepTerms(Aggregation.TOKEN_MEAN, 2, 8)
+    weights = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=2, num_trained=8)
     assert [float(weights.of(item).sum()) for item in items] == pytest.approx([0.25, 0.5])
 
 

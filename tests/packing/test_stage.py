@@ -25,7 +25,7 @@ def ids(bins):
 
 async def play(actions):
     buffer = Buffer()
-    stage = Stage(buffer, Packing(SIZE, 16))
+    stage = Stage(buffer, Packing(groups=SIZE, max_tokens=16))
     for index, (action, number) in enumerate(actions):
         if action == "put":
             stage.arrived(await buffer.put(f"g{index}", members(index), oldest_version=number))

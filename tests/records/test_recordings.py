@@ -53,7 +53,7 @@ def test_experts_with_a_gap_an_overlap_or_another_shape_do_not_join():
         with pytest.raises(ValueError, match="missing or stored twice"):
             join_experts([make_experts(0, 4), make_experts(start, 8)])
     with pytest.raises(ValueError, match="3 layers, top 2, then 2 layers, top 3"):
-        join_experts([make_experts(0, 4), RoutedExperts(4, 2, 3, 1, bytes(6))])
+        join_experts([make_experts(0, 4), RoutedExperts(start=4, layers=2, top_k=3, width=1, data=bytes(6))])
 
 
 @given(st.binary(max_size=40))
@@ -65,7 +65,19 @@ def test_bytes_that_are_no_recording_are_at_most_a_value_error(data):
 
 def test_what_is_recorded_crosses_a_process():
     ids = np.arange(5, dtype=np.int32)
-    progress = Progress("g0.0", 1, 0, ids, np.zeros(5, np.float32), (), None, False, 0.0, 0.0, make_mask(ids))
+    progress = Progress(
+        trajectory_id="g0.0",
+        epoch=1,
+        start=0,
+        ids=ids,
+        logprobs=np.zeros(5, np.float32),
+        spans=(),
+        finish_reason=None,
+        wall_cut=False,
+        queue_s=0.0,
+        generate_s=0.0,
+        sampling_mask=make_mask(ids),
+    )
     received = decode(Progress, encode(progress))
     assert rows_of(received.sampling_mask) == rows_of(make_mask(ids))
     assert received.routed_experts is None

@@ -130,7 +130,7 @@ async def test_a_new_parent_is_asked_from_the_first_missing_chunk(tmp_path: Path
             first.send(Failed(1, "it has no room for the rest"))
             await second.receive(Attach)
             second.send(Announce(version.manifest))
-            assert await second.receive(Fetch) == Fetch(1, 0, 2, 4)
+            assert await second.receive(Fetch) == Fetch(version=1, file=0, first_chunk=2, credits=4)
             second.send_all(version)
             await events.first(VersionComplete, version=1)
     assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
@@ -156,7 +156,7 @@ async def test_a_node_killed_in_the_middle_starts_over_and_ends_right(tmp_path: 
             assert await asyncio.to_thread(process.start, port_of(endpoint)) == endpoint
             await parent.receive(Attach)
             parent.send(Announce(version.manifest))
-            assert await parent.receive(Fetch) == Fetch(1, 0, 0, 6)
+            assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=0, credits=6)
             parent.send_all(version)
             assert (await pull).digest == version.manifest.digest
         await asyncio.to_thread(process.kill)
@@ -173,7 +173,7 @@ async def test_a_damaged_chunk_is_asked_for_again(tmp_path: Path) -> None:
             await parent.receive(Fetch)
             for chunk in (version.read(0, 0), damaged(version, 1), version.read(0, 2)):
                 parent.send(chunk)
-            assert await parent.receive(Fetch) == Fetch(1, 0, 1, 1)
+            assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=1, credits=1)
             parent.send_chunk(version, 1)
             await events.first(VersionComplete, version=1)
     assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
@@ -189,7 +189,7 @@ async def test_a_file_with_a_wrong_digest_is_fetched_anew_before_it_is_served(tm
             parent.send(Announce(version.manifest))
             await parent.receive(Fetch)
             parent.send_all(wrong)  # whose chunks have right checksums
-            assert await parent.receive(Fetch) == Fetch(1, 0, 0, 2)
+            assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=0, credits=2)
             assert not events.seen
             parent.send_all(version)
             await events.first(VersionComplete, version=1)

@@ -354,8 +354,8 @@ async def test_a_delta_longer_than_its_chunk_is_refused(tmp_path: Path) -> None:
             await events.first(m.VersionComplete, version=1)
             parent.send(m.Announce(m.Manifest(2, version_digest(files), CHUNK, files), base=1))
             checksum = chunk_checksum(bytes(new))
-            parent.send(m.Chunk(2, 0, 0, checksum, 1, memoryview(long)))
-            parent.send(m.Chunk(2, 0, 0, checksum, 1, memoryview(payload)))
+            parent.send(m.Chunk(version=2, file=0, index=0, checksum=checksum, base=1, data=memoryview(long)))
+            parent.send(m.Chunk(version=2, file=0, index=0, checksum=checksum, base=1, data=memoryview(payload)))
             event = await events.first(m.VersionComplete, version=2)
     assert event.wire_bytes == len(payload)
 
@@ -378,7 +378,7 @@ async def test_a_child_that_asks_for_all_and_reads_nothing_costs_bounded_memory(
             socket.rcvhwm = 1
             socket.connect(endpoint)
             for _ in range(60):
-                socket.send(codec.encode(m.Fetch(1, 0, 0, 2**62)))
+                socket.send(codec.encode(m.Fetch(version=1, file=0, first_chunk=0, credits=2**62)))
             socket.send(codec.encode(m.Pull(1, 1, "greedy", 1)))
             await asyncio.to_thread(wait_for, node.store / "pin-greedy")
             assert_small(node, before, GREED_BYTES)

@@ -104,7 +104,15 @@ async def test_an_oversized_frame_from_a_parent_makes_the_child_attach_anew(tmp_
         parent = hand.parent()
         async with running(make_node(tmp_path, "relay-1", parent.endpoint, parent_timeout_s=0.3)):
             await parent.receive(Attach)
-            parent.send(Chunk(1, 0, 0, bytes(32), data=memoryview(bytes(CHUNK + 2 * CONTROL_BYTES))))
+            parent.send(
+                Chunk(
+                    version=1,
+                    file=0,
+                    index=0,
+                    checksum=bytes(32),
+                    data=memoryview(bytes(CHUNK + 2 * CONTROL_BYTES)),
+                )
+            )
             await parent.receive(Attach)
 
 

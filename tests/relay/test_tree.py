@@ -69,7 +69,7 @@ async def test_a_child_gets_a_chunk_while_its_parent_lacks_the_last_one(tmp_path
             await receive(grandchild, Announce)
             assert await fetch(grandchild, version.manifest, 0) == version.read(0, 0)
             assert not events.seen
-            grandchild.send(Fetch(1, 0, 1, 2))
+            grandchild.send(Fetch(version=1, file=0, first_chunk=1, credits=2))
             parent.send_chunk(version, 1)
             parent.send_chunk(version, 2)
             assert [(await receive(grandchild, Chunk)).index for _ in range(2)] == [1, 2]
@@ -122,8 +122,8 @@ async def test_credits_bound_what_a_parent_sends(tmp_path: Path) -> None:
     version = write_version(tmp_path / "relay-0", 1, 20 * 4096)
     async with running(root := make_node(tmp_path, "relay-0")), ByHand() as hand:
         slow, quick = await hand.child(root.endpoint), await hand.child(root.endpoint)
-        slow.send(Fetch(1, 0, 0, 3))
-        quick.send(Fetch(1, 0, 0, 20))
+        slow.send(Fetch(version=1, file=0, first_chunk=0, credits=3))
+        quick.send(Fetch(version=1, file=0, first_chunk=0, credits=20))
         assert [(await receive(quick, Chunk)).index for _ in range(20)] == list(range(20))
         assert [(await receive(slow, Chunk)).index for _ in range(3)] == [0, 1, 2]
         # Were there more for the slow one, it would come before the answer to this.

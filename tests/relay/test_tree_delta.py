@@ -126,7 +126,11 @@ async def test_a_delta_that_makes_something_else_is_asked_for_again(tmp_path: Pa
                 pass
             right = base.read(0, 0)
             for data, base_of_it in ((b"nonsense", 1), (b"", 7), (b"", 1)):
-                parent.send(Chunk(2, 0, 0, right.checksum, base_of_it, memoryview(data)))
+                parent.send(
+                    Chunk(
+                        version=2, file=0, index=0, checksum=right.checksum, base=base_of_it, data=memoryview(data)
+                    )
+                )
             parent.send(msgspec.structs.replace(base.read(0, 1), version=2))
             again = [await parent.receive(Fetch) for _ in range(2)]
             assert {(fetch.first_chunk, fetch.base) for fetch in again} == {(0, None)}
@@ -145,5 +149,5 @@ async def test_a_child_that_asks_for_no_delta_gets_none(tmp_path: Path) -> None:
                 announce = await receive(child, Announce)
             assert announce.base == 1
             assert (await fetch(child, announce.manifest, 1)).base is None
-            child.send(Fetch(2, 0, 1, 1, base=1))
+            child.send(Fetch(version=2, file=0, first_chunk=1, credits=1, base=1))
             assert (await receive(child, Chunk)).base == 1

@@ -228,5 +228,5 @@ async def receive(link: Link, kind: type[Kind]) -> Kind:
 
 async def fetch(link: Link, manifest: Manifest, index: int, file: int = 0) -> Chunk:
     """One chunk, asked for by hand."""
-    link.send(Fetch(manifest.version, file, index, 1))
+    link.send(Fetch(version=manifest.version, file=file, first_chunk=index, credits=1))
     return await receive(link, Chunk)

@@ -3,7 +3,9 @@
 from laminar_py.records.replica import Held, Survey
 from laminar_py.repack.signals import EngineSpeed
 
-SPEED = EngineSpeed(0.02, 0.0, 8e-8, 25_000.0, roofline_batch=48)
+SPEED = EngineSpeed(
+    step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000.0, roofline_batch=48
+)
 KV, SLOTS, PROMPT = 120_000, 64, 400
 
 
@@ -13,7 +15,16 @@ def make_survey(replica, lengths, *, waiting=0, continued=(), version=7, settled
     moved = tuple(Held(f"c{replica}.{i}", PROMPT + n, n) for i, n in enumerate(continued))
     fresh = tuple(Held(f"w{replica}.{i}", PROMPT, 0) for i in range(waiting))
     used = sum(held.context for held in running)
-    return Survey(replica, version, slots, used, kv, running, moved + fresh, settled)
+    return Survey(
+        replica=replica,
+        version=version,
+        slots=slots,
+        kv_used=used,
+        kv_capacity=kv,
+        running=running,
+        waiting=moved + fresh,
+        settled=settled,
+    )
 
 
 def after(group, moves):

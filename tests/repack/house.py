@@ -42,9 +42,11 @@ from laminar_py.rollout.replica import Replica
 from tests.rollout.folders import Folders
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)
-SPEED = EngineSpeed(0.02, 0.0, 8e-8, 25_000.0, roofline_batch=12)
+SPEED = EngineSpeed(
+    step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000.0, roofline_batch=12
+)
 VOCAB, MAX_LEN, CAP, KV, SLOTS = 99, 1700, 1640, 12_000, 16
-LONG_TAIL = SamplingParams(CAP, stop_ids=(1,))
+LONG_TAIL = SamplingParams(max_new_tokens=CAP, stop_ids=(1,))
 GROUP, BATCH = 4, 24  # trajectories of a group, and of a replica under one version
 
 
@@ -109,7 +111,7 @@ class House:
             submit_score=self._submit_score,
             advantages=group_advantages(Advantage.GROUP_STD),
             dispatcher=Dispatcher(replicas),
-            admission=Admission(Schedule.ASYNC, step, 3 * step),
+            admission=Admission(schedule=Schedule.ASYNC, batch=step, capacity=3 * step),
             bound=StalenessBound(None),
             clock=self.clock,
         )
@@ -138,7 +140,17 @@ class House:
 
     async def __aenter__(self):
         await self.ledger.start()
-        self.append(RunStarted(1, "host-1", 7, SCHEMA_VERSION, "c0", True, None))
+        self.append(
+            RunStarted(
+                incarnation=1,
+                host="host-1",
+                pid=7,
+                schema=SCHEMA_VERSION,
+                config_digest="c0",
+                drain=True,
+                max_staleness=None,
+            )
+        )
         self._publish_event(0, None)
         self.flow.newest_version = 0
         self.flow.admitting = self.flow.continuing = True
@@ -255,7 +267,7 @@ class House:
 
     async def _score(self, trajectory_id):
         await asyncio.sleep(0.05 * self._pace)
-        await self.flow.on_score(Score(trajectory_id, float(self.random.random() < 0.5)))
+        await self.flow.on_score(Score(trajectory_id=trajectory_id, value=float(self.random.random() < 0.5)))
 
     async def _learn(self):
         step = 0
@@ -266,14 +278,35 @@ class House:
             await asyncio.sleep(self._pace)
             step += 1
             self.flow.consumption.commit(batch, step)
-            self.append(Stepped(step, 1, len(batch.trajectories), 1, 0.0, 0.0, 0.5, 1.0))
+            self.append(
+                Stepped(
+                    step=step,
+                    incarnation=1,
+                    num_trajectories=len(batch.trajectories),
+                    num_tokens=1,
+                    loss=0.0,
+                    grad_norm=0.0,
+                    reward=0.5,
+                    elapsed_s=1.0,
+                )
+            )
             if self._publishes:
                 self._publish_event(step, step - 1)
                 self.flow.newest_version = step
                 await self.weights.publish(step)
 
     def _publish_event(self, version, parent):
-        self.append(VersionPublished(version, version, 1, parent, f"digest{version}", 10, 0.0))
+        self.append(
+            VersionPublished(
+                version=version,
+                step=version,
+                incarnation=1,
+                parent=parent,
+                digest=f"digest{version}",
+                num_bytes=10,
+                stall_s=0.0,
+            )
+        )
 
     async def _next_version(self, known):
         return await self.weights.wait_newer(known)
@@ -281,4 +314,4 @@ class House:
 
 def _prompt(index):
     ids = np.random.default_rng(index).integers(10, 60, 40).astype(np.int32)
-    return Prompt(f"p{index}", index, f"prompt {index}", ids, "4")
+    return Prompt(id=f"p{index}", index=index, text=f"prompt {index}", ids=ids, answer="4")

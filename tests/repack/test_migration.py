@@ -80,7 +80,9 @@ def test_nor_when_replicas_die_at_any_moment_of_it(tmp_path, folder, seed):
     assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
 
 
-GREEDY = SamplingParams(300, temperature=0.0, stop_ids=tuple(range(2, 5)))  # some stop early, most loop to the cap
+GREEDY = SamplingParams(
+    max_new_tokens=300, temperature=0.0, stop_ids=tuple(range(2, 5))
+)  # some stop early, most loop to the cap
 
 
 async def greedy_run(run, folder, open_engine, *, count, **settings):
@@ -94,7 +96,13 @@ async def greedy_run(run, folder, open_engine, *, count, **settings):
     await engine.load_weights(folder, 10_000)
     for trajectory in house.finished_after_a_move:
         nothing = np.empty(0, np.int32)
-        request = GenerateRequest(trajectory.id, trajectory.id, trajectory.prompt_ids, nothing, GREEDY)
+        request = GenerateRequest(
+            rid=trajectory.id,
+            group_id=trajectory.id,
+            prompt_ids=trajectory.prompt_ids,
+            prefix_ids=nothing,
+            sampling=GREEDY,
+        )
         unmoved = (await collect(engine, request)).ids
         assert trajectory.response_ids.tolist() == unmoved, trajectory.id
     await engine.close()
@@ -124,7 +132,7 @@ async def test_greedy_responses_of_sglang_are_the_same_wherever_they_were_moved(
 
         async def open_engine():
             server = next(turn)
-            served = Served(320, 2040, None, ())
+            served = Served(vocab=320, max_len=2040, experts_top_k=None, record=())
             engine = SGLangEngine(
                 server.url, api_key=server.api_key, served=served, stall_timeout_s=60, watch_server=server.watch
             )

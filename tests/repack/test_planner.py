@@ -119,7 +119,13 @@ def test_a_source_with_one_that_nobody_can_take_is_not_stripped_of_the_others():
 
 
 def test_nothing_is_emptied_where_a_larger_batch_costs_as_much_as_it_gives():
-    compute_bound = EngineSpeed(0.0006, 0.001, 0.0, 25_000.0, roofline_batch=1)
+    compute_bound = EngineSpeed(
+        step_s=0.0006,
+        step_s_per_sequence=0.001,
+        step_s_per_token=0.0,
+        prefill_tokens_per_s=25_000.0,
+        roofline_batch=1,
+    )
     group = [make_survey(0, [3000] * 10), make_survey(1, [3000] * 20)]
     assert PredictivePlanner(compute_bound, long, max_stall_s=9.0).plan(group) == []
     assert PredictivePlanner(SPEED, long, max_stall_s=9.0).plan(group)
@@ -164,7 +170,7 @@ def test_a_destination_gets_what_exceeds_its_stall_limit_in_a_later_round():
 
 @pytest.mark.parametrize("planner", [paper(), predictive()])
 def test_a_replica_without_work_or_alone_is_no_destination(planner):
-    empty = Survey(1, 7, SLOTS, 0, KV, ())
+    empty = Survey(replica=1, version=7, slots=SLOTS, kv_used=0, kv_capacity=KV, running=())
     assert planner.plan([make_survey(0, [5000])]) == []
     assert planner.plan([make_survey(0, [5000]), empty]) == []
 

@@ -86,4 +86,6 @@ def test_ramp_down_is_seen_when_the_cache_has_emptied_and_nothing_waits():
 
 def test_a_decode_step_takes_what_it_reads():
     assert SPEED.decode_s(sequences=48, kv_tokens=120_000) == pytest.approx(0.0296)
-    assert EngineSpeed(0.02, 0.001, 0.0, 1.0, 1).rate(sequences=20, kv_tokens=0) == pytest.approx(500)
+    assert EngineSpeed(
+        step_s=0.02, step_s_per_sequence=0.001, step_s_per_token=0.0, prefill_tokens_per_s=1.0, roofline_batch=1
+    ).rate(sequences=20, kv_tokens=0) == pytest.approx(500)

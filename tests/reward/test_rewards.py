@@ -12,7 +12,14 @@ from laminar_py.reward.registry import load_reward
 
 
 def make_request(response: str, *, answer: str = "7", finish: FinishReason = FinishReason.STOP) -> ScoringRequest:
-    return ScoringRequest("g0.0", "e-2;o*7;1x5?", response, answer, finish, np.array([1], dtype=np.int32))
+    return ScoringRequest(
+        trajectory_id="g0.0",
+        prompt="e-2;o*7;1x5?",
+        response=response,
+        answer=answer,
+        finish_reason=finish,
+        response_ids=np.array([1], dtype=np.int32),
+    )
 
 
 @pytest.mark.parametrize(

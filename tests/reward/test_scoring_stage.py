@@ -18,7 +18,14 @@ PATIENCE_S = 20.0
 def make_requests(*responses: str) -> list[ScoringRequest]:
     ids = np.array([1], dtype=np.int32)
     return [
-        ScoringRequest(f"g0.{index}", "prompt", response, "7", FinishReason.STOP, ids)
+        ScoringRequest(
+            trajectory_id=f"g0.{index}",
+            prompt="prompt",
+            response=response,
+            answer="7",
+            finish_reason=FinishReason.STOP,
+            response_ids=ids,
+        )
         for index, response in enumerate(responses)
     ]
 
@@ -33,7 +40,7 @@ class GatedScorer:
     async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         self.batches.append([request.response for request in requests])
         await self.gate.wait()
-        return [Score(request.trajectory_id, 1.0) for request in requests]
+        return [Score(trajectory_id=request.trajectory_id, value=1.0) for request in requests]
 
 
 class Inbox:

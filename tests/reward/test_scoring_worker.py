@@ -15,7 +15,14 @@ from laminar_py.reward.worker import ScoringWorker
 
 def make_request(response: str, *, index: int = 0) -> ScoringRequest:
     ids = np.array([1], dtype=np.int32)
-    return ScoringRequest(f"g0.{index}", "prompt", response, "7", FinishReason.STOP, ids)
+    return ScoringRequest(
+        trajectory_id=f"g0.{index}",
+        prompt="prompt",
+        response=response,
+        answer="7",
+        finish_reason=FinishReason.STOP,
+        response_ids=ids,
+    )
 
 
 def score(function: Callable[[ScoringRequest], object], *responses: str, timeout_s: float = 0.1) -> list[Score]:

@@ -95,8 +95,17 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
 
 def assignment(name, *, length=30, version=None, prefix=(), kind=Kind.TRAIN, temperature=1.0):
     prompt = np.array([3, 4, 5], np.int32)
-    sampling = SamplingParams(length, temperature, seed=abs(hash(name)) % 1000)
-    return Assignment(name, 1, name, kind, prompt, np.array(prefix, np.int32), sampling, version)
+    sampling = SamplingParams(max_new_tokens=length, temperature=temperature, seed=abs(hash(name)) % 1000)
+    return Assignment(
+        trajectory_id=name,
+        epoch=1,
+        group_id=name,
+        kind=kind,
+        prompt_ids=prompt,
+        prefix_ids=np.array(prefix, np.int32),
+        sampling=sampling,
+        version=version,
+    )
 
 
 async def test_drain_admits_a_batch_under_a_version_and_then_takes_the_newest(folders):
@@ -384,7 +393,7 @@ async def test_what_comes_from_elsewhere_takes_nothing_from_the_batch_of_a_versi
 
 async def test_the_speed_of_an_engine_is_measured_while_new_weights_wait(folders):
     async with serving(folders) as (story, weights):
-        settings = {"vocab": 61, "max_len": 128, "sampling": SamplingParams(1)}
+        settings = {"vocab": 61, "max_len": 128, "sampling": SamplingParams(max_new_tokens=1)}
         measuring = asyncio.create_task(story.replica.measure_speed(**settings))
         await story.until(lambda s: s.loads == [0])
         await weights.publish(1)

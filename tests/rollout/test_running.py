@@ -9,22 +9,46 @@ from laminar_py.records.trajectory import FinishReason, Kind, Span
 from laminar_py.rollout.running import begin
 from tests.builders import make_experts, make_mask
 
-NOTHING = np.empty(0, np.int32), np.empty(0, np.float32)
+NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 def running(*, prefix=0, routed=0):
     ids = np.arange(prefix, dtype=np.int32)
     prompt = np.array([3, 4, 5], np.int32)
-    return begin(Assignment("a", 1, "g", Kind.TRAIN, prompt, ids, SamplingParams(9), routed=routed), 0.0)
+    return begin(
+        Assignment(
+            trajectory_id="a",
+            epoch=1,
+            group_id="g",
+            kind=Kind.TRAIN,
+            prompt_ids=prompt,
+            prefix_ids=ids,
+            sampling=SamplingParams(max_new_tokens=9),
+            routed=routed,
+        ),
+        0.0,
+    )
 
 
 def take(item, *versions, **last):
     """One token under each version or (version, KV version), and then the engine's last word, if there is one."""
     for version in versions:
         said, kv_version = version if isinstance(version, tuple) else (version, None)
-        item.take(Delta("a", np.array([7], np.int32), np.zeros(1, np.float32), said, kv_version=kv_version), 1.0)
+        item.take(
+            Delta(
+                rid="a",
+                ids=np.array([7], np.int32),
+                logprobs=np.zeros(1, np.float32),
+                version=said,
+                kv_version=kv_version,
+            ),
+            1.0,
+        )
     if last:
-        item.take(Delta("a", *NOTHING, 0, FinishReason.ABORT, **last), 1.0)
+        item.take(
+            Delta(rid="a", ids=NO_IDS, logprobs=NO_LOGPROBS, version=0, finish_reason=FinishReason.ABORT, **last),
+            1.0,
+        )
 
 
 def test_neighbours_are_one_span_if_version_and_kv_version_agree():
@@ -76,6 +100,8 @@ def test_what_does_not_fit_the_stream_is_refused_by_name():
     item = running()
     take(item, 4)
     ids = np.array([7, 8], np.int32)
-    item.take(Delta("a", ids, np.zeros(2, np.float32), 4, sampling_mask=make_mask(ids)), 1.0)
+    item.take(
+        Delta(rid="a", ids=ids, logprobs=np.zeros(2, np.float32), version=4, sampling_mask=make_mask(ids)), 1.0
+    )
     with pytest.raises(AssertionError, match="a: 3 tokens with 2 sampling masks"):
         item.progress(None, 2.0)

@@ -9,14 +9,33 @@ from tests.ledger.runs import begin, open_ledger
 
 def relayed(node, version, wire_bytes, elapsed_s):
     base = version - 1 if version else None
-    return Relayed(f"relay-{node}", version, f"digest{version}", 1000, base, wire_bytes, 0.0, elapsed_s)
+    return Relayed(
+        node=f"relay-{node}",
+        version=version,
+        digest=f"digest{version}",
+        num_bytes=1000,
+        base=base,
+        wire_bytes=wire_bytes,
+        first_byte_s=0.0,
+        elapsed_s=elapsed_s,
+    )
 
 
 async def test_the_relay_is_summed_up_from_the_ledger(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, versions=())
         for version, stall_s in enumerate((0.1, 0.3, 0.0, 0.2)):  # the learner died over version 2
-            ledger.append(VersionPublished(version, version, 1, None, f"digest{version}", 1000, stall_s))
+            ledger.append(
+                VersionPublished(
+                    version=version,
+                    step=version,
+                    incarnation=1,
+                    parent=None,
+                    digest=f"digest{version}",
+                    num_bytes=1000,
+                    stall_s=stall_s,
+                )
+            )
             ledger.append(relayed(0, version, 0, 0.0))
             ledger.append(relayed(1, version, 10 if version else 1000, 1.0 + version))
             ledger.append(relayed(2, version, 10 if version else 1000, 2.0))
@@ -43,7 +62,11 @@ async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
         for step, stall_s in enumerate((0.1, 0.002, 0.003)):
-            ledger.append(Checkpointed(step, 0, f"checkpoints/step-{step}", stall_s, 0.5 + step))
+            ledger.append(
+                Checkpointed(
+                    step=step, version=0, path=f"checkpoints/step-{step}", stall_s=stall_s, elapsed_s=0.5 + step
+                )
+            )
     with reading(tmp_path) as connection:
         figures = read_checkpoints(connection)
     assert figures == CheckpointFigures(3, 0.003, 1.5)

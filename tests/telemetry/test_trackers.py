@@ -30,7 +30,11 @@ def needs(package):
 def incarnation(folder, kind, *messages):
     """A tracker's process from its start to the end of these messages, and of its controller."""
     opening = Opening(
-        kind, str(folder), "math-1", "math", {"learner.lr": 1e-6, "seed": 0, "data.train": "t.jsonl"}
+        kind=kind,
+        folder=str(folder),
+        name="math-1",
+        project="math",
+        settings={"learner.lr": 1e-6, "seed": 0, "data.train": "t.jsonl"},
     )
     told = b"".join(map(frame, (opening, *messages)))
     environment = os.environ | {"WANDB_MODE": "offline"}

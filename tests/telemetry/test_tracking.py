@@ -36,7 +36,13 @@ needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, re
 def make_row(step, *, entropy=1.0):
     tokens = TokenMetrics(num_tokens=10, entropy=entropy, ratio=1.01, ratio_max=3.0, advantage_max=2.0)
     metrics = StepMetrics(
-        0.5, 0.1, 2.0, tokens, {"3-4": tokens, "9+": tokens}, Mismatch(0.1, 0.2, 0.3), work=Work(1000, 4e12, 8e12)
+        loss=0.5,
+        grad_norm=0.1,
+        elapsed_s=2.0,
+        tokens=tokens,
+        by_staleness={"3-4": tokens, "9+": tokens},
+        mismatch=Mismatch(0.1, 0.2, 0.3),
+        work=Work(1000, 4e12, 8e12),
     )
     stats = Stats(SystemClock(), replicas=1, totals=Totals())
     facts = {"version": step, "batch": [], "generated_tokens": 0, "versions_alive": 1, "stall_s": 0.0}
@@ -45,7 +51,7 @@ def make_row(step, *, entropy=1.0):
 
 def make_link(folder, *, kind=KIND, **limits):
     folder.mkdir(exist_ok=True)
-    opening = Opening(kind, str(folder), "math-1", "math", {})
+    opening = Opening(kind=kind, folder=str(folder), name="math-1", project="math", settings={})
     return TrackerLink(opening, errors=folder / "tracker.log", **limits)
 
 
@@ -86,7 +92,7 @@ async def test_a_run_with_a_roll_back_is_in_its_tracker_as_it_went_in_the_end(tm
     tracking.start()
     for step, entropy in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
         tracking.step(make_row(step, entropy=entropy))
-    tracking.evaluated(Evaluated(1, 1, 100, 0.75, 12.0))
+    tracking.evaluated(Evaluated(version=1, step=1, num_prompts=100, accuracy=0.75, rl_s=12.0))
     async with open_ledger(run.path) as ledger:
         begin(ledger, versions=(0,))
     summary = summarise(run, Stats(SystemClock(), replicas=1, totals=Totals()), finished=True, restarts={})

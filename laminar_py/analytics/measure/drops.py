@@ -31,7 +31,7 @@ class Bin:
     reward: float | None  # their mean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DropRow:
     """What one reason dropped, or one cap cut."""
 
@@ -47,7 +47,7 @@ class DropRow:
     bins: tuple[Bin, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DropTable:
     """All rows over the same bins of length; `kept` reached the learner, or only lacked signal."""
 
@@ -71,12 +71,12 @@ def table_of_drops(trajectories: Trajectories, probes: Probes) -> DropTable:
     rows += [trained.row(str(reason), t.dropped_for(reason)) for reason in _APART]
     known = ended.rewards[~np.isnan(ended.rewards)]
     return DropTable(
-        tuple(judge.edges.tolist()),
-        len(t),
-        judge.row("kept", judge.kept),
-        judge.row(ANY, dropped & ~apart),
-        tuple(row for row in rows if row.count),
-        bool(np.any((known != 0) & (known != 1))),
+        edges=tuple(judge.edges.tolist()),
+        ended=len(t),
+        kept=judge.row("kept", judge.kept),
+        any=judge.row(ANY, dropped & ~apart),
+        rows=tuple(row for row in rows if row.count),
+        graded=bool(np.any((known != 0) & (known != 1))),
     )
 
 
@@ -131,16 +131,16 @@ class _Judge:
         begun = mask & (self._ended.lengths > 0)
         stands_for = self._ended.stands_for[begun]
         return DropRow(
-            reason,
-            count,
-            count / max(1, len(mask)),
-            int((mask & self._ended.open_ended).sum()),
-            float(np.average(self._ended.lengths[begun], weights=stands_for)) if stands_for.any() else 0.0,
-            len(rewards),
-            float(rewards.mean()) if len(rewards) else None,
-            float(np.nansum(weights * self._kept_reward) / weights.sum()) if weights.any() else None,
-            float(rewards.std() / np.sqrt(len(rewards))) if len(rewards) else 0.0,
-            tuple(
+            reason=reason,
+            count=count,
+            share=count / max(1, len(mask)),
+            unfinished=int((mask & self._ended.open_ended).sum()),
+            length=float(np.average(self._ended.lengths[begun], weights=stands_for)) if stands_for.any() else 0.0,
+            known=len(rewards),
+            reward=float(rewards.mean()) if len(rewards) else None,
+            expected=float(np.nansum(weights * self._kept_reward) / weights.sum()) if weights.any() else None,
+            error=float(rewards.std() / np.sqrt(len(rewards))) if len(rewards) else 0.0,
+            bins=tuple(
                 Bin(part / whole if whole else 0.0, known, reward if known else None)
                 for part, whole, known, reward in zip(
                     in_bins.tolist(), self._num.tolist(), known_in.tolist(), reward_in.tolist(), strict=True

@@ -23,7 +23,7 @@ _OF_REPLICAS = ("generation_s", "crowded_s", "tail_s", "late_s", "held_s")
 USUAL = 0.9  # quantile, over the time in which it is busy, of the trajectories that a replica has
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """Columns [S], one row for each step that counts, in seconds; those of replicas are means over all of them.
 
@@ -115,7 +115,7 @@ def _whole(step: npt.NDArray[Any], begin: Times, end: Times, times: RunTimes) ->
     return whole
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Versions:
     """Publications [V] and loads [W]."""
 
@@ -150,7 +150,15 @@ class _Versions:
         load_at = times.at(number, stamp)
         load_since = np.array([since.get(v, when) for v, when in zip(of.tolist(), load_at.tolist(), strict=True)])
         spread = np.array([spread_of.get(v, 0.0) for v in since])
-        return cls(at, stall, spread, load_at, load, who.astype(np.int32), load_since)
+        return cls(
+            published_s=at,
+            stall_s=stall,
+            spread_s=spread,
+            load_at_s=load_at,
+            load_s=load,
+            load_replica=who.astype(np.int32),
+            load_since_s=load_since,
+        )
 
 
 def _replicas(

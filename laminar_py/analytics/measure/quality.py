@@ -18,7 +18,7 @@ from laminar_py.config.run import RunConfig
 REWARD_STEPS = 10  # that a point of the reward's curve is a mean of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """A value, and what the run had taken by then, e.g. `Point(30, 29.0, 240_000, 0.024, 0.91)`."""
 
@@ -47,7 +47,7 @@ def read_quality(connection: sqlite3.Connection, config: RunConfig, steps: list[
 
     def point(step: int, rl_s: float, value: float) -> Point:
         trained = int(np.interp(rl_s, at, tokens))
-        return Point(step, rl_s, trained, rl_s * devices / 3600, value)
+        return Point(step=step, rl_s=rl_s, tokens=trained, device_hours=rl_s * devices / 3600, value=value)
 
     evaluations = connection.execute("SELECT step, rl_s, accuracy FROM evaluation ORDER BY rl_s, seq").fetchall()
     rewards: Times = running_mean(np.array([line.reward for line in steps], np.float64), REWARD_STEPS)

@@ -35,7 +35,7 @@ class Measure(StrEnum):
     END_TO_END = "end_to_end"  # issued until consumed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
     """Of `count` values; percentiles are numpy's, between the two nearest values."""
 
@@ -56,7 +56,7 @@ class Distribution:
 Distributions = dict[Measure, Distribution]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tails:
     """Distributions over all, and by what tells trajectories apart; empty where that is one for all."""
 
@@ -73,11 +73,11 @@ def measure_tails(trajectories: Trajectories) -> Tails:
     versions, label = _version_bins(trajectories.oldest_version)
     tasks = trajectories.tasks
     return Tails(
-        {name: found for name, column in values.items() if (found := distribution(column)) is not None},
-        distribution(longest_over_mean(trajectories, values[Measure.GENERATION])),
-        _by(trajectories.replica, values, str),
-        _by(versions, values, label),
-        _by(trajectories.task, values, lambda task: tasks[task] or "(no name)"),
+        overall={name: found for name, column in values.items() if (found := distribution(column)) is not None},
+        longest_over_mean=distribution(longest_over_mean(trajectories, values[Measure.GENERATION])),
+        by_replica=_by(trajectories.replica, values, str),
+        by_version=_by(versions, values, label),
+        by_task=_by(trajectories.task, values, lambda task: tasks[task] or "(no name)"),
     )
 
 
@@ -128,7 +128,8 @@ def distribution(values: npt.NDArray[np.floating]) -> Distribution | None:
     known = values[~np.isnan(values)].astype(np.float64)
     if not len(known):
         return None
-    return Distribution(len(known), float(known.mean()), *np.percentile(known, _PERCENTILES).tolist())
+    p50, p90, p95, p99, most = np.percentile(known, _PERCENTILES).tolist()
+    return Distribution(count=len(known), mean=float(known.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=most)
 
 
 def _by(keys: Ints, values: dict[Measure, Times], label: Callable[[int], str]) -> dict[str, Distributions]:

@@ -34,7 +34,7 @@ class Part:
     trajectories: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAccount:
     """Tokens of a run so far. The parts and `useful` sum to `issued`."""
 

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 Times = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectories:
     """Columns [N] of the training trajectories of a run, in the order of issue; -1 and NaN stand for none.
 

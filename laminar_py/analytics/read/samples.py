@@ -31,7 +31,7 @@ class FleetLine(msgspec.Struct, frozen=True):
     waiting: list[int] = []  # [replicas] in their engines
 
 
-class StepLine(msgspec.Struct, frozen=True):
+class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """What is used of a line of `metrics.jsonl`; the counts of tokens and `rl_s` are totals of the run so far."""
 
     step: int

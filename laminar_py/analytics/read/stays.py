@@ -32,7 +32,7 @@ class StayEnd(IntEnum):
     MOVED = 4  # interrupted by a repack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stays:
     """Columns [M] by trajectory and time, e.g. trajectory 17 on replica 1 from 3.2 s to 4.1 s, FINISHED.
 
@@ -52,18 +52,25 @@ class Stays:
     def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
         """Those of a mask [M], or at these places."""
         return Stays(
-            self.trajectory[chosen],
-            self.replica[chosen],
-            self.version[chosen],
-            self.start_s[chosen],
-            self.end_s[chosen],
-            self.end[chosen],
+            trajectory=self.trajectory[chosen],
+            replica=self.replica[chosen],
+            version=self.version[chosen],
+            start_s=self.start_s[chosen],
+            end_s=self.end_s[chosen],
+            end=self.end[chosen],
         )
 
     def until(self, now_s: float) -> "Stays":
         """What is open ends now."""
         end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
-        return Stays(self.trajectory, self.replica, self.version, self.start_s, end_s, self.end)
+        return Stays(
+            trajectory=self.trajectory,
+            replica=self.replica,
+            version=self.version,
+            start_s=self.start_s,
+            end_s=end_s,
+            end=self.end,
+        )
 
 
 class RunTimes:
@@ -97,12 +104,12 @@ def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
     rows = rows[np.lexsort((rows[:, 3], rows[:, 0]))]
     number, replica, version, start_s, end_s, end = rows.T
     return Stays(
-        number.astype(np.int32),
-        replica.astype(np.int32),
-        version.astype(np.int32),
-        start_s.copy(),
-        np.where(np.isnan(end_s), np.inf, end_s),
-        end.astype(np.int8),
+        trajectory=number.astype(np.int32),
+        replica=replica.astype(np.int32),
+        version=version.astype(np.int32),
+        start_s=start_s.copy(),
+        end_s=np.where(np.isnan(end_s), np.inf, end_s),
+        end=end.astype(np.int8),
     )
 
 

@@ -21,7 +21,7 @@ class Reached:
     points: tuple[Point | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """What the reports alone do not say; lists have one entry for each run, in their order."""
 
@@ -38,11 +38,13 @@ def compare(reports: Sequence[RunReport]) -> Comparison:
     curves = [report.quality.accuracy if accuracy else report.quality.reward for report in reports]
     budget = min(report.rl_s * report.quality.devices / 3600 for report in reports)
     return Comparison(
-        "accuracy" if accuracy else "reward",
-        tuple(Reached(level, tuple(_first(curve, level) for curve in curves)) for level in _levels(curves)),
-        budget,
-        tuple(_within(curve, budget) for curve in curves),
-        tuple(_within(report.quality.reward, budget) for report in reports),
+        measure="accuracy" if accuracy else "reward",
+        reached=tuple(
+            Reached(level, tuple(_first(curve, level) for curve in curves)) for level in _levels(curves)
+        ),
+        device_hours=budget,
+        at_equal=tuple(_within(curve, budget) for curve in curves),
+        reward_at_equal=tuple(_within(report.quality.reward, budget) for report in reports),
     )
 
 

@@ -94,12 +94,20 @@ def percentiles(values: Values) -> dict[str, float]:
 
 def _distribution(name: str, unit: str, values: Values, *, log: bool) -> Distribution:
     if not len(values):
-        return Distribution(name, unit, log, [], [], {}, 0)
+        return Distribution(name=name, unit=unit, log=log, edges=[], counts=[], percentiles={}, total=0)
     least = max(float(np.percentile(values, 0.1)), 1e-4) if log else float(values.min())
     most = max(float(values.max()), least * 1.01 if log else least + 1)
     edges = np.geomspace(least, most, MOST_BINS + 1) if log else np.linspace(least, most, MOST_BINS + 1)
     counts, _ = np.histogram(np.clip(values, least, most), edges)
-    return Distribution(name, unit, log, edges.tolist(), counts.tolist(), percentiles(values), len(values))
+    return Distribution(
+        name=name,
+        unit=unit,
+        log=log,
+        edges=edges.tolist(),
+        counts=counts.tolist(),
+        percentiles=percentiles(values),
+        total=len(values),
+    )
 
 
 def _known(values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
@@ -165,13 +173,37 @@ def hops(snapshot: Snapshot) -> list[Hop]:
         share = came / size if size else 0.0
         parent = events[-1].parent
         found.append(
-            Hop(name, parent, True, len(events), median(took), max(took), first, share, left[name], recent)
+            Hop(
+                name=name,
+                parent=parent,
+                is_relay=True,
+                versions=len(events),
+                median_s=median(took),
+                worst_s=max(took),
+                first_byte_s=first,
+                wire_share=share,
+                left_parent=left[name],
+                recent=recent,
+            )
         )
     for name in sorted(pulled, key=natural):
         pulls = pulled[name]
         took = [pull.waited_s for pull in pulls]
         recent = [(pull.version, pull.waited_s, pull.node) for pull in pulls[-MOST_RECENT:]]
-        found.append(Hop(name, pulls[-1].node, False, len(pulls), median(took), max(took), 0.0, 0.0, 0, recent))
+        found.append(
+            Hop(
+                name=name,
+                parent=pulls[-1].node,
+                is_relay=False,
+                versions=len(pulls),
+                median_s=median(took),
+                worst_s=max(took),
+                first_byte_s=0.0,
+                wire_share=0.0,
+                left_parent=0,
+                recent=recent,
+            )
+        )
     return found
 
 
@@ -197,7 +229,9 @@ def step_stages(snapshot: Snapshot) -> tuple[list[StageBar], float]:
     longest = max(seconds for _, seconds, _ in parts)
     stages, start_s = [], 0.0
     for name, seconds, words in parts:
-        stages.append(StageBar(name, start_s, seconds, seconds == longest, words))
+        stages.append(
+            StageBar(name=name, start_s=start_s, seconds=seconds, binding=seconds == longest, note=words)
+        )
         start_s += seconds
     return stages, whole
 
@@ -213,7 +247,15 @@ def drops(connection: sqlite3.Connection, train: Trajectories) -> tuple[list[Dro
         examples = ids_of(connection, train.number[of_kind[:NUM_EXAMPLES]])
         mean = float(rewards.mean()) if len(rewards) else None
         mean_length = float(train.length[of_kind].mean())
-        found.append(DropKind(str(REASONS[code]), count, mean_length, mean, examples))
+        found.append(
+            DropKind(
+                reason=str(REASONS[code]),
+                count=count,
+                mean_length=mean_length,
+                mean_reward=mean,
+                examples=examples,
+            )
+        )
         rows += _rows(connection, train, of_kind[-max(1, MOST_ROWS // len(codes)) :])
     return found, rows
 

@@ -22,7 +22,7 @@ def pack(array: npt.NDArray[np.generic], kind: str) -> Packed:
     return Packed(kind, base64.b64encode(array.astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode())
 
 
-class StageBar(msgspec.Struct, frozen=True):
+class StageBar(msgspec.Struct, frozen=True, kw_only=True):
     """A stage of the mean step, e.g. `StageBar("generation", 0.0, 31.5, binding=True)`.
 
     It begins `start_s` into the step: stages that overlap begin together, those that wait for another after it.
@@ -42,7 +42,7 @@ class RemedyLine(msgspec.Struct, frozen=True):
     gain: str = ""
 
 
-class WallPanel(msgspec.Struct, frozen=True):
+class WallPanel(msgspec.Struct, frozen=True, kw_only=True):
     """What limits the run, e.g. `WallPanel("generation", ("replicas are busy 97% of the step",), ...)`."""
 
     name: str
@@ -61,7 +61,7 @@ class Figure(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class Heat(msgspec.Struct, frozen=True):
+class Heat(msgspec.Struct, frozen=True, kw_only=True):
     """Of all trajectories, also those without a bar: [replicas x bins] mean number running, and mean version."""
 
     start_s: float
@@ -71,7 +71,7 @@ class Heat(msgspec.Struct, frozen=True):
     version: Packed  # NaN where nothing ran
 
 
-class Bars(msgspec.Struct, frozen=True):
+class Bars(msgspec.Struct, frozen=True, kw_only=True):
     """Stays [M] of trajectories [N] on replicas; times in milliseconds since `Timeline.start_s`."""
 
     of: Packed  # [M] place in what follows below
@@ -89,7 +89,7 @@ class Bars(msgspec.Struct, frozen=True):
     statuses: list[str]
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True):
+class Move(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """`count` trajectories went from one replica to another at once; places in `Timeline.replicas`."""
 
     at_s: float
@@ -99,7 +99,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     repacked: bool  # else by an interruption or a death
 
 
-class StepBar(msgspec.Struct, frozen=True, array_like=True):
+class StepBar(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A learner step: it got its batch at `start_s`, having waited; `reward` is the mean of what it trained on."""
 
     step: int
@@ -111,7 +111,7 @@ class StepBar(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
+class Mark(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Something at a moment: of `row`, a replica's place or -1 for the learner."""
 
     at_s: float
@@ -121,7 +121,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-class Transfer(msgspec.Struct, frozen=True, array_like=True):
+class Transfer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A version on its way to a relay, `row` being its place in `Timeline.relays`."""
 
     row: int
@@ -131,7 +131,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-class Timeline(msgspec.Struct, frozen=True):
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas, learner and relays on one axis, in seconds since the first trajectory."""
 
     start_s: float
@@ -149,7 +149,7 @@ class Timeline(msgspec.Struct, frozen=True):
     transfers: list[Transfer]
 
 
-class Distribution(msgspec.Struct, frozen=True):
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a quantity between edges [B + 1], and its percentiles p50, p95 and p99."""
 
     name: str
@@ -179,7 +179,7 @@ class Curves(msgspec.Struct, frozen=True):
     accuracy: list[tuple[float, float]]
 
 
-class Hop(msgspec.Struct, frozen=True):
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
     """A relay or, as a leaf, a subscriber; times in seconds: medians, and of versions one by one."""
 
     name: str
@@ -194,7 +194,7 @@ class Hop(msgspec.Struct, frozen=True):
     recent: list[tuple[int, float, str]]  # (version, seconds, parent), the last ones
 
 
-class DropKind(msgspec.Struct, frozen=True):
+class DropKind(msgspec.Struct, frozen=True, kw_only=True):
     """All that were dropped for one reason."""
 
     reason: str
@@ -216,7 +216,7 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True):
     at_s: float
 
 
-class Page(msgspec.Struct, frozen=True):
+class Page(msgspec.Struct, frozen=True, kw_only=True):
     """All that a page shows of a run."""
 
     name: str

@@ -38,7 +38,7 @@ class Staleness:
     counts: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """One run in figures."""
 
@@ -93,17 +93,17 @@ def report_of(run: Path, connection: sqlite3.Connection, record: Record) -> RunR
     trajectories, found = record.trajectories, read_reading(record)
     drops = table_of_drops(trajectories, scan.probes)
     return RunReport(
-        str(run),
-        None if found is None else diagnose(found, record.config),
-        last_step,
-        steps[-1].trained_tokens if steps else 0,
-        account_tokens(trajectories, scan, undone=undone, rl_s=read_rl_seconds(run)),
-        measure_tails(trajectories),
-        measure_stragglers(trajectories, group_wait(trajectories), read_fleet(run)),
-        drops,
-        tuple(verdicts(drops)),
-        _staleness(trajectories),
-        quality,
+        run=str(run),
+        diagnosis=None if found is None else diagnose(found, record.config),
+        steps=last_step,
+        trained_tokens=steps[-1].trained_tokens if steps else 0,
+        tokens=account_tokens(trajectories, scan, undone=undone, rl_s=read_rl_seconds(run)),
+        tails=measure_tails(trajectories),
+        stragglers=measure_stragglers(trajectories, group_wait(trajectories), read_fleet(run)),
+        drops=drops,
+        verdicts=tuple(verdicts(drops)),
+        staleness=_staleness(trajectories),
+        quality=quality,
     )
 
 

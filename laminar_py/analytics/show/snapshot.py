@@ -23,7 +23,7 @@ from laminar_py.records.events import Evaluated, RunEnded, RunStarted
 from laminar_py.records.trajectory import Kind, Status
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """A run at a moment; times in seconds since its first trajectory was issued."""
 
@@ -105,19 +105,19 @@ def snapshot_of(run: Path, connection: sqlite3.Connection, record: Record | None
     latest = [float(np.nanmax(times)) for times in known if np.any(~np.isnan(times))]
     end_s = max([0.0, *latest, *(one.at_s for one in history.happened[-1:])])
     return Snapshot(
-        folder.resolve().name,
-        seq,
-        end_s,
-        not _has_ended(history),
-        heard_s,
-        train,
-        everyone,
-        is_eval,
-        stays.until(end_s),
-        history,
-        tuple(read_steps(folder)),
-        tuple(read_lines(folder / "fleet.jsonl", FleetLine)),
-        read_rl_seconds(folder),
+        name=folder.resolve().name,
+        seq=seq,
+        end_s=end_s,
+        live=not _has_ended(history),
+        heard_s=heard_s,
+        trajectories=train,
+        everyone=everyone,
+        is_eval=is_eval,
+        stays=stays.until(end_s),
+        history=history,
+        metrics=tuple(read_steps(folder)),
+        fleet=tuple(read_lines(folder / "fleet.jsonl", FleetLine)),
+        rl_s=read_rl_seconds(folder),
     )
 
 

@@ -42,19 +42,19 @@ def read_timeline(connection: sqlite3.Connection, snapshot: Snapshot) -> Timelin
     renumbered = np.cumsum(chosen) - 1
     rows = np.array([place[replica] for replica in drawn.replica.tolist()], np.int32)
     bars = Bars(
-        pack(renumbered[snapshot.places(drawn)], "uint32"),
-        pack(rows, "uint16"),
-        pack(drawn.version, "int32"),
-        pack(drawn.end, "uint8"),
-        pack(_ms(drawn.start_s - start_s), "uint32"),
-        pack(_ms(drawn.end_s - start_s), "uint32"),
-        ids_of(connection, everyone.number[shown]),
-        pack(everyone.length[shown], "uint32"),
-        pack(everyone.status[shown], "uint8"),
-        pack(everyone.reward[shown], "float32"),
-        pack(everyone.staleness[shown], "int32"),
-        pack(snapshot.is_eval[shown], "uint8"),
-        list(STATUSES),
+        of=pack(renumbered[snapshot.places(drawn)], "uint32"),
+        replica=pack(rows, "uint16"),
+        version=pack(drawn.version, "int32"),
+        fate=pack(drawn.end, "uint8"),
+        start=pack(_ms(drawn.start_s - start_s), "uint32"),
+        end=pack(_ms(drawn.end_s - start_s), "uint32"),
+        ids=ids_of(connection, everyone.number[shown]),
+        length=pack(everyone.length[shown], "uint32"),
+        status=pack(everyone.status[shown], "uint8"),
+        reward=pack(everyone.reward[shown], "float32"),
+        staleness=pack(everyone.staleness[shown], "int32"),
+        is_eval=pack(snapshot.is_eval[shown], "uint8"),
+        statuses=list(STATUSES),
     )
     relays = sorted({event.node for _, event in snapshot.history.of(Relayed)}, key=natural)
     return Timeline(
@@ -122,7 +122,13 @@ def _heat(stays: Stays, replicas: list[int], start_s: float, end_s: float) -> tu
     ]
     running = np.concatenate([row for row, _ in rows]) if rows else np.empty(0, np.float32)
     version = np.concatenate([row for _, row in rows]) if rows else np.empty(0, np.float32)
-    heat = Heat(start_s, float(edges[1] - edges[0]), bins, pack(running, "float32"), pack(version, "float32"))
+    heat = Heat(
+        start_s=start_s,
+        bin_s=float(edges[1] - edges[0]),
+        bins=bins,
+        running=pack(running, "float32"),
+        version=pack(version, "float32"),
+    )
     return heat, float(running.max(initial=0.0))
 
 
@@ -141,7 +147,7 @@ def _moves(stays: Stays, place: dict[int, int]) -> Iterator[Move]:
         )
     )
     for (at_s, source, destination, repacked), count in sorted(counts.items()):
-        yield Move(at_s, place[source], place[destination], count, repacked)
+        yield Move(at_s=at_s, source=place[source], destination=place[destination], count=count, repacked=repacked)
 
 
 def _steps(snapshot: Snapshot) -> list[StepBar]:
@@ -151,13 +157,13 @@ def _steps(snapshot: Snapshot) -> list[StepBar]:
     rewards = dict(enumerate((np.bincount(train.step[used], weights=train.reward[used]) / counts).tolist()))
     return [
         StepBar(
-            step.step,
-            round(at_s - step.elapsed_s, 4),
-            round(at_s, 4),
-            round(step.waited_s, 4),
-            step.num_trajectories,
-            step.num_tokens,
-            round(rewards.get(step.step, np.nan), 4),
+            step=step.step,
+            start_s=round(at_s - step.elapsed_s, 4),
+            end_s=round(at_s, 4),
+            waited_s=round(step.waited_s, 4),
+            trajectories=step.num_trajectories,
+            tokens=step.num_tokens,
+            reward=round(rewards.get(step.step, np.nan), 4),
         )
         for at_s, step in snapshot.history.steps
     ]
@@ -166,23 +172,43 @@ def _steps(snapshot: Snapshot) -> list[StepBar]:
 def _marks(snapshot: Snapshot, place: dict[int, int]) -> Iterator[Mark]:
     history = snapshot.history
     published = [
-        Mark(round(at_s, 4), "publish", -1, event.version, f"stall {event.stall_s * 1000:.1f} ms")
+        Mark(
+            at_s=round(at_s, 4),
+            kind="publish",
+            row=-1,
+            version=event.version,
+            text=f"stall {event.stall_s * 1000:.1f} ms",
+        )
         for at_s, event in history.of(VersionPublished)
     ]
     loaded = [
-        Mark(round(at_s, 4), "load", place[event.replica], event.version, f"{event.elapsed_s * 1000:.1f} ms")
+        Mark(
+            at_s=round(at_s, 4),
+            kind="load",
+            row=place[event.replica],
+            version=event.version,
+            text=f"{event.elapsed_s * 1000:.1f} ms",
+        )
         for at_s, event in _loads(snapshot)
     ]
     yield from thin(published)
     yield from thin(loaded)
     for at_s, saved in history.of(Checkpointed):
-        yield Mark(round(at_s, 4), "checkpoint", -1, saved.version, f"step {saved.step}, {saved.elapsed_s:.2f} s")
+        yield Mark(
+            at_s=round(at_s, 4),
+            kind="checkpoint",
+            row=-1,
+            version=saved.version,
+            text=f"step {saved.step}, {saved.elapsed_s:.2f} s",
+        )
     for at_s, back in history.of(RolledBack):
-        yield Mark(round(at_s, 4), "rollback", -1, -1, f"to step {back.step}: {back.reason}")
+        yield Mark(
+            at_s=round(at_s, 4), kind="rollback", row=-1, version=-1, text=f"to step {back.step}: {back.reason}"
+        )
     for at_s, died in history.of(PartDied):
         stem, number = natural(died.part)
         row = place.get(number, -1) if stem == "replica" else -1
-        yield Mark(round(at_s, 4), "death", row, -1, f"{died.part}: {died.reason}")
+        yield Mark(at_s=round(at_s, 4), kind="death", row=row, version=-1, text=f"{died.part}: {died.reason}")
 
 
 def _loads(snapshot: Snapshot) -> Iterator[tuple[float, VersionLoaded]]:
@@ -197,5 +223,7 @@ def _transfers(snapshot: Snapshot, relays: list[str]) -> list[Transfer]:
         kind = "full" if event.base is None else f"against version {event.base}"
         text = f"{event.wire_bytes / 1e6:,.2f} MB came ({share:.0%}, {kind})"
         start_s = round(at_s - event.elapsed_s, 4)
-        found.append(Transfer(row[event.node], start_s, round(at_s, 4), event.version, text))
+        found.append(
+            Transfer(row=row[event.node], start_s=start_s, end_s=round(at_s, 4), version=event.version, text=text)
+        )
     return found

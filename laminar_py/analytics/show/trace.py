@@ -31,7 +31,7 @@ WEIGHTS = 0  # the lane of a replica for loads; its slots come after
 Args = Mapping[str, str | int | float | None]
 
 
-class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One event; `ts` and `dur` in microseconds, e.g. `TraceEvent("X", 1, 0, "step 3", 1500, dur=700)`.
 
     `ph` is its kind: M names a process or lane, X is a slice, C a counter, i a moment, s and f end an arrow.
@@ -120,7 +120,16 @@ def _stays(
             "status": str(STATUSES[everyone.status[of]]),
         }
         start, dur = _us(start_s), _dur(start_s, end_s)
-        yield TraceEvent("X", REPLICAS + replica, lane + 1, ids[of], start, dur, f"v{version}", args=args)
+        yield TraceEvent(
+            ph="X",
+            pid=REPLICAS + replica,
+            tid=lane + 1,
+            name=ids[of],
+            ts=start,
+            dur=dur,
+            cat=f"v{version}",
+            args=args,
+        )
 
 
 def _arrows(drawn: Stays, lanes: npt.NDArray[np.int32]) -> Iterator[TraceEvent]:
@@ -134,8 +143,8 @@ def _arrows(drawn: Stays, lanes: npt.NDArray[np.int32]) -> Iterator[TraceEvent]:
         (pid, tid), (pid_to, tid_to) = (
             (REPLICAS + int(drawn.replica[at]), int(lanes[at]) + 1) for at in (place, place + 1)
         )
-        yield TraceEvent("s", pid, tid, name, leaves, cat="move", id=number)
-        yield TraceEvent("f", pid_to, tid_to, name, comes, cat="move", id=number, bp="e")
+        yield TraceEvent(ph="s", pid=pid, tid=tid, name=name, ts=leaves, cat="move", id=number)
+        yield TraceEvent(ph="f", pid=pid_to, tid=tid_to, name=name, ts=comes, cat="move", id=number, bp="e")
 
 
 def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
@@ -149,20 +158,35 @@ def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
         places.tolist(), lanes.tolist(), start_s.tolist(), end_s.tolist(), strict=True
     ):
         args = {"reward": float(everyone.reward[place])} if not np.isnan(everyone.reward[place]) else None
-        yield TraceEvent("X", SCORER, lane, ids[place], _us(start), _dur(start, end), "reward", args=args)
+        yield TraceEvent(
+            ph="X",
+            pid=SCORER,
+            tid=lane,
+            name=ids[place],
+            ts=_us(start),
+            dur=_dur(start, end),
+            cat="reward",
+            args=args,
+        )
 
 
 def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for at_s, step in thin(list(snapshot.history.steps)):
         args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
         start, dur = _us(at_s - step.elapsed_s), _dur(at_s - step.elapsed_s, at_s)
-        yield TraceEvent("X", LEARNER, 0, f"step {step.step}", start, dur, "step", args=args)
+        yield TraceEvent(
+            ph="X", pid=LEARNER, tid=0, name=f"step {step.step}", ts=start, dur=dur, cat="step", args=args
+        )
     for at_s, published in thin(list(snapshot.history.of(VersionPublished))):
-        yield TraceEvent("i", LEARNER, 0, f"version {published.version} published", _us(at_s), s="g")
+        yield TraceEvent(
+            ph="i", pid=LEARNER, tid=0, name=f"version {published.version} published", ts=_us(at_s), s="g"
+        )
     for at_s, saved in snapshot.history.of(Checkpointed):
-        yield TraceEvent("i", LEARNER, 0, f"checkpoint of step {saved.step}", _us(at_s), s="t")
+        yield TraceEvent(ph="i", pid=LEARNER, tid=0, name=f"checkpoint of step {saved.step}", ts=_us(at_s), s="t")
     for at_s, died in snapshot.history.of(PartDied):
-        yield TraceEvent("i", LEARNER, 0, f"{died.part} died", _us(at_s), s="g", args={"reason": died.reason})
+        yield TraceEvent(
+            ph="i", pid=LEARNER, tid=0, name=f"{died.part} died", ts=_us(at_s), s="g", args={"reason": died.reason}
+        )
 
 
 def _relay_lanes(relayed: list[tuple[float, Relayed]]) -> list[str]:
@@ -184,7 +208,7 @@ def _relays(relayed: list[tuple[float, Relayed]], lanes: list[str]) -> Iterator[
         sent: Args = {"wire_bytes": event.wire_bytes, "num_bytes": event.num_bytes, "parent": event.parent}
         start_s, name = at_s - event.elapsed_s, f"version {event.version}"
         start, dur = _us(start_s), _dur(start_s, at_s)
-        yield TraceEvent("X", RELAYS, tids[lane], name, start, dur, "relay", args=sent)
+        yield TraceEvent(ph="X", pid=RELAYS, tid=tids[lane], name=name, ts=start, dur=dur, cat="relay", args=sent)
 
 
 def _ordered(lanes: list[str]) -> list[str]:
@@ -195,7 +219,7 @@ def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for at_s, event in thin(list(snapshot.history.of(VersionLoaded))):
         start, dur = _us(at_s - event.elapsed_s), _dur(at_s - event.elapsed_s, at_s)
         pid, name = REPLICAS + event.replica, f"load version {event.version}"
-        yield TraceEvent("X", pid, WEIGHTS, name, start, dur, "load")
+        yield TraceEvent(ph="X", pid=pid, tid=WEIGHTS, name=name, ts=start, dur=dur, cat="load")
 
 
 def _counters(snapshot: Snapshot) -> Iterator[TraceEvent]:
@@ -203,14 +227,25 @@ def _counters(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for replica in np.unique(snapshot.stays.replica).tolist():
         running, _ = occupancy(snapshot.stays, replica=replica, edges=edges)
         for at_s, value in zip(edges.tolist(), running.tolist(), strict=False):
-            yield TraceEvent("C", REPLICAS + replica, 0, "running", _us(at_s), args={"running": round(value, 2)})
+            yield TraceEvent(
+                ph="C",
+                pid=REPLICAS + replica,
+                tid=0,
+                name="running",
+                ts=_us(at_s),
+                args={"running": round(value, 2)},
+            )
     lines = thin(list(snapshot.fleet), MOST_COUNTS)
     times = snapshot.at_rl(np.array([line.rl_s for line in lines], np.float64)).tolist()
     for at_s, line in zip(times, lines, strict=True):
         for replica, waiting in enumerate(line.waiting):
-            yield TraceEvent("C", REPLICAS + replica, 0, "waiting", _us(at_s), args={"waiting": waiting})
+            yield TraceEvent(
+                ph="C", pid=REPLICAS + replica, tid=0, name="waiting", ts=_us(at_s), args={"waiting": waiting}
+            )
         for replica, kv_use in enumerate(line.kv_use):
-            yield TraceEvent("C", REPLICAS + replica, 0, "KV cache", _us(at_s), args={"share": kv_use})
+            yield TraceEvent(
+                ph="C", pid=REPLICAS + replica, tid=0, name="KV cache", ts=_us(at_s), args={"share": kv_use}
+            )
     train = snapshot.trajectories
     consumed = train.is_status(Status.CONSUMED)
     last = int(train.step[consumed].max(initial=0))
@@ -219,7 +254,7 @@ def _counters(snapshot: Snapshot) -> Iterator[TraceEvent]:
     for at_s, step in thin(list(snapshot.history.steps), MOST_COUNTS):
         if step.step <= last and counts[step.step]:
             mean = round(float(sums[step.step] / counts[step.step]), 3)
-            yield TraceEvent("C", LEARNER, 0, "staleness", _us(at_s), args={"mean": mean})
+            yield TraceEvent(ph="C", pid=LEARNER, tid=0, name="staleness", ts=_us(at_s), args={"mean": mean})
 
 
 def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:
@@ -228,9 +263,9 @@ def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEv
     seen = sorted({(event.pid, event.tid) for event in events})
     for pid in sorted({pid for pid, _ in seen}):
         title = titles.get(pid, f"replica {pid - REPLICAS}")
-        yield TraceEvent("M", pid, 0, "process_name", args={"name": title})
-        yield TraceEvent("M", pid, 0, "process_sort_index", args={"sort_index": pid})
+        yield TraceEvent(ph="M", pid=pid, tid=0, name="process_name", args={"name": title})
+        yield TraceEvent(ph="M", pid=pid, tid=0, name="process_sort_index", args={"sort_index": pid})
     for pid, tid in seen:
         lane = "weights" if tid == WEIGHTS else f"slot {tid - 1}"
         title = relays[tid] if pid == RELAYS else {LEARNER: "steps", SCORER: f"worker {tid}"}.get(pid, lane)
-        yield TraceEvent("M", pid, tid, "thread_name", args={"name": title})
+        yield TraceEvent(ph="M", pid=pid, tid=tid, name="thread_name", args={"name": title})

@@ -43,7 +43,12 @@ def wall_panel(diagnosis: Diagnosis) -> WallPanel:
     moves = tuple(RemedyLine(f"{move.key}: {move.change}", move.why) for move in binding.remedies)
     stages = stage_bars(diagnosis.reading.schedule, times, binding.wall)
     return WallPanel(
-        str(binding.wall), evidence, moves, stages, diagnosis.reading.measured_s, MEANINGS[binding.wall]
+        name=str(binding.wall),
+        evidence=evidence,
+        remedies=moves,
+        stages=stages,
+        step_s=diagnosis.reading.measured_s,
+        meaning=MEANINGS[binding.wall],
     )
 
 
@@ -59,7 +64,7 @@ def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> tuple[Stage
             begin = {Stage.WEIGHTS: times.generation_s}
     of_wall = Stage.GENERATION if wall is Wall.LONG_TAIL else STAGE_OF.get(wall)
     return tuple(
-        StageBar(str(stage), begin.get(stage, 0.0), times.of(stage), stage is of_wall)
+        StageBar(name=str(stage), start_s=begin.get(stage, 0.0), seconds=times.of(stage), binding=stage is of_wall)
         for stage in Stage
         if times.of(stage) >= SMALL
     )

@@ -20,7 +20,7 @@ class Stage(StrEnum):
     WEIGHTS = "weights"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """Seconds that each stage works for one step, e.g. generation 32.3 s and the learner 12.1 s of a step of 34 s.
 

@@ -18,7 +18,7 @@ WARM_UP = 0.25  # of the steps
 FEW_STEPS = 8  # with fewer, none is left out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What a run showed, in seconds of a mean step; the input of `diagnose`."""
 
@@ -57,34 +57,34 @@ def read_reading(record: Record) -> Reading | None:
     trajectories = record.trajectories.where(record.trajectories.issued_s >= since - mean(pipeline.measured_s))
     finished = trajectories.where(trajectories.finish >= 0)
     times = StageTimes(
-        mean(pipeline.generation_s),
-        mean(pipeline.reward_s),
-        0.0 if in_learner else mean(pipeline.reference_s),
-        mean(pipeline.learner_s),
-        mean(pipeline.late_s),
-        mean(pipeline.tail_s),
-        mean(pipeline.stall_s),
+        generation_s=mean(pipeline.generation_s),
+        reward_s=mean(pipeline.reward_s),
+        reference_s=0.0 if in_learner else mean(pipeline.reference_s),
+        learner_s=mean(pipeline.learner_s),
+        weights_s=mean(pipeline.late_s),
+        tail_s=mean(pipeline.tail_s),
+        stall_s=mean(pipeline.stall_s),
     )
     p50, p95 = np.percentile(finished.length, [50, 95]) if len(finished) else (0.0, 0.0)
     return Reading(
-        config.schedule,
-        len(pipeline) - first,
-        mean(pipeline.measured_s),
-        times,
-        mean(pipeline.reference_s),
-        in_learner,
-        mean(pipeline.waited_s),
-        mean(pipeline.held_s),
-        _longest(finished, config.trajectories_per_step),
-        _share(trajectories, trajectories.dropped_for(DropReason.STALE)),
-        _hopeless(trajectories),
-        float(p95 / p50) if p50 else 0.0,
-        mean(pipeline.crowded_s) / max(mean(pipeline.generation_s), 1e-9),
-        _group_spread(finished),
-        float(np.nanpercentile(finished.score_s, 95)) if np.isfinite(finished.score_s).any() else 0.0,
-        mean(pipeline.transfer_s),
-        mean(pipeline.load_s),
-        _tokens_per_step(record) / (config.packer.max_tokens * config.learner.world_size),
+        schedule=config.schedule,
+        steps=len(pipeline) - first,
+        measured_s=mean(pipeline.measured_s),
+        times=times,
+        reference_s=mean(pipeline.reference_s),
+        reference_in_learner=in_learner,
+        waited_s=mean(pipeline.waited_s),
+        held_s=mean(pipeline.held_s),
+        longest_s=_longest(finished, config.trajectories_per_step),
+        stale_share=_share(trajectories, trajectories.dropped_for(DropReason.STALE)),
+        hopeless_share=_hopeless(trajectories),
+        length_ratio=float(p95 / p50) if p50 else 0.0,
+        crowded_share=mean(pipeline.crowded_s) / max(mean(pipeline.generation_s), 1e-9),
+        group_p90_s=_group_spread(finished),
+        reward_p95_s=float(np.nanpercentile(finished.score_s, 95)) if np.isfinite(finished.score_s).any() else 0.0,
+        transfer_s=mean(pipeline.transfer_s),
+        load_s=mean(pipeline.load_s),
+        microbatches=_tokens_per_step(record) / (config.packer.max_tokens * config.learner.world_size),
     )
 
 

@@ -35,7 +35,7 @@ class Verdict:
     remedies: tuple[Remedy, ...]  # the first is to be tried first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """What limits the run, what would limit it next, and what its schedule has to do with it."""
 
@@ -68,15 +68,15 @@ def diagnose(reading: Reading, config: RunConfig) -> Diagnosis:
     )
     under = {schedule: _times_under(schedule, reading) for schedule in Schedule}
     return Diagnosis(
-        reading,
-        binding,
-        after,
-        compose(reading.schedule, reading.times),
-        {
+        reading=reading,
+        binding=binding,
+        next=after,
+        composed_s=compose(reading.schedule, reading.times),
+        under={
             schedule: reading.measured_s if schedule is reading.schedule else compose(schedule, times)
             for schedule, times in under.items()
         },
-        {schedule: max(Stage, key=times.of) for schedule, times in under.items()},
+        walls_under={schedule: max(Stage, key=times.of) for schedule, times in under.items()},
     )
 
 

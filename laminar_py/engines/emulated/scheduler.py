@@ -20,7 +20,7 @@ from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, Paus
 from laminar_py.records.trajectory import FinishReason
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Job:
     """A request in the engine, e.g. `_Job(request, response, length=0, sent=0)` while it waits."""
 
@@ -93,7 +93,13 @@ class EmulatedScheduler:
     def status(self) -> EngineStatus:
         """As of the last `advance`."""
         waiting = len(self._continued) + len(self._fresh)
-        return EngineStatus(len(self._running), waiting, self._kv_used, self._kv_capacity, self._version)
+        return EngineStatus(
+            running=len(self._running),
+            waiting=waiting,
+            kv_used=self._kv_used,
+            kv_capacity=self._kv_capacity,
+            version=self._version,
+        )
 
     def take_deltas(self) -> list[Delta]:
         """What has left since the last call, in order."""
@@ -111,7 +117,7 @@ class EmulatedScheduler:
         """Queue a request; one whose prefix is as long as its response may be has ended."""
         self._touch(now)
         length = len(request.prefix_ids)
-        job = _Job(request, response, length, sent=length)
+        job = _Job(request=request, response=response, length=length, sent=length)
         if length >= response.num_tokens:
             self._emit(job, length, response.reason)
             return
@@ -270,7 +276,16 @@ class EmulatedScheduler:
         ids = job.response.ids(job.sent, length)
         old_kv = job.version if job.sent < length and job.version < self._version else None
         job.sent = length
-        self._deltas.append(Delta(job.request.rid, ids, self._logprobs[: len(ids)], self._version, reason, old_kv))
+        self._deltas.append(
+            Delta(
+                rid=job.request.rid,
+                ids=ids,
+                logprobs=self._logprobs[: len(ids)],
+                version=self._version,
+                finish_reason=reason,
+                kv_version=old_kv,
+            )
+        )
 
     def _end(self, job: _Job, reason: FinishReason) -> None:
         self._send(job, reason)

@@ -15,7 +15,7 @@ from laminar_py.records.engine import GenerateRequest
 from laminar_py.records.recordings import RoutedExperts
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """One request in the engine, e.g. `Job(7, request, request.prefix_ids)` while it waits."""
 

@@ -101,7 +101,9 @@ class BlockPool:
         blocks = torch.from_numpy(self.table[slot, start // BLOCK : -(-end // BLOCK)]).to(self._experts.device)
         first = start % BLOCK
         rows = self._experts[blocks].flatten(0, 1)[first : first + end - start].cpu().numpy()
-        return RoutedExperts(start, rows.shape[1], rows.shape[2], rows.itemsize, rows.tobytes())
+        return RoutedExperts(
+            start=start, layers=rows.shape[1], top_k=rows.shape[2], width=rows.itemsize, data=rows.tobytes()
+        )
 
     def settle(self) -> None:
         """Make the copies asked for, then move the last blocks into the holes."""

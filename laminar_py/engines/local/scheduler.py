@@ -80,7 +80,11 @@ class Scheduler:
     def status(self) -> EngineStatus:
         """May be called from any thread."""
         return EngineStatus(
-            len(self._running), len(self._waiting), self._slots.kv_used, self._kv_capacity, self._version
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_used=self._slots.kv_used,
+            kv_capacity=self._kv_capacity,
+            version=self._version,
         )
 
     def take_deltas(self) -> list[tuple[int, Delta]]:
@@ -91,9 +95,11 @@ class Scheduler:
     def submit(self, ticket: int, request: GenerateRequest) -> None:
         """Queue a request that fits `max_len`."""
         if len(request.prefix_ids) >= response_limit(request, max_len=self._max_len):
-            self._send_nothing(Job(ticket, request, request.prefix_ids), FinishReason.LENGTH)
+            self._send_nothing(
+                Job(ticket=ticket, request=request, response=request.prefix_ids), FinishReason.LENGTH
+            )
         else:
-            self._waiting.append(Job(ticket, request, request.prefix_ids))
+            self._waiting.append(Job(ticket=ticket, request=request, response=request.prefix_ids))
 
     def abort(self, ticket: int) -> None:
         """End a request wherever it is; one that has ended already is left alone."""
@@ -240,12 +246,12 @@ class Scheduler:
         if len(ids) or finish_reason:
             kv_version = job.version if len(ids) and job.version < self._version else None
             delta = Delta(
-                job.request.rid,
-                ids,
-                logprobs,
-                self._version,
-                finish_reason,
-                kv_version,
+                rid=job.request.rid,
+                ids=ids,
+                logprobs=logprobs,
+                version=self._version,
+                finish_reason=finish_reason,
+                kv_version=kv_version,
                 sampling_mask=self._slots.take_unsent_mask(slot) if self._records_masks else None,
                 routed_experts=self._recorded(slot, job) if finish_reason else None,
             )
@@ -266,7 +272,12 @@ class Scheduler:
 
     def _send_nothing(self, job: Job, finish_reason: FinishReason) -> None:
         delta = Delta(
-            job.request.rid, _NO_IDS, _NO_LOGPROBS, self._version, finish_reason, routed_experts=job.experts
+            rid=job.request.rid,
+            ids=_NO_IDS,
+            logprobs=_NO_LOGPROBS,
+            version=self._version,
+            finish_reason=finish_reason,
+            routed_experts=job.experts,
         )
         self._deltas.append((job.ticket, delta))
 
@@ -279,7 +290,7 @@ class Scheduler:
         self._send(slot)
         response, experts = self._slots.response(slot), self._recorded(slot, self._running[slot])
         job = self._vacate(slot)
-        self._waiting.appendleft(Job(job.ticket, job.request, response, experts))
+        self._waiting.appendleft(Job(ticket=job.ticket, request=job.request, response=response, experts=experts))
 
     def _vacate(self, slot: int) -> Job:
         job = self._running.pop(slot)

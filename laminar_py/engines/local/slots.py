@@ -27,7 +27,7 @@ class State(IntEnum):
     DECODING = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """The decoding slots, B of them, and what stays the same for them from step to step."""
 
@@ -98,7 +98,13 @@ class Slots:
                 min_p=self.min_p[rows],
                 device=device,
             )
-        return Rows(rows, self.seeds[rows], self.limit[rows], self.stop_ids[rows], sampler)
+        return Rows(
+            slots=rows,
+            seeds=self.seeds[rows],
+            limits=self.limit[rows],
+            stop_ids=self.stop_ids[rows],
+            sampler=sampler,
+        )
 
     def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None) -> None:
         """One new token for each of the slots `rows [B]`."""

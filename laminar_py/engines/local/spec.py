@@ -26,7 +26,7 @@ class _Rope(msgspec.Struct, frozen=True):
     partial_rotary_factor: float = 1.0
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _Config(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `config.json` that matter here, with the defaults that Hugging Face gives them."""
 
     model_type: str
@@ -81,7 +81,7 @@ class Mixture:
     renormalises: bool  # the weights of those sum to 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder of the Llama family; the project's tiny Qwen3 has `num_heads=4, num_kv_heads=2, head_dim=32`."""
 

@@ -43,7 +43,7 @@ class Norm:
         return (x / length.hypot_(self.floor)).mul_(self.scale).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
 
@@ -95,7 +95,7 @@ class Weights:
                     yield f"{index}.{field.name}", value.scale if isinstance(value, Norm) else value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     """Where a matrix of a layer lies in the packed weights, e.g. `Projection("mlp", "up_gate", 256, 256, 96)`."""
 
@@ -116,15 +116,17 @@ def projections(spec: ModelSpec) -> dict[str, Projection]:
     dim, inner, hidden = spec.head_dim, spec.intermediate, spec.hidden
     size_q, size_kv = spec.num_heads * dim, spec.num_kv_heads * dim
     found = {
-        "q_proj": Projection("self_attn", "qkv", 0, size_q, hidden, dim),
-        "k_proj": Projection("self_attn", "qkv", size_q, size_kv, hidden, dim),
-        "v_proj": Projection("self_attn", "qkv", size_q + size_kv, size_kv, hidden),
-        "o_proj": Projection("self_attn", "out", 0, hidden, size_q),
+        "q_proj": Projection(block="self_attn", field="qkv", start=0, size=size_q, inputs=hidden, head_dim=dim),
+        "k_proj": Projection(
+            block="self_attn", field="qkv", start=size_q, size=size_kv, inputs=hidden, head_dim=dim
+        ),
+        "v_proj": Projection(block="self_attn", field="qkv", start=size_q + size_kv, size=size_kv, inputs=hidden),
+        "o_proj": Projection(block="self_attn", field="out", start=0, size=hidden, inputs=size_q),
     }
     if spec.mixture is None:
-        found["up_proj"] = Projection("mlp", "up_gate", 0, inner, hidden)
-        found["gate_proj"] = Projection("mlp", "up_gate", inner, inner, hidden)
-        found["down_proj"] = Projection("mlp", "down", 0, hidden, inner)
+        found["up_proj"] = Projection(block="mlp", field="up_gate", start=0, size=inner, inputs=hidden)
+        found["gate_proj"] = Projection(block="mlp", field="up_gate", start=inner, size=inner, inputs=hidden)
+        found["down_proj"] = Projection(block="mlp", field="down", start=0, size=hidden, inputs=inner)
     return found
 
 

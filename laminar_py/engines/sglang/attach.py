@@ -36,7 +36,7 @@ SHAPE = tuple(name for name in ModelSizes.__struct_fields__ if name != "max_posi
 _VOCABULARY = re.compile(r"valid range is \[0, (\d+)\)")
 
 
-class ServerInfo(msgspec.Struct, frozen=True):
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What matters of `/server_info`; older servers lack some of it."""
 
     version: str

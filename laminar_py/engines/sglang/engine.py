@@ -89,7 +89,12 @@ class SGLangEngine:
         if room <= 0:
             yield self._nothing(request.rid, FinishReason.LENGTH)
             return
-        stream = Stream(self._served, request, f"{request.rid}#{self._client}-{next(self._tickets)}#", room)
+        stream = Stream(
+            served=self._served,
+            request=request,
+            wire_rid=f"{request.rid}#{self._client}-{next(self._tickets)}#",
+            room=room,
+        )
         self._streams.add(stream)
         self._by_rid[request.rid] = stream
         try:
@@ -148,7 +153,7 @@ class SGLangEngine:
             raise self._server.lose(f"the stream of {rid} ended before its last token")
 
     def _nothing(self, rid: str, reason: FinishReason) -> Delta:
-        return Delta(rid, _NO_IDS, _NO_LOGPROBS, self._version, reason)
+        return Delta(rid=rid, ids=_NO_IDS, logprobs=_NO_LOGPROBS, version=self._version, finish_reason=reason)
 
     def _forget(self, stream: Stream) -> bool:
         """Let go of a stream that has ended. False if that was done before."""
@@ -303,7 +308,11 @@ class SGLangEngine:
         running = min(submitted, self._load.num_running_reqs)
         used = self._load.num_used_tokens if submitted else 0
         return EngineStatus(
-            running, len(self._streams) - running, used, self._load.max_total_num_tokens, self._version
+            running=running,
+            waiting=len(self._streams) - running,
+            kv_used=used,
+            kv_capacity=self._load.max_total_num_tokens,
+            version=self._version,
         )
 
     async def watch(self) -> None:

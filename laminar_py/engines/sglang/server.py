@@ -68,7 +68,7 @@ _ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt)|.*: error)\b")
 _STAMP = re.compile(r"^\[[^\]]*\]\s*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerSpec:
     """One server to launch, e.g. `ServerSpec(python, model_dir, log, device=Device.CPU, dtype="float32", ...)`.
 

@@ -24,7 +24,7 @@ _NEUTRAL = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What is served and how it is asked for."""
 
@@ -35,7 +35,7 @@ class Served:
     base: Path | None = None  # folder whose weights the server began with, where adapters are added to them
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Stream:
     """From `generate` to its last delta. `wire_rid` is its name on the server."""
 
@@ -93,7 +93,9 @@ class Stream:
         ids, logprobs = wire.tokens(chunk, meta, received=self.length)
         self.length += len(ids)
         version = self._version(meta)
-        delta = Delta(self.request.rid, ids, logprobs, version, kv_version=self._kv_version(version))
+        delta = Delta(
+            rid=self.request.rid, ids=ids, logprobs=logprobs, version=version, kv_version=self._kv_version(version)
+        )
         if Recording.SAMPLING_MASK in self.served.record:
             mask = wire.sampling_mask(meta, count=len(ids))
             delta = msgspec.structs.replace(delta, sampling_mask=mask)

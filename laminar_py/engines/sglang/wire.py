@@ -40,7 +40,7 @@ class WireFinish(msgspec.Struct):
     status_code: int | None = None
 
 
-class Meta(msgspec.Struct):
+class Meta(msgspec.Struct, kw_only=True):
     """What a chunk says beside its tokens."""
 
     weight_version: str
@@ -182,7 +182,9 @@ def routed_experts(text: str, *, start: int, positions: int, top_k: int) -> Rout
     if lowest < 0 or highest >= MAX_EXPERTS:
         raise WireError(f"routed experts {lowest} to {highest}")
     width = 1 if highest < 256 else 2
-    return RoutedExperts(start, layers, top_k, width, experts.astype(f"<u{width}").tobytes())
+    return RoutedExperts(
+        start=start, layers=layers, top_k=top_k, width=width, data=experts.astype(f"<u{width}").tobytes()
+    )
 
 
 def spans(meta: Meta, *, length: int) -> list[Span]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from laminar_py.config.algorithm import AlgorithmConfig, Objective
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """What a loss is made of, for the N trained tokens of S sequences.
 

@@ -224,7 +224,7 @@ class Arrivals:
     def _take(self, intake: Intake, chunk: m.Chunk) -> None:
         verdict = intake.accept(chunk, keep_delta=self._downlink.has_children)
         if verdict is Verdict.DAMAGED:
-            self._tell(m.Fetch(chunk.version, chunk.file, chunk.index, 1))
+            self._tell(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
         if verdict is not Verdict.WRITTEN:
             return
         self._downlink.forward(intake.stored, chunk.file, chunk.index)

@@ -106,7 +106,10 @@ class Intake:
                 runs[-1][2] += 1
             else:
                 runs.append([file, index, 1])
-        return [Fetch(self.version, file, first, count, self.stored.base) for file, first, count in runs]
+        return [
+            Fetch(version=self.version, file=file, first_chunk=first, credits=count, base=self.stored.base)
+            for file, first, count in runs
+        ]
 
     def accept(self, chunk: Chunk, *, keep_delta: bool) -> Verdict:
         """Check and store a chunk; `keep_delta` to pass it on as it came.

@@ -281,10 +281,10 @@ class RelayNode:
     def _now_complete(self, manifest: m.Manifest, intake: Intake | None = None) -> None:
         self._emit(
             m.VersionComplete(
-                self.name,
-                manifest.version,
-                manifest.digest,
-                manifest.num_bytes,
+                node=self.name,
+                version=manifest.version,
+                digest=manifest.digest,
+                num_bytes=manifest.num_bytes,
                 base=intake.stored.base if intake else None,
                 wire_bytes=intake.wire_bytes if intake else 0,
                 first_byte_s=intake.first_byte_s if intake else 0.0,

@@ -121,7 +121,7 @@ class TreeSpec(Section):
         return Payload(self.full.num_bytes, self.delta_share, *rates)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPlan:
     """What a `TreeSpec` gives, e.g. `make_relay_plan(read_spec(Path("configs/relay/rack.yaml"), []))`."""
 
@@ -158,7 +158,16 @@ def make_relay_plan(spec: TreeSpec) -> RelayPlan:
     ways, chunk_bytes = routes(tree, zones), spec.chunk_bytes or choice.chunk_bytes
     full_s = broadcast_s(ways, spec.full, links, chunk_bytes=chunk_bytes)
     delta_s = broadcast_s(ways, spec.delta, links, chunk_bytes=chunk_bytes) if spec.delta else None
-    return RelayPlan(spec, zones, choice.shape, tree, chunk_bytes, full_s, delta_s, peak_bytes)
+    return RelayPlan(
+        spec=spec,
+        zones=zones,
+        shape=choice.shape,
+        tree=tree,
+        chunk_bytes=chunk_bytes,
+        full_s=full_s,
+        delta_s=delta_s,
+        peak_bytes=peak_bytes,
+    )
 
 
 def _peak_bytes(spec: TreeSpec) -> int:

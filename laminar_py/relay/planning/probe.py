@@ -53,7 +53,13 @@ async def send_chunks(host: str, port: int, keys: RelayKeys) -> None:
                 if isinstance(message, Fetch) and message.version < len(SIZES):
                     place = message.version
                     for index in range(min(message.credits, _LONGEST_BURST)):
-                        chunk = Chunk(place, 0, index, checksums[place], data=data[: SIZES[place]])
+                        chunk = Chunk(
+                            version=place,
+                            file=0,
+                            index=index,
+                            checksum=checksums[place],
+                            data=data[: SIZES[place]],
+                        )
                         listener.send(to, chunk)
         finally:
             listener.close()
@@ -119,7 +125,7 @@ async def _seconds_per_chunk(link: Link, place: int) -> float:
 
 async def _receive_burst(link: Link, place: int, num_chunks: int, target: bytearray) -> float:
     """Seconds from the first chunk to the last, each checked and copied as a node does."""
-    link.send(Fetch(place, 0, 0, num_chunks))
+    link.send(Fetch(version=place, file=0, first_chunk=0, credits=num_chunks))
     began = 0.0
     for index in range(num_chunks):
         chunk = await link.receive()

@@ -55,7 +55,7 @@ class _Zstd(threading.local):
 _zstd = _Zstd()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
     """The fixed part of a payload, e.g. `_Header(2, 4194304, 26215, 1176, (24011, 1090, 3287, 260, 19))`."""
 
@@ -104,7 +104,13 @@ def encode(new: Buffer, base: Buffer, *, width: int) -> bytes | None:
     gaps, far = _gaps(positions)
     sections = (gaps.tobytes(), far.view(np.uint8).reshape(-1, _FAR_WIDTH).T.tobytes(), *_values(steps, width))
     frames = [_zstd.compressor.compress(section) for section in sections]
-    header = _Header(width, len(new), len(positions), len(far), tuple(map(len, frames)))
+    header = _Header(
+        width=width,
+        num_bytes=len(new),
+        num_changed=len(positions),
+        num_far=len(far),
+        frame_bytes=tuple(map(len, frames)),
+    )
     return b"".join((header.pack(), *frames, tail)) if header.payload_bytes < len(new) else None
 
 
@@ -207,7 +213,13 @@ def _read_header(payload: Buffer, *, num_bytes: int) -> _Header:
     form, width, size, num_changed, num_far, *frames = _HEADER.unpack_from(payload)
     if form != _FORMAT or width not in _DTYPES:
         raise DeltaError(f"format {form} with elements of {width} bytes is unknown")
-    header = _Header(width, size, num_changed, num_far, tuple(frames[: 3 + width]))
+    header = _Header(
+        width=width,
+        num_bytes=size,
+        num_changed=num_changed,
+        num_far=num_far,
+        frame_bytes=tuple(frames[: 3 + width]),
+    )
     if size != num_bytes:
         raise DeltaError(f"made for {size} bytes, the base has {num_bytes}")
     if header.payload_bytes != len(payload):

@@ -32,7 +32,7 @@ class _Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
     """A piece of a tensor on its way to [position, position + len(landing)) of a file."""
 
@@ -122,7 +122,16 @@ class DeviceCopier:
                 frees = tensor.nbytes if begin + len(source) == len(raw) else 0
                 self._held_bytes += frees
                 self._flying.append(
-                    _Piece(arrived, landing, buffer, pages, position + begin, filled, (tensor, raw), frees)
+                    _Piece(
+                        arrived=arrived,
+                        landing=landing,
+                        buffer=buffer,
+                        pages=pages,
+                        position=position + begin,
+                        filled=filled,
+                        sources=(tensor, raw),
+                        frees=frees,
+                    )
                 )
                 while self._flying and self._flying[0].arrived.query():
                     self._land()

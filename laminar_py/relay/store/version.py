@@ -134,7 +134,14 @@ class StoredVersion:
             return self._fresh
         data = self.content(file, index) if delta is None else memoryview(delta)
         checksum = self._checksums[file][index * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
-        return Chunk(self.manifest.version, file, index, bytes(checksum), None if delta is None else base, data)
+        return Chunk(
+            version=self.manifest.version,
+            file=file,
+            index=index,
+            checksum=bytes(checksum),
+            base=None if delta is None else base,
+            data=data,
+        )
 
     def content(self, file: int, index: int) -> memoryview:
         """The bytes of a chunk that is here; as they lie in the file, if all of that is here."""

@@ -101,7 +101,7 @@ class Want(Upward, frozen=True):
     arriving: bool = False  # it is on its way there: no announcement is needed
 
 
-class Fetch(Upward, frozen=True):
+class Fetch(Upward, frozen=True, kw_only=True):
     """Send chunks [first_chunk, first_chunk + credits) of a file, each as soon as it is there."""
 
     version: Version
@@ -149,7 +149,7 @@ class Announce(Downward, frozen=True):
     base: Version | None = None  # there are deltas against this version
 
 
-class Chunk(Downward, frozen=True):
+class Chunk(Downward, frozen=True, kw_only=True):
     """One piece of a file. `checksum` is made where the version entered the tree and travels unchanged."""
 
     version: Version
@@ -201,7 +201,7 @@ ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Release 
 ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Pulled | Refused
 
 
-class VersionComplete(msgspec.Struct, frozen=True, tag=True):
+class VersionComplete(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Report: a node holds a verified version. Seconds count from its first request for it; all 0 at the root."""
 
     node: str

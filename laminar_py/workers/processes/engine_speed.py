@@ -44,11 +44,11 @@ def _emulated(config: RunConfig) -> EngineSpeed:
     assert config.emulation is not None, "there is a profile"
     times, fast = read_profile(config.emulation.profile).engine, config.emulation.compression
     return EngineSpeed(
-        times.step_s / fast,
-        0.0,
-        times.kv_token_s / fast,
-        times.prefill_tokens_per_s * fast,
-        config.rollout.max_batch,
+        step_s=times.step_s / fast,
+        step_s_per_sequence=0.0,
+        step_s_per_token=times.kv_token_s / fast,
+        prefill_tokens_per_s=times.prefill_tokens_per_s * fast,
+        roofline_batch=config.rollout.max_batch,
     )
 
 

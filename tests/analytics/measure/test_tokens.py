@@ -77,4 +77,6 @@ async def test_only_what_was_dropped_is_probed(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         live(ledger, "g0.0", 3)
         with pytest.raises(IllegalEventError, match="it is live"):
-            ledger.append(Probed("g0.0", 9, FinishReason.STOP, 1.0, 3.0))
+            ledger.append(
+                Probed(trajectory_id="g0.0", length=9, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0)
+            )

@@ -41,7 +41,11 @@ async def test_kinds_are_read_apart_and_tasks_are_told(tmp_path):
         begin(ledger)
         issue(ledger, "e0.0", kind=Kind.EVAL)
         for index, task in ((1, "algebra"), (2, "geometry"), (3, "algebra")):
-            ledger.store_prompt(Prompt(f"q{index}", index, "?", np.arange(3, dtype=np.int32), "4", task))
+            ledger.store_prompt(
+                Prompt(
+                    id=f"q{index}", index=index, text="?", ids=np.arange(3, dtype=np.int32), answer="4", task=task
+                )
+            )
             ledger.append(Issued(f"g{index}.0", f"g{index}", f"q{index}", index, 0, Kind.TRAIN))
     with reading(tmp_path) as connection:
         found, evaluations = read_trajectories(connection), read_trajectories(connection, kind=Kind.EVAL)

@@ -21,7 +21,8 @@ def make_stays(rows):
     replica, version, start, end = np.array(rows, np.float64).reshape(-1, 4).T
     of = np.arange(len(replica), dtype=np.int32)
     ints = (column.astype(np.int32) for column in (of, replica, version))
-    return Stays(*ints, start, end, np.full(len(of), StayEnd.FINISHED, np.int8))
+    ended = np.full(len(of), StayEnd.FINISHED, np.int8)
+    return Stays(**dict(zip(Stays.__dataclass_fields__, (*ints, start, end, ended), strict=True)))
 
 
 def stay():

@@ -15,7 +15,8 @@ def make_report(rl_s, devices, *accuracy, rewards=()):
 
     def curve(pairs):
         return tuple(
-            Point(step, at, round(100 * at), at * devices / 3600, value) for step, (at, value) in enumerate(pairs)
+            Point(step=step, rl_s=at, tokens=round(100 * at), device_hours=at * devices / 3600, value=value)
+            for step, (at, value) in enumerate(pairs)
         )
 
     return SimpleNamespace(rl_s=rl_s, quality=Quality(devices, "process", curve(accuracy), curve(rewards)))

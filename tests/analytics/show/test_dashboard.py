@@ -130,7 +130,7 @@ async def test_the_record_is_read_again_only_when_it_has_grown(run):
 
 async def test_metrics_agree_with_the_ledger(run):
     snapshot = read_snapshot(run)
-    train, found = snapshot.trajectories, samples(expose(snapshot, WallPanel("generation")).decode())
+    train, found = snapshot.trajectories, samples(expose(snapshot, WallPanel(name="generation")).decode())
     assert found[("laminar_issued_total",)] == len(train)
     for status in Status:
         assert found["laminar_trajectories", status] == train.is_status(status).sum()
@@ -143,7 +143,7 @@ async def test_metrics_agree_with_the_ledger(run):
 
 
 async def test_metrics_have_the_types_and_units_that_their_names_say(run):
-    text = expose(read_snapshot(run), WallPanel("generation")).decode()
+    text = expose(read_snapshot(run), WallPanel(name="generation")).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families) > 30
     for family in families:
@@ -177,7 +177,7 @@ async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
 async def test_all_that_the_grafana_dashboard_draws_is_exported(run):
     board = json.loads(GRAFANA.read_text())
     named = set(re.findall(r"laminar_[a-z_]+", json.dumps([panel["targets"] for panel in board["panels"]])))
-    text = expose(read_snapshot(run), WallPanel("generation")).decode()
+    text = expose(read_snapshot(run), WallPanel(name="generation")).decode()
     exported = {name for name, *_ in samples(text)} | set(re.findall(r"# TYPE (\w+)", text))
     assert len(named) > 20
     assert named <= exported

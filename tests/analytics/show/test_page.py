@@ -18,12 +18,12 @@ from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, issue, open_ledger
 
 WALL = WallPanel(
-    "generation",
-    ("replicas are busy",),
-    (RemedyLine("rollout.replicas", "a half"),),
-    (StageBar("generation", 0, 3.0),),
-    3.0,
-    "The rest waits for it.",
+    name="generation",
+    evidence=("replicas are busy",),
+    remedies=(RemedyLine("rollout.replicas", "a half"),),
+    stages=(StageBar(name="generation", start_s=0, seconds=3.0),),
+    step_s=3.0,
+    meaning="The rest waits for it.",
 )
 MARKS = """JSON.stringify(Object.fromEntries(
   ['lengths', 'latencies', 'staleness', 'step', 'curves'].map((id) => {
@@ -135,7 +135,19 @@ async def test_nothing_from_a_run_becomes_markup(tmp_path):
         begin(ledger)
         issue(ledger, "g0.0")
         ledger.append(Dropped("g0.0", DropReason.REWARD_FAILED, evil))
-        ledger.append(Relayed(evil, 1, "d", 10, None, 10, 0.1, 0.2, evil))
+        ledger.append(
+            Relayed(
+                node=evil,
+                version=1,
+                digest="d",
+                num_bytes=10,
+                base=None,
+                wire_bytes=10,
+                first_byte_s=0.1,
+                elapsed_s=0.2,
+                parent=evil,
+            )
+        )
         ledger.append(Pulled("relay-0", evil, 1, 0.1))
     report = write_report(run)
     async with browsing(tmp_path / "profile") as tab:

@@ -69,9 +69,21 @@ async def test_a_report_says_where_tokens_and_time_went(run):
 
 
 def test_long_responses_are_told_in_digits():
-    of_length = Distribution(3, 12_345.6, 12_345.6, 16_384.0, 16_384.0, 16_384.0, 16_384.0)
+    of_length = Distribution(
+        count=3, mean=12_345.6, p50=12_345.6, p90=16_384.0, p95=16_384.0, p99=16_384.0, max=16_384.0
+    )
     console = Console(width=80, file=StringIO())
-    console.print(tail_table(Tails({Measure.LENGTH: of_length}, None, {}, {}, {})))
+    console.print(
+        tail_table(
+            Tails(
+                overall={Measure.LENGTH: of_length},
+                longest_over_mean=None,
+                by_replica={},
+                by_version={},
+                by_task={},
+            )
+        )
+    )
     assert "12,346  16,384" in console.file.getvalue()
 
 

@@ -18,7 +18,7 @@ def reading_of(schedule=Schedule.ASYNC, *, measured_s=10.0, held_s=0.0, **times)
     """A run whose stages take these seconds, and where nothing else is wrong."""
     stages = StageTimes(**{"generation_s": 0.1, "learner_s": 0.1, **times})
     return Reading(
-        schedule,
+        schedule=schedule,
         steps=20,
         measured_s=measured_s,
         times=stages,

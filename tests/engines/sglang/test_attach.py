@@ -23,14 +23,16 @@ from laminar_py.engines.sglang.attach import (
 )
 from laminar_py.records.recordings import Recording
 
-SIZES = ModelSizes(320, "qwen3", ["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=2)
+SIZES = ModelSizes(
+    vocab_size=320, model_type="qwen3", architectures=["Qwen3ForCausalLM"], hidden_size=64, num_hidden_layers=2
+)
 ROLLOUT = RolloutConfig(max_len=256)
 SERVER = {"version": "0.5.23", "max_req_input_len": 258, "incremental_streaming_output": True, "tp_size": 1}
 MODEL = {"model_path": "/elsewhere", "is_generation": True, "architectures": ["Qwen3ForCausalLM"]}
 
 
 def answers(*, vocab=320, sizes=None, model=None, **server) -> Answers:
-    told = ServerInfo("0.5.23", 258, incremental_streaming_output=True)
+    told = ServerInfo(version="0.5.23", max_req_input_len=258, incremental_streaming_output=True)
     fields = {name: server.get(name, getattr(told, name)) for name in ServerInfo.__struct_fields__}
     return Answers(
         ServerInfo(**fields), model or ModelInfo("/elsewhere", True, "qwen3", ["Qwen3ForCausalLM"]), vocab, sizes

@@ -68,7 +68,7 @@ async def client(server, **served):
     engine = SGLangEngine(
         server.url,
         api_key=server.api_key,
-        served=Served(VOCAB, MAX_LEN, **served),
+        served=Served(vocab=VOCAB, max_len=MAX_LEN, **served),
         stall_timeout_s=30,
         watch_server=server.watch,
     )

@@ -101,7 +101,7 @@ class Server:
         engine = SGLangEngine(
             f"http://{host}:{port}",
             api_key=None,
-            served=Served(100, 64, **served),
+            served=Served(vocab=100, max_len=64, **served),
             stall_timeout_s=PATIENCE_S,
             watch_server=self.watch,
         )
@@ -376,7 +376,13 @@ async def test_missing_masks_lose_the_server():
 def write_adapter(folder: Path, base: Path, *, targets=("q_proj",), learned_on: Path | None = None) -> Path:
     folder.mkdir()
     digest = base_digest(base)
-    config = AdapterConfig(str(learned_on or base), digest, 1, 1.0, list(targets))
+    config = AdapterConfig(
+        base_model_name_or_path=str(learned_on or base),
+        revision=digest,
+        r=1,
+        lora_alpha=1.0,
+        target_modules=list(targets),
+    )
     (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.encode(config))
     parts = [
         f"{PREFIX}model.layers.0.self_attn.{target}.lora_{part}.weight" for target in targets for part in "AB"

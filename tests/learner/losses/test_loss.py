@@ -28,11 +28,33 @@ CLIPPED = {
 }
 
 
+def make_terms(logprobs, others, sequence, **more):
+    behaviour, proximal, advantages, weights = others
+    return Terms(
+        logprobs=logprobs,
+        behaviour=behaviour,
+        proximal=proximal,
+        advantages=advantages,
+        weights=weights,
+        sequence=torch.tensor(sequence),
+        num_sequences=len(LENGTHS),
+        **more,
+    )
+
+
 def one_token(ratio, advantage, weight, settings):
     logprobs = torch.tensor([math.log(ratio) - 3.0], requires_grad=True)
     drawn = torch.tensor([-3.0])
     sequence = torch.zeros(1, dtype=torch.long)
-    terms = Terms(logprobs, drawn, drawn, torch.tensor([advantage]), torch.tensor([weight]), sequence, 1)
+    terms = Terms(
+        logprobs=logprobs,
+        behaviour=drawn,
+        proximal=drawn,
+        advantages=torch.tensor([advantage]),
+        weights=torch.tensor([weight]),
+        sequence=sequence,
+        num_sequences=1,
+    )
     loss = policy_loss(terms, settings)
     loss.backward()
     return float(loss.detach()), float(logprobs.grad)
@@ -111,7 +133,7 @@ def test_a_loss_is_what_plain_float64_says(settings: AlgorithmConfig, seed: int)
     own, *others, sequence = arrays = random_terms(seed)
     logprobs = torch.tensor(own, requires_grad=True)
     drawn = [torch.tensor(array) for array in others]
-    loss = policy_loss(Terms(logprobs, *drawn, torch.tensor(sequence), len(LENGTHS)), settings)
+    loss = policy_loss(make_terms(logprobs, drawn, sequence), settings)
     loss.backward()
     expected, slope = reference(settings, *arrays)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
@@ -126,7 +148,15 @@ def test_gspo_has_the_gradient_of_the_geometric_mean_of_its_ratios():
     advantages = torch.tensor([1.0, -0.5, 0.7, -2.0], dtype=torch.float64)
     settings = AlgorithmConfig(name="gspo", clip_low=0.2, clip_high=0.2)
     drawn = torch.tensor(proximal)
-    terms = Terms(logprobs, drawn, drawn, advantages[sequence], weights, torch.tensor(sequence), len(LENGTHS))
+    terms = Terms(
+        logprobs=logprobs,
+        behaviour=drawn,
+        proximal=drawn,
+        advantages=advantages[sequence],
+        weights=weights,
+        sequence=torch.tensor(sequence),
+        num_sequences=len(LENGTHS),
+    )
     (found,) = torch.autograd.grad(policy_loss(terms, settings), logprobs)
     ratios = [part.mean().exp() for part in (logprobs - drawn).split(LENGTHS)]
     whole = -sum(ratio * a for ratio, a in zip(ratios, advantages, strict=True)) / len(LENGTHS)
@@ -152,7 +182,7 @@ def test_a_teacher_adds_the_reverse_kl():
 def test_the_divergence_from_a_reference_is_part_of_the_loss(kind: Divergence):
     own, *others, sequence = random_terms(0)
     logprobs, reference = torch.tensor(own), torch.tensor(others[0] + 0.3)
-    terms = Terms(logprobs, *map(torch.tensor, others), torch.tensor(sequence), len(LENGTHS), reference)
+    terms = make_terms(logprobs, map(torch.tensor, others), sequence, reference=reference)
     found = policy_loss(terms, AlgorithmConfig(kl_coef=0.7, kl_estimator=kind))
     without = policy_loss(terms, AlgorithmConfig())
     gap = others[0] + 0.3 - own

@@ -127,7 +127,7 @@ async def test_holding_what_arrives_brings_no_announcement_and_nothing_twice(tmp
                 parent.send(Announce(version.manifest))
                 await receive(child, Announce)
             child.send(Want(2, arriving=True))
-            child.send(Fetch(2, 0, 0, 1))
+            child.send(Fetch(version=2, file=0, first_chunk=0, credits=1))
             done = False
             while not done:
                 match await parent.receive(object):
@@ -155,7 +155,9 @@ async def test_what_was_lost_on_the_way_is_asked_for_again(tmp_path: Path) -> No
             parent.send(Announce(version.manifest))
             await parent.receive(Fetch)
             parent.send_chunk(version, 1)
-            assert await parent.receive(Fetch) == Fetch(1, 0, 0, 1)  # the other chunk is lost
+            assert await parent.receive(Fetch) == Fetch(
+                version=1, file=0, first_chunk=0, credits=1
+            )  # the other chunk is lost
             parent.send_chunk(version, 0)
             await events.first(VersionComplete, version=1)
 
@@ -164,7 +166,7 @@ async def test_a_fetch_of_what_is_not_there_is_answered(tmp_path: Path) -> None:
     write_version(tmp_path / "relay-0", 2, CHUNK)
     async with running(node := make_node(tmp_path, "relay-0")), ByHand() as hand:
         child = await hand.child(node.endpoint)
-        child.send(Fetch(1, 0, 0, 1))
+        child.send(Fetch(version=1, file=0, first_chunk=0, credits=1))
         assert await receive(child, Lost) == Lost(1)
 
 

@@ -140,7 +140,7 @@ async def test_two_children_share_the_cap_of_their_parent(tmp_path: Path) -> Non
         children = [await hand.child(root.endpoint) for _ in range(2)]
         began_s = time.monotonic()
         for child in children:
-            child.send(Fetch(1, 0, 0, 10))
+            child.send(Fetch(version=1, file=0, first_chunk=0, credits=10))
         for number in range(1, 11):
             for child in children:
                 assert (await receive(child, Chunk)).index == number - 1
@@ -155,12 +155,12 @@ async def test_records_pass_chunks_that_wait_and_an_overtaken_version_leaves_the
     async with running(root), ByHand() as hand:
         child = await hand.child(root.endpoint)
         assert (await receive(child, Announce)).manifest == old.manifest
-        child.send(Fetch(1, 0, 0, 20))
+        child.send(Fetch(version=1, file=0, first_chunk=0, credits=20))
         seen: list[ToChild] = [await receive(child, Chunk)]  # and the clock stands still
         new = write_version(tmp_path / "relay-0", 2, 3 * CHUNK)
         child.send(Written())
         seen += await until(child, Announce)
-        for message in (Done(1), Fetch(2, 0, 0, 3), Subscribe()):
+        for message in (Done(1), Fetch(version=2, file=0, first_chunk=0, credits=3), Subscribe()):
             child.send(message)
         seen += await until(child, Newest)  # the root has read all of it
         for _ in range(3):
