@@ -38,7 +38,7 @@ schedules: $(INSTALLED)
 	$(BIN)/python experiments/schedules/run.py $(ARGS)
 
 repack: $(INSTALLED)
-	$(BIN)/python experiments/repack/run.py $(ARGS)
+	$(BIN)/python -m benchmarks repack --only workload $(ARGS)
 
 vs-trl: $(INSTALLED)
 	$(BIN)/python experiments/vs_trl/run.py $(ARGS)

@@ -8,6 +8,7 @@ from pydantic_core import PydanticUndefined
 
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import Section
+from laminar_py.engines.registry import BACKENDS
 
 HEAD = """# Settings
 
@@ -58,15 +59,26 @@ def default_of(field: FieldInfo) -> str:
     return f"`{'null' if value is None else str(getattr(value, 'value', value))}`"
 
 
-def rows(model: type[Section]) -> str:
-    """The table of one section."""
+def rows(model: type[Section], *, beyond: type[Section] = Section) -> str:
+    """The table of one section; `beyond` is a base whose settings have a table of their own."""
     schema = model.model_json_schema()
     lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        if section_of(field) is None:
+        if section_of(field) is None and name not in beyond.model_fields:
             meaning = " ".join((field.description or "").split())
             lines.append(f"| `{name}` | {type_of(field, name, schema)} | {default_of(field)} | {meaning} |")
     return "\n".join(lines)
+
+
+def of_backends(base: type[Section]) -> list[str]:
+    """What each backend adds to the settings of `rollout.engine`."""
+    parts = []
+    for name in BACKENDS.names():
+        section = BACKENDS.get(name).settings
+        if len(section.model_fields) > len(base.model_fields):
+            doc = " ".join((section.__doc__ or "").split())
+            parts.append(f"### `rollout.engine` with `kind: {name}`\n\n{doc}\n\n{rows(section, beyond=base)}")
+    return parts
 
 
 def document() -> str:
@@ -80,6 +92,8 @@ def document() -> str:
             continue
         doc = " ".join((section.__doc__ or "").split())
         parts.append(f"## `{name}`\n\n{doc}\n\n{rows(section)}")
+        if name == "rollout.engine":
+            parts += of_backends(section)
         pending = [(f"{name}.{sub}", inner) for sub, inner in section.model_fields.items()] + pending
     return "\n\n".join(parts) + "\n"
 

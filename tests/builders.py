@@ -35,7 +35,6 @@ def make_trajectory(
         spans=(Span(version, 0, response),),
         finish_reason=FinishReason.STOP,
         reward=reward,
-        token_rewards=None,
         advantage=advantage,
         advantage_scale=1.0,
         weight=weight,

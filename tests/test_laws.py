@@ -80,7 +80,7 @@ async def through_relays(learner: Learner, root: Path) -> str:
         root / "0", nodes[0].endpoint, keys, chunk_bytes=4096, adapter_config=learner.adapter_config()
     )
     publisher.publish(1, learner.named_tensors(dtype=torch.float32))
-    published = await asyncio.to_thread(publisher.sealed, 1)
+    published = await asyncio.to_thread(publisher.completed, 1)
     async with asyncio.timeout(PATIENCE_S):
         pulled = await subscriber.pull(await subscriber.latest())
         assert pulled.digest == published.digest, "law 3: what arrives is what was published"

@@ -31,9 +31,12 @@ RULES = {  # room: the rooms that it may import
     "audit": "config ledger records",
     "analytics": "config ledger records",
 }
-TOP = {"bench", "cli"}  # these may import anything, and nobody imports them
+FLOORS = {  # room: its sub-rooms in order, each of which may import those before it
+    "analytics": ("read", "measure", "triage", "show"),
+}
+TOP = {"bench", "cli"}  # these may import anything of the package, and nobody imports them
 LIBRARIES = {  # heavy library: where it may be imported
-    "ray": ("cluster/", "preflight/survey.py", "workers/", "bench/relay_ray.py"),
+    "ray": ("cluster/", "preflight/survey.py", "workers/"),
     "zmq": ("relay/wire/transport.py",),
     "torch": (
         "engines/local/",
@@ -50,7 +53,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     "aiohttp": ("engines/sglang/", "bench/", "analytics/show/dashboard.py"),
     "plotly": ("analytics/show/page.py",),
     "prometheus_client": ("analytics/show/gauges.py",),
-    "sqlite3": ("ledger/", "audit/", "analytics/", "telemetry/summary.py"),
+    "sqlite3": ("ledger/", "audit/", "analytics/read/", "telemetry/summary.py"),
     "tensorboard": ("telemetry/trackers.py",),
     "wandb": ("telemetry/trackers.py",),
     "mlflow": ("telemetry/trackers.py",),
@@ -81,6 +84,22 @@ def test_a_module_imports_only_rooms_that_its_own_may(path):
             continue
         other = name.split(".")[1]
         assert other == own or other in RULES[own].split(), f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_sub_rooms_before_its_own(path):
+    own, *inner = path.relative_to(PACKAGE).parts
+    floors = FLOORS.get(own, ())
+    if inner and inner[0] in floors:
+        later = tuple(f"laminar_py.{own}.{floor}" for floor in floors[floors.index(inner[0]) + 1 :])
+        for name in imports(path):
+            assert not name.startswith(later), f"{inner[0]} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_in_the_package_imports_benchmarks_tests_or_experiments(path):
+    for name in imports(path):
+        assert name.split(".")[0] not in ("benchmarks", "tests", "experiments"), name
 
 
 def test_no_two_rooms_import_each_other():

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laminar_py.bench.learner_mfu import FULL, measure_steps
-from laminar_py.bench.learner_parts import draw_lengths
+from laminar_py.bench.learner.mfu import FULL, measure_steps
+from laminar_py.bench.learner.parts import draw_lengths
 from laminar_py.bench.report import Row, show
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
@@ -32,14 +32,14 @@ WAYS = {
 
 def step_rows(way: str, folder: Path, *, repeats: int) -> list[Row]:
     """MFU, speed and peak memory of whole steps; without values if the way has no room."""
-    load = replace(FULL, settings=WAYS[way], steps=repeats)
+    size = replace(FULL, settings=WAYS[way], steps=repeats)
     device, kernel = torch.cuda.get_device_name(), choose_kernel(torch.device("cuda"))
-    setting = f"{device}, 1.5B, bf16, microbatches of {load.max_tokens:,} tokens, {kernel}, recompute {way}"
+    setting = f"{device}, 1.5B, bf16, microbatches of {size.max_tokens:,} tokens, {kernel}, recompute {way}"
     gc.collect()  # a model refers to itself, so the one before is still there
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
-        steps = measure_steps(folder, load, device_type="cuda")
+        steps = measure_steps(folder, size, device_type="cuda")
     except torch.OutOfMemoryError:
         return [Row(f"mfu_{way}", None, "of the peak of dense bf16", f"out of memory; {setting}")]
     found = [step.mfu for step in steps if step.mfu is not None]

@@ -28,7 +28,7 @@ from laminar_py.orchestrator.launch import launch
 CONFIG = Path("configs/quickstart.yaml")
 LOOK_S = 0.5
 CALIBRATION = 100_000
-ENTRANCES = ("append", "append_all", "store_prompt", "store_segment", "store_token_rewards", "_cut")
+ENTRANCES = ("append", "append_all", "store_prompt", "store_segment", "store_columns", "_cut")
 COPIED = ("write_archive",)  # called by the ledger, in a thread of its own
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from laminar_py.analytics.triage.triage import Diagnosis, read_diagnosis
+from laminar_py.analytics.triage.diagnosis import Diagnosis
+from laminar_py.analytics.triage.report import read_report
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import train
 from laminar_py.config.staleness import Schedule
@@ -40,7 +41,7 @@ def run(plant: Plant, schedule: Schedule, steps: int) -> Diagnosis:
     """The diagnosis of a run with that wall."""
     settings = [f"name=walls-{plant.name}", f"schedule={schedule}", f"steps={steps}", "eval.every_steps=null"]
     done = train(CONFIG, [*settings, *plant.settings])
-    found = read_diagnosis(done.folder)
+    found = read_report(done.folder).diagnosis
     assert found is not None, f"{done.folder} has no steps"
     return found
 
@@ -54,9 +55,9 @@ def rows(plant: Plant, found: Diagnosis, sync: Diagnosis) -> list[Row]:
     return [
         Row(f"{plant.name}_named", float(named), "of 1", first),
         Row(f"{plant.name}_gain", binding.gain, "x goodput at most", f"then {found.next.wall}"),
-        Row(f"{plant.name}_step_async", found.reading.measured_s, "s", "measured"),
+        Row(f"{plant.name}_step_async", found.mean_step.measured_s, "s", "measured"),
         Row(f"{plant.name}_step_sync_predicted", found.under[Schedule.SYNC], "s", largest),
-        Row(f"{plant.name}_step_sync", sync.reading.measured_s, "s", f"measured; named {sync.binding.wall}"),
+        Row(f"{plant.name}_step_sync", sync.mean_step.measured_s, "s", f"measured; named {sync.binding.wall}"),
     ]
 
 

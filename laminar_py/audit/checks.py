@@ -1,4 +1,4 @@
-"""Checks that follow the event log, one law each. Driven by `audit.verify`; each remembers little.
+"""Checks that follow the event log, one rule or two each. Driven by `audit.verify`; each remembers little.
 
 `see` gets every event of the kinds in `sees`, in order, with the row of its trajectory as it was before; `end`
 says what is still open.
@@ -7,7 +7,7 @@ says what is still open.
 from collections import Counter
 from typing import ClassVar, Protocol
 
-from laminar_py.audit.findings import Finding, Law
+from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.rows import TrajectoryRow
 from laminar_py.records.events import (
     AnyEvent,
@@ -29,28 +29,28 @@ from laminar_py.records.trajectory import Kind
 
 
 class Check(Protocol):
-    """One law along the log."""
+    """A check along the log, with nothing left open at its end unless it says so."""
 
     sees: ClassVar[tuple[type[Event], ...]]
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
-        """What is wrong with this event."""
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Violations by this event."""
         ...
 
-    def end(self) -> list[Finding]:
-        """What is wrong with the log as a whole."""
-        ...
+    def end(self) -> list[Violation]:
+        """Violations by the log as a whole."""
+        return []
 
 
-class StalenessCheck:
+class StalenessCheck(Check):
     """Staleness is the learner's version minus the oldest in the trajectory, and within the bound of the run."""
 
-    sees: ClassVar[tuple[type[Event], ...]] = (RunStarted, Consumed)
+    sees = (RunStarted, Consumed)
 
     def __init__(self) -> None:
         self._bound: int | None = None
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Look at consumption by the learner."""
         if isinstance(event, RunStarted):
             self._bound = event.max_staleness
@@ -63,22 +63,18 @@ class StalenessCheck:
         bounded = self._bound is not None and row.kind is Kind.TRAIN
         if bounded and actual > (self._bound or 0) and event.weight >= 1:
             found.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
-        return [Finding(Law.STALENESS, event.trajectory_id, message) for message in found]
-
-    def end(self) -> list[Finding]:
-        """Nothing is left open."""
-        return []
+        return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in found]
 
 
-class DrainCheck:
-    """Where the run promises drain, a finished trajectory has one version."""
+class DrainCheck(Check):
+    """A finished trajectory has one version, where the run promises drain."""
 
-    sees: ClassVar[tuple[type[Event], ...]] = (RunStarted, Finished)
+    sees = (RunStarted, Finished)
 
     def __init__(self) -> None:
         self._promised = False
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Look at finished trajectories."""
         if isinstance(event, RunStarted):
             self._promised = event.drain
@@ -87,21 +83,17 @@ class DrainCheck:
         versions = sorted(versions_of(event.spans))
         if len(versions) <= 1:
             return []
-        return [Finding(Law.DRAIN, event.trajectory_id, f"has tokens of the versions {versions}")]
-
-    def end(self) -> list[Finding]:
-        """Nothing is left open."""
-        return []
+        return [Violation(Rule.DRAIN, event.trajectory_id, f"has tokens of the versions {versions}")]
 
 
-class WeightsCheck:
+class WeightsCheck(Check):
     """Versions are published once, loaded and used as published, and never go back on a replica.
 
     A replica may report a version before the learner's own answer is in, so what is not known as published yet
     waits; a run that goes on, or was killed, may leave the version above the highest published one waiting.
     """
 
-    sees: ClassVar[tuple[type[Event], ...]] = (
+    sees = (
         PartStarted,
         VersionPublished,
         VersionLoaded,
@@ -114,11 +106,11 @@ class WeightsCheck:
     def __init__(self) -> None:
         self._digests: dict[int, str] = {}
         self._loaded: dict[str, int] = {}  # by part, since it started
-        self._waiting: dict[int, list[Finding]] = {}  # by version: findings, should it never be published
+        self._waiting: dict[int, list[Violation]] = {}  # by version, should it never be published
         self._early: dict[int, set[str]] = {}  # by version: digests that were loaded before it was published
         self._open = False  # no end of the run is on record
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Look at publications, loads, and the versions of responses."""
         match event:
             case PartStarted():
@@ -134,60 +126,60 @@ class WeightsCheck:
                 # one by one: the difference of a set and a dictionary's keys looks at all the keys
                 for version in (one for one in versions_of(event.spans) if one not in self._digests):
                     message = f"has tokens of version {version}, which was never published"
-                    self._wait(version, Finding(Law.VERSIONS, event.trajectory_id, message))
+                    self._wait(version, Violation(Rule.VERSIONS, event.trajectory_id, message))
             case RunStarted() | RunEnded():
                 self._open = isinstance(event, RunStarted)
         return []
 
-    def end(self) -> list[Finding]:
-        """What was used and never published."""
+    def end(self) -> list[Violation]:
+        """Uses of versions that were never published."""
         next_version = max(self._digests, default=-1) + 1
         under_way = {next_version} if self._open else set()
         return [f for version, found in self._waiting.items() if version not in under_way for f in found]
 
-    def _wait(self, version: int, finding: Finding) -> None:
+    def _wait(self, version: int, finding: Violation) -> None:
         self._waiting.setdefault(version, []).append(finding)
 
-    def _published(self, event: VersionPublished) -> list[Finding]:
+    def _published(self, event: VersionPublished) -> list[Violation]:
         if event.version in self._digests:
-            return [Finding(Law.VERSIONS, f"version {event.version}", "was published twice")]
+            return [Violation(Rule.VERSIONS, f"version {event.version}", "was published twice")]
         self._digests[event.version] = event.digest
         self._waiting.pop(event.version, None)
         others = self._early.pop(event.version, set()) - {event.digest}
         message = f"was loaded as {sorted(others)} and published as {event.digest}"
-        return [Finding(Law.WEIGHTS, f"version {event.version}", message)] if others else []
+        return [Violation(Rule.WEIGHTS, f"version {event.version}", message)] if others else []
 
-    def _load(self, event: VersionLoaded) -> list[Finding]:
+    def _load(self, event: VersionLoaded) -> list[Violation]:
         part = f"replica-{event.replica}"
         found = self._compare(part, "loaded", event.version, event.digest)
         before = self._loaded.get(part)
         if before is not None and event.version < before:
-            found.append(Finding(Law.VERSIONS, part, f"went back from version {before} to {event.version}"))
+            found.append(Violation(Rule.VERSIONS, part, f"went back from version {before} to {event.version}"))
         self._loaded[part] = event.version
         return found
 
-    def _compare(self, part: str, did: str, version: int, digest: str) -> list[Finding]:
-        """What a part has of a version is what the learner published."""
+    def _compare(self, part: str, did: str, version: int, digest: str) -> list[Violation]:
+        """Compare the digest that a part has of a version with the learner's."""
         published = self._digests.get(version)
         if published is None:
             message = f"{did} version {version}, which was never published"
-            self._wait(version, Finding(Law.WEIGHTS, part, message))
+            self._wait(version, Violation(Rule.WEIGHTS, part, message))
             self._early.setdefault(version, set()).add(digest)
         elif published != digest:
             message = f"{did} version {version} as {digest}, published was {published}"
-            return [Finding(Law.WEIGHTS, part, message)]
+            return [Violation(Rule.WEIGHTS, part, message)]
         return []
 
 
-class ChecksumCheck:
+class ChecksumCheck(Check):
     """Replicas that verified a version in one layout hold the same tensors."""
 
-    sees: ClassVar[tuple[type[Event], ...]] = (VersionLoaded,)
+    sees = (VersionLoaded,)
 
     def __init__(self) -> None:
         self._verified: dict[tuple[int, int], VersionLoaded] = {}  # by version and GPUs: who verified it first
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Look at loads that were verified."""
         if not isinstance(event, VersionLoaded) or event.checksum is None:
             return []
@@ -195,23 +187,19 @@ class ChecksumCheck:
         if first.checksum == event.checksum:
             return []
         held = f"is {first.checksum} in replica-{first.replica} and {event.checksum} in replica-{event.replica}"
-        return [Finding(Law.WEIGHTS, f"version {event.version}", held)]
-
-    def end(self) -> list[Finding]:
-        """Nothing is left open."""
-        return []
+        return [Violation(Rule.WEIGHTS, f"version {event.version}", held)]
 
 
-class StepCheck:
+class StepCheck(Check):
     """A learner step consumed as many trajectories as it says; after a rollback the step counts anew."""
 
-    sees: ClassVar[tuple[type[Event], ...]] = (Stepped, Consumed, Undone, RolledBack)
+    sees = (Stepped, Consumed, Undone, RolledBack)
 
     def __init__(self) -> None:
         self._consumed: Counter[int] = Counter()
         self._said: dict[int, int] = {}
 
-    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Finding]:
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Count."""
         match event:
             case Stepped():
@@ -224,12 +212,12 @@ class StepCheck:
                 self._said = {step: count for step, count in self._said.items() if step <= event.step}
         return []
 
-    def end(self) -> list[Finding]:
+    def end(self) -> list[Violation]:
         """Steps whose counts differ."""
         found = []
         for step in sorted(self._said.keys() | self._consumed.keys()):
             said, consumed = self._said.get(step, 0), self._consumed[step]
             if said != consumed:
                 message = f"says it used {said} trajectories, {consumed} were consumed by it"
-                found.append(Finding(Law.CONSUMPTION, f"step {step}", message))
+                found.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
         return found

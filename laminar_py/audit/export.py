@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import msgspec
 
+from laminar_py.config.section import ConfigError
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.database import ledger_path, reading
 from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 _BLOCK = 4096
 
 
-class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--responses` adds to a trajectory."""
+class ExportedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that `--responses` adds to a trajectory."""
 
     prompt_text: str
     answer: str
@@ -39,35 +40,37 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     token_spans: tuple[Span, ...]  # cover [0, L); each is version, start, end, KV version
 
 
-Record = tuple[TrajectoryRow, Response | None]
+ExportRow = tuple[TrajectoryRow, ExportedResponse | None]
 
 
 def export(run: Path, out: Path, *, responses: bool = False) -> int:
-    """Write all trajectories to `out`, a new file, JSONL or Parquet by its suffix; their number.
+    """Write all trajectories to `out`, a new file, JSONL or Parquet by its suffix; give their number.
 
-    In the order of issue; with `responses` those in the archive come first, as they stand. Raises `ValueError`.
+    In the order of issue; with `responses` those in the archive come first, as they stand. Raises `ConfigError`.
     """
-    writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
-    if out.suffix not in writers:
-        raise ValueError(f"out={out}: its suffix says neither .jsonl nor .parquet; name a file with one of them")
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"out={out}: its suffix says neither .jsonl nor .parquet; name a file with one of them")
     if out.exists():
-        raise ValueError(f"out={out}: is there already; name a new file")
+        raise ConfigError(f"out={out}: is there already; name a new file")
     if not out.parent.is_dir():
-        raise ValueError(f"out={out}: there is no folder {out.parent}; make it")
+        raise ConfigError(f"out={out}: there is no folder {out.parent}; make it")
     unfinished = out.with_name(f"{out.name}.tmp")
     with reading(run) as connection:
-        rows: Iterator[Record]
+        rows: Iterator[ExportRow]
         rows = _with_responses(run, connection) if responses else ((row, None) for row in read_rows(connection))
         try:
-            count = writers[out.suffix](unfinished, rows, responses)
+            if out.suffix == ".jsonl":
+                count = _write_jsonl(unfinished, rows)
+            else:
+                count = _write_parquet(unfinished, rows, _schema(responses))
             unfinished.replace(out)
         finally:
             unfinished.unlink(missing_ok=True)
     return count
 
 
-def _with_responses(run: Path, connection: "sqlite3.Connection") -> Iterator[Record]:
-    """Each trajectory once: what a crash left in two places is equal."""
+def _with_responses(run: Path, connection: "sqlite3.Connection") -> Iterator[ExportRow]:
+    """Rows with responses, each trajectory once: pieces that a crash left in two places are equal."""
     files = archive_files(ledger_path(run).parent)
     sources = chain((file_pieces(path) for path in files), (stored_pieces(connection),))
     done: set[int] = set()
@@ -89,7 +92,7 @@ def _blocks(
         yield block
 
 
-def _joined(connection: "sqlite3.Connection", block: list[tuple[int, list[Piece]]]) -> Iterator[Record]:
+def _joined(connection: "sqlite3.Connection", block: list[tuple[int, list[Piece]]]) -> Iterator[ExportRow]:
     numbers = [number for number, _ in block]
     near = read_rows(connection, "number BETWEEN ? AND ?", (min(numbers), max(numbers)))
     wanted = set(numbers)
@@ -99,14 +102,14 @@ def _joined(connection: "sqlite3.Connection", block: list[tuple[int, list[Piece]
             yield rows[number], _response(connection, rows[number], pieces)
 
 
-def _response(connection: "sqlite3.Connection", row: TrajectoryRow, pieces: list[Piece]) -> Response:
+def _response(connection: "sqlite3.Connection", row: TrajectoryRow, pieces: list[Piece]) -> ExportedResponse:
     query = "SELECT text, answer, task, ids FROM prompt WHERE id = ?"
     text, answer, task, ids = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "", b"")
     payload: Payload = join(dict.fromkeys(pieces))
     if row.spans is not None:
         payload = replace(payload, spans=replace_spans(payload.spans, decode_spans(row.spans)))
     prompt = memoryview(ids).cast("i").tolist()
-    return Response(
+    return ExportedResponse(
         prompt_text=text,
         answer=answer,
         task=task,
@@ -117,37 +120,29 @@ def _response(connection: "sqlite3.Connection", row: TrajectoryRow, pieces: list
     )
 
 
-def _values(record: Record) -> list[object]:
-    row, response = record
-    values: list[object] = msgspec.to_builtins(row)
-    return values if response is None else [*values, *msgspec.to_builtins(response).values()]
+def _fields(row: TrajectoryRow, response: ExportedResponse | None) -> dict[str, object]:
+    """Columns of a trajectory, then those of its response, by name."""
+    columns: dict[str, object] = dict(zip(COLUMNS, msgspec.to_builtins(row), strict=True))
+    return columns if response is None else {**columns, **msgspec.to_builtins(response)}
 
 
-def _names(responses: bool) -> tuple[str, ...]:
-    return COLUMNS + (Response.__struct_fields__ if responses else ())
-
-
-def _write_jsonl(path: Path, rows: Iterator[Record], responses: bool) -> int:
-    names, encoder, count = _names(responses), msgspec.json.Encoder(), 0
+def _write_jsonl(path: Path, rows: Iterator[ExportRow]) -> int:
+    encoder, count = msgspec.json.Encoder(), 0
     with path.open("wb") as file:
-        for record in rows:
-            file.write(encoder.encode(dict(zip(names, _values(record), strict=True))) + b"\n")
+        for row in rows:
+            file.write(encoder.encode(_fields(*row)) + b"\n")
             count += 1
     return count
 
 
-def _write_parquet(path: Path, rows: Iterator[Record], responses: bool) -> int:
+def _write_parquet(path: Path, rows: Iterator[ExportRow], schema: "pa.Schema") -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema, count = _schema(responses), 0
+    count = 0
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        while block := [_values(record) for record in islice(rows, _BLOCK)]:
-            columns = [
-                pa.array(column, field.type)
-                for column, field in zip(zip(*block, strict=True), schema, strict=True)
-            ]
-            writer.write_table(pa.table(columns, schema=schema))
+        while block := [_fields(*row) for row in islice(rows, _BLOCK)]:
+            writer.write_table(pa.Table.from_pylist(block, schema=schema))
             count += len(block)
     return count
 
@@ -155,13 +150,9 @@ def _write_parquet(path: Path, rows: Iterator[Record], responses: bool) -> int:
 def _schema(responses: bool) -> "pa.Schema":
     import pyarrow as pa
 
-    plain = {int: pa.int64(), float: pa.float64()}
-    hints = get_type_hints(TrajectoryRow)
-    kinds = [
-        next((kind for kind in (get_args(hints[name]) or (hints[name],)) if kind in plain), str)
-        for name in COLUMNS
-    ]
-    fields = [(name, plain.get(kind, pa.string())) for name, kind in zip(COLUMNS, kinds, strict=True)]
+    numbers = {int: pa.int64(), float: pa.float64()}
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(TrajectoryRow).items()}
+    fields = [(name, next((numbers[k] for k in kinds[name] if k in numbers), pa.string())) for name in COLUMNS]
     if responses:
         fields += [
             *((name, pa.string()) for name in ("prompt_text", "answer", "task")),

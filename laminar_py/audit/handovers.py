@@ -3,7 +3,7 @@
 Called by the kill test and by tests. `run` is a run folder; a run without a readable ledger is a `ValueError`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from laminar_py.ledger.database import reading
@@ -13,7 +13,7 @@ from laminar_py.records.events import Assigned, Interrupted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """One trajectory of a dead replica, e.g. `Handover("g7-3", 1, 41, 1700000000.2, 0, 0.05)`."""
+    """Trajectory of a dead replica, e.g. `Handover("g7-3", 1, 41, 1700000000.2, 0, 0.05)`."""
 
     trajectory_id: str
     source: int  # the replica that died
@@ -24,7 +24,7 @@ class Handover:
 
 
 def handovers(run: Path) -> list[Handover]:
-    """All of them, in the order in which the deaths were detected."""
+    """Handovers of a run, in the order in which the deaths were detected."""
     replica_of: dict[str, int] = {}
     found: list[Handover] = []
     waiting: dict[str, int] = {}  # trajectory -> its place in `found`
@@ -45,12 +45,5 @@ def handovers(run: Path) -> list[Handover]:
                 place = waiting.pop(event.trajectory_id, None)
                 if place is not None:
                     lost = found[place]
-                    found[place] = Handover(
-                        trajectory_id=lost.trajectory_id,
-                        source=lost.source,
-                        length=lost.length,
-                        detected=lost.detected,
-                        target=event.replica,
-                        waited_s=wall - lost.detected,
-                    )
+                    found[place] = replace(lost, target=event.replica, waited_s=wall - lost.detected)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from laminar_py.audit.findings import Finding, Law
+from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.rows import KINDS, decode_event, decode_events
 from laminar_py.records.digests import CHAIN_START, event_hash
 from laminar_py.records.events import AnyEvent
@@ -20,8 +20,8 @@ _BLOCK = 4096  # events that are decoded at once
 Entry = tuple[int, float, float, AnyEvent]  # number, the two clocks, event
 
 
-def check_chain(connection: sqlite3.Connection, first: int, last: int | None) -> Iterator[Finding]:
-    """What is wrong with the hashes of events `first` to `last`; None: to the end, and that is where it should be.
+def check_chain(connection: sqlite3.Connection, first: int, last: int | None) -> Iterator[Violation]:
+    """Violations by the hashes of events `first` to `last`; None: to the end, which is checked too.
 
     The event before the first counts as it stands: whoever checks the range that it is in checks it.
     """
@@ -35,31 +35,32 @@ def check_chain(connection: sqlite3.Connection, first: int, last: int | None) ->
         (first, last or 2**62),
     )
     for seq, wall, mono, host, kind, subject, body, noted in cursor:
+        columns = {"wall": wall, "mono": mono, "host": host, "kind": kind, "subject": subject, "body": body}
         if seq != before + 1:
-            yield Finding(Law.LOG, f"event {before + 1}", f"is missing; the next one is {seq}")
-        elif previous is not None and event_hash(previous, seq, wall, mono, host, kind, subject, body) != noted:
-            yield Finding(Law.LOG, f"event {seq}", f"({kind} {subject}) was changed or put in")
+            yield Violation(Rule.LOG, f"event {before + 1}", f"is missing; the next one is {seq}")
+        elif previous is not None and event_hash(previous, seq=seq, **columns) != noted:
+            yield Violation(Rule.LOG, f"event {seq}", f"({kind} {subject}) was changed or put in")
         before, previous = seq, noted
     if last is None:
         yield from _check_end(connection, before, previous)
     elif before != last:
-        yield Finding(Law.LOG, f"event {before + 1}", f"is missing, and so are all up to {last}")
+        yield Violation(Rule.LOG, f"event {before + 1}", f"is missing, and so are all up to {last}")
 
 
-def _check_end(connection: sqlite3.Connection, last: int, hash: bytes | None) -> Iterator[Finding]:
+def _check_end(connection: sqlite3.Connection, last: int, hash: bytes | None) -> Iterator[Violation]:
     head = connection.execute("SELECT seq, hash FROM head").fetchone()
     if head is None:
-        yield Finding(Law.LOG, "end", f"the log ends with event {last}, where it should end is not on record")
+        yield Violation(Rule.LOG, "end", f"the log ends with event {last}, where it should end is not on record")
     elif head != (last, hash):
-        yield Finding(Law.LOG, "end", f"the log ends with event {last}, written were {head[0]}")
+        yield Violation(Rule.LOG, "end", f"the log ends with event {last}, written were {head[0]}")
 
 
 class Log:
-    """All events in order; `findings` and `unknown` fill as they are read."""
+    """Events in order; `violations` and `unknown` fill as they are read."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self.findings: list[Finding] = []
+        self.violations: list[Violation] = []
         self.unknown: Counter[str] = Counter()  # by kind: events of a later release
 
     def __iter__(self) -> Iterator[Entry]:
@@ -83,6 +84,6 @@ class Log:
             try:
                 event = decode_event(body)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self.findings.append(Finding(Law.LOG, f"event {seq}", f"({kind}) cannot be read: {error}"))
+                self.violations.append(Violation(Rule.LOG, f"event {seq}", f"({kind}) cannot be read: {error}"))
             else:
                 yield seq, wall, mono, event

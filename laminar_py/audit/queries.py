@@ -1,6 +1,6 @@
-"""Answers about a run from its ledger, for the command line, the report and the dashboard. Reads only.
+"""Answers about a run from its ledger, for the command line. Reads only.
 
-`run` is a run folder (or a ledger file); all raise a one-line `ValueError` if there is no readable ledger.
+`run` is a run folder (or a ledger file); all raise a one-line `ConfigError` if there is no readable ledger.
 """
 
 import re
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import Accounting, TrajectoryRow, read_accounting, read_rows
 from laminar_py.records.trajectory import DropReason, Kind, Status
@@ -19,7 +20,7 @@ _READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Which trajectories to list, e.g. `Filters(status=Status.CONSUMED, staleness=">3")`; None: all.
+    """Conditions on trajectories to list, e.g. `Filters(status=Status.CONSUMED, staleness=">3")`; None: all.
 
     A comparison is a number, with `=`, `!=`, `<`, `<=`, `>` or `>=` before it.
     """
@@ -54,7 +55,7 @@ def staleness_histogram(run: Path) -> dict[int, int]:
 
 
 def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterator[TrajectoryRow]:
-    """Trajectories that pass all filters, in the order of issue. Raises `ValueError` on a bad comparison."""
+    """Trajectories that pass all filters, in the order of issue. Raises `ConfigError` on a bad comparison."""
     wanted: dict[str, str | int | float | None] = {
         "status = ?": filters.status,
         "drop_reason = ?": filters.reason,
@@ -79,14 +80,14 @@ def parse_comparison(text: str, *, field: str) -> tuple[str, float]:
     """Sign and number of a comparison: `>3` gives `(">", 3.0)`, `3` gives `("=", 3.0)`."""
     match = _COMPARISON.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{field}={text}: not a comparison; write for example '>3', '<=1' or '2'")
+        raise ConfigError(f"{field}={text}: not a comparison; write for example '>3', '<=1' or '2'")
     return match[1] or "=", float(match[2])
 
 
 def select(run: Path, statement: str, *, show: Callable[[list[str], Iterator[tuple[object, ...]]], None]) -> None:
     """Have `show` look at columns and rows of an SQL statement, which may do nothing but read.
 
-    Raises `ValueError` if it does, or is none.
+    Raises `ConfigError` if it does, or is none.
     """
     with reading(run) as connection:
         connection.set_authorizer(_may_read)
@@ -96,7 +97,7 @@ def select(run: Path, statement: str, *, show: Callable[[list[str], Iterator[tup
                 raise sqlite3.ProgrammingError("it asks nothing")
             show([column for column, *_ in cursor.description], cursor)
         except (sqlite3.Error, sqlite3.Warning) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"sql={statement!r}: {error}; write one SELECT over its tables, such as trajectory or step"
             ) from None
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from laminar_py.audit.findings import Finding, Law
+from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.database import create
 from laminar_py.ledger.machine import IllegalEventError, Machine
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_accounting
@@ -23,10 +23,10 @@ _OF_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamCut, Finished
 
 
 class Replay:
-    """Applies the events a second time and compares what comes of it; what it finds is in `findings`."""
+    """Second application of the events, compared with the stored tables; `violations` has the differences."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self.findings: list[Finding] = []
+        self.violations: list[Violation] = []
         self._connection = connection
         self._again = sqlite3.connect(":memory:", isolation_level=None)
         create(self._again)
@@ -37,9 +37,6 @@ class Replay:
         self._read = 0  # the last number that was read
         self._ahead: dict[int, tuple[object, ...]] = {}  # stored rows whose trajectories are not done with
         self._machine = Machine(recall=self._waiting.get)
-        # a ledger of an older schema has not all columns in its file
-        own = {name for _, name, *_ in connection.execute("PRAGMA main.table_info(trajectory)")}
-        self._compared = [(place, name) for place, name in enumerate(COLUMNS) if name in own]
 
     def row_before(self, event: AnyEvent) -> TrajectoryRow | None:
         """The row of the event's trajectory, if that is live."""
@@ -52,8 +49,8 @@ class Replay:
         try:
             row = self._machine.apply(seq, event, wall=wall, mono=mono)
         except IllegalEventError as error:
-            law = Law.CONSUMPTION if isinstance(event, Consumed) else Law.ORDER
-            self.findings.append(Finding(law, f"event {seq}", str(error)))
+            rule = Rule.CONSUMPTION if isinstance(event, Consumed) else Rule.ORDER
+            self.violations.append(Violation(rule, f"event {seq}", str(error)))
             return
         if row is None:
             apply_to_tables(self._again, seq, event)
@@ -74,13 +71,13 @@ class Replay:
         highest = self._machine.marks.number
         query = "SELECT id FROM trajectory WHERE number > ? OR number < 1"
         for (id,) in self._connection.execute(query, (highest,)):
-            self.findings.append(Finding(Law.ROWS, id, "has a row, but was never issued"))
-        self.findings += self._compare_tables()
-        self.findings += self._compare_accounting()
+            self.violations.append(Violation(Rule.ROWS, id, "has a row, but was never issued"))
+        self.violations += self._compare_tables()
+        self.violations += self._compare_accounting()
         self._again.close()
 
     def _grow(self, event: AnyEvent) -> None:
-        """Its pieces are compared elsewhere."""
+        """Let the row have the length that the event tells: pieces are compared elsewhere."""
         row = self.row_before(event)
         if row is None:
             return
@@ -96,19 +93,19 @@ class Replay:
             self._read = block[-1][0] if block else row.number
         found, replayed = self._ahead.pop(row.number, None), msgspec.structs.astuple(row)
         if found is None:
-            self.findings.append(Finding(Law.ROWS, row.id, "has no row"))
+            self.violations.append(Violation(Rule.ROWS, row.id, "has no row"))
         elif found != replayed:
-            self.findings += self._differences(row, replayed, found)
+            self.violations += self._differences(row, replayed, found)
 
     def _differences(
         self, row: TrajectoryRow, replayed: Sequence[object], stored: Sequence[object]
-    ) -> Iterator[Finding]:
-        for place, column in self._compared:
+    ) -> Iterator[Violation]:
+        for place, column in enumerate(COLUMNS):
             found, expected = stored[place], msgspec.to_builtins(replayed[place])
             if found != expected and not (column in _FROM_PIECES and row.finish_reason is None):
-                yield Finding(Law.ROWS, row.id, f"{column} is {found!r}, the events say {expected!r}")
+                yield Violation(Rule.ROWS, row.id, f"{column} is {found!r}, the events say {expected!r}")
 
-    def _compare_tables(self) -> Iterator[Finding]:
+    def _compare_tables(self) -> Iterator[Violation]:
         for table in SIDE_TABLES:
             stored, replayed = (
                 {row[0]: row for row in connection.execute(f"SELECT * FROM {table}")}
@@ -117,17 +114,17 @@ class Replay:
             for seq in sorted(stored.keys() | replayed.keys()):
                 found, expected = stored.get(seq), replayed.get(seq)
                 if found != expected:
-                    yield Finding(Law.ROWS, f"{table} of event {seq}", f"is {found}, the events say {expected}")
+                    yield Violation(Rule.ROWS, f"{table} of event {seq}", f"is {found}, the events say {expected}")
 
-    def _compare_accounting(self) -> Iterator[Finding]:
+    def _compare_accounting(self) -> Iterator[Violation]:
         events = self._machine.accounting()
         try:
             rows = read_accounting(self._connection)
         except ValueError as error:
-            yield Finding(Law.DROPS, "trajectory", str(error))
+            yield Violation(Rule.DROPS, "trajectory", str(error))
             return
         for name, counted, stored in (("train", events.train, rows.train), ("eval", events.eval, rows.eval)):
             if not counted.balanced:
-                yield Finding(Law.ACCOUNTING, name, f"issued is not consumed + dropped + live: {counted}")
+                yield Violation(Rule.ACCOUNTING, name, f"issued is not consumed + dropped + live: {counted}")
             if counted != stored:
-                yield Finding(Law.ACCOUNTING, name, f"rows count {stored}, the events {counted}")
+                yield Violation(Rule.ACCOUNTING, name, f"rows count {stored}, the events {counted}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from laminar_py.audit.findings import Finding, Law
+from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import file_pieces
 from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
 from laminar_py.ledger.rows import decode_event
@@ -24,7 +24,7 @@ from laminar_py.records.spans import clip_spans, decode_spans
 
 
 class _Promise(msgspec.Struct, array_like=True):
-    """What a trajectory's row says of its response; its fields are columns."""
+    """Columns of a trajectory's row that say something of its response."""
 
     number: int
     id: str
@@ -38,11 +38,11 @@ class _Promise(msgspec.Struct, array_like=True):
 
 
 class ResponseCheck:
-    """Compares responses; `numbers` are the trajectories of which it saw pieces, `findings` what is wrong."""
+    """Compares responses; `numbers` are the trajectories of which it saw pieces, `violations` what is wrong."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.numbers: list[int] = []
-        self.findings: list[Finding] = []
+        self.violations: list[Violation] = []
         self._connection = connection
 
     def see_stored(self, first: int, last: int) -> list[int]:
@@ -74,13 +74,13 @@ class ResponseCheck:
                 promise, stored = _Promise(*row), list(pieces)
                 if not _is_plainly_right(stored, promise):
                     # a crash of the archive leaves pieces twice, equal byte for byte
-                    self.findings += _check(self._connection, list(dict.fromkeys(stored)), promise)
+                    self.violations += _check(self._connection, list(dict.fromkeys(stored)), promise)
 
 
 def _is_plainly_right(pieces: list[Piece], promise: _Promise) -> bool:
-    """Whether all is well, of a finished response of one version with nothing recorded: at a third of the cost.
+    """True only where a finished response of one version, with nothing recorded, is right: at a third of the cost.
 
-    What it doubts may yet be right.
+    False means that it has to be looked at closely.
     """
     if promise.digest is None or promise.spans is None or promise.restamped is not None:
         return False
@@ -98,19 +98,19 @@ def _is_plainly_right(pieces: list[Piece], promise: _Promise) -> bool:
     return len(ids) == len(logprobs) and response_digest(ids, logprobs) == promise.digest
 
 
-def _check(connection: sqlite3.Connection, pieces: list[Piece], promise: _Promise) -> Iterator[Finding]:
+def _check(connection: sqlite3.Connection, pieces: list[Piece], promise: _Promise) -> Iterator[Violation]:
     for piece in pieces:
         if not piece.is_intact:
-            yield Finding(Law.SPANS, promise.id, f"the piece from token {piece.start} on was changed")
+            yield Violation(Rule.SPANS, promise.id, f"the piece from token {piece.start} on was changed")
     try:
         response = join(pieces)
     except (ValueError, msgspec.DecodeError) as error:
-        yield Finding(Law.SPANS, promise.id, str(error))
+        yield Violation(Rule.SPANS, promise.id, str(error))
         return
     for message in _check_tokens(response, promise):
-        yield Finding(Law.SPANS, promise.id, message)
+        yield Violation(Rule.SPANS, promise.id, message)
     for message in chain(_check_masks(pieces, promise), _check_experts(connection, response, promise)):
-        yield Finding(Law.RECORDING, promise.id, message)
+        yield Violation(Rule.RECORDING, promise.id, message)
 
 
 def _check_tokens(response: Payload, promise: _Promise) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _check_mask(mask: SamplingMask, piece: Piece) -> Iterator[str]:
 
 
 def _has_its_token(mask: SamplingMask, ids: IntArray) -> BoolArray:
-    """[L] whether each row holds its own token."""
+    """Mask [L] of the rows that hold their own token."""
     row = np.repeat(np.arange(len(ids)), mask.counts)
     found = np.zeros(len(ids), np.bool_)
     found[row[mask.ids == ids[row]]] = True
@@ -173,7 +173,7 @@ def _check_experts(connection: sqlite3.Connection, response: Payload, promise: _
 
 
 def _ended_cut_off(connection: sqlite3.Connection, promise: _Promise) -> bool:
-    """Whether its last stream broke off and none came after it, so that nobody knows the last experts."""
+    """True where the last stream broke off and none came after it, so that nobody knows the last experts."""
     cursor = connection.execute(
         "SELECT body FROM event WHERE seq BETWEEN ? AND ? AND kind = 'streamcut' AND subject = ?",
         (promise.first_seq, promise.last_seq, promise.id),

@@ -1,6 +1,6 @@
-"""One trajectory's whole life, from its prompt to the step that used it. Reads only.
+"""Life of a trajectory, from its prompt to the step that used it. Reads only.
 
-Called by `laminar audit RUN show` and by the report. `run` is a run folder (or a ledger file).
+Called by `laminar audit RUN show`. `run` is a run folder (or a ledger file).
 """
 
 import sqlite3
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_py.config.section import ConfigError
 from laminar_py.ledger.archive import find_payload
 from laminar_py.ledger.database import ledger_path, reading
 from laminar_py.ledger.payload import Payload
@@ -25,7 +26,7 @@ _NEAR = 4096  # trajectories on either side among which those of a group are loo
 
 @dataclass(frozen=True, slots=True)
 class StoryEvent:
-    """One event of a trajectory, `since_s` seconds after its issue."""
+    """Event of a trajectory, `since_s` seconds after its issue."""
 
     seq: int
     since_s: float
@@ -55,7 +56,7 @@ class Story:
 
     @property
     def stretches(self) -> list[Stretch]:
-        """Who made which tokens."""
+        """Stretches of the response, in order."""
         assigned = [entry.event for entry in self.events if isinstance(entry.event, Assigned)]
         bounds = [(event.replica, event.length) for event in assigned] + [(None, len(self.response.ids))]
         return [
@@ -66,11 +67,11 @@ class Story:
 
 
 def story(run: Path, trajectory_id: str) -> Story:
-    """What happened to one trajectory. Raises `ValueError` if it does not exist."""
+    """Story of one trajectory. Raises `ConfigError` if it does not exist."""
     with reading(run) as connection:
         row = next(iter(read_rows(connection, "id = ?", (trajectory_id,))), None)
         if row is None:
-            raise ValueError(
+            raise ConfigError(
                 f"trajectory={trajectory_id}: not in {ledger_path(run)}; `laminar audit list` names them all"
             )
         query = "SELECT text, answer, task FROM prompt WHERE id = ?"
@@ -89,7 +90,7 @@ def story(run: Path, trajectory_id: str) -> Story:
 
 
 def tell_story(told: Story) -> list[str]:
-    """All of it, line by line."""
+    """Lines of a story."""
     row = told.row
     fates = ", ".join(f"{count} {status}" for status, count in Counter(told.group).items())
     task = f" of {told.task}" if told.task else ""

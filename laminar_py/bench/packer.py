@@ -8,12 +8,13 @@ since collectives make every index a barrier.
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from laminar_py.bench.report import Row
+from laminar_py.bench.turns import Tell
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.packing.balance import attention_share, sequence_cost
 from laminar_py.packing.packer import Packed, assign, pack, step_terms
@@ -33,7 +34,7 @@ PEERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class PackerSize:
     """How much is measured; only tests use another than `FULL`."""
 
     sequences: int
@@ -42,20 +43,20 @@ class Scale:
     steps: int  # with look-ahead
 
 
-FULL = Scale(sequences=2048, seeds=100, random_batches=1000, steps=400)
+FULL = PackerSize(sequences=2048, seeds=100, random_batches=1000, steps=400)
 
 
-def rows(*, tell: Callable[[str], None], scale: Scale = FULL) -> list[Row]:
-    """All figures; `tell` hears of each part. About a minute."""
-    tell(f"packing {scale.sequences} lengths, {scale.seeds} seeds")
-    out = _batches(scale)
-    tell(f"{scale.random_batches} random batches")
-    out += _violations(scale)
+def rows(*, tell: Tell, size: PackerSize = FULL) -> list[Row]:
+    """Measure each figure; `tell` hears of each part. About a minute."""
+    tell(f"packing {size.sequences} lengths, {size.seeds} seeds")
+    out = _batches(size)
+    tell(f"{size.random_batches} random batches")
+    out += _violations(size)
     tell("streaming")
-    out += _streams(scale)
+    out += _streams(size)
     tell("look-ahead")
-    out += _look_ahead(scale)
-    return out + _prefixes(scale)
+    out += _look_ahead(size)
+    return out + _prefixes(size)
 
 
 def draw_lengths(seed: int, count: int, *, median: float = 2048, cap: int = MAX_TOKENS) -> list[int]:
@@ -66,7 +67,7 @@ def draw_lengths(seed: int, count: int, *, median: float = 2048, cap: int = MAX_
 
 
 def make_trajectories(lengths: Sequence[int], *, prompt: int = PROMPT) -> list[Trajectory]:
-    """Finished ones of these lengths, the prompt included; all share the memory of their tokens."""
+    """Finished trajectories of these lengths, the prompt included; they share the memory of their tokens."""
     ids, logprobs = np.zeros(max(lengths), np.int32), np.zeros(max(lengths), np.float32)
     mask = np.ones(max(lengths), np.bool_)
     out = []
@@ -93,7 +94,7 @@ def make_trajectories(lengths: Sequence[int], *, prompt: int = PROMPT) -> list[T
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
+class PackingQuality:
     """How good a packing is, in shares."""
 
     fill: float  # microbatches of the lower bound over those used
@@ -101,8 +102,8 @@ class Quality:
     imbalance: float
 
 
-def quality(packed: Packed, *, max_tokens: int) -> Quality:
-    """Of a packed step."""
+def quality(packed: Packed, *, max_tokens: int) -> PackingQuality:
+    """Fill, use of capacity and imbalance of a packed step."""
     lengths = [[[t.num_tokens for t in bundle] for bundle in bundles] for bundles in packed.bundles]
     costs = np.array(
         [
@@ -113,7 +114,7 @@ def quality(packed: Packed, *, max_tokens: int) -> Quality:
     tokens = sum(sum(bundle) for bundles in lengths for bundle in bundles)
     ranks, used = costs.shape
     bound = -(-tokens // (ranks * max_tokens))
-    return Quality(
+    return PackingQuality(
         fill=bound / used,
         capacity=tokens / (ranks * used * max_tokens),
         imbalance=float(costs.max(axis=0).sum() / costs.sum(axis=1).mean()),
@@ -121,7 +122,7 @@ def quality(packed: Packed, *, max_tokens: int) -> Quality:
 
 
 def pack_here(trajectories: Sequence[Trajectory], *, max_tokens: int = MAX_TOKENS, ranks: int = RANKS) -> Packed:
-    """With the coefficients of a 7B model."""
+    """Pack a step with the coefficients of a 7B model."""
     return pack(
         trajectories,
         max_tokens=max_tokens,
@@ -131,17 +132,17 @@ def pack_here(trajectories: Sequence[Trajectory], *, max_tokens: int = MAX_TOKEN
     )
 
 
-def _batches(scale: Scale) -> list[Row]:
+def _batches(size: PackerSize) -> list[Row]:
     found, times = [], []
-    for seed in range(scale.seeds):
-        trajectories = make_trajectories(draw_lengths(seed, scale.sequences))
+    for seed in range(size.seeds):
+        trajectories = make_trajectories(draw_lengths(seed, size.sequences))
         began = time.perf_counter()
         packed = pack_here(trajectories)
         times.append(time.perf_counter() - began)
         found.append(quality(packed, max_tokens=MAX_TOKENS))
     setting = (
-        f"{scale.sequences} log-normal lengths (median 2,048, sigma 0.99, cap 16,384), {MAX_TOKENS} tokens a"
-        f" microbatch, {RANKS} ranks, 7B coefficients, median of {scale.seeds} seeds, {_load()}"
+        f"{size.sequences} log-normal lengths (median 2,048, sigma 0.99, cap 16,384), {MAX_TOKENS} tokens a"
+        f" microbatch, {RANKS} ranks, 7B coefficients, median of {size.seeds} seeds, {_others()}"
     )
     compared = f"{setting}; planning alone, arrays are written by the ranks; {PEERS}"
     return [
@@ -152,29 +153,29 @@ def _batches(scale: Scale) -> list[Row]:
     ]
 
 
-def _violations(scale: Scale) -> list[Row]:
+def _violations(size: PackerSize) -> list[Row]:
     """Random sizes, budgets and ranks."""
     rng, violations = np.random.default_rng(0), 0
-    for seed in range(scale.random_batches):
+    for seed in range(size.random_batches):
         cap, ranks, count = (int(rng.integers(*bounds)) for bounds in ((256, 32_768), (1, 17), (1, 300)))
         lengths = draw_lengths(seed, count, median=rng.uniform(8, cap), cap=cap)
         packed = pack_here(make_trajectories(lengths, prompt=1), max_tokens=cap, ranks=ranks)
         sizes = [sum(t.num_tokens for t in bundle) for bundles in packed.bundles for bundle in bundles]
         violations += sum(size > cap for size in sizes) + (sum(sizes) != sum(lengths))
-    setting = f"{scale.random_batches} batches of 1 to 299 lengths, 256 to 32,767 tokens, 1 to 16 ranks; seed 0"
+    setting = f"{size.random_batches} batches of 1 to 299 lengths, 256 to 32,767 tokens, 1 to 16 ranks; seed 0"
     return [Row("cap_violations", violations, "microbatches", setting)]
 
 
-def _streams(scale: Scale) -> list[Row]:
-    seeds = max(1, scale.seeds // 5)
-    runs = [_stream(make_trajectories(draw_lengths(seed, scale.sequences))) for seed in range(seeds)]
+def _streams(size: PackerSize) -> list[Row]:
+    seeds = max(1, size.seeds // 5)
+    runs = [_stream(make_trajectories(draw_lengths(seed, size.sequences))) for seed in range(seeds)]
     setting = (
-        f"{scale.sequences} sequences as for fill, one by one, {RANKS} ranks, median of {seeds} seeds, {_load()}"
+        f"{size.sequences} sequences as for fill, one by one, {RANKS} ranks, median of {seeds} seeds, {_others()}"
     )
     added = statistics.median(run.added_s for run in runs)
     written = statistics.median(run.written_s for run in runs)
     sent = statistics.median(run.sent_s for run in runs)
-    unit, per_sequence = "us/sequence", 1e6 / scale.sequences
+    unit, per_sequence = "us/sequence", 1e6 / size.sequences
     return [
         Row("stream_fill", statistics.median(run.quality.fill for run in runs), "of lower bound", setting),
         Row("stream_imbalance", statistics.median(run.quality.imbalance for run in runs), "slowest/mean", setting),
@@ -192,9 +193,9 @@ def _streams(scale: Scale) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """One stream: its packing, and seconds for all sequences."""
+    """Packing of a stream, and seconds for all its sequences."""
 
-    quality: Quality
+    quality: PackingQuality
     added_s: float
     ready_s: float  # from the ask to the first microbatch
     written_s: float
@@ -228,23 +229,18 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
     )
 
 
-def _look_ahead(scale: Scale) -> list[Row]:
+def _look_ahead(size: PackerSize) -> list[Row]:
     setting = (
-        f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {scale.steps} steps, seed 0;"
+        f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {size.steps} steps, seed 0;"
         " 2 passes at most"
     )
     return [
-        Row(
-            f"look_ahead_{window}_capacity_used",
-            _capacity_with(window, steps=scale.steps),
-            "of tokens",
-            setting,
-        )
+        Row(f"look_ahead_{window}_capacity_used", _capacity(window, steps=size.steps), "of tokens", setting)
         for window in (0, 4, 8, 16)
     ]
 
 
-def _capacity_with(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) -> float:
+def _capacity(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) -> float:
     """Tokens over capacity when a step may look `window` groups ahead."""
     lengths = draw_lengths(0, 8 * (steps * groups + window))
     ready = [lengths[start : start + 8] for start in range(0, len(lengths), 8)]
@@ -268,17 +264,17 @@ def _capacity_with(window: int, *, steps: int, groups: int = 8, max_passes: int 
     return tokens / (used * MAX_TOKENS)
 
 
-def _prefixes(scale: Scale) -> list[Row]:
-    """What it would save to compute the prompt of a group of 8 once; nothing here does."""
+def _prefixes(size: PackerSize) -> list[Row]:
+    """Work that computing the prompt of a group of 8 once would save; nothing here does."""
     out = []
     for prompt, median in ((400, 1500), (2000, 500)):
-        responses = draw_lengths(0, 8 * scale.sequences, median=median, cap=MAX_TOKENS - prompt)
+        responses = draw_lengths(0, 8 * size.sequences, median=median, cap=MAX_TOKENS - prompt)
         all_cost = sum(sequence_cost(prompt + length, attention_share=QWEN_7B) for length in responses)
         once = sequence_cost(prompt, attention_share=QWEN_7B)
         setting = (
             f"prompts {prompt}, responses log-normal, median {median}, sigma 0.99, K = 8, 7B; computed, seed 0"
         )
-        saved = 7 * scale.sequences
+        saved = 7 * size.sequences
         total = sum(prompt + length for length in responses)
         out += [
             Row(f"prefix_{prompt}_{median}_tokens", saved * prompt / total, "of tokens", setting),
@@ -287,6 +283,6 @@ def _prefixes(scale: Scale) -> list[Row]:
     return out
 
 
-def _load() -> str:
-    """What else the machine does: others' work makes times longer."""
+def _others() -> str:
+    """Load of the machine: work of others makes times longer."""
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One figure, e.g. `Row("async_over_sync", 1.3, "x", "quickstart, seed 0, 60 s of RL each")`."""
+    """A figure, e.g. `Row("async_over_sync", 1.3, "x", "quickstart, seed 0, 60 s of RL each")`."""
 
     name: str
     value: float | None  # None: not measured, and `conditions` say why
@@ -22,7 +22,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All figures of one benchmark."""
+    """Figures of a benchmark."""
 
     bench: str
     machine: str

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from laminar_py.telemetry.stats import FleetRow, StepRow
+from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.telemetry.summary import Summary
 
 T = TypeVar("T")
@@ -27,20 +27,21 @@ class FinishedRun:
 def train(config: Path, settings: list[str]) -> FinishedRun:
     """Run `laminar train`; its output goes to standard error. Raises `CalledProcessError`."""
     command = [str(Path(sys.executable).with_name("laminar")), "train", str(config), *settings]
-    print("$", *command, file=sys.stderr, flush=True)  # noqa: T201 (progress of an experiment)
-    name = next(setting.removeprefix("name=") for setting in settings if setting.startswith("name="))
-    runs = next((setting.removeprefix("runs=") for setting in settings if setting.startswith("runs=")), "runs")
-    before = set(Path(runs).glob(f"{name}-*"))
+    given = dict(setting.split("=", 1) for setting in settings)
+    runs, pattern = Path(given.get("runs", "runs")), f"{given['name']}-*"
+    before = set(runs.glob(pattern))
     subprocess.run(command, check=True, stdout=sys.stderr)
-    (folder,) = set(Path(runs).glob(f"{name}-*")) - before
+    (folder,) = set(runs.glob(pattern)) - before
     return read_run(folder)
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """What a finished run left."""
-    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    """Read what a finished run left."""
     return FinishedRun(
-        folder, summary, _rows(folder / "metrics.jsonl", StepRow), _rows(folder / "fleet.jsonl", FleetRow)
+        folder,
+        msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary),
+        _rows(folder / "metrics.jsonl", StepRow),
+        _rows(folder / "fleet.jsonl", FleetRow),
     )
 
 

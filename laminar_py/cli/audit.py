@@ -20,7 +20,7 @@ from laminar_py.records.trajectory import DropReason, Kind, Status
 audit = typer.Typer()
 console = Console()
 
-_PRINTED = 100  # findings, or rows of a table
+_PRINTED = 100  # violations, or rows of a table
 _COMPARISON = "A comparison, e.g. '>3'"
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else, on stdout")]
@@ -38,22 +38,23 @@ def audit_run(
 
 @audit.command(epilog="Example: laminar audit runs/quickstart-1 verify")
 def verify(context: typer.Context) -> None:
-    """Check the seal, and every law against the ledger; exit code 1 if one is broken. A line for each breach."""
+    """Check the seal and every rule of the ledger; exit code 1 if a law is broken. A line for each violation."""
     from laminar_py.audit.verify import prove
 
-    verdict = prove(context.obj)
-    for note in verdict.notes:
+    proof = prove(context.obj)
+    for note in proof.notes:
         _say(note)
-    for finding in verdict.findings[:_PRINTED]:
-        console.print(str(finding), style="red", highlight=False, markup=False, soft_wrap=True)
-    if not verdict.findings:
+    for violation in proof.violations[:_PRINTED]:
+        console.print(str(violation), style="red", highlight=False, markup=False, soft_wrap=True)
+    if not proof.violations:
         _print_accounting(context.obj)
         console.print("every law holds")
         return
-    if len(verdict.findings) > _PRINTED:
-        laws = Counter(finding.law for finding in verdict.findings[_PRINTED:])
-        _say(f"and {', '.join(f'{count} more of {law}' for law, count in laws.items())}")
-    _say(f"{len(verdict.findings)} findings: a law is broken")
+    if len(proof.violations) > _PRINTED:
+        others = Counter((found.law, found.rule) for found in proof.violations[_PRINTED:])
+        _say(f"and {', '.join(f'{count} more of law {law}: {rule}' for (law, rule), count in others.items())}")
+    broken = ", ".join(map(str, sorted({found.law for found in proof.violations})))
+    _say(f"{len(proof.violations)} violations: broken are laws {broken}, see docs/laws.md")
     raise typer.Exit(1)
 
 
@@ -115,7 +116,7 @@ def list_trajectories(
 )
 def sql(
     context: typer.Context,
-    statement: Annotated[str, typer.Argument(help="One SELECT over the ledger; store/schema.sql has its tables")],
+    statement: Annotated[str, typer.Argument(help="One SELECT over the ledger; ledger/schema.sql has its tables")],
     as_json: AsJson = False,
 ) -> None:
     """Ask the ledger anything; nothing is written."""

@@ -1,129 +1,101 @@
 """`laminar bench`: measure a part on this machine."""
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from laminar_py.config.engine import EngineKind
+from laminar_py.bench.catalog import ROWS, choose
 
-bench = typer.Typer(help="Measure a part on this machine.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure a part on this machine. `python -m benchmarks` has what needs a laboratory.",
+    no_args_is_help=True,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds of each figure; figures are medians")]
 
 
-class RelayBench(StrEnum):
-    """What `laminar bench relay` measures."""
-
-    HOST = "host"
-    NETWORK = "network"
-
-
-class RepackBench(StrEnum):
-    """What `laminar bench repack` measures."""
-
-    PLAN = "plan"
-    WORKLOAD = "workload"
-    SCHEDULES = "schedules"
+def tell(line: str) -> None:
+    """Print a line of progress on standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @bench.command("engine", epilog="Example: laminar bench engine --only local --repeats 5 --json")
 def bench_engine(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each comparison; figures are medians")] = 3,
-    only: Annotated[EngineKind | None, typer.Option(help="The figures of one engine")] = None,
+    as_json: AsJson = False,
+    repeats: Repeats = 3,
+    only: Annotated[str | None, typer.Option(help=" or ".join(ROWS["engine"]))] = None,
 ) -> None:
-    """Compare the engines with what one would use instead; each round is told on stderr. Takes minutes."""
-    from laminar_py.bench import engine_local, engine_sglang
-    from laminar_py.bench.report import show as show_report
+    """Rate of the embedded engine; SGLang's client and refreshes. Each round is told on stderr. Takes minutes."""
+    parts = choose(ROWS, "engine", only)
+    from laminar_py.bench.engines import local, sglang
+    from laminar_py.bench.report import show
 
-    if only is not EngineKind.LOCAL:
-        engine_sglang.find_python()  # better now than after the minutes of the other
-    measures = {EngineKind.LOCAL: engine_local.rows, EngineKind.SGLANG: engine_sglang.rows}
-    rows = [
-        row
-        for kind, measure in measures.items()
-        if only in (None, kind)
-        for row in measure(repeats=repeats, tell=_tell)
-    ]
-    show_report("engine", rows, as_json=as_json)
+    if "sglang" in parts:
+        sglang.find_python()  # better missed here than after the minutes of the other
+    measures = {"local": local.rows, "sglang": sglang.rows}
+    show("engine", [row for part in parts for row in measures[part](repeats=repeats, tell=tell)], as_json=as_json)
 
 
 @bench.command("packer", epilog="Example: laminar bench packer --json")
-def bench_packer(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
-) -> None:
+def bench_packer(as_json: AsJson = False) -> None:
     """Fill, balance over ranks and cost of packing finished trajectories. Takes about a minute."""
     from laminar_py.bench import packer
-    from laminar_py.bench.report import show as show_report
+    from laminar_py.bench.report import show
 
-    show_report("packer", packer.rows(tell=_tell), as_json=as_json)
+    show("packer", packer.rows(tell=tell), as_json=as_json)
 
 
 @bench.command("ledger", epilog="Example: laminar bench ledger --trajectories 1000000 --json")
 def bench_ledger(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
-    trajectories: Annotated[int, typer.Option(min=1, help="So many are recorded; 4 kB of disk each")] = 100_000,
+    as_json: AsJson = False,
+    trajectories: Annotated[int, typer.Option(min=1, help="Number to record; 4 kB of disk each")] = 100_000,
 ) -> None:
     """Cost of recording, size on disk, and cost of reading it back. Takes about a minute."""
-    from laminar_py.bench import ledger
-    from laminar_py.bench.report import show as show_report
+    from laminar_py.bench.ledger.measure import rows
+    from laminar_py.bench.report import show
 
-    show_report("ledger", ledger.rows(trajectories=trajectories, tell=_tell), as_json=as_json)
+    show("ledger", rows(trajectories=trajectories, tell=tell), as_json=as_json)
 
 
-@bench.command("learner", epilog="Example: laminar bench learner --json")
+@bench.command("learner", epilog="Example: laminar bench learner --only speed --json")
 def bench_learner(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+    as_json: AsJson = False, only: Annotated[str | None, typer.Option(help=" or ".join(ROWS["learner"]))] = None
 ) -> None:
-    """Packed gradients against single ones, engine against learner, speed and memory. Takes about ten minutes."""
-    from laminar_py.bench import learner
-    from laminar_py.bench.report import show as show_report
+    """Speed on packed sequences, refreshes with adapters, use of a GPU. Takes minutes."""
+    parts = choose(ROWS, "learner", only)
+    from laminar_py.bench.learner.measure import rows
+    from laminar_py.bench.report import show
 
-    show_report("learner", learner.rows(tell=_tell), as_json=as_json)
+    show("learner", rows(parts, tell=tell), as_json=as_json)
 
 
-@bench.command("repack", epilog="Example: laminar bench repack --only workload --json")
+@bench.command("repack", epilog="Example: laminar bench repack --only plan --json")
 def bench_repack(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the workload; figures are medians")] = 3,
-    only: Annotated[RepackBench | None, typer.Option(help="One part of it")] = None,
+    as_json: AsJson = False, only: Annotated[str | None, typer.Option(help=" or ".join(ROWS["repack"]))] = None
 ) -> None:
-    """Repacking on 16 emulated replicas, and whole schedules at equal devices. Run it in the project's folder.
-
-    The workload takes two minutes a run, four runs a seed; the schedules 15 minutes each for two length skews.
-    """
+    """Time to plan a round for 8,192 trajectories on 256 replicas. Takes seconds."""
+    choose(ROWS, "repack", only)
     from laminar_py.bench import repack
-    from laminar_py.bench.report import show as show_report
+    from laminar_py.bench.report import show
 
-    parts = repack.PARTS if only is None else (only.value,)
-    show_report("repack", repack.rows(seeds=range(seeds), parts=parts, tell=_tell), as_json=as_json)
+    show("repack", repack.rows(), as_json=as_json)
 
 
-@bench.command("relay", epilog="Example: laminar bench relay --only host --json")
+@bench.command("relay", epilog="Example: laminar bench relay --only hop --json")
 def bench_relay(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each comparison; figures are medians")] = 7,
-    only: Annotated[RelayBench | None, typer.Option(help="On one host, or over hosts with narrow links")] = None,
+    as_json: AsJson = False,
+    repeats: Repeats = 7,
+    only: Annotated[str | None, typer.Option(help=" or ".join(ROWS["relay"]))] = None,
     shm: Annotated[
-        Path, typer.Option(help="Shared memory for one host's part", exists=True, file_okay=False, writable=True)
+        Path, typer.Option(help="Shared memory for versions", exists=True, file_okay=False, writable=True)
     ] = Path("/dev/shm"),
 ) -> None:
-    """Compare the relay with bare sockets and copies, and with what one would use instead. Takes minutes."""
-    from laminar_py.bench import relay as one_host
-    from laminar_py.bench import relay_hosts
-    from laminar_py.bench.report import show as show_report
-    from laminar_py.config.section import ConfigError
+    """Hops between processes, stall of a publish, bytes and speed of deltas. Takes minutes."""
+    parts = choose(ROWS, "relay", only)
+    from laminar_py.bench.relay.measure import rows
+    from laminar_py.bench.report import show
 
-    rows = one_host.rows(repeats=repeats, tell=_tell, shm=shm) if only in (None, RelayBench.HOST) else []
-    try:
-        rows += relay_hosts.rows(repeats=min(repeats, 3), tell=_tell) if only is not RelayBench.HOST else []
-    except ConfigError as error:
-        if only is RelayBench.NETWORK:
-            raise
-        _tell(f"left out: {error}")
-    show_report("relay", rows, as_json=as_json)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    show("relay", rows(parts, repeats=repeats, tell=tell, shm=shm), as_json=as_json)

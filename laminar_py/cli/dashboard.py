@@ -1,4 +1,4 @@
-"""`laminar dashboard`. Owns its arguments; the serving is done by `analytics.dashboard`."""
+"""`laminar dashboard`. Owns its arguments; the serving is done by `analytics.show.dashboard`."""
 
 import asyncio
 import os
@@ -18,10 +18,8 @@ def dashboard(
 ) -> None:
     """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
     from laminar_py.analytics.show.dashboard import TOKEN_VARIABLE, serve
-    from laminar_py.analytics.show.wall import read_wall
 
     def tell(line: str) -> None:
         Console().print(line, highlight=False, soft_wrap=True)
 
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    asyncio.run(serve(run, host=host, port=port, token=token, tell=tell, judge=read_wall))
+    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=tell))

@@ -1,10 +1,14 @@
 """The command line as a whole, and how it ends: all work is done elsewhere.
 
-Exit codes: 0 done, 1 a law is broken or the run failed, 2 bad input (one line on standard error), 130 stopped by
-Ctrl-C with a checkpoint to go on from.
+Exit codes: 0 done; 1 a law is broken, the run failed, or the mistake is ours; 2 bad input (one line on standard
+error); 130 stopped by Ctrl-C with a checkpoint to go on from.
 """
 
 import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NoReturn
 
 import typer
 
@@ -15,6 +19,7 @@ from laminar_py.cli.doctor import doctor
 from laminar_py.cli.relay import relay
 from laminar_py.cli.report import report
 from laminar_py.cli.train import export, train
+from laminar_py.config.section import ConfigError
 
 app = typer.Typer(
     name="laminar",
@@ -34,14 +39,21 @@ app.add_typer(relay, name="relay")
 
 
 def main() -> None:
-    """Entry point: faults of input become one line and exit code 2, a failed run one line and 1."""
-    from laminar_py.cluster.errors import RunFailedError
+    """Entry point: whatever ends a command becomes one line; exit code 2 for the user's faults, 1 for all else."""
+    from laminar_py.cluster.errors import RunFailedError, tell_unexpected
 
     try:
         app()
-    except ValueError as error:
-        print(f"laminar: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except ConfigError as error:
+        _end(str(error), code=2)
     except RunFailedError as error:
-        print(f"laminar: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        _end(str(error), code=1)
+    except Exception as error:  # noqa: BLE001 - a mistake of ours; a run has written its traceback into its log already
+        with tempfile.NamedTemporaryFile("w", prefix="laminar-", suffix=".log", delete=False) as file:
+            file.write(traceback.format_exc())
+        _end(tell_unexpected(error, Path(file.name)), code=1)
+
+
+def _end(line: str, *, code: int) -> NoReturn:
+    print(f"laminar: {line}", file=sys.stderr)
+    raise SystemExit(code) from None

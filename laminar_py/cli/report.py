@@ -4,17 +4,14 @@ Owns the order in which things are said, the most important first; figures and t
 """
 
 import dataclasses
+from functools import cached_property
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from laminar_py.analytics.show.snapshot import Snapshot
-    from laminar_py.analytics.triage.triage import Diagnosis
 
 console = Console(highlight=False)
 
@@ -33,9 +30,9 @@ def report(
     if len(runs) == 1 and not as_json:
         _report_one(runs[0], details=details)
         return
-    from laminar_py.analytics.show.compare import compare
     from laminar_py.analytics.show.compare_tables import comparison_tables
-    from laminar_py.analytics.show.run_report import read_report
+    from laminar_py.analytics.triage.compare import compare
+    from laminar_py.analytics.triage.report import read_report
 
     reports = [read_report(run) for run in runs]
     comparison = compare(reports) if len(reports) > 1 else None
@@ -47,27 +44,25 @@ def report(
 
 
 def _report_one(run: Path, *, details: bool) -> None:
-    from laminar_py.analytics.measure.pipeline import read_record
-    from laminar_py.analytics.show.run_report import reading_run, report_of
+    from laminar_py.analytics.show.page import write_page
     from laminar_py.analytics.show.run_tables import run_tables
-    from laminar_py.analytics.show.snapshot import snapshot_of
+    from laminar_py.analytics.show.trace import write_trace
+    from laminar_py.analytics.triage.report import read_report
 
-    with reading_run(run) as connection:  # figures and pictures are of one state
-        record = read_record(run, connection)
-        found = report_of(run, connection, record)
-        for part in run_tables(found, details=details):
-            console.print(part)
-        snapshot = snapshot_of(run, connection, record)
-    _draw(run, snapshot, found.diagnosis)
+    found = read_report(run)
+    for table in run_tables(found, details=details):
+        console.print(table)
+    console.print(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}", soft_wrap=True)
 
 
 def print_limits(run: Path) -> None:
-    """What limits a run, and where all the rest is told; the last words of `laminar train`."""
+    """Print what limits a run, and where all the rest is told; the last words of `laminar train`."""
+    from laminar_py.analytics.read.snapshot import read_snapshot
     from laminar_py.analytics.show.run_tables import diagnosis_table
-    from laminar_py.analytics.triage.told import NO_STEP
-    from laminar_py.analytics.triage.triage import read_diagnosis
+    from laminar_py.analytics.show.walls import NO_STEP
+    from laminar_py.analytics.triage.report import RunReport
 
-    diagnosis = read_diagnosis(run)
+    diagnosis = RunReport(read_snapshot(run)).diagnosis
     if diagnosis is not None:
         console.print(diagnosis_table(diagnosis))
         console.print("what to change are settings of the config, see docs/config.md")
@@ -80,21 +75,14 @@ def print_limits(run: Path) -> None:
         console.print(f"laminar {command.format(run)} {what}", soft_wrap=True)
 
 
-def _draw(run: Path, snapshot: "Snapshot", diagnosis: "Diagnosis | None") -> None:
-    from laminar_py.analytics.show.page import write_report
-    from laminar_py.analytics.show.trace import write_trace
-    from laminar_py.analytics.show.wall import wall_panel
-
-    wall = None if diagnosis is None else wall_panel(diagnosis)
-    page, trace = write_report(run, wall=wall, snapshot=snapshot), write_trace(run, snapshot=snapshot)
-    console.print(f"in pictures: {page}; for Perfetto: {trace}", soft_wrap=True)
-
-
 def plain(value: object) -> object:
-    """Records as JSON has them, with what is derived of them beside their fields; NaN is none."""
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        names += [name for name, member in vars(type(value)).items() if isinstance(member, property)]
+    """Figures as JSON has them, with what is derived of them beside their fields; NaN is none."""
+    from laminar_py.analytics.triage.report import RunReport
+
+    if dataclasses.is_dataclass(value) or isinstance(value, RunReport):
+        names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        members = vars(type(value)).items()
+        names += [name for name, member in members if isinstance(member, property | cached_property)]
         return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}

@@ -1,7 +1,8 @@
 """Processes of a run: each is a Ray actor, called with a limit.
 
-Calls go to actors as bytes; whatever goes wrong with one (its process died, it hangs, it raised) becomes one
-`PartDiedError`, which the supervisor handles. Called by the keepers in `workers`.
+Calls go to actors as bytes. A process that died, hangs, or raised what the world did to it becomes a
+`PartDiedError`, after which its keeper in `workers` starts another. What the user has to mend crosses as
+`ConfigError`, and a mistake in our own code as `PartBugError`: both end the run.
 """
 
 import asyncio
@@ -14,15 +15,16 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.errors import PartBugError, PartDiedError
 from laminar_py.cluster.placement import Place
 from laminar_py.config.section import ConfigError
-from laminar_py.relay.store.version import NoRoomError
+from laminar_py.records.protocols import RefusedError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANYWHERE = Place()
+BUGS = (ValueError, TypeError, AssertionError, AttributeError, LookupError, NameError, ArithmeticError)
 
 
 class Part:
@@ -34,41 +36,52 @@ class Part:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
+        self._bug: PartBugError | None = None  # in what was sent without waiting
         self._handle = remote(kind, concurrency=concurrency, place=place).remote()
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> object:
-        """The result of an actor method.
+        """The result of an actor method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
 
-        Raises PartDiedError if there is none in `timeout_s` or it raised; ConfigError where that was bad input.
+        Raises ConfigError where the user has to mend something: a model, a port, memory that only the part could
+        see. Raises PartBugError for a mistake in our own code.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         reference = getattr(self._handle, method).remote(*arguments)
         try:
             async with asyncio.timeout(limit):
-                return await asyncio.wrap_future(reference.future())
+                answer = await asyncio.wrap_future(reference.future())
         except TimeoutError:
             self.kill()
             raise PartDiedError(self.name, f"no answer to {method} in {limit:g} s") from None
         except RayTaskError as error:
             self.kill()
-            cause = _first(error.cause)
-            log.error("%s.%s raised", self.name, method, exc_info=cause)
-            # bad input that only the part could see: a model it cannot run, a port or memory it does not get
-            if isinstance(cause, NoRoomError) or (isinstance(cause, ValueError) and method == "start"):
-                raise ConfigError(str(cause)) from None
-            raise PartDiedError(self.name, f"{type(cause).__name__}: {cause}") from error
+            raise self._failure(method, error) from error
         except RayError as error:
             self.kill()
             raise PartDiedError(self.name, _reason(error)) from error
+        if self._bug is not None:
+            raise self._bug
+        return answer
 
     def send(self, method: str, *arguments: object) -> None:
-        """Call without waiting; a death shows at the next `call`, what the method raised in the log."""
+        """Call without waiting; a death or a bug shows at the next `call`, what else it raised in the log."""
         future = getattr(self._handle, method).remote(*arguments).future()
-        future.add_done_callback(lambda done: self._log_failure(method, done.exception()))
+        future.add_done_callback(lambda done: self._note_failure(method, done.exception()))
 
-    def _log_failure(self, method: str, error: BaseException | None) -> None:
-        if isinstance(error, RayTaskError):
-            log.error("%s.%s raised", self.name, method, exc_info=error)
+    def _note_failure(self, method: str, error: BaseException | None) -> None:
+        if isinstance(error, RayTaskError) and isinstance(failure := self._failure(method, error), PartBugError):
+            self._bug = failure
+
+    def _failure(self, method: str, error: RayTaskError) -> ConfigError | PartBugError | PartDiedError:
+        """Meaning of a method's error for the run; its traceback goes into the log."""
+        cause = _first(error.cause)
+        log.error("%s.%s raised %s", self.name, method, error)
+        if isinstance(cause, ConfigError):
+            return ConfigError(str(cause))
+        words = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, BUGS) and not isinstance(cause, RefusedError):
+            return PartBugError(f"{self.name}: {words}")
+        return PartDiedError(self.name, words)
 
     def kill(self) -> None:
         """End its process."""

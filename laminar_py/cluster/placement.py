@@ -1,4 +1,4 @@
-"""Where a run's parts go: which Ray node, and how many of its GPUs. Pure; `runtime.cluster` shows it the nodes.
+"""Where a run's parts go: which Ray node, and how many of its GPUs. Pure; `ray_cluster` shows it the nodes.
 
 Asked by the owners of the parts (relays, replicas, learner, reference, scorers) when they start one, and by
 `laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is beside
@@ -10,11 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.config.cluster import Device
-from laminar_py.config.engine import EngineKind
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.planning import topology
@@ -35,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one part runs: a Ray node, None for any, and how many of its GPUs are this part's alone."""
+    """Place of a part: a Ray node, None for any, and how many of its GPUs are this part's alone."""
 
     node: str | None = None
     gpus: int = 0
@@ -43,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run asks of a cluster, e.g. six replicas on a GPU each beside two learner ranks:
+    """Demand of a run on a cluster, e.g. six replicas on a GPU each beside two learner ranks:
 
     `Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1)`.
     """
@@ -61,28 +59,24 @@ class Needs:
 
     @classmethod
     def of(cls, config: RunConfig) -> "Needs":
-        """What this config asks for."""
+        """Demand of this config."""
         rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
         return cls(
             ranks=config.learner.world_size,
             rank_gpus=1 if learner_device(config) is Device.CUDA else 0,
             replicas=rollout.replicas,
-            replica_gpus=engine.tensor_parallel if _launches_on_gpus(config) else 0,
+            replica_gpus=0 if engine.hosts else engine.gpus,
             relays=config.relay.nodes,
             shared_nodes=cluster.shared_nodes,
-            hosts=tuple(urlsplit(url).hostname or "" for url in engine.urls),
+            hosts=engine.hosts,
             reference=config.algorithm.refers_in_stage,
         )
 
 
 def learner_device(config: RunConfig) -> Device:
-    """What the learner's ranks run on."""
-    return config.cluster.learner_device or (Device.CUDA if _launches_on_gpus(config) else Device.CPU)
-
-
-def _launches_on_gpus(config: RunConfig) -> bool:
+    """Device that the learner's ranks run on."""
     engine = config.rollout.engine
-    return engine.kind is EngineKind.SGLANG and engine.device is Device.CUDA and not engine.urls
+    return config.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +151,7 @@ def _take(free: Counter[str], places: Iterable[Place | None]) -> None:
 
 
 def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int]) -> tuple[Place, ...]:
-    """All ranks on as few nodes as possible; the last of these is the one that costs the fewest replicas."""
+    """Place the ranks on as few nodes as possible; the last of these costs the fewest replicas."""
     wanted, total = needs.ranks * needs.rank_gpus, sum(free[node.id] for node in nodes)
     if not nodes or wanted > total:
         raise ConfigError(
@@ -184,13 +178,13 @@ def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int])
 def _place_reference(
     needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
 ) -> Place:
-    """Where it costs no replica, if there is such a node, and beside the learner, if there is a choice."""
+    """Place the reference where it costs no replica, where that is possible, and then beside the learner."""
     if not needs.rank_gpus:
         return Place(learner[0].node)
     beside, size = {place.node for place in learner}, needs.replica_gpus
 
     def cost(node: Node) -> tuple[bool, bool, int]:
-        """Whether one replica less finds room on it; whether it is not the learner's; its GPUs."""
+        """Rank a node: is a replica lost there, is it not the learner's, how many GPUs are free."""
         serves = size > 0 and (needs.shared_nodes or node.id not in beside)
         return (serves and free[node.id] % size == 0, node.id not in beside, free[node.id])
 
@@ -231,7 +225,7 @@ def _place_replica(
 
 
 def _nodes_of_server(host: str, index: int, nodes: Sequence[Node]) -> list[Node]:
-    """Where the server is: it reads versions from its own host's shared memory."""
+    """Nodes of a server's host, which reads versions from its own shared memory."""
     loopback = host in ("localhost", "::1") or host.startswith("127.")
     found = [node for node in nodes if node.ip == host or (loopback and node.here)]
     if not found:
@@ -297,8 +291,13 @@ class Placement:
 
     @property
     def spread(self) -> bool:
-        """Whether parts, the controller among them, are on more than one node."""
+        """True where parts, the controller among them, are on more than one node."""
         return len(self.plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
+
+    @property
+    def here(self) -> Place:
+        """The controller's own node, on its CPUs."""
+        return Place(next(node.id for node in self._known.values() if node.here))
 
     def of_scorer(self, index: int) -> Place:
         """Scorers are on the nodes of the run in turn, on the learner's first."""

@@ -55,7 +55,7 @@ def _joined(address: str) -> Iterator[None]:
     folder = os.getcwd()
 
     def enter() -> None:
-        with contextlib.suppress(OSError):  # a node that lacks it is found by `runtime.survey`
+        with contextlib.suppress(OSError):  # a node that lacks it is found by `preflight.survey`
             os.chdir(folder)
 
     try:
@@ -99,7 +99,7 @@ def nodes() -> list[Node]:
 
 
 async def on_node(node: str, function: Callable[..., bytes], *arguments: str) -> bytes:
-    """What a function of this package answers on that node, in a process there. Raises RayError."""
+    """Answer of a function of this package on that node, from a process there. Raises RayError."""
     if node == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(function, *arguments)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -111,5 +111,5 @@ async def on_node(node: str, function: Callable[..., bytes], *arguments: str) ->
 
 def free_port(ip: str) -> bytes:
     """A port that this host can listen on."""
-    with socket.create_server((ip, 0)) as probe:
-        return encode(probe.getsockname()[1])
+    with socket.create_server((ip, 0)) as listener:
+        return encode(listener.getsockname()[1])

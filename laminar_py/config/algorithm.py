@@ -1,19 +1,25 @@
-"""Which algorithm learns: settings, and the named algorithms as one line each. Equations: `learner.objectives`.
+"""Algorithms: their registry, the settings of each, and the built-in ones as one line each.
 
-A name fills in what the file leaves out, so every part of an algorithm can be turned by itself.
+A name fills in what the file leaves out, so every part of an algorithm can be turned by itself. Equations are in
+`learner.losses`. Nothing here imports torch, since the controller uses it.
 """
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
+from laminar_py.config.registry import Registry
 from laminar_py.config.section import Section, Share
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Column, Source
 
 
 class Advantage(StrEnum):
-    """How the rewards of a group become advantages."""
+    """Ways from the rewards of a group to advantages."""
 
     GROUP_STD = "group_std"
     GROUP_MEAN = "group_mean"
@@ -23,7 +29,7 @@ class Advantage(StrEnum):
 
 
 class Objective(StrEnum):
-    """What is maximised."""
+    """Functions of the new policy that are maximised."""
 
     CLIP = "clip"
     SEQUENCE_CLIP = "sequence_clip"
@@ -32,22 +38,15 @@ class Objective(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number."""
+    """Weights that make one number of token losses."""
 
     TOKEN_MEAN = "token_mean"
     SEQUENCE_MEAN = "sequence_mean"
     CONSTANT = "constant"
 
 
-class Partition(StrEnum):
-    """Where the partition function of trajectory balance comes from."""
-
-    GROUP = "group"
-    LEARNED = "learned"
-
-
 class Proximal(StrEnum):
-    """The policy that the trust region is around."""
+    """Policies that the trust region can be around."""
 
     BEHAVIOUR = "behaviour"
     RECOMPUTE = "recompute"
@@ -55,7 +54,7 @@ class Proximal(StrEnum):
 
 
 class Correction(StrEnum):
-    """What is done about tokens that another policy drew."""
+    """Weights and masks for tokens that another policy drew."""
 
     NONE = "none"
     TIS = "tis"
@@ -78,7 +77,7 @@ class Divergence(StrEnum):
 
 
 class ReferencePass(StrEnum):
-    """Where the reference model computes its log-probabilities."""
+    """Places where the reference model computes its log-probabilities."""
 
     LEARNER = "learner"
     STAGE = "stage"
@@ -89,6 +88,7 @@ def _weighted(clip_high: float) -> dict[str, Any]:
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
+GRPO = "grpo"
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defaults, which are those of GRPO
     "grpo": {},
     "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
@@ -112,9 +112,9 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defa
 class AlgorithmConfig(Section):
     """The loss. `name` fills in what is left out; the defaults below are those of `grpo`."""
 
-    name: str = "grpo"
+    name: str = GRPO
     """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
-    `distill`."""
+    `distill`, or the name of an algorithm of an installed package."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
     mean of the others. `batch_std`: (r - mean) / std of the whole step. `none`: 0."""
@@ -126,14 +126,10 @@ class AlgorithmConfig(Section):
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
     log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
     squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`; it needs no importance
-    weights, however old the response is."""
+    weights, however old the response is. log Z of a prompt is minus the mean imbalance of its responses in the
+    step, for which there is one more forward pass."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """For `balance`: the policy it leads to is the reference times exp(reward / beta)."""
-    partition: Partition = Partition.GROUP
-    """For `balance`: log Z of a prompt. `group`: minus the mean imbalance of its responses in the step, for which
-    there is one more forward pass. `learned`: a linear head on the policy's state at the prompt's last token."""
-    partition_lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Learning rate of the `learned` partition function."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped; 1: none are."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
@@ -171,27 +167,48 @@ class AlgorithmConfig(Section):
     while others are generated and trained on."""
     teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """The advantage of a token for each nat by which the teacher finds it likelier. A reward function of yours
-    returns the teacher's log-probability of each token, at the same temperature and over the whole vocabulary."""
+    returns the column `teacher_logprobs`: the teacher's log-probability of each token, at the same temperature and
+    over the whole vocabulary."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Inputs of the loss for each token besides those that every loss has; a subclass adds its own."""
+        teacher = Column(name=TEACHER_LOGPROBS)
+        reference = Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE)
+        compares = self.kl_coef > 0 or self.objective is Objective.BALANCE
+        return (*((teacher,) if self.teacher_coef > 0 else ()), *((reference,) if compares else ()))
+
+    @property
+    def scored_columns(self) -> tuple[Column, ...]:
+        """Columns that the reward function must return."""
+        return tuple(column for column in self.columns if column.source is Source.SCORER)
+
+    @property
+    def packed_columns(self) -> tuple[Column, ...]:
+        """Columns that trajectories have when they are packed: all but those the learner computes itself."""
+        return self.columns if self.refers_in_stage else self.scored_columns
 
     @property
     def refers(self) -> bool:
-        """Whether there is a reference model."""
-        return self.kl_coef > 0 or self.objective is Objective.BALANCE
+        """True where there is a reference model."""
+        return any(column.source is Source.REFERENCE for column in self.columns)
 
     @property
     def refers_in_stage(self) -> bool:
-        """Whether there is one, in a process of its own."""
+        """True where the reference model has a process of its own."""
         return self.reference_pass is ReferencePass.STAGE
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """True where a group whose rewards are all equal teaches something; a subclass may say so too."""
+        return self.teacher_coef > 0 or self.objective is Objective.BALANCE
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        name = given.get("name", "grpo")
-        if not isinstance(name, str) or name not in PRESETS:
-            raise ValueError(f"algorithm.name={name}: unknown; choose one of {', '.join(PRESETS)}")
-        return PRESETS[name] | given
+        return PRESETS.get(str(given.get("name", GRPO)), {}) | given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -245,7 +262,7 @@ class AlgorithmConfig(Section):
                 f"algorithm.overlong_tokens={self.overlong_tokens} has no advantages to change with"
                 " algorithm.advantage=none; leave it out"
             )
-        learns = self.advantage is not Advantage.NONE or self.teacher_coef > 0 or self.refers
+        learns = self.advantage is not Advantage.NONE or self.learns_from_equal_rewards or self.refers
         if not learns:
             return "algorithm.advantage=none teaches nothing by itself; choose another, or set teacher_coef"
         if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
@@ -263,3 +280,42 @@ class AlgorithmConfig(Section):
                 f" algorithm.objective={self.objective}; set kl_coef above 0, or leave reference_pass out"
             )
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """An algorithm as the registry has it, e.g. `Algorithm(settings=HintedConfig, objective=hinted)`.
+
+    `settings` validates the section `algorithm` and names the columns of the loss. `objective` takes
+    `learner.losses.objectives.Terms` and the settings and gives [N], what each trained token adds to the sum that
+    is maximised; without one it is the built-in objective that the settings name. It is called in the learner
+    alone, and may import torch when it is called.
+    """
+
+    settings: type[AlgorithmConfig] = AlgorithmConfig
+    objective: Callable[[Any, Any], Any] | None = None
+
+
+BUILT_IN = Algorithm()
+ALGORITHMS = Registry(
+    Algorithm,
+    field="algorithm.name",
+    group="laminar_py.algorithms",
+    built_in=dict.fromkeys(PRESETS, "laminar_py.config.algorithm:BUILT_IN"),
+)
+
+
+def read_algorithm(given: object) -> AlgorithmConfig:
+    """The section `algorithm` as the algorithm that it names reads it, e.g. of `{"name": "gspo"}`."""
+    if isinstance(given, AlgorithmConfig):
+        return given
+    if not isinstance(given, dict):
+        raise ValueError("Input should be a section that names an algorithm")
+    settings = ALGORITHMS.get(str(given.get("name", GRPO))).settings
+    return settings.model_validate_json(json.dumps(given, default=str))
+
+
+AnyAlgorithmConfig: TypeAlias = Annotated[
+    SerializeAsAny[AlgorithmConfig], PlainValidator(read_algorithm), WithJsonSchema({"type": "object"})
+]
+"""A section that is raw until the model of its algorithm has validated it; JSON keeps all of its fields."""

@@ -9,7 +9,7 @@ from laminar_py.config.section import Section
 
 
 class Device(StrEnum):
-    """What SGLang servers and learner ranks run on."""
+    """Kinds of device for SGLang servers and learner ranks."""
 
     CUDA = "cuda"
     CPU = "cpu"

@@ -6,7 +6,7 @@ from laminar_py.config.section import Section
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
+    """Sources of prompts."""
 
     train: Path
     """JSONL with `prompt` and `answer` in each line, perhaps `id` and `task` too; each epoch is shuffled anew from

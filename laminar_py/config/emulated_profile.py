@@ -1,6 +1,6 @@
-"""What an emulated GPU takes for an emulated model: the figures of a profile in YAML, and their arithmetic.
+"""Times of an emulated GPU and model: the figures of a profile in YAML, and their arithmetic.
 
-Read by `runtime` before a run and in each emulated part. Pure, all in emulated seconds.
+Read before a run, and in each emulated process. Pure, all in emulated seconds.
 Invariant: `steps_within` is the inverse of `steps_s`.
 """
 
@@ -19,7 +19,7 @@ Size = Annotated[int, Field(ge=1)]
 
 
 class EngineTimes(Section):
-    """One engine. A decoding step over T tokens of KV takes `step_s + kv_token_s * T`, whatever the batch."""
+    """Times of an engine. A decoding step over T tokens of KV takes `step_s + kv_token_s * T`, for any batch."""
 
     step_s: Time
     """A step on an empty cache: what reading the weights takes, seconds."""

@@ -1,67 +1,72 @@
-"""Settings of the inference engines."""
+"""The settings that all inference engines share, and what the rest of a run asks of an engine's section.
 
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Self
+`rollout.engine` is raw until `kind` names its backend, whose own section reads it (in `engines/<kind>`, or in an
+installed package). Sections answer by their values what placement, replicas and reports ask, so that nobody else
+needs to know one backend from another.
+"""
 
-from pydantic import Field, model_validator
+import json
+from typing import Annotated, TypeAlias
 
-from laminar_py.config.cluster import Device
-from laminar_py.config.section import Count, Seconds, Section
+from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema
 
+from laminar_py.config.registry import find_registry
+from laminar_py.config.section import Section
 
-class EngineKind(StrEnum):
-    """What generates."""
-
-    LOCAL = "local"
-    SGLANG = "sglang"
+BACKENDS = "laminar_py.engines.registry:BACKENDS"
 
 
 class EngineConfig(Section):
-    """What generates: the embedded engine, or SGLang servers that the run launches or attaches to."""
+    """Inference engines. The settings of this table belong to every backend."""
 
-    kind: EngineKind = EngineKind.LOCAL
-    """`local`: the embedded engine, in the replica's process. `sglang`: one SGLang server per replica."""
-    urls: tuple[str, ...] = ()
-    """Servers that are already running, one per replica, e.g. `[http://10.0.0.5:30000]`; none: launch them. They
-    must see `relay.shm` under the same path."""
-    api_key_env: str = "SGLANG_API_KEY"
-    """Environment variable with the key of the servers in `urls`; launched ones get a key of their own. A server
-    beyond loopback is refused without one."""
-    python: Path | None = None
-    """Interpreter of the environment that has SGLang; default: the run's own."""
-    device: Device = Device.CUDA
-    """What launched servers run on."""
-    tensor_parallel: Count = 1
-    """GPUs of one launched server."""
-    flags: dict[str, str | int | float | bool | tuple[str | int | float, ...]] = Field(default={})
-    """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
-    one that takes no value, a list for one that takes several."""
-    start_timeout_s: Seconds = 900.0
-    """Longest start of a launched server."""
-    stall_timeout_s: Seconds = 60.0
-    """A server that has requests and sends no token, or leaves a call unanswered, for so long is lost."""
-    stream_interval: Count = 8
-    """Tokens in one message of a stream of a launched server: more cost less CPU, fewer tell sooner."""
+    kind: str = "local"
+    """`local`: the embedded engine, in the replica's process. `sglang`: one SGLang server per replica. Or what an
+    installed package announces as `laminar_py.backends`. The section `emulation` chooses `emulated`."""
     verify_every: Annotated[int, Field(ge=0)] = 20
-    """The server's own tensors are hashed after its first load and once in so many versions, and must agree among
+    """The engine's own tensors are hashed after its first load and once in so many versions, and must agree among
     replicas that hash the same version; 0: never."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-            raise ValueError(
-                f"rollout.engine.urls={','.join(self.urls)}: a server is named twice, and each replica has its own"
-                " weights; name one for each"
-            )
-        if self.kind is EngineKind.LOCAL and self.urls:
-            raise ValueError(
-                f"rollout.engine.urls={','.join(self.urls)}: these are SGLang servers; set"
-                " rollout.engine.kind=sglang"
-            )
-        if self.device is Device.CPU and self.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.engine.tensor_parallel={self.tensor_parallel} needs GPUs; set"
-                " rollout.engine.device=cuda, or tensor_parallel to 1"
-            )
-        return self
+    @property
+    def gpus(self) -> int:
+        """GPUs that one engine computes on."""
+        return 0
+
+    @property
+    def yields_cpus(self) -> bool:
+        """True where the engine computes on CPUs, in a process that lets the learner's go first."""
+        return self.gpus == 0
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts of servers that run already, one for each replica; empty where the run starts its engines."""
+        return ()
+
+    @property
+    def start_limit_s(self) -> float:
+        """Longest start of an engine, beyond that of its process."""
+        return 0.0
+
+    @property
+    def secret_env(self) -> str | None:
+        """Environment variable of the controller whose value every replica is given when it opens its engine."""
+        return None
+
+    def remedies(self) -> tuple[tuple[str, str, str], ...]:
+        """Settings to change where generation is what limits a run: (setting, change, reason)."""
+        return ()
+
+
+def read_engine(given: object) -> EngineConfig:
+    """The section as its backend reads it, e.g. of `{"kind": "sglang", "tensor_parallel": 2}`."""
+    if isinstance(given, EngineConfig):
+        return given
+    if not isinstance(given, dict):
+        raise ValueError("Input should be a section that names a `kind`")
+    kind = given.get("kind", EngineConfig.model_fields["kind"].default)
+    section: type[EngineConfig] = find_registry(BACKENDS).get(str(kind)).settings
+    return section.model_validate_json(json.dumps(given, default=str))
+
+
+AnyEngineConfig: TypeAlias = Annotated[
+    SerializeAsAny[EngineConfig], PlainValidator(read_engine), WithJsonSchema({"type": "object"})
+]

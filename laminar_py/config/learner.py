@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from laminar_py.config.lora import LoraConfig
-from laminar_py.config.section import Count, Section, Share
+from laminar_py.config.section import Count, Section
 
 
 class Decay(StrEnum):
@@ -18,7 +18,7 @@ class Decay(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Which activations are computed again in the backward pass."""
+    """Activations that are computed again in the backward pass."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -34,8 +34,6 @@ class LearnerConfig(Section):
     """Steps over which the learning rate rises to `lr`, linearly."""
     decay: Decay = Decay.NONE
     """`linear` or `cosine`: the learning rate falls from there to 0 at the last of `steps`. `none`: it stays."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    """AdamW's decay rates."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's weight decay."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
@@ -54,8 +52,6 @@ class LearnerConfig(Section):
     keeps the gradient of all parameters on each GPU, 4 bytes each, until the last of them."""
     lora: LoraConfig | None = None
     """Train adapters in place of all weights, or none."""
-    max_skipped: Count = 3
-    """Steps in a row whose gradient is not finite, and which are skipped, after which the run ends."""
     publish_every: Count = 1
     """Learner steps between two weight versions."""
     checkpoint_every: Count = 20

@@ -11,28 +11,34 @@ from typing import TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from laminar_py.config.emulation import choose_engine
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
-ALGORITHM = "algorithm.name"
+BEGINNINGS = ("algorithm.name", "rollout.engine.kind")  # keys whose sections mean other things under other values
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The config of a run, see `load_settings`.
+    """The config of a run: a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`.
 
-    An override of `algorithm.name` begins that section anew: what the file says of another algorithm goes with it.
+    An override of `algorithm.name` or `rollout.engine.kind` begins that section anew: what the file says of
+    another algorithm or engine goes with it.
     """
-    return load_settings(RunConfig, path, overrides, help_at="docs/config.md", begins=ALGORITHM)
+    return parse_config(_read(path, overrides))
 
 
-def load_settings(
-    kind: type[Settings], path: Path, overrides: list[str], *, help_at: str, begins: str | None = None
-) -> Settings:
-    """The settings in a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`.
+def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, help_at: str) -> Settings:
+    """Settings of another kind in a YAML file, likewise. Raises `ConfigError`."""
+    return _check(kind, _read(path, overrides), help_at=help_at)
 
-    An override of the key `begins` comes before the others, and its section holds nothing else then.
-    """
+
+def parse_config(tree: object) -> RunConfig:
+    """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
+    return _check(RunConfig, choose_engine(tree), help_at="docs/config.md")
+
+
+def _read(path: Path, overrides: list[str]) -> dict[str, object]:
     if not path.is_file():
         raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
     try:
@@ -42,17 +48,12 @@ def load_settings(
         raise ConfigError(f"config={path}: not YAML ({line}); mend the file") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
-    first = [override for override in overrides if begins is not None and override.startswith(f"{begins}=")]
+    first = [override for override in overrides if override.partition("=")[0] in BEGINNINGS]
     for override in first:
-        tree.pop(override.partition(".")[0], None)
+        _apply(tree, f"{override.partition('=')[0].rpartition('.')[0]}={{}}")
     for override in [*first, *overrides]:
         _apply(tree, override)
-    return _check(kind, tree, help_at=help_at)
-
-
-def parse_config(tree: object) -> RunConfig:
-    """A checked config from plain data, as YAML gives it. Raises `ConfigError` with one line."""
-    return _check(RunConfig, tree, help_at="docs/config.md")
+    return tree
 
 
 def _check(kind: type[Settings], tree: object, *, help_at: str) -> Settings:
@@ -99,7 +100,11 @@ def _apply(tree: dict[str, object], override: str) -> None:
 
 def _one_line(error: ValidationError, help_at: str) -> str:
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or "config"
+    where = first["loc"]
+    while isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):  # of a section's own reader
+        first = inner.errors()[0]
+        where += first["loc"]
+    field = ".".join(str(name) for name in where) or "config"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         return f"{field}={first['input']!r}: unknown key; {help_at} lists all of them"

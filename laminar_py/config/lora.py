@@ -5,7 +5,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.section import Count, Section
+from laminar_py.config.model import ModelConfig, WarmStartConfig
+from laminar_py.config.section import ConfigError, Count, Section
 
 
 class LoraTarget(StrEnum):
@@ -36,3 +37,18 @@ class LoraConfig(Section):
         if len(set(self.targets)) < len(self.targets):
             raise ValueError(f"learner.lora.targets={','.join(self.targets)}: one is named twice; name each once")
         return self
+
+
+def check_lora(
+    lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None, *, emulated: bool
+) -> None:
+    """Refuse adapters without a base. A backend checks which adapters its engines can serve."""
+    if lora is None:
+        return
+    if model.from_scratch and warm_start is None:
+        raise ConfigError(
+            "model.from_scratch=true: with learner.lora only adapters are published, and engines would have no"
+            " base; name a folder with weights, or a warm_start"
+        )
+    if emulated:
+        raise ConfigError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")

@@ -1,26 +1,23 @@
 """Settings of consolidation in flight."""
 
-from enum import StrEnum
+from laminar_py.config.registry import find_registry
+from laminar_py.config.rollout import OnNewWeights, RolloutConfig
+from laminar_py.config.section import ConfigError, Count, Seconds, Section
+from laminar_py.config.staleness import Schedule
 
-from laminar_py.config.section import Count, Seconds, Section
-
-
-class RepackPlanner(StrEnum):
-    """What consolidates trajectories in flight."""
-
-    NONE = "none"
-    PAPER = "paper"
-    PREDICTIVE = "predictive"
+PLANNERS = "laminar_py.repack.registry:PLANNERS"
+NO_PLANNER, DEFAULT_PLANNER = "none", "predictive"
 
 
 class RepackConfig(Section):
     """Consolidation of trajectories in flight: a replica's last ones move to others of its weight version, so that
     it takes new weights and prompts. Only under `rollout.on_new_weights=drain` and `schedule=async`."""
 
-    planner: RepackPlanner | None = None
+    planner: str | None = None
     """`paper`: Best-Fit, a source goes whole to one destination. `predictive`: what waits is shared; a source is
     split over several destinations, by predicted remaining tokens and the cost of computing KV caches anew, and
-    only where that gains. `none`: nothing moves. Default: `predictive`, where anything can move."""
+    only where that gains. Or what an installed package announces as `laminar_py.planners`. `none`: nothing moves.
+    Default: `predictive`, where anything can move."""
     interval_s: Seconds = 5.0
     """Seconds between two rounds; there is one after every publish too."""
     max_stall_s: Seconds = 0.7
@@ -28,3 +25,22 @@ class RepackConfig(Section):
     roofline_batch: Count | None = None
     """Decode batch below which a larger one costs an engine no time: `paper` keeps destinations below it. Default:
     measured, like all that planners know of an engine's speed, on an idle one before the first run, and cached."""
+
+
+def can_repack(schedule: Schedule, rollout: RolloutConfig) -> bool:
+    """True where a replica that becomes free gets prompts: under other schedules it waits for the whole batch."""
+    drains = rollout.on_new_weights is OnNewWeights.DRAIN and schedule is Schedule.ASYNC
+    return drains and rollout.replicas > 1
+
+
+def check_planner(repack: RepackConfig, schedule: Schedule, rollout: RolloutConfig) -> None:
+    """Refuse a planner that is none, or would have nothing to move."""
+    if repack.planner in (None, NO_PLANNER):
+        return
+    find_registry(PLANNERS).get(repack.planner)
+    if not can_repack(schedule, rollout):
+        raise ConfigError(
+            f"repack.planner={repack.planner} moves nothing under schedule={schedule},"
+            f" rollout.on_new_weights={rollout.on_new_weights}, rollout.replicas={rollout.replicas}; it needs"
+            " async, drain and two replicas, or set it to none"
+        )

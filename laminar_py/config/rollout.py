@@ -5,14 +5,14 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.engine import EngineConfig
-from laminar_py.config.section import Count, Seconds, Section, Share
+from laminar_py.config.engine import AnyEngineConfig, read_engine
+from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.recordings import Recording
 
 
 class OnNewWeights(StrEnum):
-    """What a replica does when newer weights exist."""
+    """Ways of a replica with newer weights."""
 
     DRAIN = "drain"
     RESUME = "resume"
@@ -21,7 +21,7 @@ class OnNewWeights(StrEnum):
 
 
 class WithoutSignal(StrEnum):
-    """What happens to a group whose rewards are all equal."""
+    """Fates of a group whose rewards are all equal."""
 
     TRAIN = "train"
     SKIP = "skip"
@@ -43,7 +43,7 @@ class SamplingConfig(Section):
     """Cap on response tokens of a trajectory; a response that reaches it is cut, with an event."""
 
     def params(self, *, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
-        """As an engine is told."""
+        """Parameters of a request to an engine."""
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -55,14 +55,14 @@ class SamplingConfig(Section):
 
     @property
     def cuts_vocabulary(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
+        """True where tokens are drawn from a part of the vocabulary."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class RolloutConfig(Section):
     """The replicas and what they generate."""
 
-    engine: EngineConfig = EngineConfig()
+    engine: AnyEngineConfig = Field(default_factory=lambda: read_engine({}))
     """What generates."""
     replicas: Count = 2
     """Inference engines, each with a process of its own."""
@@ -93,21 +93,74 @@ class RolloutConfig(Section):
     """Groups whose rewards are all equal: `train` on them, `skip` them (the step is smaller), or `refill` until
     the step has enough with signal (dynamic sampling)."""
     group_deadline_s: Seconds | None = None
-    """Close a group this many seconds after its first member finished; stragglers are dropped with an event."""
-    probe_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Close a group this many seconds after its first member finished; stragglers are dropped with an event, as is
+    a group of which fewer than two are left."""
+    counterfactual_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the trajectories that `group_deadline_s` drops which are generated to their end all the same and
     scored, never trained on, so that the report can say what dropping costs. A draining replica waits for those
     that it has; at most an eighth of all the sequences that the replicas decode at a time go on like this."""
-    min_group_survivors: Annotated[int, Field(ge=2)] = 2
-    """Members a group needs to be trained on; with fewer it is dropped with an event."""
     partial_interval_s: Seconds = 1.0
     """Seconds between two reports of a running trajectory's new tokens; a crash costs up to twice as much."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.probe_share and self.group_deadline_s is None:
+        if self.counterfactual_share and self.group_deadline_s is None:
             raise ValueError(
-                f"rollout.probe_share={self.probe_share:g}: without rollout.group_deadline_s no deadline drops"
-                " anything; set that, or leave probe_share at 0"
+                f"rollout.counterfactual_share={self.counterfactual_share:g}: without rollout.group_deadline_s no"
+                " deadline drops anything; set that, or leave counterfactual_share at 0"
             )
         return self
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV cache in one engine."""
+        return self.kv_capacity or self.max_batch * self.max_len
+
+
+def check_rollout(rollout: RolloutConfig) -> None:
+    """Refuse sampling that cannot be trained on, and what has no room for a group or a trajectory."""
+    _check_vocabulary(rollout)
+    _check_sampling(rollout)
+    _check_groups(rollout)
+
+
+def _check_vocabulary(rollout: RolloutConfig) -> None:
+    sampling, recorded = rollout.sampling, Recording.SAMPLING_MASK in rollout.record
+    if sampling.cuts_vocabulary and not recorded:
+        raise ConfigError(
+            f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} cut the"
+            " vocabulary, which the learner must know; add sampling_mask to rollout.record"
+        )
+    if recorded and not sampling.cuts_vocabulary:
+        raise ConfigError(
+            "rollout.record=sampling_mask would name the whole vocabulary for each token; leave it out, or set"
+            " rollout.sampling.top_k, top_p or min_p"
+        )
+
+
+def _check_sampling(rollout: RolloutConfig) -> None:
+    sampling, max_len = rollout.sampling, rollout.max_len
+    if sampling.temperature == 0:
+        raise ConfigError("rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0")
+    if sampling.max_new_tokens >= max_len:
+        raise ConfigError(
+            f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in"
+            f" rollout.max_len={max_len}; raise max_len or lower max_new_tokens"
+        )
+    if rollout.kv_tokens < max_len:
+        raise ConfigError(
+            f"rollout.kv_capacity={rollout.kv_tokens} cannot hold one trajectory of rollout.max_len={max_len};"
+            " raise it"
+        )
+
+
+def _check_groups(rollout: RolloutConfig) -> None:
+    size = rollout.group_size
+    if size < 2:
+        raise ConfigError("rollout.group_size=1 has no advantage within the group; set at least 2")
+    for name, value in (("batch_per_replica", rollout.batch_per_replica), ("max_batch", rollout.max_batch)):
+        if value < size:
+            raise ConfigError(
+                f"rollout.{name}={value} is below rollout.group_size={size}, and a group goes to one replica;"
+                " raise it"
+            )

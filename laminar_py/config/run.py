@@ -4,31 +4,31 @@
 use, never the whole config. Paths in a config file are relative to the working directory.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.algorithm import AlgorithmConfig, Objective
-from laminar_py.config.cluster import ClusterConfig, Device
+from laminar_py.config.algorithm import AlgorithmConfig, AnyAlgorithmConfig
+from laminar_py.config.algorithm_checks import check_overlong, check_reference, check_teaching
+from laminar_py.config.cluster import ClusterConfig
 from laminar_py.config.data import DataConfig
-from laminar_py.config.emulation import EmulationConfig
-from laminar_py.config.engine import EngineKind
+from laminar_py.config.emulation import EmulationConfig, check_emulation
+from laminar_py.config.engine import BACKENDS
 from laminar_py.config.evaluation import EvalConfig
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.config.lora import LoraTarget
+from laminar_py.config.lora import check_lora
 from laminar_py.config.model import ModelConfig, WarmStartConfig
-from laminar_py.config.packer import PackerConfig
+from laminar_py.config.packer import PackerConfig, check_microbatches
+from laminar_py.config.registry import find_registry
 from laminar_py.config.relay import RelayConfig
-from laminar_py.config.repack import RepackConfig, RepackPlanner
+from laminar_py.config.repack import NO_PLANNER, RepackConfig, can_repack, check_planner
 from laminar_py.config.reward import RewardConfig
-from laminar_py.config.rollout import OnNewWeights, RolloutConfig, WithoutSignal
+from laminar_py.config.rollout import RolloutConfig, check_rollout
 from laminar_py.config.section import Count, Seconds, Section
-from laminar_py.config.staleness import BufferConfig, Schedule, StalenessConfig
+from laminar_py.config.staleness import BufferConfig, Schedule, StalenessConfig, check_buffer, check_schedule
 from laminar_py.config.supervisor import SupervisorConfig
 from laminar_py.config.tracking import TrackingConfig
-from laminar_py.records.recordings import Recording
 
 
 class RunConfig(Section):
@@ -53,7 +53,7 @@ class RunConfig(Section):
     """Supervised phase before RL, or none."""
     data: DataConfig
     """Prompts."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Replicas and generation."""
     staleness: StalenessConfig = StalenessConfig()
     """Bound on the age of data."""
@@ -65,7 +65,7 @@ class RunConfig(Section):
     """Consolidation in flight."""
     packer: PackerConfig = PackerConfig()
     """Microbatches."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AnyAlgorithmConfig = AlgorithmConfig()
     """The loss."""
     learner: LearnerConfig = LearnerConfig()
     """Optimisation."""
@@ -83,215 +83,26 @@ class RunConfig(Section):
     """Times instead of computation, or none."""
 
     @model_validator(mode="after")
-    def _check_sampling(self) -> Self:
-        sampling, max_len = self.rollout.sampling, self.rollout.max_len
-        cut, recorded = sampling.cuts_vocabulary, Recording.SAMPLING_MASK in self.rollout.record
-        if cut and not recorded:
-            raise ValueError(
-                f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} cut the"
-                " vocabulary, which the learner must know; add sampling_mask to rollout.record"
-            )
-        if recorded and not cut:
-            raise ValueError(
-                "rollout.record=sampling_mask would name the whole vocabulary for each token; leave it out, or set"
-                " rollout.sampling.top_k, top_p or min_p"
-            )
-        if cut and not sampling.top_k and self.rollout.engine.kind is EngineKind.SGLANG:
-            raise ValueError(
-                f"rollout.sampling.top_k=0 top_p={sampling.top_p} min_p={sampling.min_p}: SGLang records sampling"
-                " masks of bounded size alone; set top_k"
-            )
-        if sampling.temperature == 0:
-            raise ValueError("rollout.sampling.temperature=0 gives equal samples and no signal; set it above 0")
-        if sampling.max_new_tokens >= max_len:
-            raise ValueError(
-                f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in"
-                f" rollout.max_len={max_len}; raise max_len or lower max_new_tokens"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> Self:
-        rollout, engine = self.rollout, self.rollout.engine
-        if Recording.ROUTED_EXPERTS in rollout.record and self.emulation is not None:
-            raise ValueError("rollout.record=routed_experts: emulated engines have no experts; leave it out")
-        if engine.urls and len(engine.urls) != rollout.replicas:
-            raise ValueError(
-                f"rollout.engine.urls has {len(engine.urls)} servers for rollout.replicas={rollout.replicas}; name"
-                " one for each"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_groups(self) -> Self:
-        rollout, size = self.rollout, self.rollout.group_size
-        if size < 2:
-            raise ValueError("rollout.group_size=1 has no advantage within the group; set at least 2")
-        if rollout.min_group_survivors > size:
-            raise ValueError(
-                f"rollout.min_group_survivors={rollout.min_group_survivors} exceeds"
-                f" rollout.group_size={size}; lower it"
-            )
-        for name, value in (("batch_per_replica", rollout.batch_per_replica), ("max_batch", rollout.max_batch)):
-            if value < size:
-                raise ValueError(
-                    f"rollout.{name}={value} is below rollout.group_size={size}, and a group goes to one replica;"
-                    " raise it"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_overlong(self) -> Self:
-        tokens, cap = self.algorithm.overlong_tokens, self.rollout.sampling.max_new_tokens
-        if tokens is not None and tokens > cap:
-            raise ValueError(
-                f"algorithm.overlong_tokens={tokens} is more than rollout.sampling.max_new_tokens={cap}; lower it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_capacity(self) -> Self:
-        max_len = self.rollout.max_len
-        if max_len > self.packer.max_tokens:
-            raise ValueError(
-                f"packer.max_tokens={self.packer.max_tokens} is below rollout.max_len={max_len}, so a long"
-                " trajectory fits no microbatch; raise packer.max_tokens"
-            )
-        if self.kv_capacity < max_len:
-            raise ValueError(
-                f"rollout.kv_capacity={self.kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
-                " raise it"
-            )
-        if self.capacity < self.trajectories_per_step:
-            raise ValueError(
-                f"buffer.capacity={self.capacity} is below one learner step of {self.trajectories_per_step}"
-                " trajectories (rollout.prompts_per_step * rollout.group_size); raise it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_learning(self) -> Self:
-        algorithm = self.algorithm
-        random_start = self.model.from_scratch and self.warm_start is None
-        if algorithm.refers and algorithm.reference is None and random_start:
-            raise ValueError(
-                f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the policy is compared with its"
-                " start, which model.from_scratch draws at random; name algorithm.reference"
-            )
-        self._check_teaching()
-        self._check_lora()
-        if self.schedule is Schedule.ONE_STEP and self.staleness.enforced == 0:
-            raise ValueError(
-                "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"
-                " choose schedule=sync"
-            )
-        return self
-
-    def _check_lora(self) -> None:
-        if self.learner.lora is None:
-            return
-        if self.model.from_scratch and self.warm_start is None:
-            raise ValueError(
-                "model.from_scratch=true: with learner.lora only adapters are published, and engines would have no"
-                " base; name a folder with weights, or a warm_start"
-            )
+    def _check(self) -> Self:
+        algorithm, rollout, model, warm_start = self.algorithm, self.rollout, self.model, self.warm_start
+        check_rollout(rollout)
+        check_overlong(algorithm, rollout.sampling)
+        check_microbatches(self.packer, rollout)
+        check_buffer(self.capacity, self.trajectories_per_step)
+        check_reference(algorithm, model, warm_start)
+        check_teaching(algorithm, rollout, self.reward)
+        check_lora(self.learner.lora, model, warm_start, emulated=self.emulation is not None)
+        check_schedule(self.schedule, self.staleness)
+        check_planner(self.repack, self.schedule, rollout)
         if self.emulation is not None:
-            raise ValueError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
-        if self.rollout.engine.kind is EngineKind.SGLANG:
-            self._check_lora_of_servers(self.learner.lora.targets)
-
-    def _check_lora_of_servers(self, targets: Collection[LoraTarget]) -> None:
-        rollout = self.rollout
-        if self.warm_start is not None:
-            raise ValueError(
-                f"warm_start.data={self.warm_start.data}: with learner.lora SGLang servers begin with model.path"
-                " as it is; name a folder that is warm already and leave warm_start out"
-            )
-        if rollout.engine.urls:
-            raise ValueError(
-                f"rollout.engine.urls={','.join(rollout.engine.urls)}: servers that run already have a base of"
-                " their own; leave urls out or learner.lora"
-            )
-        if rollout.on_new_weights in (OnNewWeights.RETRACT, OnNewWeights.IN_PLACE):
-            raise ValueError(
-                f"rollout.on_new_weights={rollout.on_new_weights}: a request on SGLang keeps the adapter that it"
-                " began with; set it to drain or resume"
-            )
-        attention = {LoraTarget.Q_PROJ, LoraTarget.K_PROJ, LoraTarget.V_PROJ} & set(targets)
-        lone_up = LoraTarget.UP_PROJ in targets and LoraTarget.GATE_PROJ not in targets
-        if (attention and not attention >= {LoraTarget.Q_PROJ, LoraTarget.V_PROJ}) or lone_up:
-            raise ValueError(
-                f"learner.lora.targets={','.join(targets)}: SGLang has q_proj, k_proj and v_proj in one matrix and"
-                " gate_proj and up_proj in another; name q_proj and v_proj together, k_proj only with both, and"
-                " up_proj only with gate_proj"
-            )
-
-    def _check_teaching(self) -> None:
-        algorithm, rollout = self.algorithm, self.rollout
-        equal = algorithm.teacher_coef > 0 or algorithm.objective is Objective.BALANCE  # rewards teach too
-        if equal and rollout.without_signal is not WithoutSignal.TRAIN:
-            raise ValueError(
-                f"rollout.without_signal={rollout.without_signal} drops groups whose rewards are equal, which"
-                f" algorithm.name={algorithm.name} learns from; set it to train"
-            )
-        if algorithm.teacher_coef > 0 and ":" not in self.reward.function:
-            raise ValueError(
-                f"reward.function={self.reward.function} gives one score, and"
-                f" algorithm.teacher_coef={algorithm.teacher_coef} needs a teacher's log-probability of each"
-                " token; name a function of yours"
-            )
-        if algorithm.teacher_coef > 0 and rollout.sampling.cuts_vocabulary:
-            raise ValueError(
-                f"algorithm.teacher_coef={algorithm.teacher_coef} compares with a teacher over the whole"
-                " vocabulary, which rollout.sampling cuts; leave top_k, top_p and min_p out"
-            )
-
-    @model_validator(mode="after")
-    def _check_repack(self) -> Self:
-        asked = self.repack.planner not in (None, RepackPlanner.NONE)
-        if asked and not self.repacks:
-            raise ValueError(
-                f"repack.planner={self.repack.planner} moves nothing under schedule={self.schedule},"
-                f" rollout.on_new_weights={self.rollout.on_new_weights},"
-                f" rollout.replicas={self.rollout.replicas}; it needs async, drain and two replicas, or set it to"
-                " none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_emulation(self) -> Self:
-        if self.emulation is None:
-            return self
-        if self.rollout.engine.kind is not EngineKind.LOCAL:
-            raise ValueError(
-                f"rollout.engine.kind={self.rollout.engine.kind}: emulation replaces the engines; leave it out, or"
-                " the section emulation"
-            )
-        if self.warm_start is not None:
-            raise ValueError(
-                f"warm_start.data={self.warm_start.data}: an emulated learner has no model to warm up; leave"
-                " warm_start out"
-            )
-        if self.algorithm.refers_in_stage:
-            raise ValueError(
-                "algorithm.reference_pass=stage: an emulated learner has no reference model; leave it out"
-            )
-        if self.learner.world_size > 1 or self.cluster.learner_device is Device.CUDA:
-            raise ValueError(
-                f"learner.world_size={self.learner.world_size}"
-                f" cluster.learner_device={self.cluster.learner_device}: an emulated learner is one process"
-                " without a GPU; set emulation.learner_devices instead"
-            )
+            check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
+        find_registry(BACKENDS).get(rollout.engine.kind).check(self)
         return self
 
     @property
     def repacks(self) -> bool:
-        """Whether trajectories in flight are consolidated.
-
-        Only where a replica that becomes free gets prompts: under other schedules it waits for the whole batch.
-        """
-        drains = self.rollout.on_new_weights is OnNewWeights.DRAIN and self.schedule is Schedule.ASYNC
-        return drains and self.rollout.replicas > 1 and self.repack.planner is not RepackPlanner.NONE
+        """True where trajectories in flight are consolidated."""
+        return self.repack.planner != NO_PLANNER and can_repack(self.schedule, self.rollout)
 
     @property
     def num_evaluations(self) -> int:
@@ -307,7 +118,7 @@ class RunConfig(Section):
     @property
     def kv_capacity(self) -> int:
         """Tokens of KV cache in one engine."""
-        return self.rollout.kv_capacity or self.rollout.max_batch * self.rollout.max_len
+        return self.rollout.kv_tokens
 
     @property
     def capacity(self) -> int:

@@ -1,4 +1,4 @@
-"""What all sections of the configuration have in common."""
+"""The base of all sections of a config, common bounds, and the error of a user's mistake."""
 
 from typing import Annotated
 
@@ -10,7 +10,10 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; the message names the field, the value and the remedy, in one line."""
+    """The user's fault alone; the message names the field, the value and the remedy, in one line.
+
+    A `ValueError` so that pydantic collects it from a validator; nobody else may take one for the other.
+    """
 
 
 class Section(BaseModel):

@@ -5,11 +5,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.section import Count, Section
+from laminar_py.config.section import ConfigError, Count, Section
 
 
 class Schedule(StrEnum):
-    """When prompts are admitted, relative to learner steps."""
+    """Moments at which prompts are admitted, relative to learner steps."""
 
     ASYNC = "async"
     ONE_STEP = "one_step"
@@ -17,7 +17,7 @@ class Schedule(StrEnum):
 
 
 class StalePolicy(StrEnum):
-    """What enforces `max_staleness`."""
+    """Means that enforce `max_staleness`."""
 
     WAIT = "wait"
     DROP = "drop"
@@ -55,3 +55,21 @@ class BufferConfig(Section):
     capacity: Count | None = None
     """Live trajectories (running, being scored, ready, in the learner) above which no prompt is admitted;
     default 4 learner steps and one batch for each replica."""
+
+
+def check_buffer(capacity: int, trajectories_per_step: int) -> None:
+    """Refuse a depth that no learner step fits."""
+    if capacity < trajectories_per_step:
+        raise ConfigError(
+            f"buffer.capacity={capacity} is below one learner step of {trajectories_per_step} trajectories"
+            " (rollout.prompts_per_step * rollout.group_size); raise it"
+        )
+
+
+def check_schedule(schedule: Schedule, staleness: StalenessConfig) -> None:
+    """Refuse a bound that the schedule itself exceeds."""
+    if schedule is Schedule.ONE_STEP and staleness.enforced == 0:
+        raise ConfigError(
+            "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"
+            " choose schedule=sync"
+        )

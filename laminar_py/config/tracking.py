@@ -9,7 +9,7 @@ from laminar_py.config.section import Section
 
 
 class TrackerKind(StrEnum):
-    """Where metrics go besides `metrics.jsonl`; the value is the package."""
+    """Trackers; the value is the package."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -17,8 +17,8 @@ class TrackerKind(StrEnum):
 
 
 class TrackingConfig(Section):
-    """Where metrics go besides `metrics.jsonl`, see docs/metrics.md. Servers and keys are what the packages' own
-    environment variables say."""
+    """Trackers that get the metrics besides `metrics.jsonl`, see docs/metrics.md. Servers and keys are what the
+    packages' own environment variables say."""
 
     kinds: tuple[TrackerKind, ...] = ()
     """Any of `tensorboard` (files in the run folder), `wandb`, and `mlflow` (a server, or `runs/mlflow.db`)."""

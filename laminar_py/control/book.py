@@ -1,11 +1,13 @@
-"""All live trajectories and groups of a run. Shared by the parts of `control`; changes nothing on its own.
+"""State that the parts of `control` share: live trajectories and groups, replicas, moves, the phase of the run.
 
-Invariant: a trajectory is in `live` from its issue until it is consumed or dropped, and each of these is recorded
-in the same call; a group is in `groups` until its step is committed or nothing of it is left.
+`Book` is owned by `control.scheduler` and decides nothing. Invariant (law 1): a trajectory is in `live` from its
+issue until it is consumed or dropped, and each of these is recorded in the same call, so issued = consumed +
+dropped + live; a group is in `groups` until its step is committed or nothing of it is left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from hashlib import blake2b
 from typing import Protocol
 
@@ -14,7 +16,11 @@ import msgspec
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.control.moves import Moves
+from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.control.views import ReplicaViews
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.columns import TokenValues
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
@@ -22,10 +28,10 @@ from laminar_py.records.trajectory import DropReason, Kind, Prompt, Span
 
 
 class Recorder(Protocol):
-    """Where events and response pieces go: the ledger."""
+    """Destination of events and response pieces: the ledger."""
 
     def append(self, event: AnyEvent) -> None:
-        """Record what happened."""
+        """Record an event."""
         ...
 
     def store_prompt(self, prompt: Prompt) -> None:
@@ -46,40 +52,71 @@ class Recorder(Protocol):
         """Keep response tokens [start, start + n), which `spans` cover, and what was recorded with them."""
         ...
 
-    def store_token_rewards(self, trajectory_id: str, rewards: FloatArray) -> None:
-        """Keep the scores of a finished response's tokens, [L]."""
+    def store_columns(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> None:
+        """Keep the columns, [L] each, that a finished response was scored with."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlowSettings:
-    """The settings that a trajectory's way depends on; meanings as in `config.RolloutConfig`."""
+class ControlSettings:
+    """Settings that decide a trajectory's way; meanings as in `config.rollout.RolloutConfig`."""
 
     seed: int
+    replicas: int
     group_size: int
     sampling: SamplingParams
     without_signal: WithoutSignal
     one_version: bool  # drain: a trajectory continues only under its own version
-    teaches: bool = False  # scores are a teacher's log-probabilities, one for each token
+    admission: Admission
+    bound: StalenessBound
     group_deadline_s: float | None = None
-    probe_share: float = 0.0
-    max_probes: int = 0  # at a time
+    counterfactual_share: float = 0.0
+    max_counterfactual: int = 0  # at a time
     min_group_survivors: int = 2
     max_seconds: float | None = None
 
 
-class Book:
-    """What is live, and the recorder of its changes."""
+class Phase(Enum):
+    """Training trajectories that replicas are given; evaluations are handed out in every phase."""
 
-    def __init__(self, settings: FlowSettings, recorder: Recorder) -> None:
+    PAUSED = "paused"  # none
+    CONTINUING = "continuing"  # live ones
+    ADMITTING = "admitting"  # live ones, and new groups
+
+
+class Book:
+    """Live trajectories and groups, what replicas have of them, and the recorder of their changes."""
+
+    def __init__(self, settings: ControlSettings, recorder: Recorder) -> None:
         self.settings = settings
         self.recorder = recorder
         self.live: dict[str, Lifecycle] = {}
         self.groups: dict[str, Group] = {}  # of training
+        self.views = ReplicaViews(settings.replicas)
+        self.moves = Moves()
+        self.counterfactual: dict[str, Lifecycle] = {}  # dropped by a deadline, followed until they are scored
+        self.phase = Phase.PAUSED
+        self.newest_version = -1  # that the learner published
+        self.next_prompt = 0  # place in the stream
+        self.num_generating = 0  # groups that are not ready yet
+        self.generated_tokens = 0  # of training, in this incarnation
 
     def record(self, event: AnyEvent) -> None:
         """Append an event."""
         self.recorder.append(event)
+
+    def record_of(self, lifecycle: Lifecycle, event: AnyEvent) -> None:
+        """Append an event of a trajectory; the drop of a counterfactual one was its last but for its score."""
+        if not lifecycle.counterfactual:
+            self.recorder.append(event)
+
+    def followed(self, trajectory_id: str) -> Lifecycle | None:
+        """The trajectory whose progress and score are taken in: a live or a counterfactual one."""
+        return self.live.get(trajectory_id) or self.counterfactual.get(trajectory_id)
+
+    def may_run(self, lifecycle: Lifecycle) -> bool:
+        """True where the phase lets a replica have it."""
+        return lifecycle.kind is Kind.EVAL or self.phase is not Phase.PAUSED
 
     def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> Lifecycle:
         """A new trajectory, QUEUED."""
@@ -95,6 +132,15 @@ class Book:
         self.record(lifecycle.issued())
         return lifecycle
 
+    def issue_group(self, prompt: Prompt) -> list[Lifecycle]:
+        """Issue a new group for the prompt at `next_prompt`; its samples, QUEUED."""
+        group = Group(id=f"g{self.next_prompt}", prompt=prompt)
+        self.next_prompt += 1
+        self.groups[group.id] = group
+        self.num_generating += 1
+        self.recorder.store_prompt(prompt)
+        return [self.issue_member(group) for _ in range(self.settings.group_size)]
+
     def issue_member(self, group: Group) -> Lifecycle:
         """The next sample of a group, e.g. "g3.8" in place of a lost one of 8."""
         index = group.next_sample
@@ -104,13 +150,13 @@ class Book:
         return lifecycle
 
     def drop(self, members: Sequence[Lifecycle], reason: DropReason, detail: str = "") -> None:
-        """They will never be trained on."""
+        """End trajectories that will never be trained on; counterfactual ones without a word."""
         for member in members:
-            self.record(member.drop(reason, detail))
-            del self.live[member.id]
+            self.record_of(member, member.drop(reason, detail))
+            del (self.counterfactual if member.counterfactual else self.live)[member.id]
 
     def sampling(self, id: str, kind: Kind) -> SamplingParams:
-        """The run's, with a seed of its own; an evaluation is greedy."""
+        """The run's sampling with a seed of the trajectory's own; an evaluation is greedy."""
         sampling = msgspec.structs.replace(self.settings.sampling, seed=trajectory_seed(self.settings.seed, id))
         return msgspec.structs.replace(sampling, temperature=0.0) if kind is Kind.EVAL else sampling
 
@@ -124,7 +170,7 @@ class Book:
         return out
 
     def versions_alive(self) -> int:
-        """Distinct weight versions among live training trajectories."""
+        """Number of distinct weight versions among live training trajectories."""
         training = (lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN)
         return len({span.version for lifecycle in training for span in lifecycle.spans})
 

@@ -1,4 +1,4 @@
-"""The learner's end: batches out of the buffer, commits, and undoing them. Owned by `control.flow`.
+"""Batches out of the buffer for the learner, their commits, and undoing them. Owned by `control.scheduler`.
 
 Invariant: a trajectory is consumed when its step is committed, not when it is handed out; until a checkpoint
 holds that step the consumption can be undone. What is too old, or too long for a microbatch, is dropped with an
@@ -16,14 +16,14 @@ from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.staleness import StalenessBound
 from laminar_py.packing.balance import Bin
 from laminar_py.packing.buffer import Buffer, ReadyGroup
-from laminar_py.packing.stage import Packing, Stage
+from laminar_py.packing.stage import Packing, StagedGroups
 from laminar_py.packing.window import choose
 from laminar_py.records.trajectory import DropReason, Status, Trajectory
 
 
 @dataclass(slots=True)
-class Batch:
-    """What one learner step consumes: groups taken from the buffer, and their trajectories with weights."""
+class StepBatch:
+    """Groups for one learner step, taken from the buffer, and their trajectories with weights."""
 
     version: int  # the learner's when the batch was taken
     groups: list[ReadyGroup] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Batch:
 
     @property
     def reweighted(self) -> dict[str, Trajectory]:
-        """Those trajectories whose loss has a factor."""
+        """Trajectories whose loss has a factor, by id."""
         return {trajectory.id: trajectory for trajectory in self.trajectories if trajectory.weight != 1.0}
 
 
@@ -44,17 +44,17 @@ class Consumption:
         self._book = book
         self._bound = bound
         self._packing: Packing | None = None
-        self._stage: Stage | None = None
+        self._stage: StagedGroups | None = None
         self._undoable: list[tuple[int, Lifecycle]] = []  # (step, trajectory); bounded by the checkpoint interval
 
     def pack(self, packing: Packing) -> None:
-        """Have batches packed from now on, before any group is ready."""
+        """Have batches packed; to be called before any group is ready."""
         assert not len(self.buffer), f"{len(self.buffer)} groups were not checked against packer.max_tokens"
         self._packing = packing
-        self._stage = Stage(self.buffer, packing)
+        self._stage = StagedGroups(self.buffer, packing)
 
     async def put(self, group: Group) -> None:
-        """A group with its advantages: the learner may have it."""
+        """Give the learner a group that has its advantages."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
         members = [m.trajectory() for m in ready if not self._too_long(m)]
         if not members:
@@ -64,10 +64,10 @@ class Consumption:
         self._staged(await self.buffer.put(group.id, members, oldest_version=oldest))
 
     async def put_placeholder(self, group_id: str, *, oldest_version: int) -> None:
-        """A group without signal: it fills its place in a step, empty."""
+        """Fill the place of a group without signal in a step, empty."""
         self._staged(await self.buffer.put(group_id, [], oldest_version=oldest_version))
 
-    async def next_batch(self, *, groups: int, version: int) -> Batch:
+    async def next_batch(self, *, groups: int, version: int) -> StepBatch:
         """The next `groups` groups for a learner at `version`, the staleness bound enforced.
 
         Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none.
@@ -78,13 +78,13 @@ class Consumption:
             if len(self.buffer) >= groups:
                 return self._take(groups, version)
 
-    async def put_back(self, batch: Batch) -> None:
-        """The batch was not trained on: its groups are ready again."""
+    async def put_back(self, batch: StepBatch) -> None:
+        """Make the groups of a batch that was not trained on ready again."""
         for group in batch.groups:
             self._staged(await self.buffer.put_back(group))
 
-    def commit(self, batch: Batch, step: int) -> None:
-        """The step is done: its trajectories are consumed, its groups no longer live."""
+    def commit(self, batch: StepBatch, step: int) -> None:
+        """Take in that a step is done: its trajectories are consumed, its groups no longer live."""
         for trajectory in batch.trajectories:
             lifecycle = self._book.live.pop(trajectory.id)
             event = lifecycle.consume(step=step, version=batch.version, weight=trajectory.weight)
@@ -94,7 +94,7 @@ class Consumption:
             del self._book.groups[group.group_id]
 
     def checkpointed(self, step: int) -> None:
-        """Steps up to `step` are on disk: they can no longer be undone."""
+        """Take in that steps up to `step` are on disk and cannot be undone any more."""
         self._undoable = [entry for entry in self._undoable if entry[0] > step]
 
     async def roll_back(self) -> int:
@@ -117,7 +117,7 @@ class Consumption:
     def _look_ahead(self) -> int:
         return self._packing.look_ahead if self._packing else 0
 
-    def _take(self, count: int, version: int) -> Batch:
+    def _take(self, count: int, version: int) -> StepBatch:
         window = self.buffer.first(count + self._look_ahead)
         places = self._choose(window, count, version)
         groups = [window[place] for place in places]
@@ -128,7 +128,7 @@ class Consumption:
         bins = self._stage.settle(groups) if self._stage else []
         self.buffer.take(groups)
         trajectories = [t for group in groups for t in self._weighted(group, version)]
-        return Batch(version, groups, trajectories, bins)
+        return StepBatch(version, groups, trajectories, bins)
 
     def _choose(self, window: Sequence[ReadyGroup], count: int, version: int) -> list[int]:
         packing = self._packing
@@ -142,11 +142,11 @@ class Consumption:
         )
 
     def _is_due(self, group: ReadyGroup, version: int, max_passes: int) -> bool:
-        """It was passed over often enough, or would be too old for the next step."""
+        """True where a group was passed over often enough, or would be too old for the next step."""
         return group.passes >= max_passes or self._exceeds(group, version + 1)
 
     def _weighted(self, group: ReadyGroup, version: int) -> list[Trajectory]:
-        """Its members with the factor on their loss."""
+        """Members of a group with the factor on their loss."""
         if not self._exceeds(group, version):
             return group.members
         weights = [self._bound.weight(trajectory, version) for trajectory in group.members]
@@ -160,7 +160,7 @@ class Consumption:
     # ---- what the learner never gets
 
     def _too_long(self, member: Lifecycle) -> bool:
-        """Whether it fits no microbatch, and so was dropped: the last guard behind the check of the config."""
+        """True where it fits no microbatch, and so was dropped: the last guard behind the check of the config."""
         packing, num_tokens = self._packing, len(member.prompt.ids) + member.length
         if packing is None or num_tokens <= packing.max_tokens:
             return False
@@ -177,7 +177,7 @@ class Consumption:
                 place += 1
 
     def _drop_stale_members(self, place: int, group: ReadyGroup, version: int) -> bool:
-        """Whether something is left of it."""
+        """Drop what is too old of a group; True where something is left of it."""
         weights = [self._bound.weight(trajectory, version) for trajectory in group.members]
         stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
         group.members = [t for t, weight in zip(group.members, weights, strict=True) if weight is not None]
@@ -192,6 +192,6 @@ class Consumption:
         return bool(group.members)
 
     def _exceeds(self, group: ReadyGroup, version: int) -> bool:
-        """Whether the bound does something to the oldest of its members."""
+        """True where the bound does something to the oldest member."""
         bound = self._bound.max_staleness
         return bool(group.members) and bound is not None and version - group.oldest_version > bound

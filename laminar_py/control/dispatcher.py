@@ -1,136 +1,92 @@
-"""Chooses replica and moment for each trajectory. Pure: no clock, no socket; called by `control.flow`.
+"""Assignments on their way out: evaluations, then waiting trajectories, then new groups. Owned by `scheduler`.
 
-Invariant: a replica is never given more new samples than it said it admits; a trajectory pinned to a version goes
-only to a replica that serves it, or that is idle and can load it, since an engine's versions never go back; and a
-group's new samples go to one replica, which prefills their prompt once.
+Invariant: a trajectory goes out only as an `Assigned` event, under a new epoch, to a replica whose view counts it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
-
-@dataclass(slots=True, kw_only=True)
-class ReplicaView:
-    """What the controller knows of one replica: its last report, less what was sent since."""
-
-    index: int
-    version: int = -1
-    admissible: int = 0
-    in_flight: set[str] = field(default_factory=set)
-    sent: int = 0  # new trajectories in its life
-    loading: int | None = None  # version that pinned work made it load, until it reports it
-
-    @property
-    def idle(self) -> bool:
-        """Serves some version and has nothing to do."""
-        return not self.in_flight and self.version >= 0
-
-    @property
-    def serving(self) -> int:
-        """The version its next assignment runs under."""
-        return self.version if self.loading is None else self.loading
+from laminar_py.control.book import Book
+from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.control.moves import Round
+from laminar_py.control.routing import Router
+from laminar_py.control.waiting import WaitingQueue
+from laminar_py.records.replica import Assignment, Move
+from laminar_py.records.trajectory import Prompt, Status
 
 
 class Dispatcher:
-    """Views of all replicas and the choice among them."""
+    """Hands waiting and new trajectories to replicas, and begins the moves of a repack round."""
 
-    def __init__(self, replicas: int) -> None:
-        self.views = {index: ReplicaView(index=index) for index in range(replicas)}
+    def __init__(
+        self,
+        book: Book,
+        *,
+        router: Router,
+        waiting: WaitingQueue,
+        evaluations: Evaluations,
+        prompt_at: Callable[[int], Prompt],
+    ) -> None:
+        self._book = book
+        self._router = router
+        self._waiting = waiting
+        self._evaluations = evaluations
+        self._prompt_at = prompt_at
 
-    def reported(self, replica: int, *, version: int, admissible: int, received: int) -> None:
-        """Take over a replica's own word on its state; what is still on its way to it counts as taken."""
-        view = self.views[replica]
-        view.version, view.admissible = version, admissible - (view.sent - received)
-        if view.loading == version or not view.in_flight:
-            view.loading = None
-
-    def lost(self, replica: int) -> set[str]:
-        """Forget a dead replica; the trajectories it had."""
-        orphans = self.views[replica].in_flight
-        self.views[replica] = ReplicaView(index=replica)
-        return orphans
-
-    def send(self, replica: int, trajectory_id: str, *, pin: int | None = None) -> None:
-        """Note what is handed over; `pin` is the only version it may run under."""
-        view = self.views[replica]
-        view.in_flight.add(trajectory_id)
-        if pin is None:
-            view.sent += 1
-            view.admissible -= 1
-        elif pin != view.serving:
-            view.loading = pin
-
-    def returned(self, replica: int, trajectory_id: str) -> None:
-        """It finished, was interrupted or dropped there."""
-        self.views[replica].in_flight.discard(trajectory_id)
-
-    def serving(self, replica: int, version: int) -> bool:
-        """Whether it can take up work of `version` at once."""
-        view = self.views[replica]
-        return view.version == version and view.loading is None
-
-    def by_version(self) -> dict[int, list[int]]:
-        """Replicas that have work, by the version that they serve."""
-        out: dict[int, list[int]] = {}
-        for view in self.views.values():
-            if view.in_flight and view.version >= 0 and view.loading is None:
-                out.setdefault(view.version, []).append(view.index)
+    def dispatch(self) -> dict[int, list[Assignment]]:
+        """Assignments of this moment, by replica."""
+        out: dict[int, list[Assignment]] = {}
+        self._waiting.extend(self._evaluations.start(self._book.views.idle()))
+        for lifecycle, replica, pin in self._waiting.leave():
+            self._assign(lifecycle, replica, pin, out)
+        for _ in range(self._router.num_admitted):
+            view = self._router.for_new(self._book.settings.group_size)
+            if view is None:
+                break
+            for lifecycle in self._book.issue_group(self._prompt_at(self._book.next_prompt)):
+                self._assign(lifecycle, view.index, None, out)
         return out
 
-    def for_pinned(
-        self, version: int, *, bound: Callable[[int], bool] = lambda replica: False
-    ) -> ReplicaView | None:
-        """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
+    def for_starting(self, replica: int) -> list[Assignment]:
+        """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first."""
+        out: dict[int, list[Assignment]] = {}
+        self._waiting.extend(self._evaluations.start(()))
+        for lifecycle, pin in self._waiting.leave_for_starting():
+            self._assign(lifecycle, replica, pin, out)
+        return sorted(out.get(replica, []), key=lambda assignment: assignment.version or 0)
 
-        `bound` ones do not leave the version that they serve.
+    def move(self, version: int, planned: Sequence[Move]) -> Round:
+        """Begin the moves of a plan that still hold; destinations of the others are told.
+
+        The destinations have promised to keep `version` for all of it.
         """
-        serving = [view for view in self.views.values() if view.version >= 0 and view.serving == version]
-        idle = [
-            view for view in self.views.values() if view.idle and view.version < version and not bound(view.index)
-        ]
-        return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
+        moving = Round(version=version, open={})
+        for move in planned:
+            if self._may_move(move, version):
+                moving.open[move.trajectory_id] = move.destination
+                moving.planned[move.trajectory_id] = move.prefill
+                moving.asked.setdefault(move.source, []).append(move.trajectory_id)
+            else:
+                self._book.moves.refuse(move.destination, move.trajectory_id)
+        self._book.moves.begin(moving)
+        return moving
 
-    def running(self, replica: int | None) -> ReplicaView | None:
-        """That replica, if it has reported since it started."""
-        view = None if replica is None else self.views[replica]
-        return view if view is not None and view.version >= 0 else None
+    def _may_move(self, move: Move, version: int) -> bool:
+        lifecycle = self._book.live.get(move.trajectory_id)
+        return (
+            lifecycle is not None
+            and self._book.may_run(lifecycle)
+            and lifecycle.status is Status.RUNNING
+            and lifecycle.replica == move.source
+            and lifecycle.version in (None, version)
+            and self._book.moves.destination(move.trajectory_id) is None
+            and self._book.views.serves(move.destination, version)
+        )
 
-    def retire(self, replica: int) -> None:
-        """It is about to be replaced: nothing more goes to it."""
-        self.views[replica].version = -1
-        self.views[replica].admissible = 0
-
-    def outrun(self, version: int) -> bool:
-        """Whether no replica will ever serve `version` again: all are beyond it, and none is starting."""
-        return all(min(view.version, view.serving) > version for view in self.views.values())
-
-    def num_starting(self) -> int:
-        """Replicas that have not reported since they (re)started and were given nothing."""
-        return sum(view.version < 0 and not view.in_flight for view in self.views.values())
-
-    def for_group(self, size: int, *, at_least: int | None = None, share: int | None = None) -> ReplicaView | None:
-        """The least loaded replica that admits `size` more, at version `at_least` or newer.
-
-        `share` is the most that one replica may have in flight, so that one that reports early does not take a
-        whole batch before the others have the weights for it.
-        """
-        fitting = [
-            view
-            for view in self.views.values()
-            if view.admissible >= size
-            and view.loading is None
-            and (at_least is None or view.version >= at_least)
-            and (share is None or len(view.in_flight) + size <= share)
-        ]
-        return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)
-
-    def least_loaded(self, *, at_least: int | None = None) -> ReplicaView | None:
-        """The one that serves `at_least` or newer and has the fewest in flight, whatever it admits."""
-        serving = [
-            view for view in self.views.values() if view.version >= (at_least or 0) and view.loading is None
-        ]
-        return min(serving, key=lambda view: len(view.in_flight), default=None)
-
-    def idle(self) -> list[ReplicaView]:
-        """Replicas with nothing to do: an evaluation starts on them."""
-        return [view for view in self.views.values() if view.idle]
+    def _assign(
+        self, lifecycle: Lifecycle, replica: int, pin: int | None, out: dict[int, list[Assignment]]
+    ) -> None:
+        self._book.moves.arrives(lifecycle.id, replica, length=lifecycle.length, prefill=lifecycle.prefill)
+        self._book.record(lifecycle.assign(replica))
+        self._book.views.send(replica, lifecycle.id, pin=pin)
+        out.setdefault(replica, []).append(lifecycle.assignment(pin))

@@ -1,4 +1,4 @@
-"""Greedy passes over held-out prompts, each under one version. Owned by `control.flow`.
+"""Greedy passes over held-out prompts, each under one version. Owned by `control.scheduler`.
 
 Evaluations travel like training trajectories, as a kind of their own: they are accounted for apart, have no group
 and end as consumed by no step.
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from laminar_py.control.book import Book
-from laminar_py.control.dispatcher import ReplicaView
 from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.control.views import ReplicaView
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 
 NO_STEP = -1
@@ -22,7 +22,7 @@ class EvaluationLostError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """Its prompts, its version once known, and the rewards so far."""
+    """Prompts of one pass, the version once known, and the rewards so far."""
 
     id: str
     prompts: list[Prompt]
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """Those under way; `next_index` numbers them."""
+    """Evaluations under way; `next_index` numbers them."""
 
     def __init__(self, book: Book) -> None:
         self.next_index = 0
@@ -78,7 +78,7 @@ class Evaluations:
         return started
 
     def version_of(self, lifecycle: Lifecycle) -> int | None:
-        """The only version it may run under, if that is settled."""
+        """The only version a member may run under, if that is settled."""
         return self._by_id[lifecycle.group_id].version
 
     def replica_of(self, lifecycle: Lifecycle) -> int | None:
@@ -86,7 +86,7 @@ class Evaluations:
         return self._by_id[lifecycle.group_id].replica
 
     def settle(self, lifecycle: Lifecycle) -> None:
-        """A member is scored or dropped; the last one completes the evaluation."""
+        """Take in that a member is scored or dropped; the last one completes the evaluation."""
         evaluation = self._by_id[lifecycle.group_id]
         evaluation.pending.discard(lifecycle.id)
         if lifecycle.status is Status.SCORED:
@@ -101,13 +101,13 @@ class Evaluations:
             evaluation.finish()
 
     def runs_under(self, lifecycle: Lifecycle, version: int) -> None:
-        """Its first tokens settle the version of an evaluation that was left to a replica."""
+        """Settle the version of an evaluation that was left to a replica, by its first tokens."""
         evaluation = self._by_id[lifecycle.group_id]
         if evaluation.version is None:
             evaluation.version = version
 
     def lose(self, lifecycle: Lifecycle) -> None:
-        """A member's version is lost, and with it the evaluation."""
+        """Fail an evaluation of which a member's version is lost."""
         self._by_id[lifecycle.group_id].lost = True
 
     def abandon(self, lifecycle: Lifecycle) -> None:

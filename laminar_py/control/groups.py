@@ -1,4 +1,4 @@
-"""Groups of samples of one prompt: membership, completion, stragglers. Pure; called by `control.flow`.
+"""Groups of samples of one prompt: membership, completion, stragglers. Pure; shared by the parts of `control`.
 
 No group waits for another. A group is complete when its last member is scored or dropped; a deadline, where
 one is set, counts from the first member that finished.
@@ -32,11 +32,11 @@ class Group:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all members are, as of a group that a resumed run takes up."""
+        """True where every member is READY, as in a group that a resumed run takes up."""
         return all(member.status is Status.READY for member in self.members.values())
 
     def overdue(self, now: float, deadline_s: float | None) -> bool:
-        """Whether its deadline has passed with members still pending."""
+        """True where its deadline has passed with members still pending."""
         if deadline_s is None or self.first_finished_s is None:
             return False
         return now - self.first_finished_s > deadline_s and bool(self.pending)

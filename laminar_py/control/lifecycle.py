@@ -1,19 +1,21 @@
-"""One live trajectory from issue to consumption. Owns its status; every change of it happens here.
+"""Lifecycle of one trajectory from issue to consumption. Owns its status; every change of it happens here.
 
-Called by `control.flow` alone. Each transition returns the event that the ledger stores, so that the state in
-memory and the record on disk cannot differ. An illegal transition is an AssertionError with the ids.
+Each transition returns the event that the ledger stores, so that the state in memory and the record on disk cannot
+differ. An illegal transition is an AssertionError with the ids: a bug, which ends the run.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.columns import TokenValues
 from laminar_py.records.digests import response_digest
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import (
     Assigned,
     Consumed,
+    CounterfactualScored,
     Dropped,
     Finished,
     Interrupted,
@@ -35,7 +37,7 @@ DISPATCHABLE = frozenset({Status.QUEUED, Status.INTERRUPTED})
 
 @dataclass(slots=True, kw_only=True)
 class Lifecycle:
-    """State of one trajectory, e.g. `Lifecycle("g3.1", "g3", 1, prompt, Kind.TRAIN, sampling)`."""
+    """State of one trajectory, e.g. 41 tokens of sample 1 of group "g3", RUNNING on replica 2 under version 7."""
 
     id: str
     group_id: str
@@ -52,16 +54,16 @@ class Lifecycle:
     length: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
-    token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
     advantage_scale: float = 1.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
     routed: int = 0  # leading positions whose experts are recorded; these and masks are in the ledger alone
-    reference_logprobs: FloatArray | None = None  # [L], where a stage computes them; nothing stores them
+    columns: dict[str, TokenValues] = field(default_factory=dict)  # [L] each; those of a reference are not stored
+    counterfactual: bool = False  # goes on for the record alone; see `go_on_counterfactually`
 
     def issued(self) -> Issued:
-        """The event of its birth."""
+        """The event of a new trajectory."""
         prompt = self.prompt
         return Issued(
             trajectory_id=self.id,
@@ -73,17 +75,22 @@ class Lifecycle:
         )
 
     @property
+    def trains(self) -> bool:
+        """True where the learner may get it."""
+        return self.kind is Kind.TRAIN and not self.counterfactual
+
+    @property
     def version(self) -> int | None:
         """The newest version in it, None before its first token."""
         return self.spans[-1].version if self.spans else None
 
     @property
     def prefill(self) -> int:
-        """Tokens that whoever takes it up computes anew; those that have not begun share their group's prompt."""
+        """Tokens that the next replica computes anew; without a response the prompt is shared with the group."""
         return len(self.prompt.ids) + self.length if self.length else 0
 
     def assignment(self, pin: int | None) -> Assignment:
-        """What its replica is told; `pin` is the only version it may go on under, if any."""
+        """The message to its replica; `pin` is the only version it may go on under, if any."""
         prefix = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
         return Assignment(
             trajectory_id=self.id,
@@ -171,10 +178,10 @@ class Lifecycle:
             generate_s=progress.generate_s,
         )
 
-    def score(self, reward: float, token_rewards: FloatArray | None, elapsed_s: float) -> Scored:
+    def score(self, reward: float, columns: dict[str, TokenValues], elapsed_s: float) -> Scored:
         """FINISHED -> SCORED."""
         self._move({Status.FINISHED}, Status.SCORED)
-        self.reward, self.token_rewards = reward, token_rewards
+        self.reward, self.columns = reward, self.columns | columns
         return Scored(self.id, reward, elapsed_s)
 
     def make_ready(self, advantage: float, scale: float = 1.0) -> Ready:
@@ -200,6 +207,22 @@ class Lifecycle:
         self.replica = None
         return Dropped(self.id, reason, detail)
 
+    def go_on_counterfactually(self) -> "Lifecycle":
+        """A copy that goes on to its score when this trajectory is dropped; one event says what became of it."""
+        return replace(self, counterfactual=True, ids=list(self.ids), logprobs=list(self.logprobs))
+
+    def score_counterfactual(self, reward: float | None) -> CounterfactualScored:
+        """FINISHED -> SCORED for the record alone; `reward` is None where scoring failed."""
+        assert self.finish_reason is not None, f"{self.id} is scored while {self.status}"
+        self._move({Status.FINISHED}, Status.SCORED)
+        return CounterfactualScored(
+            trajectory_id=self.id,
+            length=self.length,
+            finish_reason=self.finish_reason,
+            reward=reward,
+            generate_s=self.used_s + self.here_s,
+        )
+
     def trajectory(self, *, weight: float = 1.0) -> Trajectory:
         """The finished record."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
@@ -216,11 +239,10 @@ class Lifecycle:
             spans=self.spans,
             finish_reason=self.finish_reason,
             reward=self.reward,
-            token_rewards=self.token_rewards,
             advantage=self.advantage,
             advantage_scale=self.advantage_scale,
             weight=weight,
-            reference_logprobs=self.reference_logprobs,
+            columns=self.columns,
         )
 
     def _move(self, allowed: frozenset[Status] | set[Status], to: Status) -> None:

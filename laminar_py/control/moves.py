@@ -1,4 +1,4 @@
-"""Trajectories on their way from one replica to another. Owned by `control.flow`.
+"""Trajectories on their way from one replica to another. Owned by `control.scheduler`.
 
 ASKED (its source is told to give it up) -> HANDED OVER (its last word is here, it waits for its destination) ->
 gone from here: the destination has it, or it ended at the source, was dropped, or goes elsewhere. The source owns
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Round:
-    """The moves of one plan, e.g. of `Round(7, {"g3.1": 2})`, which takes g3.1 to replica 2 under version 7."""
+    """The moves of one plan, e.g. `Round(version=7, open={"g3.1": 2})`: g3.1 goes to replica 2 under version 7."""
 
     version: int
     open: dict[str, int]  # trajectory -> destination, of those under way
@@ -27,30 +27,30 @@ class Round:
 
 
 class Moves:
-    """All moves that are under way."""
+    """Moves that are under way."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, Round] = {}  # of each trajectory that is under way
         self._called_off: dict[int, list[str]] = {}
 
     def begin(self, moving: Round) -> None:
-        """The sources are asked to give these up."""
+        """Note the moves of a round, whose sources are asked to give them up."""
         for trajectory_id in moving.open:
             self._rounds[trajectory_id] = moving
         if not moving.open:
             moving.settled.set()
 
     def destination(self, trajectory_id: str) -> tuple[int, int] | None:
-        """Replica and version that it is to go to, if it is to go anywhere."""
+        """Replica and version that a trajectory is to go to, if it is to go anywhere."""
         moving = self._rounds.get(trajectory_id)
         return None if moving is None else (moving.open[trajectory_id], moving.version)
 
     def expected(self, replica: int) -> bool:
-        """Whether anything is on its way there."""
+        """True where anything is on its way there."""
         return any(moving.open[name] == replica for name, moving in self._rounds.items())
 
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
-        """It is handed to this replica with `length` tokens of response, where it costs `prefill`."""
+        """Note that a replica is handed a trajectory with `length` tokens of response, which cost it `prefill`."""
         moving = self._rounds.get(trajectory_id)
         if moving is not None and moving.open[trajectory_id] == replica:
             moving.num_running += length > 0
@@ -61,7 +61,7 @@ class Moves:
         self.ends(trajectory_id, at=replica)
 
     def ends(self, trajectory_id: str, *, at: int | None = None) -> None:
-        """It goes to replica `at`, or nowhere any more; a destination that does not get it is told."""
+        """End the move of a trajectory that goes to replica `at`, or nowhere; another destination is told."""
         moving = self._rounds.pop(trajectory_id, None)
         if moving is None:
             return
@@ -72,15 +72,15 @@ class Moves:
             moving.settled.set()
 
     def end_all(self) -> None:
-        """None goes anywhere any more."""
+        """End all moves."""
         for trajectory_id in list(self._rounds):
             self.ends(trajectory_id)
 
     def refuse(self, destination: int, trajectory_id: str) -> None:
-        """One that a destination was promised never set out."""
+        """Call off a trajectory that a destination was promised and that never set out."""
         self._called_off.setdefault(destination, []).append(trajectory_id)
 
     def take_called_off(self) -> dict[int, list[str]]:
-        """What each destination need not expect any more; told once."""
+        """Trajectories that each destination need not expect any more; told once."""
         called_off, self._called_off = self._called_off, {}
         return called_off

@@ -1,4 +1,4 @@
-"""How many prompts may be admitted, and what becomes of data that is too old. Pure; called by `control.flow`.
+"""Admission of new groups, and what becomes of data that is too old. Pure; shared by the parts of `control`.
 
 A group is live from its issue until the learner step that consumes it is committed (or it is dropped). At
 most `limit` groups are live; since a step consumes `batch` groups and raises the version by one, a group that
@@ -13,7 +13,7 @@ from laminar_py.records.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """When new groups are issued. `batch` groups make a learner step, `capacity` groups may be live."""
+    """Limits on issuing new groups. `batch` groups make a learner step, `capacity` groups may be live."""
 
     schedule: Schedule
     batch: int
@@ -59,7 +59,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """What consumption does with a trajectory older than `max_staleness` versions."""
+    """Treatment of a trajectory that is older than `max_staleness` versions when it is to be consumed."""
 
     max_staleness: int | None
     policies: tuple[StalePolicy, ...] = ()

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from laminar_py.data.jsonl import Source, read_jsonl
+from laminar_py.data.jsonl import JsonlFile, read_jsonl
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _DemonstrationLine(msgspec.Struct, frozen=True):
     prompt: str
     response: str
 
@@ -27,14 +27,14 @@ class Demonstration:
     response_ids: IntArray  # [L] the last is the end of sequence
 
 
-def read_demonstrations(source: Source, *, tokenizer: Tokenizer, max_tokens: int) -> list[Demonstration]:
+def read_demonstrations(source: JsonlFile, *, tokenizer: Tokenizer, max_tokens: int) -> list[Demonstration]:
     """Every line of a warm-start file, checked; `max_tokens` is `warm_start.tokens_per_step`.
 
     Raises `ConfigError` on the first line that has a fault.
     """
     end = tokenizer.eos_ids[:1]
     demonstrations = []
-    for row, line in enumerate(read_jsonl(source, _Line)):
+    for row, line in enumerate(read_jsonl(source, _DemonstrationLine)):
         for name, text in (("prompt", line.prompt), ("response", line.response)):
             if not text:
                 raise source.error(row, f"{name} is empty", value=line, remedy="write one or remove the line")

@@ -18,8 +18,8 @@ QUOTED_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A file and the config field that names it, e.g. `Source(Path("train.jsonl"), "data.train")`."""
+class JsonlFile:
+    """A file and the config field that names it, e.g. `JsonlFile(Path("train.jsonl"), "data.train")`."""
 
     path: Path
     field: str
@@ -36,8 +36,8 @@ class Source:
         return ConfigError(f"{self.place(index)}: {problem} in {quoted!r}; {remedy}")
 
 
-def read_jsonl(source: Source, kind: type[T]) -> list[T]:
-    """One record of `kind` per line; fields that `kind` lacks are ignored.
+def read_jsonl(source: JsonlFile, kind: type[T]) -> list[T]:
+    """Read one record of `kind` per line; fields that `kind` lacks are ignored.
 
     Raises `ConfigError` on a missing or empty file, broken JSON, and a missing or mistyped field.
     """

@@ -11,7 +11,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from laminar_py.data.jsonl import Source, read_jsonl
+from laminar_py.data.jsonl import JsonlFile, read_jsonl
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
 from laminar_py.records.trajectory import Prompt
@@ -19,14 +19,14 @@ from laminar_py.records.trajectory import Prompt
 CACHED_EPOCHS = 8  # a lost prompt of an older epoch costs one permutation
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _PromptLine(msgspec.Struct, frozen=True):
     prompt: str
     answer: str
     id: str | None = None
     task: str = ""
 
 
-def read_prompts(source: Source, *, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def read_prompts(source: JsonlFile, *, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
     """Every line of a prompt file, checked; `index` is its row, `id` defaults to `p<row>`.
 
     `max_prompt_tokens` is what `rollout.max_len` leaves beside a whole response. Raises `ConfigError` on the
@@ -34,7 +34,7 @@ def read_prompts(source: Source, *, tokenizer: Tokenizer, max_prompt_tokens: int
     """
     prompts: list[Prompt] = []
     rows: dict[str, int] = {}  # id -> row
-    for row, line in enumerate(read_jsonl(source, _Line)):
+    for row, line in enumerate(read_jsonl(source, _PromptLine)):
         name = f"p{row}" if line.id is None else line.id
         first = rows.setdefault(name, row)
         if first != row:
@@ -47,7 +47,7 @@ def read_prompts(source: Source, *, tokenizer: Tokenizer, max_prompt_tokens: int
     return prompts
 
 
-def _check_length(source: Source, row: int, *, text: str, num_tokens: int, limit: int) -> None:
+def _check_length(source: JsonlFile, row: int, *, text: str, num_tokens: int, limit: int) -> None:
     if not num_tokens:
         raise source.error(row, "prompt is empty", value=text, remedy="write a prompt or remove the line")
     if num_tokens > limit:
@@ -59,7 +59,9 @@ def _check_length(source: Source, row: int, *, text: str, num_tokens: int, limit
         )
 
 
-def check_disjoint(heldout: Sequence[Prompt], train: Sequence[Prompt], *, sources: tuple[Source, Source]) -> None:
+def check_disjoint(
+    heldout: Sequence[Prompt], train: Sequence[Prompt], *, sources: tuple[JsonlFile, JsonlFile]
+) -> None:
     """No held-out prompt is trained on. `sources` are those of `heldout` and `train`. Raises `ConfigError`."""
     trained = {prompt.text: prompt for prompt in train}
     for prompt in heldout:

@@ -26,7 +26,7 @@ class Tokenizer:
 
     @property
     def num_ids(self) -> int:
-        """One more than the highest id it can make, added tokens included."""
+        """Number of ids, added tokens included: one more than the highest."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> IntArray:
@@ -43,7 +43,13 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={model_dir}: no tokenizer.json in it; name a Hugging Face model folder")
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), eos_ids=_read_eos_ids(model_dir))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise ConfigError(
+            f"model.path={model_dir}: tokenizer.json cannot be read ({error}); mend the file"
+        ) from None
+    return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir))
 
 
 class _Ends(msgspec.Struct):

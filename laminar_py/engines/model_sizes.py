@@ -1,12 +1,13 @@
-"""What the client of a server must know of a model. Read from its `config.json`; called by `runtime` and the check
-of servers that run already.
-"""
+"""Sizes and dtype of a model, from its `config.json`. Called before a run starts, and where engines are opened."""
 
+import json
 from pathlib import Path
 
 import msgspec
 
 from laminar_py.config.section import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +27,7 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sizes(model_dir: Path) -> ModelSizes:
-    """Of the model in a Hugging Face folder. `ConfigError` if there is no such folder, or no vocabulary in it."""
+    """Sizes of the model in a Hugging Face folder. `ConfigError` if it is none, or has no vocabulary."""
     remedy = "name the Hugging Face folder of a language model"
     try:
         return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=ModelSizes)
@@ -36,3 +37,14 @@ def read_sizes(model_dir: Path) -> ModelSizes:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.path={model_dir}: config.json is of no use ({error}); {remedy}") from None
+
+
+def served_dtype(model_dir: Path) -> str:
+    """The dtype that weights are published and served in: the model's own, float32 where it names none."""
+    config = json.loads((model_dir / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ConfigError(
+            f"model.path={model_dir}: config.json has dtype {name!r}; name one of {', '.join(DTYPES)}"
+        )
+    return str(name)

@@ -1,26 +1,27 @@
-"""What every engine checks of a request before it takes it. Pure; called by the engines."""
+"""Checks of a request that every engine makes before it takes it. Pure; called by the engines."""
 
 import numpy as np
 
 from laminar_py.records.engine import GenerateRequest
+from laminar_py.records.protocols import RefusedError
 
 
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:
-    """`ValueError` names what can never be served."""
+    """`RefusedError` names what can never be served."""
     rid, sampling = request.rid, request.sampling
     ids = np.concatenate([request.prompt_ids, request.prefix_ids])
     if len(ids) > max_len:
-        raise ValueError(
+        raise RefusedError(
             f"rid={rid}: prompt and prefix have {len(ids)} tokens, above rollout.max_len={max_len};"
             " raise rollout.max_len"
         )
     if not len(request.prompt_ids):
-        raise ValueError(f"rid={rid}: the prompt is empty; give it at least one token")
+        raise RefusedError(f"rid={rid}: the prompt is empty; give it at least one token")
     if ids.min() < 0 or ids.max() >= vocab:
-        raise ValueError(f"rid={rid}: a token id is outside the vocabulary of {vocab}; retokenise it")
+        raise RefusedError(f"rid={rid}: a token id is outside the vocabulary of {vocab}; retokenise it")
     cuts = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1
     if sampling.temperature < 0 or not cuts:
-        raise ValueError(f"rid={rid}: {sampling} draws nothing; see rollout.sampling for the bounds")
+        raise RefusedError(f"rid={rid}: {sampling} draws nothing; see rollout.sampling for the bounds")
 
 
 def response_limit(request: GenerateRequest, *, max_len: int) -> int:

@@ -1,4 +1,4 @@
-"""Which tensors a version's folder has. A server that is told to load others dies, so that is found out before.
+"""Tensors of a version's folder. A server that is told to load others dies, so that is found out before.
 
 Called by `engines.sglang`. Only the headers of the files are read.
 """
@@ -8,20 +8,22 @@ from typing import TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
+from laminar_py.records.protocols import RefusedError
+
 WeightsLayout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
 
 def weights_layout(folder: Path) -> WeightsLayout:
-    """All tensors in the safetensors of `folder`; `ValueError` if it has none that can be read."""
+    """Names, shapes and dtypes in the safetensors of `folder`; `RefusedError` if it has none that can be read."""
     layout: WeightsLayout = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    part = tensors.get_slice(name)
-                    layout[name] = tuple(part.get_shape()), part.get_dtype()
+                    piece = tensors.get_slice(name)
+                    layout[name] = tuple(piece.get_shape()), piece.get_dtype()
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"weights in {folder} cannot be read: {error}; publish them again") from None
+        raise RefusedError(f"weights in {folder} cannot be read: {error}; publish them again") from None
     if not layout:
-        raise ValueError(f"no *.safetensors in {folder}; publish it again")
+        raise RefusedError(f"no *.safetensors in {folder}; publish it again")
     return layout

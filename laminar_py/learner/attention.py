@@ -55,7 +55,7 @@ def choose_kernel(device: torch.device) -> PackedKernel:
 
 
 def _installed(module: str) -> bool:
-    """Both packages put their modules under `flash_attn`, so the name of that says nothing."""
+    """True where a module can be found; two packages share `flash_attn`, so that name says nothing."""
     package = module.partition(".")[0]
     return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
@@ -71,7 +71,7 @@ def register_kernel(kernel: PackedKernel) -> None:
 def sdpa_per_sequence(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
 ) -> Tensor:
-    """One SDPA call a sequence: bit-equal to running the sequences one by one."""
+    """SDPA, a call for each sequence: bit-equal to running the sequences one by one."""
     lengths = cu_seqlens.diff().tolist()
     grouped = q.shape[1] != k.shape[1]
     queries, keys, values = (torch.split(x.transpose(0, 1)[None], lengths, dim=2) for x in (q, k, v))

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from laminar_py.learner.marker import Adapted, Architecture, read_marker, seal, write_file
-from laminar_py.learner.optimizer import PARTITION
+from laminar_py.config.section import ConfigError
+from laminar_py.learner.marker import Adapted, Architecture, complete, read_marker, write_file
 from laminar_py.records.codec import decode, encode
 
 # Torch warns of a missing process group even where `no_dist` says that there is none.
@@ -92,7 +92,7 @@ class Checkpointer:
         """Restore model and optimizer bit by bit; returns the step.
 
         Another world size than the one that saved it is fine, but draws its random numbers anew. Raises
-        `ValueError` if the checkpoint is torn or of another model.
+        `ConfigError` if the checkpoint is torn or of another model.
         """
         marker = read_marker(folder)
         check_model(folder, marker.model, architecture(self._model, self._adapted))
@@ -122,7 +122,7 @@ class Checkpointer:
         self._meet()
         if self._rank == 0:
             model = architecture(self._model, self._adapted)
-            seal(partial, folder, step=step, world_size=self._world_size, model=model)
+            complete(partial, folder, step=step, world_size=self._world_size, model=model)
         self._meet()
 
     def _meet(self) -> None:
@@ -132,7 +132,7 @@ class Checkpointer:
     # ---- the state
 
     def _state(self) -> tuple[dict[str, ValueType], OptimizerStateType]:
-        """What is trained, and moments. Where there are none yet torch makes them by a step without gradient."""
+        """Trained weights, and moments. Where there are none yet torch makes them by a step without gradient."""
         fresh = not self._optimizer.state
         weights, moments = get_state_dict(self._model, self._optimizer)
         if fresh:  # that step must not count, or the next ones would be corrected for one too many
@@ -156,12 +156,10 @@ class Checkpointer:
 def load_weights(folder: Path, model: PreTrainedModel, *, adapted: Adapted | None = None) -> None:
     """Give an unsharded `model` the policy's weights of a checkpoint of any world size.
 
-    What is frozen stays as it is. Raises `ValueError` if the checkpoint is torn, of another model, or deleted
+    What is frozen stays as it is. Raises `ConfigError` if the checkpoint is torn, of another model, or deleted
     meanwhile.
     """
-    saved = read_marker(folder).model
-    own = architecture(model, adapted)
-    check_model(folder, msgspec.structs.replace(saved, learns_partition=False), own)
+    check_model(folder, read_marker(folder).model, architecture(model, adapted))
     weights = _trained(get_model_state_dict(model), model)
     try:
         state_dict_loader.load({"model": weights}, checkpoint_id=folder, no_dist=True)
@@ -178,34 +176,32 @@ def _trained(weights: dict[str, ValueType], model: PreTrainedModel) -> dict[str,
 
 
 def architecture(model: PreTrainedModel, adapted: Adapted | None) -> Architecture:
-    """Its kind, and a digest over the names and full shapes of its parameters, sorted."""
-    named = sorted((name, list(parameter.shape)) for name, parameter in model.named_parameters())
-    shapes = [(name, shape) for name, shape in named if not name.startswith(PARTITION)]
+    """Kind of a model, and a digest over the names and full shapes of its parameters, sorted."""
+    shapes = sorted((name, list(parameter.shape)) for name, parameter in model.named_parameters())
     digest = blake3(msgspec.json.encode(shapes)).hexdigest(length=16)
     num_parameters = sum(math.prod(shape) for _, shape in shapes)
     return Architecture(
         model_type=str(model.config.model_type),
         num_parameters=num_parameters,
         fingerprint=digest,
-        learns_partition=len(shapes) < len(named),
         adapted=adapted,
     )
 
 
 def check_model(folder: Path, saved: Architecture, own: Architecture) -> None:
-    """Raise `ValueError` unless a checkpoint of `saved` fits the model."""
+    """Raise `ConfigError` unless a checkpoint of `saved` fits the model."""
     theirs, ours = saved.adapted, own.adapted
     if theirs is None or ours is None:
         if theirs is not ours:
             holds, given = ("all weights", "set") if theirs is None else ("adapters alone", "not set")
-            raise ValueError(
+            raise ConfigError(
                 f"checkpoint={folder}: holds {holds}, and learner.lora is {given}; have learner.lora as it was, or"
                 " start a run of its own"
             )
     else:
         _check_adapted(folder, theirs, ours)
     if saved != own:
-        raise ValueError(
+        raise ConfigError(
             f"checkpoint={folder}: is of a {saved}, model.path is a {own}; set model.path to the model that"
             " it is of, or start a run of its own"
         )
@@ -215,12 +211,12 @@ def _check_adapted(folder: Path, saved: Adapted, own: Adapted) -> None:
     for field in ("rank", "alpha", "targets"):
         before, now = getattr(saved, field), getattr(own, field)
         if before != now:
-            raise ValueError(
+            raise ConfigError(
                 f"checkpoint={folder}: its adapters have learner.lora.{field}={_words(before)}, not {_words(now)};"
                 " set it back, or start a run of its own"
             )
     if saved.base != own.base:
-        raise ValueError(
+        raise ConfigError(
             f"checkpoint={folder}: its adapters are of a base of digest {saved.base[:8]}, and model.path, or its"
             f" warm start, has {own.base[:8]}; set model.path to the weights that they were trained on, or start a"
             " run of its own"

@@ -66,9 +66,9 @@ def _meet(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", st
 
 def _interface_towards(host: str, port: int) -> str:
     """Name of the interface that the route to a host begins at, e.g. `eth0`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        own = probe.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outgoing:
+        outgoing.connect((host, port))  # sends nothing
+        own = outgoing.getsockname()[0]
     names = [name for name, known in psutil.net_if_addrs().items() if own in (entry.address for entry in known)]
     assert names, f"no interface has the address {own}"
     return names[0]

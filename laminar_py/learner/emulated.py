@@ -1,6 +1,6 @@
 """A learner that takes the time of GPUs and computes nothing: for measuring schedules with the real runtime.
 
-Called by the learner's process in `runtime` in the place of `step.Learner`. Its weights are a few small tensors,
+Called by `workers.processes.learner_part` in the place of `step.Learner`. Its weights are a few small tensors,
 drawn anew for each step, so that versions differ and relays have bytes to carry.
 Invariant: its state is the number of steps taken; weights and checkpoints follow from that alone.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laminar_py.config.emulated_profile import LearnerTimes
-from laminar_py.learner.marker import Architecture, read_marker, seal
+from laminar_py.learner.marker import Architecture, complete, read_marker
 from laminar_py.packing.balance import attention_share, sequence_cost
 from laminar_py.records.metrics import StepMetrics, Work
 
@@ -24,7 +24,7 @@ SHAPE = (64, 64)
 MODEL = Architecture(model_type="emulated", num_parameters=0, fingerprint="")
 
 
-class Packed(Protocol):
+class Measurable(Protocol):
     """A microbatch, as far as it matters here."""
 
     @property
@@ -34,7 +34,7 @@ class Packed(Protocol):
 
 
 class EmulatedLearner:
-    """One process that stands for `devices` GPUs; `compression` emulated seconds pass in one of the clock's."""
+    """A process that stands for `devices` GPUs; `compression` emulated seconds pass in one of the clock's."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class EmulatedLearner:
         self._sleep = sleep
         self.num_steps = 0
 
-    def step(self, microbatches: Sequence[Packed]) -> StepMetrics:
-        """One optimizer step: stand still for as long as the GPUs would take, reading `microbatches` included."""
+    def step(self, microbatches: Sequence[Measurable]) -> StepMetrics:
+        """Take an optimizer step: stand still for as long as GPUs would take, reading `microbatches` included."""
         began = self._now()
         lengths = [batch.lengths for batch in microbatches]
         elapsed_s = self.step_s(lengths) / self._compression
@@ -71,13 +71,13 @@ class EmulatedLearner:
             hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
         )
         costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
-        loads = [0.0] * self._devices
+        busy = [0.0] * self._devices
         for cost in sorted(costs, reverse=True):
-            heapq.heapreplace(loads, loads[0] + cost)  # to the device that has least
-        return times.optimizer_s + max(loads) / times.train_tokens_per_s
+            heapq.heapreplace(busy, busy[0] + cost)  # to the device that has least
+        return times.optimizer_s + max(busy) / times.train_tokens_per_s
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Weights of this step."""
+        """Weights of this step, a few tensors."""
         generator = torch.Generator().manual_seed(self.num_steps)
         for index in range(NUM_TENSORS):
             yield f"emulated.{index}.weight", torch.randn(SHAPE, generator=generator).to(dtype)
@@ -86,14 +86,14 @@ class EmulatedLearner:
         """Write the number of steps; a later `load` goes on from there. Replaces an older `folder`."""
         partial = folder.with_name(f"{folder.name}.tmp")
         partial.mkdir(parents=True, exist_ok=True)
-        seal(partial, folder, step=self.num_steps, world_size=1, model=MODEL)
+        complete(partial, folder, step=self.num_steps, world_size=1, model=MODEL)
 
     def begin_save(self, folder: Path) -> None:
-        """The same: it is complete at once."""
+        """Write the number of steps, which is complete at once."""
         self.save(folder)
 
     def finish_save(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once: `begin_save` has written everything."""
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint. Raises `ValueError` if it is torn."""

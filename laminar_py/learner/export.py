@@ -1,7 +1,7 @@
 """Weights out of the learner, under their Hugging Face names.
 
-Called by the relay's publisher, by `warm_start`, and for `laminar export` by `runtime.exports`. Invariant: every
-rank iterates in the same order, because a sharded tensor is gathered from all of them.
+Called by the relay's publisher, by `warm_start`, and for `laminar export` by `orchestrator.exports`. Invariant:
+every rank iterates in the same order, because a sharded tensor is gathered from all of them.
 """
 
 import os
@@ -20,7 +20,6 @@ from laminar_py.config.model import ModelConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.marker import sync
 from laminar_py.learner.model import check_model_folder, gathered, is_mixture
-from laminar_py.learner.optimizer import PARTITION
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,12 +44,12 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
     tied = every - {name for name, _ in model.named_parameters()}
     mixture = is_mixture(model.config)
     for name, tensor in model.state_dict().items():
-        if name not in tied and not name.startswith(PARTITION):
+        if name not in tied:
             full = gathered(tensor, dtype)
             # experts are one tensor in memory, and one for each in files
-            parts = revert_weight_conversion(model, {name: full}) if mixture else {name: full}
-            for part, values in parts.items():
-                yield part, values.contiguous()
+            stored = revert_weight_conversion(model, {name: full}) if mixture else {name: full}
+            for own_name, values in stored.items():
+                yield own_name, values.contiguous()
 
 
 def export_hf(

@@ -7,7 +7,7 @@ Model FLOPs of a sequence of L tokens, forward and backward: `6 N_active L + 6 l
   which a frozen weight (under adapters) does not have.
 - Attention is causal: `width` is heads times their size, and scores and values cost `L^2 width` each, forward.
 - What is computed again (activations, logits in chunks, scores in the backward pass) is not counted, and neither
-  are passes without a gradient: a reference model, a proximal policy, a partition function.
+  are passes without a gradient: a reference model, a proximal policy, an estimate of a partition function.
 
 Source: Chowdhery et al. 2022 (PaLM), appendix B, with causal attention counted once.
 """
@@ -41,7 +41,7 @@ PEAKS = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingCost:
-    """Of one model, e.g. `TrainingCost(6 * 7.6e9, 1.3e-5)`."""
+    """FLOPs of training one model, e.g. `TrainingCost(6 * 7.6e9, 1.3e-5)`."""
 
     per_token: float  # FLOPs of its matrix products
     attention_share: float  # attention over L^2 tokens in units of `per_token`
@@ -53,7 +53,7 @@ class TrainingCost:
 
 
 def training_cost(model: PreTrainedModel) -> TrainingCost:
-    """Of a Hugging Face decoder, sharded or not."""
+    """FLOPs of training a Hugging Face decoder, sharded or not."""
     config = model.config
     per_token = _per_token(model)
     share = attention_share(
@@ -90,6 +90,6 @@ def _per_token(model: PreTrainedModel) -> float:
 
 
 def _share_used(weight: nn.Parameter, config: PretrainedConfig) -> float:
-    """Of the experts that a weight stacks, [E, ...], those that a token goes to; all of any other weight."""
+    """Share of the experts that a weight stacks, [E, ...], that a token goes to; 1 for any other weight."""
     chosen: int | None = getattr(config, "num_experts_per_tok", None)
     return chosen / weight.shape[0] if weight.ndim == 3 and chosen else 1.0

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.config.lora import LoraConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.marker import Adapted
 from laminar_py.learner.model import gathered, is_mixture
@@ -28,11 +29,11 @@ from laminar_py.records.adapters import PREFIX, base_digest
 _NAME = "policy"  # of the adapters among those that peft could hold beside each other
 
 
-class Adapters:
+class LoraAdapters:
     """Adapters in the layers of `model`, whose other weights are frozen. Make them before `shard`.
 
     A is drawn from `seed`, so it is the same on all ranks; `base` is the folder that the model was loaded from.
-    Raises `ValueError` for a mixture of experts, whose expert matrices are no modules that peft adapts, and for a
+    Raises `ConfigError` for a mixture of experts, whose expert matrices are no modules that peft adapts, and for a
     model without one of the targets.
     """
 
@@ -47,7 +48,7 @@ class Adapters:
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     def adapted(self, mesh: DeviceMesh | None) -> Adapted:
-        """What they are added to. Collective: rank 0 reads all of the base and tells the others its digest."""
+        """Base and shape of the adapters. Collective: rank 0 reads all of the base for its digest."""
         digests = [self._digest if mesh is None or mesh.get_rank() == 0 else ""]
         if mesh:
             dist.broadcast_object_list(digests, group=mesh.get_group(), group_src=0)
@@ -91,7 +92,7 @@ class Adapters:
 def merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTrainedModel:
     """The model in `base` with the adapters of a checkpoint added, in fp32 on the CPU.
 
-    Raises `ValueError` if they are of another base or other settings, or the checkpoint is torn.
+    Raises `ConfigError` if they are of another base or other settings, or the checkpoint is torn.
     """
     adapted = _adapted(settings, base_digest(base))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
@@ -117,8 +118,8 @@ def _adapted(settings: LoraConfig, digest: str) -> Adapted:
 
 def _check(model: PreTrainedModel, settings: LoraConfig) -> None:
     if is_mixture(model.config):
-        raise ValueError("learner.lora: experts of a mixture model cannot be adapted; leave learner.lora out")
+        raise ConfigError("learner.lora: experts of a mixture model cannot be adapted; leave learner.lora out")
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     missing = ",".join(target for target in settings.targets if target not in names)
     if missing:
-        raise ValueError(f"learner.lora.targets={missing}: the model has no such modules; leave them out")
+        raise ConfigError(f"learner.lora.targets={missing}: the model has no such modules; leave them out")

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_py.config.section import ConfigError
+
 MARKER = "complete.json"
 
 
 class Adapted(msgspec.Struct, frozen=True):
-    """What adapters are added to, and how, e.g. `Adapted("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`."""
+    """Base and shape of adapters, e.g. `Adapted("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`."""
 
     base: str  # digest of the weights below them
     rank: int
@@ -23,21 +25,19 @@ class Adapted(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Which models a state fits, e.g. `Architecture("qwen3", 245_120, "5fd1...")`."""
+    """Models that a state fits, e.g. `Architecture("qwen3", 245_120, "5fd1...")`."""
 
     model_type: str
     num_parameters: int
     fingerprint: str  # over names and shapes of all parameters
-    learns_partition: bool = False  # it has a head for that besides, which counts for neither
     adapted: Adapted | None = None  # where adapters alone are trained
 
     def __str__(self) -> str:
-        head = " and a head for log Z" if self.learns_partition else ""
-        return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]}){head}"
+        return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]})"
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """What is in the checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
+    """Contents of a checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
 
     step: int
     world_size: int
@@ -45,7 +45,7 @@ class Marker(msgspec.Struct, frozen=True):
     files: dict[str, int]  # bytes of each
 
 
-def seal(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
+def complete(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
     """Make a checkpoint, on disk and under its name, of the files in `partial`; replaces an older `folder`."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files)))
@@ -56,10 +56,10 @@ def seal(partial: Path, folder: Path, *, step: int, world_size: int, model: Arch
 
 
 def read_marker(folder: Path) -> Marker:
-    """The marker of a complete checkpoint; `ValueError` names what is missing of any other."""
+    """The marker of a complete checkpoint; `ConfigError` names what is missing of any other."""
     path = folder / MARKER
     if not folder.is_dir():
-        raise ValueError(f"checkpoint={folder}: no such folder; name a checkpoint that is there")
+        raise ConfigError(f"checkpoint={folder}: no such folder; name a checkpoint that is there")
     if not path.is_file():
         raise _torn(folder, f"has no {MARKER}")
     try:
@@ -83,8 +83,8 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _torn(folder: Path, fault: str) -> ValueError:
-    return ValueError(f"checkpoint={folder}: half written or damaged ({fault}); restore or delete it")
+def _torn(folder: Path, fault: str) -> ConfigError:
+    return ConfigError(f"checkpoint={folder}: half written or damaged ({fault}); restore or delete it")
 
 
 def sync(path: Path) -> None:

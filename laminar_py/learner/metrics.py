@@ -6,11 +6,12 @@ Invariant: everything is a sum, a count or a maximum until the end, so that micr
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.learner.losses.divergence import k3
 from laminar_py.learner.losses.objectives import Terms, clipped_ratio
+from laminar_py.learner.ranks import Ranks
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.metrics import Mismatch, TokenMetrics
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # versions that a token is behind the learner
@@ -35,7 +36,6 @@ class TokenSums:
         terms: Terms,
         *,
         entropy: Tensor,
-        staleness: Tensor,
         settings: AlgorithmConfig,
         untouched: bool = True,
     ) -> None:
@@ -44,6 +44,7 @@ class TokenSums:
         weights, advantages = terms.weights, terms.advantages
         ratio, gap = clipped_ratio(terms, settings), (own - terms.behaviour).double()
         low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+        reference = terms.columns.get(REFERENCE_LOGPROBS)
         values = {
             "tokens": torch.ones_like(own),
             "weight": weights,
@@ -58,11 +59,11 @@ class TokenSums:
             "kl_proximal_k3": weights * ((own - proximal).expm1() - (own - proximal)),
             "importance": gap.exp(),
             "importance_squares": (2 * gap).exp(),
-            "kl_reference_k3": weights * (own * 0 if terms.reference is None else k3(own, terms.reference)),
+            "kl_reference_k3": weights * (own * 0 if reference is None else k3(own, reference)),
             "advantage": weights * advantages,
             "advantage_squares": weights * advantages.square(),
         }
-        bucket = torch.bucketize(staleness, self._edges, right=True)
+        bucket = torch.bucketize(terms.staleness, self._edges, right=True)
         self._sums.index_add_(0, bucket, torch.stack([values[name].double() for name in _FIELDS], dim=1))
         peaks = torch.stack([ratio, advantages.abs()], dim=1)  # as in `_PEAKS`
         self._peaks.scatter_reduce_(0, bucket[:, None].expand_as(peaks), peaks.double(), "amax")
@@ -81,30 +82,24 @@ class TokenSums:
         self._largest = torch.maximum(self._largest, other._largest)
         self._peaks = torch.maximum(self._peaks, other._peaks)
 
-    def reduce(self, mesh: DeviceMesh | None) -> None:
-        """Sum over ranks; all of them call it."""
-        if mesh:
-            group = mesh.get_group()
-            for tensor, how in (
-                (self._sums, dist.ReduceOp.SUM),
-                (self._gaps, dist.ReduceOp.SUM),
-                (self._gap_sum, dist.ReduceOp.SUM),
-                (self._largest, dist.ReduceOp.MAX),
-                (self._peaks, dist.ReduceOp.MAX),
-            ):
-                dist.all_reduce(tensor, op=how, group=group)
+    def reduce(self, ranks: Ranks) -> None:
+        """Sum over ranks. Collective."""
+        for tensor in (self._sums, self._gaps, self._gap_sum):
+            ranks.reduce(tensor)
+        for tensor in (self._largest, self._peaks):
+            ranks.reduce(tensor, dist.ReduceOp.MAX)
 
     def tokens(self) -> TokenMetrics:
-        """Of all trained tokens."""
+        """Metrics of all trained tokens."""
         return _metrics(self._sums.sum(0), self._peaks.amax(0))
 
     def by_staleness(self) -> dict[str, TokenMetrics]:
-        """Of those in each bucket that has some, e.g. {"0": ..., "3-4": ...}."""
+        """Metrics of the tokens of each bucket that has some, e.g. {"0": ..., "3-4": ...}."""
         rows = zip(BUCKETS, self._sums, self._peaks, strict=True)
         return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_FIELDS.index("tokens")] > 0}
 
     def mismatch(self) -> Mismatch:
-        """Between engine and learner; all 0 without tokens that show it."""
+        """Gap between engine and learner; 0 without tokens that show it."""
         total = float(self._gaps.sum())
         if total == 0:
             return Mismatch()

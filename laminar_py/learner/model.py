@@ -23,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging
 
 from laminar_py.config.model import ModelConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.losses.logprob import Support, token_logprobs
-from laminar_py.learner.optimizer import PARTITION
 from laminar_py.learner.routing import RouterReplay
 from laminar_py.records.batch import MicroBatch
 
@@ -33,12 +33,12 @@ from laminar_py.records.batch import MicroBatch
 def load_reference(folder: Path, *, vocab_size: int, temperature: float, device: torch.device) -> PreTrainedModel:
     """A model that stays as it is, for its log-probabilities.
 
-    Raises `ValueError` if it cannot serve, or if `vocab_size`, the policy's, is not its own.
+    Raises `ConfigError` if it cannot serve, or if `vocab_size`, the policy's, is not its own.
     """
     check_model_folder(ModelConfig(path=folder), field="algorithm.reference")
     model = load_policy(ModelConfig(path=folder), seed=0, temperature=temperature, device=device)
     if model.config.vocab_size != vocab_size:
-        raise ValueError(
+        raise ConfigError(
             f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size}, the model one of"
             f" {vocab_size}; name a model with the same tokenizer"
         )
@@ -50,26 +50,24 @@ def load_reference(folder: Path, *, vocab_size: int, temperature: float, device:
 def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device: torch.device) -> PreTrainedModel:
     """The model in the folder `settings.path`, in fp32 on `device`, with the packed forward.
 
-    `from_scratch` draws its weights from `seed` instead. Raises `ValueError` if the folder cannot serve.
+    `from_scratch` draws its weights from `seed` instead. Raises `ConfigError` if the folder cannot serve.
     """
     check_model_folder(settings)
     if temperature <= 0:
-        raise ValueError(
+        raise ConfigError(
             f"rollout.sampling.temperature={temperature}: the learner divides logits by it; set it above 0"
         )
     kernel = choose_kernel(device)
     register_kernel(kernel)
     logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
-    config = AutoConfig.from_pretrained(settings.path)
-    if settings.from_scratch:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel.value, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.path, attn_implementation=kernel.value, dtype=torch.float32, local_files_only=True
-        )
-    if is_mixture(config):
+    try:
+        model = _load(settings, seed=seed, attention=kernel.value)
+    except ValueError as error:  # transformers' word for a model that it does not know
+        words = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.path={settings.path}: transformers cannot load it ({words}); name a causal language model"
+        ) from error
+    if is_mixture(model.config):
         model.router_replay = RouterReplay(model)
     model.forward = types.MethodType(_packed_forward(temperature), model)
     model.compute_device = device  # `model.device` is the host's where FSDP offloads to it
@@ -77,32 +75,32 @@ def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device:
     return model.to(device).eval()
 
 
+def _load(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(settings.path)
+    if not settings.from_scratch:
+        return AutoModelForCausalLM.from_pretrained(
+            settings.path, attn_implementation=attention, dtype=torch.float32, local_files_only=True
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+
 def is_mixture(config: PretrainedConfig) -> bool:
-    """Whether the model has experts."""
+    """True for a model with experts."""
     return bool(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None))
 
 
 def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> None:
-    """Raise `ValueError`, naming the field, the value and the remedy, unless the folder holds a model."""
+    """Raise `ConfigError`, naming the field, the value and the remedy, unless the folder holds a model."""
     path = settings.path
     if not path.is_dir():
-        raise ValueError(f"{field}={path}: no such folder; name a Hugging Face model folder")
+        raise ConfigError(f"{field}={path}: no such folder; name a Hugging Face model folder")
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
-            raise ValueError(f"{field}={path}: has no {name}; name a Hugging Face model folder")
+            raise ConfigError(f"{field}={path}: has no {name}; name a Hugging Face model folder")
     if not settings.from_scratch and not any(path.glob("*.safetensors")):
-        raise ValueError(f"{field}={path}: has no safetensors; add the weights or set model.from_scratch=true")
-
-
-def add_partition(model: PreTrainedModel) -> None:
-    """A linear head that gives log Z of a prompt by the model's state at its last token; 0 at first.
-
-    Call it before `shard`. It is trained and kept in checkpoints, and no part of what is published.
-    """
-    head = nn.Linear(model.config.hidden_size, 1, device=model.compute_device, dtype=torch.float32)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    model.add_module(PARTITION, head)
+        raise ConfigError(f"{field}={path}: has no safetensors; add the weights or set model.from_scratch=true")
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, *, offload: bool = False) -> None:
@@ -118,13 +116,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, offload: bool = False) ->
     where = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     layers = list(getattr(model.base_model, "layers", ()))
     if not layers:
-        raise ValueError(
+        raise ConfigError(
             f"model.path={model.name_or_path}: a {model.config.model_type} model names no list of layers, which is"
             " what is sharded; train a decoder of transformers that has one, or set learner.world_size=1 on a CPU"
         )
-    partition: nn.Module | None = getattr(model, PARTITION, None)
-    if partition is not None:  # in fp32: the step between bf16 numbers near 10 is 0.06, and log Z is squared
-        fully_shard(partition, mesh=mesh, offload_policy=where)
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
     # Neither setting is recursive: a layer left out would divide its gradients by the world size.
@@ -140,17 +135,11 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of its distribution, fp32 [T] each, at the model's temperature."""
-    logprobs, entropy, _ = policy_outputs(model, batch)
-    return logprobs, entropy
-
-
-def policy_outputs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same, and log Z of what follows each token, fp32 [T], where the model has a head for it."""
     device = model.compute_device
     replay: RouterReplay | None = getattr(model, "router_replay", None)
     if replay is not None:
         replay.force(batch, device=device)
-    outputs: tuple[Tensor, Tensor, Tensor | None] = model(
+    outputs: tuple[Tensor, Tensor] = model(
         input_ids=torch.tensor(batch.input_ids, dtype=torch.long, device=device),
         position_ids=torch.tensor(batch.position_ids, dtype=torch.long, device=device),
         labels=torch.tensor(batch.labels, dtype=torch.long, device=device),
@@ -167,7 +156,7 @@ def _support(batch: MicroBatch, device: torch.device) -> Support | None:
     return Support.build(batch.support.counts, batch.support.ids, device=device)
 
 
-def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
     """The forward that is bound before sharding, so that FSDP's hooks gather the output embedding too."""
 
     def forward(
@@ -179,7 +168,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor, T
         cu_seqlens: Tensor,
         longest: int,
         support: Support | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         hidden = model.base_model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -190,11 +179,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor, T
             max_length_k=longest,
         ).last_hidden_state[0]
         head = model.get_output_embeddings().weight
-        logprobs, entropy = token_logprobs(hidden, head, labels, temperature=temperature, support=support)
-        partition: nn.Module | None = getattr(model, PARTITION, None)
-        if partition is None:
-            return logprobs, entropy, None
-        return logprobs, entropy, partition(hidden.detach().float())[:, 0]  # log Z does not bend these features
+        return token_logprobs(hidden, head, labels, temperature=temperature, support=support)
 
     return forward
 

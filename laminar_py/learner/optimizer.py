@@ -5,16 +5,15 @@ an update whose gradient is not finite changes nothing.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from laminar_py.config.learner import Decay, LearnerConfig
 
-PARTITION = "log_partition"  # begins the names of the parameters that learn at a rate of their own
-
+BETAS = (0.9, 0.95)  # AdamW's decay rates
 DECAYS: dict[Decay, Callable[[float], float]] = {  # of the share of the decay that is behind, in [0, 1]
     Decay.NONE: lambda share: 1.0,
     Decay.LINEAR: lambda share: 1.0 - share,
@@ -25,36 +24,30 @@ DECAYS: dict[Decay, Callable[[float], float]] = {  # of the share of the decay t
 class Optimizer:
     """AdamW on the trained parameters of a model; `adamw` is what a checkpoint keeps."""
 
-    def __init__(
-        self, model: nn.Module, settings: LearnerConfig, *, num_steps: int | None = None, partition_lr: float = 0.0
-    ) -> None:
-        """`num_steps` of the whole run, for a decay; `partition_lr`: the rate of a learned partition function."""
+    def __init__(self, model: nn.Module, settings: LearnerConfig, *, num_steps: int | None = None) -> None:
+        """`num_steps` of the whole run, for a decay."""
         assert num_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay} needs an end"
         self._settings = settings
         self._num_steps = num_steps
-        trained = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
-        self._policy = [value for name, value in trained if not name.startswith(PARTITION)]
-        self._partition = [value for name, value in trained if name.startswith(PARTITION)]
-        self._rates = [settings.lr, partition_lr]
-        groups = [{"params": group} for group in (self._policy, self._partition) if group]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.adamw = torch.optim.AdamW(
-            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+            self._trained, lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay, fused=True
         )
 
     def update(self, step: int) -> float | None:
         """Clip, step, clear, as part of step `step` (0 for the first of the run).
 
-        Returns the policy's gradient norm before clipping; None if a gradient is not finite, and nothing has
-        changed.
+        Returns the gradient norm before clipping; None if a gradient is not finite, and nothing has changed.
         """
-        total = torch.nn.utils.get_total_norm(_gradients(self._policy))
-        norm, other = _number(total), _number(torch.nn.utils.get_total_norm(_gradients(self._partition)))
-        finite = math.isfinite(norm) and math.isfinite(other)
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        finite = math.isfinite(norm)
         if finite:
-            torch.nn.utils.clip_grads_with_norm_(self._policy, self._settings.grad_clip, total)
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total)
             factor = schedule(step, self._settings, num_steps=self._num_steps)
-            for group, rate in zip(self.adamw.param_groups, self._rates, strict=False):
-                group["lr"] = rate * factor
+            for group in self.adamw.param_groups:
+                group["lr"] = self._settings.lr * factor
             self.adamw.step()
         self.adamw.zero_grad()
         return norm if finite else None
@@ -71,11 +64,3 @@ def schedule(step: int, settings: LearnerConfig, *, num_steps: int | None) -> fl
         return 1.0
     behind = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
     return DECAYS[settings.decay](min(1.0, behind))
-
-
-def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _number(value: Tensor) -> float:
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)

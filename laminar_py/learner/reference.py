@@ -1,29 +1,30 @@
 """The reference model: a policy that stays as it is, asked for its log-probabilities of what another one drew.
 
-`step` has it complete its microbatches; `runtime.reference_part` runs it in a process of its own, on trajectories.
-Invariant: either way it is the same forward at the same temperature and over the same part of the vocabulary, so
-a token gets the same number; a step never asks for it twice.
+`step` has it complete its microbatches; `workers.processes.reference_part` runs it in a process of its own, on
+trajectories. Invariant: either way it is the same forward at the same temperature and over the same part of the
+vocabulary, so a token gets the same number; a step never asks for it twice.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from laminar_py.config.algorithm import Aggregation
+from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.learner.model import load_reference, policy_logprobs, shard
 from laminar_py.packing.packer import StepTerms, microbatch
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.trajectory import Trajectory
 
-UNWEIGHED = StepTerms(
-    aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1
-)  # nothing is trained, so what tokens count is of no matter
+if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
+    from laminar_py.learner.lora import LoraAdapters
 
 
 class Referred(Sequence[MicroBatch]):
@@ -43,19 +44,51 @@ class Referred(Sequence[MicroBatch]):
     def __getitem__(self, index: int | slice) -> "MicroBatch | Referred":
         if isinstance(index, slice):
             return Referred(self._batches[index], self._logprobs[index])
-        return msgspec.structs.replace(self._batches[index], reference_logprobs=self._logprobs[index])
+        batch = self._batches[index]
+        return msgspec.structs.replace(batch, columns=batch.columns | {REFERENCE_LOGPROBS: self._logprobs[index]})
 
 
-def refer(reference: PreTrainedModel, batches: Sequence[MicroBatch]) -> Referred:
-    """The microbatches of a step with the log-probabilities of `reference`, which is asked once for each."""
-    return Referred(batches, [_logprobs(reference, batch) for batch in batches])
+class InnerReference:
+    """A reference beside the policy of a learner: a model of its own, or the policy without its `adapters`."""
+
+    def __init__(self, model: PreTrainedModel, *, adapters: "LoraAdapters | None" = None) -> None:
+        self.model = model
+        self._adapters = adapters
+
+    def refer(self, batches: Sequence[MicroBatch]) -> Referred:
+        """The microbatches of a step with the reference's log-probabilities; the model is asked once for each."""
+        with nullcontext() if self._adapters is None else self._adapters.disabled():
+            return Referred(batches, [_logprobs(self.model, batch) for batch in batches])
+
+
+def open_reference(
+    policy: PreTrainedModel,
+    algorithm: AlgorithmConfig,
+    *,
+    start: Path,
+    adapters: "LoraAdapters | None",
+    temperature: float,
+    mesh: DeviceMesh | None,
+    offload: bool,
+) -> InnerReference | None:
+    """The reference that a learner asks itself, if the algorithm has one; RL begins with the model in `start`."""
+    if not algorithm.refers or algorithm.refers_in_stage:
+        return None
+    if algorithm.reference is None and adapters is not None:  # without them a policy is its start
+        return InnerReference(policy, adapters=adapters)
+    folder, vocab = algorithm.reference or start, policy.config.vocab_size
+    device = policy.compute_device
+    model = load_reference(folder, vocab_size=vocab, temperature=temperature, device=device)
+    if mesh:
+        shard(model, mesh, offload=offload)
+    return InnerReference(model)
 
 
 class ReferenceModel:
     """The reference alone: the model in `folder`, on the device that `mesh`, of one rank, is of.
 
-    With `offload` its weights are in the host's memory between their uses. Raises `ValueError` as `load_reference`
-    does.
+    With `offload` its weights are in the host's memory between their uses. Raises `ConfigError` as
+    `load_reference` does.
     """
 
     def __init__(
@@ -68,7 +101,10 @@ class ReferenceModel:
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """[L] of each one's response tokens, from one packed forward."""
-        values = _logprobs(self._model, microbatch(list(trajectories), UNWEIGHED))
+        groups = tuple({trajectory.group_id: None for trajectory in trajectories})
+        # Nothing is trained, so the weights of tokens are of no matter.
+        terms = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
+        values = _logprobs(self._model, microbatch(list(trajectories), terms))
         found, end = [], 0
         for trajectory in trajectories:
             end += trajectory.num_tokens

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from laminar_py.config.section import ConfigError
 from laminar_py.records.batch import MicroBatch
 
 RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -39,7 +40,7 @@ class RouterReplay:
         if batch.experts is None:
             return
         if self._name not in KNOWN:
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.record=routed_experts: routers of {self._name} models cannot be replayed; leave it out"
             )
         layers = batch.experts.shape[1]

@@ -19,15 +19,16 @@ from blake3 import blake3
 from transformers import PreTrainedModel
 
 from laminar_py.config.model import ModelConfig, WarmStartConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.losses.loss import cross_entropy_loss
 from laminar_py.learner.model import check_model_folder, load_policy, policy_logprobs
+from laminar_py.learner.optimizer import BETAS
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import IntArray
 
 RECIPE_VERSION = 1  # raise it with every change here that changes the resulting weights
 
-BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
 WARMUP_STEPS = 20
@@ -37,7 +38,7 @@ POOL = 1024  # examples that are sorted by length together
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One demonstration; the loss is on the response, which ends with the end-of-sequence id."""
+    """Demonstration; the loss is on the response, which ends with the end-of-sequence id."""
 
     prompt_ids: IntArray  # [P], P >= 1
     response_ids: IntArray  # [L], L >= 1
@@ -62,7 +63,7 @@ def warm_start(
 ) -> Path:
     """The Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
 
-    `examples` are those of `settings.data`, tokenised. Raises `ValueError` if the model folder cannot serve or
+    `examples` are those of `settings.data`, tokenised. Raises `ConfigError` if the model folder cannot serve or
     an example does not fit in a step.
     """
     check_model_folder(model)
@@ -87,7 +88,7 @@ def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int) -> st
     weights = "from_scratch"
     if not model.from_scratch:
         weights = "".join(_file_digest(path) for path in sorted(model.path.glob("*.safetensors")))
-    parts = (
+    depends_on = (
         RECIPE_VERSION,
         _file_digest(model.path / "config.json"),
         _file_digest(model.path / "tokenizer.json"),
@@ -98,7 +99,7 @@ def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int) -> st
         settings.lr,
         seed,
     )
-    return blake3(msgspec.json.encode(parts)).hexdigest(length=16)
+    return blake3(msgspec.json.encode(depends_on)).hexdigest(length=16)
 
 
 def train_supervised(
@@ -151,7 +152,7 @@ def epochs(
 
 
 def pack_examples(examples: Sequence[Example]) -> MicroBatch:
-    """One packed row whose loss is the mean over all response tokens."""
+    """Packed row whose loss is the mean over all response tokens."""
     lengths = [example.num_tokens for example in examples]
     tokens = [np.concatenate((example.prompt_ids, example.response_ids)) for example in examples]
     trained = np.concatenate([_trained(example) for example in examples])
@@ -165,6 +166,8 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
         behaviour_logprobs=unused,
         advantages=unused,
         staleness=np.zeros(sum(lengths), dtype=np.int32),
+        rewards=np.zeros(len(lengths), dtype=np.float32),
+        groups=np.zeros(len(lengths), dtype=np.int32),
     )
 
 
@@ -189,10 +192,10 @@ def _fill(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
 
 def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
     if not examples:
-        raise ValueError("warm_start.data: holds no examples; add lines with prompt and response")
+        raise ConfigError("warm_start.data: holds no examples; add lines with prompt and response")
     longest = max(example.num_tokens for example in examples)
     if longest > tokens_per_step:
-        raise ValueError(
+        raise ConfigError(
             f"warm_start.tokens_per_step={tokens_per_step}: the longest example has {longest} tokens; raise it"
         )
 

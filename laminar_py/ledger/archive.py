@@ -1,6 +1,6 @@
 """Response pieces that no rollback can need, in Parquet: `archive/*.parquet`, one file per call.
 
-Written by the ledger after a checkpoint, for what is older than all that are kept; it deletes the pieces from
+ArchiveFile by the ledger after a checkpoint, for what is older than all that are kept; it deletes the pieces from
 SQLite only when the file is complete. A crash in between leaves some pieces in both places, equal byte for byte.
 pyarrow is imported by the functions that need it: a controller that archives nothing is spared its memory.
 """
@@ -34,14 +34,14 @@ _SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ArchiveFile:
     """A new file of the archive, and the numbers of the trajectories that are in it."""
 
     event: Archived
     trajectories: list[int]
 
 
-def write_archive(run: Path, step: int) -> Written | None:
+def write_archive(run: Path, step: int) -> ArchiveFile | None:
     """Copy to a new file all pieces still in SQLite that nobody needs who goes back to `step` or a later one.
 
     None if there are none.
@@ -60,11 +60,11 @@ def write_archive(run: Path, step: int) -> Written | None:
         path = folder / _file_name(seq)
         os.replace(unfinished, path)
     event = Archived(str(path.relative_to(run)), len(moved), path.stat().st_size, file_digest(path))
-    return Written(event, moved)
+    return ArchiveFile(event, moved)
 
 
 def archive_files(run: Path) -> list[Path]:
-    """In the order in which they were written."""
+    """Files of the archive, in the order in which they were written."""
     return sorted((run / ARCHIVE_NAME).glob("*.parquet"))
 
 
@@ -102,7 +102,7 @@ def find_payload(run: Path, connection: sqlite3.Connection, row: TrajectoryRow) 
 
 
 def _archived(run: Path, row: TrajectoryRow) -> list[Piece]:
-    """Its pieces in the archive: all in one file, the first but a few that was written after its last event."""
+    """Pieces of a trajectory in the archive: all in one file, which was written after its last event."""
     for path in archive_files(run):
         if path.name >= _file_name(row.last_seq):
             pieces = list(file_pieces(path, row.number))
@@ -182,7 +182,7 @@ def _table(pieces: list[Piece], schema: "pa.Schema") -> "pa.Table":
 
 
 def _joined(blobs: list[bytes], size: int) -> tuple[npt.NDArray[np.int32], "pa.Buffer"]:
-    """Where each begins, in items of so many bytes, [n + 1], and all of them in a row."""
+    """Offsets of blobs in items of `size` bytes, [n + 1], and the blobs in a row."""
     import pyarrow as pa
 
     offsets = np.zeros(len(blobs) + 1, np.int32)

@@ -1,20 +1,20 @@
 """Opens ledger files. Owns their place in a run folder, their schema and what is said about a bad one.
 
 Called by the ledger (its one writer) and by every reader. A file that cannot be used is a `LedgerError` of one
-line that names the file, what is wrong with it and what to do. A ledger of an older schema is migrated by its
-writer, and left as it is by readers, which see the newest columns all the same.
+line that names the file, what is wrong with it and what to do; so is one that another release laid out.
 """
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from laminar_py.ledger.migrations import NEWEST, OLDEST, layout_differences, migrate, show_as_newest
+from laminar_py.config.section import ConfigError
 from laminar_py.records.digests import CHAIN_START
 
-SCHEMA_VERSION = NEWEST
+SCHEMA_VERSION = 5
 LEDGER_NAME = "ledger.sqlite"
 ARCHIVE_NAME = "archive"
 SEAL_NAME = "seal.json"
@@ -24,7 +24,7 @@ _SCHEMA = Path(__file__).with_name("schema.sql")
 _BUSY_S = 30.0  # a reader waits so long for the writer's checkpoint, the writer for a dying predecessor
 
 
-class LedgerError(ValueError):
+class LedgerError(ConfigError):
     """A ledger that cannot be used; one line that says why and what to do."""
 
 
@@ -34,24 +34,22 @@ def ledger_path(run: Path) -> Path:
 
 
 def log_path(ledger: Path) -> Path:
-    """What SQLite has written and not yet folded into the file."""
+    """The log of SQLite, where it writes before it folds into the file."""
     return ledger.with_name(f"{ledger.name}-wal")
 
 
 def open_writer(path: Path) -> sqlite3.Connection:
-    """The writing connection, with an empty ledger laid out if there is no file yet, an old one migrated."""
+    """The writing connection, with an empty ledger laid out if there is no file yet. Raises `LedgerError`."""
     is_new = not path.exists()
     with _complaints(path):
         connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         if is_new:
             create(connection)
-        schema = _check(connection, path)
+        _check(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         # 64 MiB of log between two checkpoints: each one syncs the whole file
         connection.execute("PRAGMA wal_autocheckpoint = 16384")
-        if schema != SCHEMA_VERSION:
-            migrate(connection, schema, _SCHEMA.read_text())
     return connection
 
 
@@ -74,9 +72,7 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
     with _complaints(path):
         uri = f"file:{quote(str(path.resolve()))}?mode=ro{'&immutable=1' if immutable else ''}"
         connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        schema = _check(connection, path)
-        if schema != SCHEMA_VERSION:
-            show_as_newest(connection, schema)
+        _check(connection, path)
     return connection
 
 
@@ -89,35 +85,40 @@ def reading(run: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-def schema_of(connection: sqlite3.Connection) -> int:
-    """The version of the schema that the file itself has."""
-    schema: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    return schema
-
-
 def unlike_schema(connection: sqlite3.Connection) -> list[str]:
-    """Tables and indexes of a ledger of the newest schema that are not laid out as that says."""
-    return layout_differences(connection, _SCHEMA.read_text())
+    """Tables and indexes that are not laid out as the schema says; comments and spaces do not count."""
+    everything = "SELECT name, type, tbl_name, sql FROM main.sqlite_master"
+    with closing(sqlite3.connect(":memory:")) as empty:
+        empty.executescript(_SCHEMA.read_text())
+        found, expected = (
+            {name: (kind, table, _plain(sql or "")) for name, kind, table, sql in one.execute(everything)}
+            for one in (connection, empty)
+        )
+    return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+
+
+def _plain(sql: str) -> str:
+    return " ".join(re.sub(r"--[^\n]*", "", sql).split())
 
 
 def _is_closed(ledger: Path) -> bool:
-    """Whether it was sealed and nobody has written since."""
+    """True if it was sealed and nobody has written since."""
     log = log_path(ledger)
     return (ledger.parent / SEAL_NAME).is_file() and not (log.is_file() and log.stat().st_size)
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> int:
+def _check(connection: sqlite3.Connection, path: Path) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application != _APPLICATION_ID:
         raise LedgerError(f"ledger={path}: not a ledger; name the folder of a run, or start a new one")
-    schema = schema_of(connection)
-    if not OLDEST <= schema <= NEWEST:
+    schema = connection.execute("PRAGMA user_version").fetchone()[0]
+    if schema != SCHEMA_VERSION:
+        age = "an older" if schema < SCHEMA_VERSION else "a later"
         raise LedgerError(
-            f"ledger={path}: written with schema {schema}, this version reads {OLDEST} to {NEWEST};"
+            f"ledger={path}: {age} release wrote it with schema {schema}, this one has schema {SCHEMA_VERSION};"
             " use the release that wrote it"
         )
     connection.execute("SELECT seq FROM head").fetchone()
-    return schema
 
 
 @contextmanager

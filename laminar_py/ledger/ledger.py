@@ -9,7 +9,7 @@ live, in memory at every moment and on disk after every crash.
 import asyncio
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,11 +18,12 @@ import numpy as np
 from laminar_py.ledger.archive import write_archive
 from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
-from laminar_py.ledger.recovery import newest_version, rollback_events, unpublished
+from laminar_py.ledger.recovery import newest_version, unpublished
 from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow, read_accounting, read_rows
 from laminar_py.ledger.seal import seal_digest
-from laminar_py.ledger.writer import Batch, Segment, Stamped, Writer, end_of
+from laminar_py.ledger.writer import Segment, Stamped, Unwritten, Writer, end_of
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.columns import TokenValues
 from laminar_py.records.events import AnyEvent, SealBroken
 from laminar_py.records.protocols import Clock
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
@@ -47,7 +48,7 @@ class Ledger:
         self._host = host
         self._clock = clock
         self._machine = Machine(recall=self._recall)
-        self._batch = Batch()
+        self._batch = Unwritten()
         self._prompts: set[str] = set()  # ids in the batch
         self._dirty: dict[str, TrajectoryRow] = {}  # rows that the batch will write
         self._ends: dict[str, TrajectoryRow] = {}  # rows of which it will write the end alone
@@ -172,14 +173,15 @@ class Ledger:
         )
         self._schedule()
 
-    def store_token_rewards(self, trajectory_id: str, rewards: FloatArray) -> None:
-        """Keep the scores of a finished response's tokens, [L]."""
+    def store_columns(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> None:
+        """Keep the columns, [L] each, that a finished response was scored with."""
         self._check_open()
         row = self._machine.live.get(trajectory_id)
-        assert row is not None, f"token rewards of {trajectory_id}, which is not live"
-        assert rewards.shape == (row.length,), f"{trajectory_id}: {rewards.shape} scores, {row.length} tokens"
-        assert rewards.dtype == np.float32, f"{trajectory_id}: scores are {rewards.dtype}"
-        self._batch.token_rewards.append((row.number, rewards.tobytes()))
+        assert row is not None, f"columns of {trajectory_id}, which is not live"
+        for name, values in columns.items():
+            count = len(values.array)
+            assert count == row.length, f"{trajectory_id}: column {name} of {count}, {row.length} tokens"
+            self._batch.columns.append((row.number, name, values.dtype.value, values.data))
         self._schedule()
 
     async def commit(self) -> None:
@@ -193,13 +195,8 @@ class Ledger:
     # ---- out
 
     def accounting(self) -> Accounting:
-        """Where all trajectories are at this moment."""
+        """Counts of trajectories by where they are now."""
         return self._machine.accounting()
-
-    async def undo_since(self, step: int, *, reason: str) -> list[AnyEvent]:
-        """What to append, in one go, when the learner alone went back to the checkpoint of `step`."""
-        await self.commit()
-        return await asyncio.to_thread(rollback_events, self._reader, step, reason)
 
     async def unpublished(self) -> list[Published]:
         """Versions that relays or replicas have above all published ones, ascending."""
@@ -224,10 +221,10 @@ class Ledger:
         if self._timer is None:
             self._timer = self._loop.call_later(FLUSH_S, self._wake.set)
 
-    def _cut(self) -> Batch:
+    def _cut(self) -> Unwritten:
         if self._timer is not None:
             self._timer.cancel()
-        batch, self._batch, self._timer = self._batch, Batch(), None
+        batch, self._batch, self._timer = self._batch, Unwritten(), None
         # columns now, plain strings for enums: binding an enum costs SQLite a search for its adapter
         batch.rows = [msgspec.to_builtins(row) for row in self._dirty.values()]
         batch.ends = [end_of(row) for row in self._ends.values()]

@@ -16,6 +16,7 @@ from laminar_py.records.events import (
     AnyEvent,
     Assigned,
     Consumed,
+    CounterfactualScored,
     Cut,
     Dropped,
     Evaluated,
@@ -23,7 +24,6 @@ from laminar_py.records.events import (
     Finished,
     Interrupted,
     Issued,
-    Probed,
     Ready,
     Relayed,
     Restamped,
@@ -81,7 +81,7 @@ class Marks:
 
 @dataclass(slots=True)
 class RunClock:
-    """When events happened, in seconds since 1970, by the monotonic clock of their incarnation.
+    """Time of events, in seconds since 1970, by the monotonic clock of their incarnation.
 
     It is set by the wall clock once, at the start of each: within one no time goes back, whatever that clock does.
     """
@@ -120,7 +120,7 @@ class Machine:
             Consumed: self._consumed,
             Undone: self._undone,
             Dropped: self._dropped,
-            Probed: self._probed,
+            CounterfactualScored: self._counterfactual_scored,
             RunStarted: self._run_started,
             VersionPublished: self._version_published,
             VersionLoaded: self._version_seen,
@@ -159,7 +159,7 @@ class Machine:
         return row
 
     def accounting(self) -> Accounting:
-        """Where all trajectories are; costs one look at each live one."""
+        """Counts of trajectories by where they are; costs one look at each live one."""
         live = Counter(row.kind for row in self.live.values())
         train, evaluation = (
             KindAccount(tally.issued, tally.consumed, dict(tally.dropped), live[kind])
@@ -285,7 +285,7 @@ class Machine:
         self._tally(row).dropped[event.reason] += 1
         return row
 
-    def _probed(self, event: Probed) -> None:
+    def _counterfactual_scored(self, event: CounterfactualScored) -> None:
         if event.trajectory_id in self.live:
             _refuse(event, "it is live")
         _finite(event, event.generate_s, event.reward or 0.0)
@@ -356,13 +356,13 @@ def _finite(event: AnyEvent, *values: float) -> None:
 
 
 def _note_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
-    """These spans are all of the response."""
+    """Take the versions of a response from its spans."""
     versions = [span.version for span in spans]
     row.oldest_version, row.newest_version = min(versions, default=None), max(versions, default=None)
 
 
 def _widen_versions(row: TrajectoryRow, spans: tuple[Span, ...]) -> None:
-    """These spans are more of it."""
+    """Add the versions of more spans to those of the response."""
     for span in spans:
         if row.oldest_version is None or span.version < row.oldest_version:
             row.oldest_version = span.version

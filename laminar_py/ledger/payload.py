@@ -42,7 +42,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_intact(self) -> bool:
-        """Whether nobody changed it."""
+        """True if nobody changed it."""
         return self.digest == segment_digest(
             self.trajectory, self.start, self.spans, self.ids, self.logprobs, self.mask, self.experts
         )
@@ -60,8 +60,8 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """What was recorded beside tokens and log-probabilities."""
+class StoredRecording:
+    """Recordings of a response beside its tokens and log-probabilities."""
 
     sampling_mask: SamplingMask | None  # L rows, none of a token: the whole vocabulary
     routed_experts: RoutedExperts | None
@@ -99,8 +99,8 @@ def join(pieces: Iterable[Piece]) -> Payload:
     )
 
 
-def stored_recordings(connection: sqlite3.Connection, trajectory_ids: Sequence[str]) -> dict[str, Recording]:
-    """What is recorded of those of these trajectories that have something recorded, as stored in SQLite."""
+def stored_recordings(connection: sqlite3.Connection, trajectory_ids: Sequence[str]) -> dict[str, StoredRecording]:
+    """Recordings of these trajectories by id, as stored in SQLite; trajectories without any are left out."""
     masks: dict[str, list[SamplingMask]] = {}
     experts: dict[str, list[RoutedExperts]] = {}
     for first in range(0, len(trajectory_ids), IDS_AT_A_TIME):
@@ -115,14 +115,16 @@ def stored_recordings(connection: sqlite3.Connection, trajectory_ids: Sequence[s
             if routed is not None:
                 experts.setdefault(id, []).append(unpack_experts(routed))
     return {
-        id: Recording(joined if len(joined.ids) else None, join_experts(experts[id]) if id in experts else None)
+        id: StoredRecording(
+            joined if len(joined.ids) else None, join_experts(experts[id]) if id in experts else None
+        )
         for id, joined in ((id, join_masks(pieces)) for id, pieces in masks.items())
         if len(joined.ids) or id in experts
     }
 
 
 def _whole(num_tokens: int) -> SamplingMask:
-    """Of tokens that were drawn from the whole vocabulary."""
+    """Mask of tokens that were drawn from the whole vocabulary."""
     return SamplingMask(np.zeros(num_tokens, np.int32), np.empty(0, np.int32))
 
 

@@ -11,12 +11,12 @@ import msgspec
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.payload import Recording, stored_recordings
+from laminar_py.ledger.payload import StoredRecording, stored_recordings
 from laminar_py.records.trajectory import Trajectory
 
 
 async def join_recordings(ledger: Ledger, run: Path, trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:
-    """Those of these trajectories of which something is recorded, with that, by id."""
+    """Trajectories with what is recorded of them, by id; those without recordings are left out."""
     await ledger.commit()
     recorded = await asyncio.to_thread(_read, run, [one.id for one in trajectories])
     return {
@@ -28,6 +28,6 @@ async def join_recordings(ledger: Ledger, run: Path, trajectories: Sequence[Traj
     }
 
 
-def _read(run: Path, trajectory_ids: Sequence[str]) -> dict[str, Recording]:
+def _read(run: Path, trajectory_ids: Sequence[str]) -> dict[str, StoredRecording]:
     with reading(run) as connection:
         return stored_recordings(connection, trajectory_ids)

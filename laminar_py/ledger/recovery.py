@@ -1,4 +1,4 @@
-"""What a controller needs to go on: after its own death (`recover`) or the learner's (`rollback_events`).
+"""State from which a controller goes on after its own death.
 
 Reads the ledger only; the caller appends the events returned here. Nothing is cut off: a partial response goes
 on exactly where its last stored token is.
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from laminar_py.config.section import ConfigError
 from laminar_py.ledger.archive import find_payload
-from laminar_py.ledger.database import ledger_path, reading
+from laminar_py.ledger.database import LedgerError, ledger_path, reading
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
-from laminar_py.records.codec import FloatArray
+from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, Undone
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
@@ -23,7 +24,7 @@ from laminar_py.records.weights import Published
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTrajectory:
-    """One trajectory to go on with, e.g. 41 tokens of "g3.1" that were RUNNING on replica 2."""
+    """A trajectory to go on with, e.g. 41 tokens of "g3.1" that were RUNNING on replica 2."""
 
     id: str
     group_id: str
@@ -36,7 +37,7 @@ class LiveTrajectory:
     response: Payload  # everything stored so far, with the spans that hold
     finish_reason: FinishReason | None
     reward: float | None
-    token_rewards: FloatArray | None  # [L]
+    columns: dict[str, TokenValues]  # [L] each, that it was scored with
     advantage: float | None
     advantage_scale: float | None
 
@@ -66,7 +67,7 @@ def _wherever(checkpoint: Checkpointed) -> bool:
 def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> Recovered:
     """Read the state of a run that ended or was killed, to go on from the newest checkpoint that is `there`.
 
-    Raises `ValueError` if the ledger cannot be read, or if no checkpoint of those on record is there.
+    Raises `ConfigError` if the ledger cannot be read, or if no checkpoint of those on record is there.
     """
     with reading(run) as connection:
         checkpoint = newest_there(checkpoints_on_record(connection), there)
@@ -90,7 +91,7 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
 
 
 def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> list[AnyEvent]:
-    """What to append, in one go, when the learner goes back to the checkpoint of `step` (0: the start).
+    """Events to append, in one go, when the learner goes back to the checkpoint of `step` (0: the start).
 
     One `RolledBack` and an `Undone` for each trajectory consumed since; nothing if no step lies after it.
     """
@@ -131,7 +132,7 @@ _UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 
 
 def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
-    """Those that can be gone back to, the newest first, whether or not their folders are there."""
+    """Checkpoints that can be gone back to, the newest first, whether or not their folders are there."""
     rows = connection.execute(
         "SELECT body FROM event JOIN checkpoint USING (seq) WHERE NOT undone ORDER BY seq DESC"
     )
@@ -140,10 +141,10 @@ def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
 
 
 def newest_there(recorded: Sequence[Checkpointed], there: Callable[[Checkpointed], bool]) -> Checkpointed | None:
-    """The first that is `there`, None if none was ever made. Raises `ValueError` if all are gone."""
+    """The first that is `there`, None if none was ever made. Raises `ConfigError` if all are gone."""
     found = next(filter(there, recorded), None)
     if found is None and recorded:
-        raise ValueError(
+        raise ConfigError(
             f"checkpoint={recorded[0].path}: no such folder, nor is any older one there; restore it in the run's"
             " folder, or start a new run"
         )
@@ -157,9 +158,9 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 
 def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
     for row in read_rows(connection, f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}", (step,)):
-        rewards = connection.execute(
-            "SELECT rewards FROM token_reward WHERE trajectory = ?", (row.number,)
-        ).fetchone()
+        columns = connection.execute(
+            "SELECT name, dtype, data FROM token_column WHERE trajectory = ?", (row.number,)
+        )
         yield LiveTrajectory(
             id=row.id,
             group_id=row.group_id,
@@ -172,7 +173,7 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
             response=find_payload(run, connection, row),
             finish_reason=row.finish_reason,
             reward=row.reward,
-            token_rewards=np.frombuffer(rewards[0], np.float32) if rewards else None,
+            columns={name: TokenValues(Dtype(dtype), data) for name, dtype, data in columns},
             advantage=row.advantage,
             advantage_scale=row.advantage_scale,
         )
@@ -182,7 +183,7 @@ def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
     query = "SELECT text, ids, answer, task FROM prompt WHERE id = ?"
     stored = connection.execute(query, (row.prompt_id,)).fetchone()
     if stored is None:
-        raise ValueError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; the run cannot go on")
+        raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; start a new run")
     text, ids, answer, task = stored
     return Prompt(
         id=row.prompt_id,

@@ -14,7 +14,7 @@ from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 
 
 class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
-    """One trajectory as the ledger knows it, e.g. `TrajectoryRow(1, "g3.1", "g3", "p17", 17, 1, Kind.TRAIN, ...)`.
+    """A trajectory as the ledger knows it, e.g. `TrajectoryRow(1, "g3.1", "g3", "p17", 17, 1, Kind.TRAIN, ...)`.
 
     It is changed by `machine.Machine` alone.
     """
@@ -74,7 +74,7 @@ class KindAccount(msgspec.Struct, frozen=True):
 
 
 class Accounting(msgspec.Struct, frozen=True):
-    """Where all trajectories are; evaluations are counted apart."""
+    """Counts of trajectories by where they are; evaluations apart."""
 
     train: KindAccount
     eval: KindAccount

@@ -42,11 +42,11 @@ class RunFolder:
         return self.path.name
 
     def has(self, checkpoint: Checkpointed) -> bool:
-        """Whether the folder of that checkpoint is still there."""
+        """True if the folder of that checkpoint is still there."""
         return (self.path / checkpoint.path).is_dir()
 
     def shm(self, root: Path) -> Path:
-        """Where this run's weight versions live: one folder per relay node below it."""
+        """Folder of this run's weight versions, with one folder per relay node below it."""
         return root / f"laminar-{self.path.resolve().parent.name}-{self.name}-{self._identity()}"
 
     def _identity(self) -> str:

@@ -70,15 +70,18 @@ CREATE TABLE segment (            -- appended as a response grows; moved to Parq
     spans TEXT NOT NULL,
     ids BLOB NOT NULL,            -- [n] little-endian int32
     logprobs BLOB NOT NULL,       -- [n] little-endian float32
-    mask BLOB,                    -- sampling mask of n rows, as `recording.pack_mask` has it; NULL: not recorded
-    experts BLOB,                 -- routed experts, as `recording.pack_experts` has them, of positions of their own
+    mask BLOB,                    -- sampling mask of n rows, as `recordings.pack_mask` has it; NULL: not recorded
+    experts BLOB,                 -- routed experts, as `recordings.pack_experts` has them, of positions of their own
     digest BLOB NOT NULL
 ) STRICT;
 CREATE INDEX segment_of ON segment (trajectory);
-CREATE TABLE token_reward (
-    trajectory INTEGER PRIMARY KEY,
-    rewards BLOB NOT NULL,        -- [L] little-endian float32
-    digest BLOB NOT NULL
+CREATE TABLE token_column (       -- numbers beside the tokens of a scored response, see `records.columns`
+    trajectory INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    dtype TEXT NOT NULL,
+    data BLOB NOT NULL,           -- [L] little-endian numbers of that type
+    digest BLOB NOT NULL,
+    PRIMARY KEY (trajectory, name)
 ) STRICT;
 
 CREATE TABLE incarnation (

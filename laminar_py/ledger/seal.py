@@ -22,14 +22,14 @@ RECORD = (LEDGER_NAME, "config.yaml", "metrics.jsonl", "fleet.jsonl", "summary.j
 
 
 class SealedFile(msgspec.Struct, frozen=True):
-    """One file, e.g. `SealedFile(118784, "9f0c...")`."""
+    """A file of the record, e.g. `SealedFile(118784, "9f0c...")`."""
 
     num_bytes: int
     digest: str
 
 
 class Seal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a closed run consists of; `files` by path in the run folder."""
+    """Contents of a closed run; `files` by path in the run folder."""
 
     sealed: float  # seconds since 1970
     seq: int  # of the last event, and its hash, in hex

@@ -1,4 +1,4 @@
-"""Puts batches on disk, each in one transaction. Called by the ledger, from one thread at a time.
+"""Puts what was appended on disk, a flush in one transaction. Called by the ledger, from one thread at a time.
 
 Invariant: the events of a batch, the rows they led to and the response pieces they speak of are all on disk
 or none of them is; and the hash of every event covers all events before it.
@@ -11,7 +11,7 @@ from typing import get_args
 import msgspec
 
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow
-from laminar_py.records.digests import event_hash, prompt_digest, segment_digest, token_reward_digest
+from laminar_py.records.digests import column_digest, event_hash, prompt_digest, segment_digest
 from laminar_py.records.events import (
     AnyEvent,
     Checkpointed,
@@ -96,7 +96,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     routed_experts: RoutedExperts | None
 
     def row(self) -> tuple[object, ...]:
-        """Its columns, the digest last."""
+        """Columns of the table `segment`, the digest last."""
         mask = None if self.sampling_mask is None else pack_mask(self.sampling_mask)
         experts = None if self.routed_experts is None else pack_experts(self.routed_experts)
         stored = self.trajectory, self.start, self.spans, self.ids, self.logprobs, mask, experts
@@ -104,7 +104,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class Unwritten:
     """Everything appended between two flushes; plain values, so that the event loop may go on changing rows."""
 
     events: list[Stamped] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Batch:
     ends: list[tuple[object, ...]] = field(default_factory=list)  # of others, what `end_of` says
     prompts: list[Prompt] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    token_rewards: list[tuple[int, bytes]] = field(default_factory=list)  # trajectory, rewards
+    columns: list[tuple[int, str, str, bytes]] = field(default_factory=list)  # trajectory, name, dtype, numbers
     archived: list[int] = field(default_factory=list)  # trajectories whose pieces are in Parquet now
 
 
@@ -124,7 +124,7 @@ class Writer:
         self._host = host
         self.seq, self.hash = connection.execute("SELECT seq, hash FROM head").fetchone()
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: Unwritten) -> None:
         """Put a batch on disk. Raises `sqlite3.Error`, or AssertionError on two prompts with one id.
 
         Then nothing of the batch is there.
@@ -142,11 +142,8 @@ class Writer:
                 [segment.row() for segment in batch.segments],
             )
             connection.executemany(
-                "INSERT INTO token_reward VALUES (?, ?, ?)",
-                [
-                    (number, rewards, token_reward_digest(number, rewards))
-                    for number, rewards in batch.token_rewards
-                ],
+                "INSERT INTO token_column VALUES (?, ?, ?, ?, ?)",
+                [(*column, column_digest(*column)) for column in batch.columns],
             )
             connection.executemany(
                 "DELETE FROM segment WHERE trajectory = ?", [(number,) for number in batch.archived]
@@ -179,7 +176,9 @@ class Writer:
             seq, wall, mono, event = stamped.seq, stamped.wall, stamped.mono, stamped.event
             kind, subject = _kinds[type(event)], _subject(event)
             body = encode(event)
-            previous = event_hash(previous, seq, wall, mono, host, kind, subject, body)
+            previous = event_hash(
+                previous, seq=seq, wall=wall, mono=mono, host=host, kind=kind, subject=subject, body=body
+            )
             rows.append((seq, wall, mono, host, kind, subject, body.decode(), previous))
         return rows, (seq, previous)
 

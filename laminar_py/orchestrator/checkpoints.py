@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from laminar_py.cluster.errors import PartDiedError
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.marker import read_marker
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.ledger import Ledger
@@ -29,12 +30,12 @@ _OURS = re.compile(r"step-\d+-\d+\.\d+(\.tmp)?(\.gone)?")
 
 
 def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
-    """Of its folder, e.g. `step-40-1.0`; no other of the run has it."""
+    """Name of a checkpoint's folder, e.g. `step-40-1.0`; no other of the run has it."""
     return f"step-{step}-{incarnation}.{restarts}"
 
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
-    """What the ledger says can be gone back to, the newest first, whether or not its folder is there."""
+    """Checkpoints that the ledger knows, the newest first, whether or not their folders are there."""
     with reading(run.path) as connection:
         return checkpoints_on_record(connection)
 
@@ -42,7 +43,7 @@ def on_record(run: RunFolder) -> list[Checkpointed]:
 def find_checkpoint(run: RunFolder) -> Checkpointed | None:
     """The newest on record whose folder is there; None if none was made yet.
 
-    Raises `ValueError` if that one is half written or damaged, or if all are gone.
+    Raises `ConfigError` if that one is half written or damaged, or if all are gone.
     """
     recorded = on_record(run)
     found = newest_there(recorded, run.has)
@@ -50,10 +51,10 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
         return None
     try:
         read_marker(run.path / found.path)
-    except ValueError as error:
+    except ConfigError as error:
         older = next((one.path for one in recorded[recorded.index(found) + 1 :] if run.has(one)), None)
         without = f"{older} is taken" if older else "there is none, start a new run"
-        raise ValueError(f"{error}; without it {without}") from None
+        raise ConfigError(f"{error}; without it {without}") from None
     return found
 
 
@@ -90,7 +91,7 @@ class Checkpoints:
 
     @property
     def failure(self) -> BaseException | None:
-        """What writing the one that was begun last failed with: PartDiedError if the learner died over it."""
+        """Error that the checkpoint begun last failed with: PartDiedError if the learner died over it."""
         return self._writing.exception() if self._writing is not None and self._writing.done() else None
 
     async def begin(self, name: str, *, step: int, version: int) -> None:
@@ -124,7 +125,7 @@ class Checkpoints:
         return None
 
     def start_over(self) -> None:
-        """There is a new learner."""
+        """Forget what was begun: there is a new learner."""
         self._writing = None
 
     async def close(self) -> None:
@@ -148,7 +149,7 @@ class Checkpoints:
         await self._ledger.archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
-        """What is older, and what a death left half written, unrecorded or half deleted; nothing of a user's.
+        """Delete older checkpoints, and what a death left half written, unrecorded or half deleted.
 
         It is renamed first: what reads it finds all of it or nothing.
         """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from laminar_py.config.evaluation import EvalConfig
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
-from laminar_py.control.flow import Flow
+from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.events import Evaluated
 from laminar_py.records.trajectory import Prompt
 
@@ -39,14 +39,14 @@ class Evaluator:
         *,
         prompts: Sequence[Prompt],
         rl_s: float,
-        flow: Flow,
+        scheduler: TrajectoryScheduler,
         hold: Callable[[int], Awaitable[None]],
         restart_replicas: Callable[[], None],
         publish: Callable[[Evaluated], None],
     ) -> None:
         self._config = config
         self._prompts = prompts
-        self._flow = flow
+        self._scheduler = scheduler
         self._hold = hold
         self._restart_replicas = restart_replicas
         self._publish = publish
@@ -102,7 +102,7 @@ class Evaluator:
 
     def _begin(self, moment: Moment, version: int | None) -> "asyncio.Task[None]":
         """Ask for it now; the task ends with its result."""
-        asked = self._flow.evaluate(self._prompts, version)
+        asked = self._scheduler.evaluate(self._prompts, version)
         return asyncio.create_task(self._finish(moment, asked), name=f"evaluate-{moment.step}")
 
     async def _finish(self, moment: Moment, asked: "asyncio.Future[Evaluation]") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.opening import served_dtype
+from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.ledger.recovery import newest_there
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import on_record
@@ -66,7 +66,7 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> P
 
 
 def _base(config: RunConfig) -> Path:
-    """What the run's adapters are added to."""
+    """Model that the run's adapters are added to."""
     from laminar_py.workers.processes.learner_part import start_model
 
     check_adapters(config)

@@ -6,7 +6,7 @@ import signal
 
 from rich.console import Console
 
-from laminar_py.cluster.errors import RunFailedError
+from laminar_py.cluster.errors import RunFailedError, tell_unexpected
 from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
@@ -18,6 +18,10 @@ from laminar_py.preflight.inputs import Inputs, check
 from laminar_py.preflight.survey import clear, place
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.view import make_view
+
+log = logging.getLogger(__name__)
+
+CONTROLLER_LOG = "controller.log"
 
 
 class RunInterruptedError(Exception):
@@ -54,7 +58,7 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
 def tell_fallback(run: RunFolder, console: Console) -> None:
     """Say so if the newest checkpoint of a run to resume is gone, and which one is taken.
 
-    Raises `ValueError` if that one cannot be, or if there is none any more.
+    Raises `ConfigError` if that one cannot be, or if there is none any more.
     """
     found = find_checkpoint(run)
     if found is not None and (newest := on_record(run)[0]) != found:
@@ -69,32 +73,33 @@ def _run(
     config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, resume: bool, console: Console
 ) -> Summary:
     logging.basicConfig(
-        filename=run.logs / "controller.log",
+        filename=run.logs / CONTROLLER_LOG,
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     console.print(f"run {run.path}: {config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas")
     view = make_view(console, steps=config.steps)
-    controller = Controller(config, run, placement=placement, inputs=inputs, view=view, resume=resume)
     try:
+        controller = Controller(config, run, placement=placement, inputs=inputs, view=view, resume=resume)
         return asyncio.run(_lead(controller))
-    except BaseExceptionGroup as group:
-        raise _first_fault(group) from None
     except asyncio.CancelledError:
         raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
+    except Exception as error:
+        fault = _first(error, (RunFailedError, ConfigError))
+        if fault is None:
+            log.critical("the run ends", exc_info=error)
+            cause = _first(error, (Exception,)) or error
+            fault = RunFailedError(tell_unexpected(cause, run.logs / CONTROLLER_LOG))
+        raise fault from None
     finally:
         view.close()
 
 
-def _first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What the command line can say in one line, if a part ended the run with that; else the group."""
-    known = group.subgroup((RunFailedError, ConfigError))
-    while isinstance(known, BaseExceptionGroup):
-        first = known.exceptions[0]
-        if not isinstance(first, BaseExceptionGroup):
-            return first
-        known = first
-    return group
+def _first(error: BaseException, kinds: tuple[type[Exception], ...]) -> Exception | None:
+    """The first error of these kinds that is `error` or in it, if there is one."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for inner in error.exceptions if (found := _first(inner, kinds))), None)
+    return error if isinstance(error, kinds) else None
 
 
 async def _lead(controller: Controller) -> Summary:

@@ -5,83 +5,67 @@ ledger, and what lies after the last checkpoint can be undone.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+
+import msgspec
 
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
-from laminar_py.config.algorithm import Advantage, Objective
-from laminar_py.config.run import RunConfig
+from laminar_py.config.algorithm import Advantage
 from laminar_py.config.staleness import Schedule
-from laminar_py.control.consumption import Batch
-from laminar_py.control.flow import Flow
-from laminar_py.ledger.ledger import Ledger
+from laminar_py.control.book import Phase
+from laminar_py.control.consumption import StepBatch
+from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.recordings import join_recordings
-from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.orchestrator.incarnation import Incarnation
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.packing.balance import attention_share
 from laminar_py.packing.packer import assign, step_terms
-from laminar_py.packing.stage import Packing
 from laminar_py.records.events import RolledBack, Stepped, StepSkipped
+from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import Trajectory
-from laminar_py.telemetry.stats import Stats, StepRow, read_totals
+from laminar_py.telemetry.stats import read_totals
 from laminar_py.workers.learner import LearnerLink
 from laminar_py.workers.specs import StepOutcome
-from laminar_py.workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
+MAX_SKIPPED = 3  # steps in a row without an update, after which the run ends
+
 
 class Trainer:
-    """Where the learner is: step and version."""
+    """The learner's loop; `step` and `version` are where it is."""
 
     def __init__(
         self,
-        config: RunConfig,
+        shared: Incarnation,
         *,
-        run: RunFolder,
-        flow: Flow,
-        ledger: Ledger,
+        scheduler: TrajectoryScheduler,
         learner: LearnerLink,
         evaluator: Evaluator,
-        stats: Stats,
-        supervisor: Supervisor,
         versions: Versions,
         checkpoints: Checkpoints,
-        incarnation: int,
         show: Callable[[StepRow], None],
     ) -> None:
         self.step = 0
         self.stop = asyncio.Event()
-        self._config = config
-        self._run = run
-        self._flow = flow
-        self._ledger = ledger
+        self._config = shared.config
+        self._run = shared.run
+        self._ledger = shared.ledger
+        self._stats = shared.stats
+        self._supervisor = shared.supervisor
+        self._incarnation = shared.number
+        self._scheduler = scheduler
         self._learner = learner
         self._evaluator = evaluator
-        self._stats = stats
-        self._supervisor = supervisor
         self._versions = versions
-        self._incarnation = incarnation
-        self._show = show
         self._checkpoints = checkpoints
+        self._show = show
         self._attention_share = 0.0
         self._skipped = 0  # steps in a row without a finite gradient
         self._saved_step = -1  # of the checkpoint that was begun last
-        packer = config.packer
-        flow.consumption.pack(
-            Packing(
-                groups=config.rollout.prompts_per_step,
-                max_tokens=packer.max_tokens,
-                ranks=config.learner.world_size,
-                look_ahead=packer.look_ahead,
-                max_passes=packer.max_passes,
-                by_id=config.schedule is Schedule.SYNC,
-            )
-        )
 
     @property
     def version(self) -> int:
@@ -99,7 +83,7 @@ class Trainer:
             try:
                 return await self._start()
             except PartDiedError as error:
-                self._respawn(await self._bury(error))
+                await self._replace(await self._bury(error))
 
     async def run(self) -> None:
         """Train until all steps are done, time is up or `stop` is set; then checkpoint."""
@@ -114,12 +98,12 @@ class Trainer:
             try:
                 outcome = await self._learn(batch)
             except PartDiedError as error:
-                await self._flow.consumption.put_back(batch)
+                await self._scheduler.consumption.put_back(batch)
                 await self._go_back(error)
                 continue
             last = self.stop.is_set() or self.step + 1 == self._config.steps
             if last:
-                self._flow.pause()  # what began now would be interrupted
+                self._scheduler.pause()  # what began now would be interrupted
             await self._commit(batch, outcome)
             self._count_skipped(outcome)
             if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
@@ -128,7 +112,7 @@ class Trainer:
 
     # ---- one step
 
-    async def _next_batch(self) -> Batch | None:
+    async def _next_batch(self) -> StepBatch | None:
         """The next batch, or None when the run is to end.
 
         Raises PartDiedError if the learner dies over the version that the batch may be waiting for, or over a
@@ -136,7 +120,7 @@ class Trainer:
         """
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
-            self._flow.consumption.next_batch(groups=groups, version=self.version), name="next-batch"
+            self._scheduler.consumption.next_batch(groups=groups, version=self.version), name="next-batch"
         )
         stop = asyncio.create_task(self._asked_to_stop(), name="stop")
         failures = [
@@ -153,7 +137,7 @@ class Trainer:
         take.cancel()
         await asyncio.wait([take])
         if not take.cancelled():
-            await self._flow.consumption.put_back(take.result())
+            await self._scheduler.consumption.put_back(take.result())
         if failure is not None and not stopped:
             raise failure
         return None
@@ -161,15 +145,16 @@ class Trainer:
     async def _asked_to_stop(self) -> None:
         """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut.
 
-        Once the flow is paused no batch is completed any more, whatever is live.
+        Once the scheduler is paused no batch is completed any more, whatever is live.
         """
         await self.stop.wait()
-        if self._config.schedule is Schedule.SYNC and self._flow.book.groups and self._flow.continuing:
+        book = self._scheduler.book
+        if self._config.schedule is Schedule.SYNC and book.groups and book.phase is not Phase.PAUSED:
             await asyncio.Event().wait()
-        self._flow.pause()
+        self._scheduler.pause()
 
-    async def _learn(self, batch: Batch) -> StepOutcome | None:
-        """One optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
+    async def _learn(self, batch: StepBatch) -> StepOutcome | None:
+        """Take an optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
         if not batch.trajectories:
             return None
         learner, algorithm, step = self._config.learner, self._config.algorithm, self.step + 1
@@ -179,9 +164,7 @@ class Trainer:
             version=batch.version,
             constant=self._config.rollout.sampling.max_new_tokens,
             normalises=algorithm.advantage is Advantage.BATCH_STD,
-            teaches=algorithm.teacher_coef > 0,
-            compares=algorithm.objective is Objective.BALANCE,
-            refers=algorithm.refers_in_stage,
+            columns=algorithm.packed_columns,
         )
         packed = assign(
             batch.bins,
@@ -198,24 +181,24 @@ class Trainer:
         finally:
             self._stats.step_ends()
 
-    async def _stand_ins(self, batch: Batch) -> dict[str, Trajectory]:
-        """What trains in the place of trajectories that are reweighted, or of which something is recorded."""
+    async def _stand_ins(self, batch: StepBatch) -> dict[str, Trajectory]:
+        """Stand-ins of trajectories that are reweighted, or of which something is recorded."""
         if not self._config.rollout.record:
             return batch.reweighted
         return batch.reweighted | await join_recordings(self._ledger, self._run.path, batch.trajectories)
 
-    async def _commit(self, batch: Batch, outcome: StepOutcome | None) -> None:
+    async def _commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
         self.step += 1
         row = self._stats.row(
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,
             metrics=outcome.metrics if outcome else None,
-            generated_tokens=self._flow.generated_tokens,
-            versions_alive=self._flow.book.versions_alive(),
+            generated_tokens=self._scheduler.book.generated_tokens,
+            versions_alive=self._scheduler.book.versions_alive(),
             stall_s=outcome.stall_s if outcome else 0.0,
         )
-        self._flow.consumption.commit(batch, self.step)
+        self._scheduler.consumption.commit(batch, self.step)
         tokens = sum(len(trajectory.response_ids) for trajectory in batch.trajectories)
         self._ledger.append(
             Stepped(
@@ -237,8 +220,8 @@ class Trainer:
         if outcome is not None and outcome.version is not None:
             self._copied(outcome.version, parent=batch.version)
         # One transaction, since nothing was awaited in between; the next step need not wait for the disk.
-        with self._run.metrics.open("a") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
+        with self._run.metrics.open("ab") as file:
+            file.write(msgspec.json.encode({"step": row.step} | msgspec.to_builtins(row)) + b"\n")
         self._show(row)
         await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
 
@@ -248,18 +231,17 @@ class Trainer:
             return
         metrics = outcome.metrics
         self._skipped = self._skipped + 1 if metrics.skipped == metrics.updates else 0
-        limit = self._config.learner.max_skipped
         if self._skipped:
             log.warning("step %d: a gradient that is not finite was skipped", self.step)
-        if self._skipped >= limit:
+        if self._skipped >= MAX_SKIPPED:
             raise RunFailedError(
-                f"learner.max_skipped={limit}: the gradient was not finite in {limit} steps in a row, up to step"
-                f" {self.step}; lower learner.lr, look at the rewards, or raise it and --resume"
+                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {self.step}; lower"
+                " learner.lr or look at the rewards, and --resume"
             )
 
     def _copied(self, version: int, *, parent: int | None) -> None:
         """The learner has copied its weights."""
-        self._flow.newest_version = version
+        self._scheduler.published(version)
         self._versions.copied(version, step=self.step, parent=parent)
 
     # ---- checkpoints
@@ -298,8 +280,6 @@ class Trainer:
     async def _start(self) -> None:
         checkpoint = self._checkpoints.last
         started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
-        for part, pid in (await self._learner.pids()).items():
-            self._supervisor.started(part, pid)
         # A step without signal counts, though the learner saw none.
         self.step = self._saved_step = checkpoint.step if checkpoint else 0
         log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
@@ -328,21 +308,21 @@ class Trainer:
         await self._versions.recorded()
         await self._versions.adopt(step=self.step)
         self._ledger.append(RolledBack(checkpoint.step, "learner_died"))
-        undone = await self._flow.consumption.roll_back()
+        undone = await self._scheduler.consumption.roll_back()
         totals = read_totals(self._run.metrics, checkpoint.step)
         self._stats.totals.trained_tokens = totals.trained_tokens
         log.warning("back to step %d; %d trajectories are ready again", checkpoint.step, undone)
-        self._respawn(first)
+        await self._replace(first)
         await self.start()
-        self._flow.go_on()
+        self._scheduler.admit()
 
     async def _bury(self, error: PartDiedError) -> PartDiedError:
         """End what is left of the learner, settle its last checkpoint; what it died of."""
         self._learner.kill()
         return await self._checkpoints.settle() or error
 
-    def _respawn(self, error: PartDiedError) -> None:
+    async def _replace(self, death: PartDiedError) -> None:
+        """Count how the learner died, and let another one start over."""
         self._versions.start_over()
         self._checkpoints.start_over()
-        self._supervisor.died(error)
-        self._learner.spawn()
+        await self._learner.replace(death)

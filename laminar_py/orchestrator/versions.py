@@ -29,20 +29,20 @@ class _Copied:
 
 
 class Versions:
-    """All versions of a run. `sealed` waits for one of the learner's, `stored` looks into the relays' stores."""
+    """Versions of a run. `completed` waits for one of the learner's, `stored` looks into the relays' stores."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
-        sealed: Callable[[int], Awaitable[Published]],
+        completed: Callable[[int], Awaitable[Published]],
         stored: Callable[[], Awaitable[list[Manifest]]],
         incarnation: int,
     ) -> None:
         self.newest = -1  # that the learner has copied
         self.lost: PartDiedError | None = None  # how the learner died over the newest, until `start_over`
         self._ledger = ledger
-        self._sealed = sealed
+        self._completed = completed
         self._stored = stored
         self._incarnation = incarnation
         self._given = -1
@@ -50,7 +50,7 @@ class Versions:
         self._changed = asyncio.Event()  # set, and replaced, when one of these changes
 
     def number(self) -> int:
-        """One for the next version. It is not given again, even if the learner dies before it has used it."""
+        """Number of the next version, never given again, even if the learner dies before it has used it."""
         self._given = max(self._given, self._ledger.newest_version) + 1
         return self._given
 
@@ -66,7 +66,7 @@ class Versions:
             await self._until(lambda: bool(self._copied))
             first = self._copied[0]
             try:
-                self._record(await self._sealed(first.version), step=first.step, parent=first.parent)
+                self._record(await self._completed(first.version), step=first.step, parent=first.parent)
                 self._copied.popleft()
             except PartDiedError as error:
                 log.warning("version %d was left unfinished: %s", first.version, error)
@@ -94,7 +94,7 @@ class Versions:
         await self._until(lambda: self.lost is not None)
 
     def start_over(self) -> None:
-        """There is a new learner."""
+        """Forget the loss: there is a new learner."""
         self.lost = None
 
     async def adopt(self, *, step: int) -> None:

@@ -1,6 +1,6 @@
 """What a sequence costs the learner, and how sequences become bins and bins become ranks. Pure.
 
-Called by `repack.packer` and `repack.pack_stream`. Every microbatch index is a barrier, since collectives join the
+Called by `packing.packer` and `packing.stream`. Every microbatch index is a barrier, since collectives join the
 ranks there: what counts is the sum over indices of the slowest rank. So bins are filled first, whatever the rank,
 and alike ones share an index.
 """
@@ -35,7 +35,7 @@ class Entry:
 
 
 def make_entry(trajectory: Trajectory) -> Entry:
-    """Its tokens, counted."""
+    """Count a trajectory's tokens."""
     return Entry(trajectory, trajectory.num_tokens, int(np.count_nonzero(trajectory.loss_mask)))
 
 
@@ -62,7 +62,7 @@ def make_bin(entries: Iterable[Entry]) -> Bin:
 
 
 def fit(entries: Sequence[Entry], *, max_tokens: int) -> list[Bin]:
-    """All of them in bins. Raises ValueError for a sequence that is longer than `max_tokens`."""
+    """Pack trajectories into bins. Raises ValueError for a sequence that is longer than `max_tokens`."""
     packed = best_fit([entry.num_tokens for entry in entries], max_tokens)
     return [make_bin([entries[i] for i in members]) for members in packed]
 

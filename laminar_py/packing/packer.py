@@ -17,6 +17,7 @@ from laminar_py.config.algorithm import Aggregation
 from laminar_py.packing.balance import Bin, deal, fit, make_entry
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
 from laminar_py.records.recordings import SamplingMask
 from laminar_py.records.trajectory import Trajectory
 
@@ -26,7 +27,7 @@ Bundle: TypeAlias = list[Trajectory]  # of one microbatch; without any it is a m
 
 
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What each trained token of a step counts, e.g. `StepTerms(Aggregation.TOKEN_MEAN, 256, 81_920, version=7)`.
+    """Weights and advantages of a step's tokens, e.g. `StepTerms(Aggregation.TOKEN_MEAN, 256, 81_920, version=7)`.
 
     With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories: `sequence_mean`
     `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
@@ -39,9 +40,8 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     constant: int = 1
     advantage_mean: float = 0.0  # taken off all advantages
     advantage_scale: float = 1.0  # and then their factor
-    teaches: bool = False  # token rewards are a teacher's log-probabilities
-    groups: list[str] | None = None  # of the step, where the algorithm compares their members
-    refers: bool = False  # trajectories have log-probabilities of the reference model
+    groups: tuple[str, ...] = ()  # of the step
+    columns: tuple[Column, ...] = ()  # that trajectories have and the loss needs
 
     def of(self, trajectory: Trajectory) -> FloatArray:
         """[L] loss weight of each response token, 0 where its loss mask is False."""
@@ -55,18 +55,18 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, int(np.count_nonzero(trajectory.loss_mask))) * self.num_trajectories
 
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
-        """Of each response token, or of all alike."""
+        """[L] advantage of each response token, or one number for every token."""
         advantage = (trajectory.advantage - self.advantage_mean) * self.advantage_scale
-        rewards = trajectory.token_rewards
-        if rewards is None or self.teaches:
+        given = trajectory.columns.get(TOKEN_REWARDS)
+        if given is None:
             return advantage
+        rewards = given.array
         earlier = np.cumsum(rewards, dtype=np.float64) - rewards
         scale = trajectory.advantage_scale * self.advantage_scale
         return (advantage - scale * earlier).astype(np.float32)
 
     def places(self, bundle: Bundle) -> IntArray:
-        """[S] of the groups that these trajectories are of."""
-        assert self.groups is not None, "the algorithm compares no groups"
+        """[S] place in the step of each trajectory's group."""
         place = {group: index for index, group in enumerate(self.groups)}
         return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
 
@@ -80,13 +80,13 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A step: for each rank its bundles, equally many, and what their tokens count."""
+    """A step: for each rank its bundles, equally many, and the weights of their tokens."""
 
     bundles: list[list[Bundle]]  # [ranks][n]
     terms: StepTerms
 
     def microbatches(self, rank: int) -> "MicroBatches":
-        """Those of a rank."""
+        """Microbatches of a rank."""
         return MicroBatches(self.bundles[rank], self.terms)
 
 
@@ -131,15 +131,9 @@ def step_terms(
     version: int = 0,
     constant: int = 1,
     normalises: bool = False,
-    teaches: bool = False,
-    compares: bool = False,
-    refers: bool = False,
+    columns: Sequence[Column] = (),
 ) -> StepTerms:
-    """Terms of the step that these bins are.
-
-    `normalises` advantages by their mean and deviation in the step, `compares` keeps rewards by group, `refers` to
-    what trajectories have of the reference model.
-    """
+    """Terms of the step that these bins are; `normalises` advantages by their mean and deviation in the step."""
     trajectories = [entry.trajectory for item in bins for entry in item.entries]
     advantages = [trajectory.advantage for trajectory in trajectories]
     return StepTerms(
@@ -150,9 +144,8 @@ def step_terms(
         constant=constant,
         advantage_mean=float(np.mean(advantages)) if normalises else 0.0,
         advantage_scale=1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
-        teaches=teaches,
-        groups=sorted({trajectory.group_id for trajectory in trajectories}) if compares else None,
-        refers=refers,
+        groups=tuple(sorted({trajectory.group_id for trajectory in trajectories})),
+        columns=tuple(columns),
     )
 
 
@@ -178,7 +171,7 @@ def assign(
 
 
 def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
-    """Its arrays."""
+    """Arrays of the trajectories that share a microbatch."""
     if not bundle:
         return _nothing(terms)
     lengths = [trajectory.num_tokens for trajectory in bundle]
@@ -212,23 +205,24 @@ def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
         behaviour_logprobs=logprobs,
         advantages=advantages,
         staleness=staleness,
-        teacher_logprobs=_column(bundle, [item.token_rewards for item in bundle]) if terms.teaches else None,
+        rewards=np.array([item.reward or 0.0 for item in bundle], np.float32),
+        groups=terms.places(bundle),
+        columns={column.name: _column(bundle, column) for column in terms.columns},
         support=support,
-        rewards=None if terms.groups is None else np.array([item.reward or 0.0 for item in bundle], np.float32),
-        groups=None if terms.groups is None else terms.places(bundle),
         experts=_experts(bundle, cu_seqlens),
-        reference_logprobs=_column(bundle, [item.reference_logprobs for item in bundle]) if terms.refers else None,
     )
 
 
-def _column(bundle: Bundle, logprobs: Sequence[FloatArray | None]) -> FloatArray:
-    """[T] log-probabilities by another model, [L] of each response, where its tokens are predicted."""
-    out = np.zeros(sum(trajectory.num_tokens for trajectory in bundle), np.float32)
+def _column(bundle: Bundle, column: Column) -> Array:
+    """[T] numbers of a column, [L] of each response, where its tokens are predicted."""
+    out = np.full(sum(trajectory.num_tokens for trajectory in bundle), column.padding, column.dtype.value)
     end = 0
-    for trajectory, own in zip(bundle, logprobs, strict=True):
-        assert own is not None, f"{trajectory.id} has no log-probabilities of the other model"
+    for trajectory in bundle:
+        own = trajectory.columns.get(column.name)
+        assert own is not None, f"{trajectory.id} has no column {column.name}"
+        assert own.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {own.dtype}"
         end += trajectory.num_tokens
-        out[end - 1 - len(own) : end - 1] = own
+        out[end - 1 - len(trajectory.response_ids) : end - 1] = own.array
     return out
 
 
@@ -247,10 +241,10 @@ def _experts(bundle: Bundle, cu_seqlens: IntArray) -> npt.NDArray[np.int16] | No
 
 
 def _nothing(terms: StepTerms) -> MicroBatch:
-    """One token that teaches nothing."""
+    """A microbatch of one token that teaches nothing."""
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)
-    empty = MicroBatch(
+    return MicroBatch(
         input_ids=zero,
         cu_seqlens=np.array([0, 1], np.int32),
         position_ids=zero,
@@ -259,9 +253,7 @@ def _nothing(terms: StepTerms) -> MicroBatch:
         behaviour_logprobs=nothing,
         advantages=nothing,
         staleness=zero,
+        rewards=nothing,
+        groups=zero,
+        columns={column.name: np.full(1, column.padding, column.dtype.value) for column in terms.columns},
     )
-    if terms.refers:
-        empty = msgspec.structs.replace(empty, reference_logprobs=nothing)
-    if terms.groups is None:
-        return empty
-    return msgspec.structs.replace(empty, rewards=nothing, groups=zero)

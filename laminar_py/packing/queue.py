@@ -1,4 +1,4 @@
-"""Finished trajectories that wait for a forward pass of their own. Owned by `runtime.reference`.
+"""Finished trajectories that wait for a forward pass of their own. Owned by `workers.reference`.
 
 Invariant: what is taken together is at most `max_tokens` long, or one trajectory; first come, first served.
 """
@@ -23,7 +23,7 @@ class PackQueue:
         return len(self._waiting)
 
     def put(self, trajectory: Trajectory) -> None:
-        """It waits from now on."""
+        """Have a trajectory wait."""
         self._waiting.append(trajectory)
         self._filled.set()
 

@@ -33,7 +33,7 @@ class Packing:
     by_id: bool = False
 
 
-class Stage:
+class StagedGroups:
     """The first groups of the buffer, in a packer."""
 
     def __init__(self, buffer: Buffer, packing: Packing) -> None:

@@ -1,4 +1,4 @@
-"""Bins of the next learner step, kept while its sequences come and go. Pure; owned by `repack.pack_stage`.
+"""Bins of the next learner step, kept while its sequences come and go. Pure; owned by `packing.stage`.
 
 Invariants: each sequence that was added and not removed is in exactly one bin or still loose; no bin exceeds
 `max_tokens`. Whenever enough is loose, it is packed and the bins that came out full are kept; so when the learner
@@ -31,7 +31,7 @@ class StreamPacker:
         self._pack_at = WINDOW * self._max_tokens
 
     def add(self, trajectory: Trajectory) -> None:
-        """One more sequence. Raises ValueError if it is longer than `max_tokens`."""
+        """Add a sequence. Raises ValueError if it is longer than `max_tokens`."""
         id, entry = trajectory.id, make_entry(trajectory)
         if entry.num_tokens > self._max_tokens:
             raise ValueError(f"{id} has {entry.num_tokens} tokens, packer.max_tokens={self._max_tokens}; raise it")
@@ -41,7 +41,7 @@ class StreamPacker:
             self._keep_full()
 
     def remove(self, id: str) -> None:
-        """One less; those that shared its bin are loose again."""
+        """Remove a sequence; those that shared its bin are loose again."""
         shared = self._bin_of.get(id)
         if shared is not None:
             del self._full[shared]

@@ -1,4 +1,4 @@
-"""What this machine can run, and where the parts of a config would go; what is missing comes with a remedy."""
+"""Findings about this machine, and places for the parts of a config; what is missing comes with a remedy."""
 
 import asyncio
 import importlib.metadata
@@ -17,7 +17,7 @@ from laminar_py.cluster.placement import Needs, Node, Placement, Plan
 from laminar_py.cluster.ray_cluster import nodes, open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.opening import check_engine
+from laminar_py.preflight.inputs import check_engine
 from laminar_py.preflight.survey import faults
 
 FILES_WANTED = 4096
@@ -26,7 +26,7 @@ SHM_WANTED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `laminar doctor`."""
+    """Row of `laminar doctor`."""
 
     subject: str
     state: str
@@ -51,7 +51,7 @@ def fit(config: RunConfig) -> Fit:
         placement = Placement(needs, nodes)
         found = asyncio.run(faults(config, placement))
         try:
-            if config.rollout.engine.urls:
+            if config.rollout.engine.hosts:
                 check_engine(config)
         except ConfigError as error:
             found.append(str(error))
@@ -99,7 +99,7 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
 
 
 def examine() -> list[Finding]:
-    """All findings, the plain ones first."""
+    """Findings, the plain ones first."""
     return [_machine(), _shared_memory(), _files(), _torch(), _gpu(), *_optional()]
 
 

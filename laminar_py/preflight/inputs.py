@@ -19,11 +19,12 @@ from laminar_py.config.cluster import Device
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import Source
+from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.opening import check_engine
+from laminar_py.engines.registry import backend_of
+from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.planning.cost import versions_at_peak
 from laminar_py.reward.registry import load_reward
@@ -34,7 +35,7 @@ PREPARE_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run reads: tokenizer, the stream of prompts, and the held-out ones."""
+    """Inputs of a run: tokenizer, the stream of prompts, and the held-out ones."""
 
     tokenizer: Tokenizer
     stream: PromptStream
@@ -49,23 +50,23 @@ def check(config: RunConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     _check_vocabulary(config, tokenizer)
     limit = config.rollout.max_len - config.rollout.sampling.max_new_tokens
-    train_source = Source(config.data.train, "data.train")
+    train_source = JsonlFile(config.data.train, "data.train")
     train = read_prompts(train_source, tokenizer=tokenizer, max_prompt_tokens=limit)
     heldout: list[Prompt] = []
     if config.data.heldout is not None:
-        source = Source(config.data.heldout, "data.heldout")
+        source = JsonlFile(config.data.heldout, "data.heldout")
         read = read_prompts(source, tokenizer=tokenizer, max_prompt_tokens=limit)
         check_disjoint(read, train, sources=(source, train_source))
         # both files may use the same ids; in the ledger each prompt has one of its own
         heldout = [msgspec.structs.replace(prompt, id=f"heldout/{prompt.id}") for prompt in read]
     if config.warm_start is not None:
-        source = Source(config.warm_start.data, "warm_start.data")
+        source = JsonlFile(config.warm_start.data, "warm_start.data")
         read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
     check_adapters(config)
     _check_learner(config)
     load_reward(config.reward.function, pattern=config.reward.pattern)
     check_engine(config)
-    if config.cluster.address is None:  # else `runtime.survey` looks at the nodes themselves
+    if config.cluster.address is None:  # else `preflight.survey` looks at the nodes themselves
         _check_shared_memory(config)
         _check_ports(config)
     return Inputs(tokenizer, PromptStream(train, seed=config.seed), heldout)
@@ -99,7 +100,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _check_learner(config: RunConfig) -> None:
-    """What a setting needs of the learner's devices and layers."""
+    """Refuse settings that the learner's devices or layers cannot have."""
     learner, device = config.learner, learner_device(config)
     if learner.offload and device is not Device.CUDA:
         raise ConfigError(
@@ -123,8 +124,16 @@ def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+def check_engine(config: RunConfig) -> None:
+    """Look for what engines record, and what their backend needs here. Raises ConfigError."""
+    experts = read_sizes(config.model.path).num_experts_per_tok
+    if Recording.ROUTED_EXPERTS in config.rollout.record and experts is None:
+        raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
+    backend_of(config).check_start(config)
+
+
 def check_adapters(config: RunConfig) -> None:
-    """Whether the model can have them, if they are asked for. Raises ConfigError."""
+    """Refuse adapters that the model cannot have, if they are asked for. Raises ConfigError."""
     if config.learner.lora is None:
         return
     if importlib.util.find_spec("peft") is None:
@@ -159,7 +168,7 @@ def version_bytes(config: RunConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Those parts of a run that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
+    """Parts of a run that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
 
     num_relays: int
     num_replicas: int
@@ -178,7 +187,7 @@ def _check_shared_memory(config: RunConfig) -> None:
 
 
 def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str = "") -> str | None:
-    """One line if a host with `free` bytes of shared memory has no room for the versions of its relays.
+    """Complaint, in one line, about a host whose `free` bytes have no room for the versions of its relays.
 
     `where` names it, e.g. " on node 10.0.0.4". This machine must see the model.
     """
@@ -203,10 +212,10 @@ def _check_ports(config: RunConfig) -> None:
     if relay.base_port is None:
         return
     for port in range(relay.base_port, relay.base_port + relay.nodes):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((relay.host, port))
+                trial.bind((relay.host, port))
             except OSError as error:
                 raise ConfigError(
                     f"relay.base_port={relay.base_port}: cannot listen on {relay.host}:{port}"

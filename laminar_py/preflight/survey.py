@@ -1,10 +1,11 @@
-"""Whether the nodes of a plan have what a run needs. Called around a run, and by `laminar doctor`.
+"""A look at the nodes of a plan for what a run needs. Called around a run, and by `laminar doctor`.
 
 A small task on each node looks for the run folder, the model and shared memory; nothing is left there.
 """
 
 import asyncio
 import contextlib
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,10 +15,10 @@ from ray.exceptions import RayError
 
 from laminar_py.cluster.placement import Needs, Placement, Plan
 from laminar_py.cluster.ray_cluster import nodes, on_node
-from laminar_py.config.engine import EngineKind
+from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.opening import check_environment, interpreter
+from laminar_py.engines.registry import backend_of
 from laminar_py.preflight.inputs import MemoryShare, memory_fault
 from laminar_py.records.codec import decode, encode
 
@@ -25,28 +26,33 @@ LOOK_S = 60.0  # a process starts on the node for it
 
 
 class Sight(msgspec.Struct, frozen=True):
-    """What one node sees, e.g. `Sight(True, True, 540 << 30)`."""
+    """Findings on a node, e.g. `Sight(True, True, 540 << 30)`."""
 
     shared: bool  # the file that the controller has just written
     model: bool
     shm_free: int | None  # bytes; None without that folder
-    no_server: str = ""  # why it can launch no SGLang server
+    fault: str = ""  # why it cannot open what the config names, or start the engines of its replicas
 
 
-def look(witness: str, model: str, shm: str, python: str) -> bytes:
-    """The `Sight` of the node that this runs on; paths are as in the config, an empty one is of no interest."""
-    free = shutil.disk_usage(shm).free if Path(shm).is_dir() else None
-    no_server = ""
+def look(witness: str, settings: str, serving: str) -> bytes:
+    """The `Sight` of this node; `settings` is the config as JSON, `serving` is empty for a node without replicas.
+
+    Reading the config opens the backend, the algorithm and the planner that it names, so their packages are here.
+    """
+    tree = json.loads(settings)
+    model, shm, fault = Path(tree["model"]["path"]), Path(tree["relay"]["shm"]), ""
     try:
-        if python:
-            check_environment(Path(python))
+        config = parse_config(tree)
+        if serving:
+            backend_of(config).check_node(config)
     except ConfigError as error:
-        no_server = str(error)
-    return encode(Sight(Path(witness).is_file(), (Path(model) / "config.json").is_file(), free, no_server))
+        fault = str(error)
+    free = shutil.disk_usage(shm).free if shm.is_dir() else None
+    return encode(Sight(Path(witness).is_file(), (model / "config.json").is_file(), free, fault))
 
 
 async def place(config: RunConfig) -> Placement:
-    """Where the parts of a run go. Raises ConfigError if they do not fit, or a joined node lacks something."""
+    """Place the parts of a run. Raises ConfigError if they do not fit, or a joined node lacks something."""
     placement = Placement(Needs.of(config), nodes)
     if config.cluster.address is not None:
         for line in await faults(config, placement):
@@ -68,26 +74,20 @@ def delete(folder: str) -> bytes:
 
 
 async def faults(config: RunConfig, placement: Placement) -> list[str]:
-    """One line with field, value and remedy for all that is missing somewhere; none if the run can start."""
+    """Complaints, with field, value and remedy, of all that is missing somewhere; none if the run can start."""
     plan = placement.plan
     folder = next(path for path in (config.runs, *config.runs.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".laminar-") as witness:
-        arguments = (str(folder / Path(witness.name).name), str(config.model.path), str(config.relay.shm))
-        engine = config.rollout.engine
-        launches = engine.kind is EngineKind.SGLANG and not engine.urls
-        serving = {place.node for place in plan.replicas if place is not None} if launches else set()
-        python = str(interpreter(config))
-        calls = [
-            _faults_of(config, plan, node, placement.ip(node), (*arguments, python if node in serving else ""))
-            for node in sorted(plan.nodes)
-        ]
+        seen = str(folder / Path(witness.name).name)
+        calls = [_faults_of(config, plan, node, placement.ip(node), seen) for node in sorted(plan.nodes)]
         return [line for lines in await asyncio.gather(*calls) for line in lines]
 
 
-async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, arguments: tuple[str, ...]) -> list[str]:
+async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness: str) -> list[str]:
+    serving = "replica" if any(place is not None and place.node == node for place in plan.replicas) else ""
     try:
         async with asyncio.timeout(LOOK_S):
-            sight = decode(Sight, await on_node(node, look, *arguments))
+            sight = decode(Sight, await on_node(node, look, witness, config.model_dump_json(), serving))
     except (RayError, TimeoutError) as error:
         reason = (str(error).strip().splitlines() or [f"no answer in {LOOK_S:g} s"])[-1]
         return [
@@ -102,8 +102,8 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, argument
         )
     if not sight.model and config.data.prepare is None:
         lines.append(f"model.path={config.model.path}: no config.json in it on node {ip}; put the model there")
-    if sight.no_server:
-        lines.append(f"{sight.no_server} (on node {ip})")
+    if sight.fault:
+        lines.append(f"{sight.fault} (on node {ip})")
     if sight.shm_free is None:
         lines.append(f"relay.shm={config.relay.shm}: no such folder on node {ip}; name one in shared memory")
     elif sight.model:

@@ -10,13 +10,15 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
+from laminar_py.records.protocols import RefusedError
+
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the base's names, in the names of adapters' tensors
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Those fields of peft's that an engine needs; values other than these change what an adapter means.
+    """Fields of peft's that an engine needs; values other than these change what an adapter means.
 
     E.g. `AdapterConfig("/models/qwen", "9f2c...", 16, 32, ["q_proj", "v_proj"])`: W + 32 / 16 * B A.
     """
@@ -32,29 +34,29 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     bias: Literal["none"] = "none"
 
     @property
-    def scale(self) -> float:
-        """What B A is multiplied with."""
+    def scaling(self) -> float:
+        """Factor of B A."""
         return self.lora_alpha / self.r
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether a version is one of adapters."""
+    """True if a version is one of adapters."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Of a version. `ValueError` if it cannot be read or means something else."""
+    """Read the config of a version. `RefusedError` if it cannot be read or means something else."""
     try:
         return msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=AdapterConfig)
     except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"weights={folder}: {ADAPTER_CONFIG}: {error}; publish plain LoRA adapters") from None
+        raise RefusedError(f"weights={folder}: {ADAPTER_CONFIG}: {error}; publish plain LoRA adapters") from None
 
 
 def base_digest(folder: Path) -> str:
-    """BLAKE3 over names and contents of the safetensors of a model, on all cores. `ValueError` if it has none."""
+    """BLAKE3 over names and contents of the safetensors of a model, on all cores. `RefusedError` without any."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"base={folder}: no *.safetensors in it; name a folder that every host sees")
+        raise RefusedError(f"base={folder}: no *.safetensors in it; name a folder that every host sees")
     whole = blake3()
     for path in files:
         whole.update(path.name.encode() + blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
@@ -62,8 +64,8 @@ def base_digest(folder: Path) -> str:
 
 
 def check_base(folder: Path, config: AdapterConfig) -> None:
-    """`ValueError` unless it holds the base of the adapters, as the learner has it."""
+    """`RefusedError` unless it holds the base of the adapters, as the learner has it."""
     if base_digest(folder) != config.revision:
-        raise ValueError(
+        raise RefusedError(
             f"base={folder}: holds other weights here than the learner has; let all hosts see the same folder"
         )

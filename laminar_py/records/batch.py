@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.columns import Array
 from laminar_py.records.recordings import SamplingMask
 
 
@@ -27,16 +28,17 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     behaviour_logprobs: FloatArray  # [T]
     advantages: FloatArray  # [T]
     staleness: IntArray  # [T] versions between the learner and what made the token
-    teacher_logprobs: FloatArray | None = None  # [T] of another model, for distillation
+    rewards: FloatArray  # [S] of whole responses
+    groups: IntArray  # [S] place of each sequence's group in the step
+    columns: dict[str, Array] = msgspec.field(
+        default_factory=dict
+    )  # by name, each [T], what the loss needs besides
     support: SamplingMask | None = None  # of T tokens; none of a token: it is the whole vocabulary
-    rewards: FloatArray | None = None  # [S], as the next, where the algorithm asks for them
-    groups: IntArray | None = None  # place of each sequence's group in the step
     experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not
-    reference_logprobs: FloatArray | None = None  # [T] of the reference model
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of packed tokens, T."""
         return len(self.input_ids)
 
     @property

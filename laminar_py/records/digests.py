@@ -16,7 +16,7 @@ CHAIN_START = bytes(DIGEST_BYTES)
 
 _event_head = struct.Struct("<qddIII").pack
 _segment_head = struct.Struct("<qqIIIqq").pack
-_token_reward_head = struct.Struct("<qq").pack
+_column_head = struct.Struct("<qIIq").pack
 _prompt_head = struct.Struct("<qqII").pack
 _task_head = struct.Struct("<I").pack
 
@@ -28,7 +28,7 @@ def response_digest(ids: IntArray | bytes, logprobs: FloatArray | bytes) -> str:
 
 
 def event_hash(
-    previous: bytes, seq: int, wall: float, mono: float, host: str, kind: str, subject: str, body: bytes
+    previous: bytes, *, seq: int, wall: float, mono: float, host: str, kind: str, subject: str, body: bytes
 ) -> bytes:
     """Hash of one row of the event log, chained to the row before it."""
     head = _event_head(seq, wall, mono, len(host), len(kind), len(subject))
@@ -51,10 +51,10 @@ def segment_digest(
     return blake3(whole).digest(length=DIGEST_BYTES)
 
 
-def token_reward_digest(trajectory: int, rewards: bytes) -> bytes:
-    """Digest of the stored scores of a response's tokens."""
-    head = _token_reward_head(trajectory, len(rewards))
-    return blake3(head + rewards).digest(length=DIGEST_BYTES)
+def column_digest(trajectory: int, name: str, dtype: str, data: bytes) -> bytes:
+    """Digest of one stored column of a response, as its row has it."""
+    head = _column_head(trajectory, len(name), len(dtype), len(data))
+    return blake3(head + f"{name}{dtype}".encode() + data).digest(length=DIGEST_BYTES)
 
 
 def prompt_digest(id: str, text: str, ids: bytes, answer: str, task: str = "") -> bytes:

@@ -10,7 +10,7 @@ from laminar_py.records.trajectory import FinishReason, Span
 
 
 class PauseMode(StrEnum):
-    """What `InferenceEngine.pause` does with running requests (SGLang's three modes)."""
+    """Fate of running requests under `InferenceEngine.pause` (SGLang's three modes)."""
 
     ABORT = "abort"  # they end, their partial response is delivered
     RETRACT = "retract"  # they go back to the queue and are prefilled again
@@ -35,7 +35,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is asked for: continue `prompt_ids + prefix_ids`, e.g. after an abort at token 41.
+    """Request to an engine: continue `prompt_ids + prefix_ids`, e.g. after an abort at token 41.
 
     Requests of one `group_id` share their prompt, so an engine may prefill it once.
     """
@@ -67,7 +67,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, ...)`; KV in tokens."""
+    """Occupation of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, ...)`; KV in tokens."""
 
     running: int
     waiting: int

@@ -1,4 +1,4 @@
-"""What happened: the only input of the ledger. Every record here is one row of the event log.
+"""Events: the only input of the ledger. Every record here is one row of the event log.
 
 Events name trajectories, versions and parts by id and carry no payload; tokens go to the ledger's segments.
 """
@@ -53,7 +53,7 @@ class Assigned(Event, frozen=True):
 
 
 class Interrupted(Event, frozen=True):
-    """It stopped with `length` tokens kept: `new_weights`, `replica_died`, `controller_died`, `stopped`."""
+    """Generation stopped at `length` tokens: `new_weights`, `replica_died`, `controller_died`, `stopped`."""
 
     trajectory_id: str
     epoch: int
@@ -62,7 +62,7 @@ class Interrupted(Event, frozen=True):
 
 
 class Finished(Event, frozen=True, kw_only=True):
-    """The engine ended it. `digest` is `store.digests.response_digest` of its tokens."""
+    """The engine ended it. `digest` is `digests.response_digest` of its tokens."""
 
     trajectory_id: str
     epoch: int
@@ -75,7 +75,7 @@ class Finished(Event, frozen=True, kw_only=True):
 
 
 class StreamCut(Event, frozen=True):
-    """Its stream on `replica` broke off at `length` tokens, before the engine's last word.
+    """A stream on `replica` broke off at `length` tokens, before the engine's last word.
 
     The place of a change of version under it is what the stream had said, and the experts that its tokens were
     routed to are unknown until it goes on.
@@ -105,7 +105,7 @@ class Cut(Event, frozen=True):
 
 
 class Scored(Event, frozen=True):
-    """Its reward is known."""
+    """The reward of a trajectory is known."""
 
     trajectory_id: str
     reward: float
@@ -113,7 +113,7 @@ class Scored(Event, frozen=True):
 
 
 class Ready(Event, frozen=True):
-    """Its group is complete and it may be trained on."""
+    """A group is complete, and its trajectory may be trained on."""
 
     trajectory_id: str
     advantage: float
@@ -138,15 +138,15 @@ class Undone(Event, frozen=True):
 
 
 class Dropped(Event, frozen=True):
-    """It will never be trained on, and why."""
+    """A trajectory will never be trained on, and why."""
 
     trajectory_id: str
     reason: DropReason
     detail: str = ""
 
 
-class Probed(Event, frozen=True, kw_only=True):
-    """One that a deadline dropped was generated to its end all the same, to learn what dropping costs.
+class CounterfactualScored(Event, frozen=True, kw_only=True):
+    """A trajectory that a deadline dropped was generated to its end all the same, to learn what dropping costs.
 
     `length` counts all its tokens, of which those after the drop are not kept; `reward` is None where its scoring
     failed; `generate_s` counts all replicas that had it.
@@ -335,7 +335,7 @@ AnyEvent = (
     | Consumed
     | Undone
     | Dropped
-    | Probed
+    | CounterfactualScored
     | VersionPublished
     | VersionLoaded
     | Repacked

@@ -1,16 +1,18 @@
-"""What a learner step measured, and how far a starting learner is."""
+"""Metrics: what a learner step measured, the rows of `metrics.jsonl` and `fleet.jsonl`, a learner's progress.
+
+Made by the learner and by telemetry, read by telemetry and analytics; docs/metrics.md explains every key.
+"""
 
 import msgspec
 
 
-class TokenMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step did to trained tokens: means with their loss weights, but for the counts named so.
+class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over trained tokens with their loss weights, and maxima where the name says so.
 
     KL in nats, from the policy named first, on tokens of the behaviour policy, by estimators k1 (may be negative)
     and k3 (never is).
     """
 
-    num_tokens: int = 0
     entropy: float = 0.0
     ratio: float = 1.0  # of new to proximal probability
     ratio_deviation: float = 0.0  # |ratio - 1|
@@ -27,12 +29,23 @@ class TokenMetrics(msgspec.Struct, frozen=True, kw_only=True):
     advantage_std: float = 0.0
     advantage_max: float = 0.0  # the largest |advantage| of any token
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """Each figure under its name, e.g. `{"entropy": 1.2, ...}`, without what a subclass adds."""
+        return {name: getattr(self, name) for name in TokenFigures.__struct_fields__}
+
+
+class TokenMetrics(TokenFigures, frozen=True, kw_only=True):
+    """Figures of a step's trained tokens, or of those of a bucket of staleness."""
+
+    num_tokens: int = 0
+
 
 class Mismatch(msgspec.Struct, frozen=True):
     """|new - behaviour| log-probability of tokens at staleness 0 before the step's first update, in nats.
 
-    It is what engine and learner compute differently; where not every step publishes, also what the policy has
-    moved since it did.
+    Shows what engine and learner compute differently; where not every step publishes, also what the policy has
+    moved since the last published one.
     """
 
     mean: float = 0.0
@@ -41,7 +54,7 @@ class Mismatch(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What all ranks computed in a step, e.g. `Work(65536, 2.9e15, 7.9e15)`."""
+    """Computation of all ranks in a step, e.g. `Work(65536, 2.9e15, 7.9e15)`."""
 
     num_tokens: int = 0  # of prompts and responses, each counted once
     flops: float = 0.0  # model FLOPs, see `learner.flops`
@@ -49,7 +62,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one learner step measured."""
+    """Measurements of a learner step."""
 
     loss: float
     grad_norm: float
@@ -64,7 +77,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """All tokens of the step, prompts too, over its seconds."""
+        """Tokens of the step, prompts too, over its seconds."""
         return self.work.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
@@ -74,13 +87,61 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mfu(self) -> float | None:
-        """Share of what the devices could compute; None where that is not known."""
+        """Share of the peak of its devices; None where that is not known."""
         peak = self.work.peak_flops
         return None if peak is None else self.flops_per_s / peak
 
 
+class StepRow(TokenFigures, frozen=True, kw_only=True):
+    """Line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it."""
+
+    step: int
+    version: int
+    rl_s: float
+    reward: float  # mean over all trajectories scored since the last step; as before, if there were none
+    trajectories: int
+    trained_tokens: int  # of responses, sum so far
+    generated_tokens: int  # sum so far
+    staleness_mean: float
+    staleness_max: int
+    length_p50: int
+    length_p95: int
+    learner_s: float
+    learner_waiting_share: float
+    learner_busy_s: float  # sum so far
+    overlap_s: float  # of `learner_busy_s`, while some replica was generating
+    versions_alive: int
+    kv_use: float = 0.0  # share of the replicas' KV caches, mean over the RL phase so far
+    publish_stall_s: float = 0.0
+    reference_busy_s: float = 0.0  # sum so far, of a stage or, inside `learner_busy_s`, of the learner's own pass
+    waited_s: float = 0.0  # of this step: until the learner had its batch
+    reference_s: float = 0.0  # of `reference_busy_s`, since the step before
+    learner_tokens_per_s: float = 0.0  # of this step, prompts too
+    learner_flops_per_s: float = 0.0
+    mfu: float | None = None
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    mismatch_mean: float = 0.0
+    mismatch_p99: float = 0.0
+    mismatch_max: float = 0.0
+    skipped: int = 0
+    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
+
+
+class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Line of `fleet.jsonl`, one a second: what the replicas do. Sums are over the RL phase so far."""
+
+    rl_s: float
+    generated_tokens: int
+    kv_s: float  # seconds times the mean share of KV caches in use
+    versions: list[int]  # [replicas], as all that follow
+    running: list[int]
+    waiting: list[int]
+    kv_use: list[float]
+
+
 class LearnerProgress(msgspec.Struct, frozen=True):
-    """What a starting learner is doing, e.g. `LearnerProgress("warm start", 120, 500, 0.41)`."""
+    """Progress of a starting learner, e.g. `LearnerProgress("warm start", 120, 500, 0.41)`."""
 
     phase: str
     done: int

@@ -22,8 +22,12 @@ class EngineLostError(Exception):
     """The engine is gone, hangs or answers nonsense; the message says which, in one line."""
 
 
+class RefusedError(ValueError):
+    """A request that can never be served, or weights that do not fit; the message says why, the engine goes on."""
+
+
 class InferenceEngine(Protocol):
-    """One continuous-batching engine. `tests/engines/engine_conformance.py` is its definition.
+    """Continuous-batching engine. `tests/engines/engine_conformance.py` is its definition.
 
     Every method raises `EngineLostError` once the engine is of no use any more.
     """
@@ -31,7 +35,7 @@ class InferenceEngine(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """New tokens as they come; the last delta has a finish reason.
 
-        `ValueError` if it can never fit, or its rid is in flight.
+        `RefusedError` if it can never be served, `ValueError` if its rid is in flight.
         """
         ...
 
@@ -50,7 +54,8 @@ class InferenceEngine(Protocol):
     async def load_weights(self, path: Path, version: int) -> None:
         """Serve the safetensors in `path` as `version`, from the next token on.
 
-        `RuntimeError` while requests run unpaused; `ValueError` if the files do not fit or the version goes back.
+        `RefusedError` if the files do not fit; `RuntimeError` while requests run unpaused, `ValueError` if the
+        version goes back.
         """
         ...
 
@@ -80,7 +85,7 @@ class VersionLostError(Exception):
 
 
 class WeightSource(Protocol):
-    """Where a replica gets weights: its local relay (or a folder, in tests).
+    """Source of weights for a replica: its local relay (or a folder, in tests).
 
     All three raise a `RuntimeError` that says why if the relay cannot hold a version.
     """
@@ -94,7 +99,7 @@ class WeightSource(Protocol):
         ...
 
     async def pull(self, version: int | None = None) -> PulledVersion:
-        """That version (default the newest), held until the next pull. Raises `VersionLostError`."""
+        """Pull that version (default the newest), held until the next pull. Raises `VersionLostError`."""
         ...
 
 
@@ -102,5 +107,5 @@ class Scorer(Protocol):
     """Scores trajectories, in whatever process it likes."""
 
     async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """One score per request, in order; a failure is a score with its reason, not an exception."""
+        """Give one score per request, in order; a failure is a score with its reason, not an exception."""
         ...

@@ -20,7 +20,7 @@ _experts_head = struct.Struct("<IHHB")  # start, layers, top_k, width
 
 
 class Recording(StrEnum):
-    """What an engine records beside tokens and log-probabilities, where it is asked to."""
+    """Kind of data that an engine records beside tokens and log-probabilities, where it is asked to."""
 
     SAMPLING_MASK = "sampling_mask"
     ROUTED_EXPERTS = "routed_experts"

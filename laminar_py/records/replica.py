@@ -1,4 +1,4 @@
-"""What passes between the controller and a rollout replica: assignments, reports, surveys, moves."""
+"""Records between the controller and a rollout replica: assignments, reports, surveys, moves."""
 
 from dataclasses import dataclass
 
@@ -59,7 +59,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a replica has at this moment; KV in tokens. What repacking is planned by."""
+    """State of a replica at one moment, by which repacking is planned; KV in tokens."""
 
     replica: int
     version: int
@@ -71,7 +71,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     settled: bool = True  # False while it loads, stops or evaluates: nothing moves to or from it
 
 
-class Load(msgspec.Struct, frozen=True):
+class WeightLoad(msgspec.Struct, frozen=True):
     """A replica loaded `version` with this digest in `elapsed_s` seconds.
 
     `checksum` hashes the engine's own tensors after the load, where the load was verified; engines of one kind,
@@ -85,20 +85,20 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica tells the controller at a time: progress, its state, and how much more it takes."""
+    """Message of a replica to the controller: progress, its state, and how much more it takes."""
 
     replica: int
     status: EngineStatus
     admissible: int  # new training trajectories it takes now, beyond those received
     received: int  # new ones that it has received in its life; those still under way are not in `admissible`
     progress: tuple[Progress, ...] = ()
-    loads: tuple[Load, ...] = ()
+    loads: tuple[WeightLoad, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One trajectory from one replica to another, e.g. `Move("g3.1", 4, 2, 441)`."""
+    """A trajectory's way from a replica to another, e.g. `Move("g3.1", 4, 2, 441)`."""
 
     trajectory_id: str
     source: int

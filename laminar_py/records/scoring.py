@@ -1,13 +1,20 @@
-"""What a reward function sees, and what the scoring stage says of it."""
+"""What a reward function sees and returns, and what the scoring stage says of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.columns import TokenValues
 from laminar_py.records.trajectory import DropReason, FinishReason
 
 
 class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward function sees, e.g. `ScoringRequest("g3.1", "2+2=", "4", "4", FinishReason.STOP, ids)`."""
+    """A finished response as a reward function sees it.
+
+    E.g. `ScoringRequest("g3.1", "2+2=", "4", "4", FinishReason.STOP, ids)`.
+    """
 
     trajectory_id: str
     prompt: str
@@ -17,12 +24,28 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: IntArray  # [L]
 
 
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A value with columns, which a reward function may return, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`.
+
+    `value` is a number for the response, or one for each of its tokens (process rewards). `columns` are further
+    numbers for each token, which the algorithm has declared.
+    """
+
+    value: float | Sequence[float] | FloatArray  # [L] where it is a sequence
+    columns: Mapping[str, object] = field(default_factory=dict)  # by name, each [L]
+
+
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict: a scalar, optionally per-token scores or teacher log-probabilities; or why there is none."""
+    """The value of a response and its columns, or why there is none.
+
+    E.g. `Score(trajectory_id="g3.1", value=1.0)`, or `Score(trajectory_id="g3.1", value=None,
+    failure=DropReason.REWARD_TIMEOUT)`. Process rewards are the column `TOKEN_REWARDS`, and `value` is their sum.
+    """
 
     trajectory_id: str
     value: float | None
-    token_values: FloatArray | None = None  # [L]
+    columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)
     elapsed_s: float = 0.0
     failure: DropReason | None = None
     detail: str = ""

@@ -38,7 +38,7 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tuple[Span, ...]:
-    """What spans say of tokens [start, end)."""
+    """Spans of tokens [start, end) alone."""
     clipped = (Span(s.version, max(s.start, start), min(s.end, end), s.kv_version) for s in spans)
     return merge_spans(span for span in clipped if span.start < span.end)
 
@@ -55,17 +55,17 @@ def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ..
 
 
 def versions_of(spans: Iterable[Span]) -> set[int]:
-    """All weights that had a part in these tokens, those behind their KV cache included."""
+    """Versions that had a part in these tokens, those behind their KV cache included."""
     return {v for span in spans for v in (span.version, span.kv_version) if v is not None}
 
 
 def shift_spans(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
-    """The same spans, `by` tokens further on."""
+    """Spans moved on by `by` tokens."""
     return tuple(Span(span.version, span.start + by, span.end + by, span.kv_version) for span in spans)
 
 
 def covers(spans: Iterable[Span], start: int, end: int) -> bool:
-    """Whether the spans lie end to end from `start` to `end`, none of them empty."""
+    """True if the spans lie end to end from `start` to `end`, none of them empty."""
     for span in spans:
         if span.start != start or span.end <= start:
             return False

@@ -9,11 +9,12 @@ from enum import StrEnum
 import msgspec
 
 from laminar_py.records.codec import BoolArray, FloatArray, IntArray
+from laminar_py.records.columns import TokenValues
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
 
 
 class Status(StrEnum):
-    """Where a trajectory is. Transitions are made by `control.lifecycle.Lifecycle` alone:
+    """State of a trajectory. Transitions are made by `control.lifecycle.Lifecycle` alone:
 
     QUEUED -> RUNNING -> (INTERRUPTED -> RUNNING)* -> FINISHED -> SCORED -> READY -> CONSUMED,
     CONSUMED -> READY when a rollback undoes a step, and DROPPED from any state but CONSUMED.
@@ -60,7 +61,7 @@ class DropReason(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a trajectory is for. Evaluations are accounted for apart and never train."""
+    """Purpose of a trajectory. Evaluations are accounted for apart and never train."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -79,7 +80,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem, e.g. `Prompt("p17", 17, "2+2=", ids, "4")`. `index` is its place in the stream."""
+    """A problem, e.g. "2+2=" with the answer "4"; `index` is its place in the stream."""
 
     id: str
     index: int
@@ -90,9 +91,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished sample, e.g. 41 tokens under one version; masks and experts join it when it trains:
+    """A finished sample, e.g. 41 tokens of "g3.1" with `spans=(Span(7, 0, 41),)`: all under version 7.
 
-    `Trajectory("g3.1", "p17", "g3", 1, Kind.TRAIN, prompt_ids, ids, logprobs, mask, (Span(7, 0, 41),), ...)`.
+    Masks and experts join it when it trains.
     """
 
     id: str
@@ -107,13 +108,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]  # cover [0, L)
     finish_reason: FinishReason
     reward: float | None = None
-    token_rewards: FloatArray | None = None  # [L]
     advantage: float = 0.0
     advantage_scale: float = 1.0  # what a unit of reward is in it
     weight: float = 1.0  # factor on its loss (staleness reweighting)
     sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
     routed_experts: RoutedExperts | None = None
-    reference_logprobs: FloatArray | None = None  # [L] of the reference model, where that is a stage
+    columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)  # by name, each [L]
 
     @property
     def num_tokens(self) -> int:

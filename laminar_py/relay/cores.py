@@ -4,5 +4,5 @@ import os
 
 
 def num_cores() -> int:
-    """Those that the scheduler gives to this process, which may be fewer than the machine has."""
+    """Cores that the scheduler gives to this process, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))

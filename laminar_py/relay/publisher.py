@@ -1,9 +1,9 @@
 """The learner's end of the relay: writes a version into the root's store and tells the root. Synchronous.
 
 Called from the learner's process, which has no event loop. The learner stands still for the copy alone, into pages
-that an older version no longer needs; a thread, the sealer, does what may come after it, and lets go of pages.
+that an older version no longer needs; a thread, the finisher, does what may come after it, and lets go of pages.
 Invariants: a version's folder appears by rename, complete and with its digests, or leaves nothing behind; whether
-the root lives makes no difference to the learner. `publish` begins when the sealer has done all that came of the
+the root lives makes no difference to the learner. `publish` begins when the finisher has done all that came of the
 one before, and hands over when it ends, so the two are never at pages, shards and copier together.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from laminar_py.config.section import ConfigError
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.records.weights import Published
 from laminar_py.relay.store.device_copy import TensorCopier
@@ -25,20 +26,20 @@ from laminar_py.relay.store.digests import version_digest
 from laminar_py.relay.store.hashing import Checksums, hashing_threads
 from laminar_py.relay.store.pages import KeptPages, Pages
 from laminar_py.relay.store.shards import HEADER_BYTES, Shard, VersionFile, header_room
-from laminar_py.relay.store.version import folder_name, no_room, seal, writing
+from laminar_py.relay.store.version import describe, folder_name, no_room, writing
 from laminar_py.relay.store.versions import complete_versions, take_spare
 from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES, Manifest, Written
 from laminar_py.relay.wire.transport import Notifier, RelayKeys
 
 SHARD_BYTES = 2 * 2**30
-SEALS_KEPT = 8  # versions that `sealed` knows
+MOST_REMEMBERED = 8  # versions that `completed` knows
 
 
 class Publisher:
     """Publishes versions into the root's store, e.g. `Publisher(store, root.endpoint, keys)`.
 
     `chunk_bytes` is how the whole tree cuts files. With `adapter_config` versions are adapters in peft's format:
-    it is their `adapter_config.json`, and all tensors are in one file. Raises `ValueError` for a bad size.
+    it is their `adapter_config.json`, and all tensors are in one file. Raises `ConfigError` for a bad size.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Publisher:
         adapter_config: bytes | None = None,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES:
-            raise ValueError(f"relay.chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
+            raise ConfigError(f"chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._shard_bytes = shard_bytes
@@ -63,19 +64,19 @@ class Publisher:
             shutil.rmtree(unfinished)
         self._highest = max(complete_versions(store), default=-1)
         self._notifier = Notifier(root_endpoint, keys, heartbeat_s=heartbeat_s)
-        self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
+        self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
         self._hashers = hashing_threads()
         self._copier = TensorCopier()
         self._pages = KeptPages()
-        self._sealing: dict[int, Future[Published]] = {}  # by version, the last few
-        self._keeping: Future[None] | None = None  # the sealer's last task, after which it is idle
+        self._finishing: dict[int, Future[Published]] = {}  # by version, the last few
+        self._keeping: Future[None] | None = None  # the finisher's last task, after which it is idle
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
         """Copy a version out of the learner's memory. Returns how many seconds that took; the tensors may change.
 
         `tensors` is read once, one tensor at a time. What is left of the digests, and the word to the root, follow
-        in a thread, which `sealed` waits for, and the next `publish`. Raises `ValueError` if the number was used
-        before, and `NoRoomError` if the store's file system is too small; nothing of the version is left then.
+        in a thread, which `completed` waits for, and the next `publish`. Raises `ValueError` if the number was
+        used before, `NoRoomError` if the store's file system is too small; nothing of the version is left then.
         """
         if version <= self._highest:
             raise ValueError(f"version {version} is not above {self._highest}, the highest published; number on")
@@ -96,20 +97,20 @@ class Publisher:
             undo.pop_all()
         self._highest = version
         stall_s = time.monotonic() - began
-        sealing = self._sealer.submit(self._seal, folder, version, files, stall_s)
-        self._keeping = self._sealer.submit(self._keep, sealing, files)
-        self._sealing[version] = sealing
-        for old in sorted(self._sealing)[:-SEALS_KEPT]:
-            del self._sealing[old]
+        finishing = self._finisher.submit(self._finish, folder, version, files, stall_s)
+        self._keeping = self._finisher.submit(self._keep, finishing, files)
+        self._finishing[version] = finishing
+        for old in sorted(self._finishing)[:-MOST_REMEMBERED]:
+            del self._finishing[old]
         return stall_s
 
-    def sealed(self, version: int) -> Published:
-        """One of the last versions, once it is complete and the root was told. Raises `NoRoomError`."""
-        return self._sealing[version].result()
+    def completed(self, version: int) -> Published:
+        """Wait until one of the last versions is complete and the root was told. Raises `NoRoomError`."""
+        return self._finishing[version].result()
 
     def close(self, *, linger_s: float = 1.0) -> None:
         """End the connection to the root, after at most `linger_s` for it to hear of the last version."""
-        self._sealer.shutdown()
+        self._finisher.shutdown()
         self._hashers.shutdown()
         self._pages.close()
         self._notifier.close(linger_s=linger_s)
@@ -169,21 +170,21 @@ class Publisher:
         pages = self._pages.open(path)
         return path, pages, Checksums(pages, chunk_bytes=self._chunk_bytes, threads=self._hashers)
 
-    def _seal(self, folder: Path, version: int, written: list[VersionFile], stall_s: float) -> Published:
+    def _finish(self, folder: Path, version: int, written: list[VersionFile], stall_s: float) -> Published:
         with ExitStack() as undo:
             undo.callback(self._give_up, folder, written)
-            files, checksums = zip(*(file.seal() for file in written), strict=True)
+            files, checksums = zip(*(file.entry() for file in written), strict=True)
             manifest = Manifest(version, version_digest(files), self._chunk_bytes, files)
             with writing(self._store, version, manifest.num_bytes):
-                seal(folder, manifest, checksums)
+                describe(folder, manifest, checksums)
             folder.rename(self._store / folder_name(version))
             undo.pop_all()
         self._notifier.send(Written())
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
-    def _keep(self, sealing: Future[Published], files: list[VersionFile]) -> None:
+    def _keep(self, finishing: Future[Published], files: list[VersionFile]) -> None:
         """Have the pages of a complete version at hand for a later one, and let go of those that are none's."""
-        if sealing.exception() is None:
+        if finishing.exception() is None:
             for file in files:
                 file.pages.keep()
                 self._copier.lock(file.pages)
@@ -200,7 +201,7 @@ class Publisher:
 
 
 def _each_once(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same. Raises `ValueError` where a name comes twice, and at the end if there were none."""
+    """Pass tensors on; `ValueError` where a name comes twice, and at the end if there were none."""
     names: set[str] = set()
     for name, tensor in tensors:
         if name in names:

@@ -1,6 +1,6 @@
 """One relay node by hand: `laminar relay serve` on each host, with one file of keys for all.
 
-Called by the command line. Bad input is a `ValueError` of one line that names the option.
+Called by the command line. Bad input is a `ConfigError` of one line that names the option.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_py.config.section import ConfigError
 from laminar_py.relay.node.relay_node import RelayNode
 from laminar_py.relay.store.pages import allow_many_files
 from laminar_py.relay.wire.messages import ParentLost, RelayEvent, VersionComplete, VersionFailed, VersionPulled
@@ -18,21 +19,21 @@ from laminar_py.relay.wire.transport import RelayKeys
 
 
 def write_keys(path: Path) -> None:
-    """A new keypair in a file that only its owner reads. Raises `ValueError` if the file exists."""
+    """A new keypair in a file that only its owner reads. Raises `ConfigError` if the file exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise ValueError(f"keys={path}: cannot be made ({error.strerror}); name a new file") from None
+        raise ConfigError(f"keys={path}: cannot be made ({error.strerror}); name a new file") from None
     with open(descriptor, "wb") as file:
         file.write(msgspec.json.encode(RelayKeys.generate()))
 
 
 def read_keys(path: Path) -> RelayKeys:
-    """The keypair of a tree. Raises `ValueError`."""
+    """The keypair of a tree. Raises `ConfigError`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RelayKeys)
     except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"keys={path}: no keys in it ({error}); `laminar relay keys` makes them") from None
+        raise ConfigError(f"keys={path}: no keys in it ({error}); `laminar relay keys` makes them") from None
 
 
 def serve(
@@ -48,7 +49,7 @@ def serve(
     max_bytes_per_s: float | None,
     tell: Callable[[str], None],
 ) -> None:
-    """Relay until Ctrl-C; `tell` gets a line for whatever happens. Raises `ValueError`."""
+    """Relay until Ctrl-C; `tell` gets a line for whatever happens. Raises `ConfigError`."""
 
     async def run() -> None:
         node = RelayNode(
@@ -75,7 +76,7 @@ def serve(
 
 
 def words(event: RelayEvent) -> str:
-    """One line about what a node reports."""
+    """Line of text about a report of a node."""
     match event:
         case VersionComplete(version=version, num_bytes=size, wire_bytes=wire, elapsed_s=elapsed_s):
             return f"version {version} complete: {size:,} bytes, {wire:,} over the wire, {elapsed_s:.3f} s"

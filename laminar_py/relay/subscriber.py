@@ -1,6 +1,6 @@
 """A replica's end of the relay: hears of new versions and pulls them from the node of its host.
 
-Implements `interfaces.WeightSource`; the runtime runs it beside the replica. Invariant: a question that the
+Implements `protocols.WeightSource`, beside the replica. Invariant: a question that the
 node has not answered is asked again whenever the connection comes back, and every few seconds.
 """
 
@@ -30,19 +30,15 @@ class Subscriber:
         self._uplink = Uplink(
             name,
             [endpoint],
+            self,
             wire=self._wire,
             timeout_s=heartbeat_s,
             chunk_bytes=0,
-            emit=lambda event: None,  # a lost node is its own supervisor's business
-            greet=self._greet,
-            remind=self._greet,
-            handle=self._take,
-            is_idle=lambda: True,
         )
         self._changed = asyncio.Event()  # set, and replaced, when one of the next four changes
         self._newest = -1
         self._failure: m.Failed | None = None  # why there is not even a first version
-        self._answer: m.Pulled | m.Refused | None = None
+        self._answer: m.Granted | m.Refused | None = None
         self._closed = False
         self._pulling = asyncio.Lock()  # a pull ends the hold of the one before: one at a time
         self._question: m.Pull | None = None
@@ -87,7 +83,7 @@ class Subscriber:
         return self._newest
 
     async def pull(self, version: int | None = None) -> PulledVersion:
-        """That version (default the newest complete one), held on this host until the next pull.
+        """Pull that version (default the newest complete one), held on this host until the next pull.
 
         Raises `VersionLostError` if no relay up to the root has it, `RelayError` if the node cannot hold it.
         """
@@ -101,34 +97,50 @@ class Subscriber:
                 answer = self._answer
             finally:
                 self._question = self._answer = None
-        if isinstance(answer, m.Pulled):
+        if isinstance(answer, m.Granted):
             return PulledVersion(answer.version, answer.path, answer.digest)
         if answer is None:
             raise RelayError(f"subscriber {self.name} is closed")
         raise VersionLostError(answer.reason) if answer.lost else RelayError(answer.reason)
 
     def release(self) -> None:
-        """What was pulled last need not be held any more, e.g. once it is loaded and not asked for again."""
+        """Let go of what was pulled last, e.g. once it is loaded and not asked for again."""
         self._released = m.Release(self._num_pulls, self._session, self.name)
         self._uplink.tell(self._released)
 
-    def _greet(self) -> None:
+    # ---- what `uplink` calls
+
+    def greet(self) -> None:
+        """Ask again what has no answer yet."""
         self._uplink.tell(m.Subscribe())
         if self._question is not None:
             self._uplink.tell(self._question)
         elif self._released is not None:
             self._uplink.tell(self._released)
 
-    def _take(self, message: m.ToChild) -> bool:
+    def remind(self) -> None:
+        """Ask again what has no answer yet."""
+        self.greet()
+
+    def handle(self, message: m.ToChild) -> bool:
+        """Take the node's word."""
         match message:
             case m.Newest(version):
                 self._newest, self._failure = version, None
             case m.Failed():
                 self._failure = message
-            case m.Pulled(id=id) | m.Refused(id=id) if self._question is not None and id == self._question.id:
+            case m.Granted(id=id) | m.Refused(id=id) if self._question is not None and id == self._question.id:
                 self._answer = message
         self._notify()
         return True
+
+    @property
+    def is_idle(self) -> bool:
+        """True always: there is no other node."""
+        return True
+
+    def left_parent(self, old: str, new: str) -> None:
+        """Ignored: a lost node is its own supervisor's business."""
 
     def _notify(self) -> None:
         self._changed.set()

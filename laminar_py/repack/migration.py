@@ -2,9 +2,9 @@
 
 A round, for each version that several replicas serve: SURVEY (each says what it has at this moment) -> PLAN (pure)
 -> PROMISE (destinations keep their version for what is to come) -> GIVE UP (sources end what still is as it was
-planned, and report it) -> HANDED OVER (the flow assigns each to its destination as its report comes in). Whatever
-happens to a replica in between, `control.flow` knows where each trajectory is. The next round waits an interval at
-most: what a slow source still holds goes on beside it. A round is on record when all of its moves have ended.
+planned, and report it) -> HANDED OVER (the scheduler assigns each to its destination when the report comes in).
+Whatever happens to a replica in between, `control` knows where each trajectory is. The next round waits for an
+interval at most: what a slow source still holds goes on beside it. A round is on record when its moves have ended.
 """
 
 import asyncio
@@ -14,44 +14,44 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Protocol
 
-from laminar_py.config.repack import RepackPlanner
-from laminar_py.control.flow import Flow
 from laminar_py.control.moves import Round
+from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.events import Repacked
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import Move, Survey
 from laminar_py.records.trajectory import FinishReason, Trajectory
-from laminar_py.repack.planner import PaperPlanner, Planner, PredictivePlanner
-from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
+from laminar_py.repack.planner import PlanningContext
+from laminar_py.repack.registry import PLANNERS
+from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
 MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
 FORGET = 0.95  # what is left of that with each round in which they added less
 
 
-class Fleet(Protocol):
+class ReplicaFleet(Protocol):
     """The replicas, as a round needs them."""
 
     async def survey(self, replica: int) -> Survey | None:
-        """What it has at this moment; None if it is dying."""
+        """Everything that a replica has at this moment; None if it is dying."""
         ...
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Whether it promises to keep `version` until these have come."""
+        """Ask a replica to keep `version` until these trajectories have come; True if it promises to."""
         ...
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
-        """It ends these and reports what they have."""
+        """Have a replica end these trajectories and report what they have."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationSettings:
-    """As in `config.RepackConfig`; `max_tokens` is the cap on responses."""
+    """Settings of `config.repack.RepackConfig`, and the cap on responses."""
 
-    planner: RepackPlanner
+    planner: str  # a name in `registry.PLANNERS`
     interval_s: float
     max_stall_s: float
-    max_tokens: int
+    max_new_tokens: int
 
 
 class Migration:
@@ -61,28 +61,29 @@ class Migration:
         self,
         settings: MigrationSettings,
         *,
-        flow: Flow,
-        fleet: Fleet,
+        scheduler: TrajectoryScheduler,
+        fleet: ReplicaFleet,
         published: Callable[[int], Awaitable[int]],
         clock: Clock,
     ) -> None:
         self._settings = settings
-        self._flow = flow
+        self._scheduler = scheduler
         self._fleet = fleet
         self._clock = clock
         self._published = published
-        self._remaining = RemainingTokens(settings.max_tokens)
+        self._remaining = RemainingTokens(settings.max_new_tokens)
         self._newest = -1  # version on record when the last round began
         self._growth: float | None = None  # tokens that responses added on their way, lately at most
-        self._previous: dict[int, int] = {}  # KV tokens of each replica when it was last looked at
+        self._previous_kv: dict[int, int] = {}  # tokens of each replica in the last round
 
     def finished(self, trajectory: Trajectory) -> None:
-        """A response ended."""
+        """Take in the length of a response that ended."""
         capped = trajectory.finish_reason is FinishReason.LENGTH
         self._remaining.finished(len(trajectory.response_ids), capped=capped)
 
     async def run(self, speed: EngineSpeed) -> None:
         """Rounds until cancelled."""
+        self._make_planner = PLANNERS.get(self._settings.planner)
         async with asyncio.TaskGroup() as self._recording:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -91,29 +92,28 @@ class Migration:
                 await self._round(speed)
 
     async def _round(self, speed: EngineSpeed) -> None:
-        groups = [group for group in self._flow.dispatcher.by_version().values() if len(group) > 1]
+        groups = [group for group in self._scheduler.views.by_version().values() if len(group) > 1]
         asked = await asyncio.gather(*(self._fleet.survey(replica) for group in groups for replica in group))
         surveys = [survey for survey in asked if survey is not None]
         by_version: dict[int, list[Survey]] = {}
         for survey in surveys:
             by_version.setdefault(survey.version, []).append(survey)
-        planner = self._planner(speed, surveys)
+        planner = self._make_planner(self._context(speed, surveys))
         await asyncio.gather(*(self._carry_out(version, planner.plan(g)) for version, g in by_version.items()))
-        self._previous |= {survey.replica: survey.kv_used for survey in surveys}
+        self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
 
-    def _planner(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> Planner:
-        if self._settings.planner is RepackPlanner.PAPER:
-            return PaperPlanner(RampDown(self._previous, speed.roofline_batch))
+    def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
         self._remaining.look([held.length for survey in surveys for held in survey.running])
-        forecast = GroupForecast(self._remaining, self._flow.book.finished_by_group())
         if self._growth is None:  # before any has moved: what one adds in an interval
             self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
-        return PredictivePlanner(
-            speed,
-            forecast,
+        return PlanningContext(
+            speed=speed,
+            forecast=GroupForecast(self._remaining, self._scheduler.book.finished_by_group()),
             max_stall_s=self._settings.max_stall_s,
+            max_new_tokens=self._settings.max_new_tokens,
             growth=1 + int(MARGIN * self._growth),
-            empties=self._flow.hungry,
+            has_demand=self._scheduler.has_demand,
+            previous_kv=self._previous_kv,
         )
 
     async def _carry_out(self, version: int, planned: Sequence[Move]) -> None:
@@ -127,7 +127,7 @@ class Migration:
             *(self._fleet.expect(replica, version, names) for replica, names in coming.items())
         )
         willing = {replica for replica, promised in zip(coming, promises, strict=True) if promised}
-        moving = self._flow.move(version, [move for move in planned if move.destination in willing])
+        moving = self._scheduler.move(version, [move for move in planned if move.destination in willing])
         for source, trajectory_ids in moving.asked.items():
             self._fleet.give_up(source, trajectory_ids)
         recording = self._recording.create_task(self._record(moving, began), name="record-repack")
@@ -146,4 +146,4 @@ class Migration:
                 prefill=max(moving.prefill.values(), default=0),
                 elapsed_s=self._clock.now() - began,
             )
-            self._flow.book.record(event)
+            self._scheduler.book.record(event)

@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import TypeAlias
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.scoring import Reward, ScoringRequest
 from laminar_py.reward.exact import ExactReward
 
-RewardFunction: TypeAlias = Callable[[ScoringRequest], float | Sequence[float]]
-"""A number for the response, or one for each of its tokens, which are kept beside their sum."""
+RewardFunction: TypeAlias = Callable[[ScoringRequest], float | Sequence[float] | Reward]
+"""A number for the response, or one for each of its tokens, or a `Reward` with columns beside either."""
 
 REWARDS: dict[str, Callable[[str], RewardFunction]] = {  # name -> from reward.pattern
     "exact": ExactReward,

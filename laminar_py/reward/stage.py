@@ -1,4 +1,4 @@
-"""The scoring stage: finished trajectories wait here for a reward. Pure asyncio; the runtime gives it its workers.
+"""The scoring stage: finished trajectories wait here for a reward. Pure asyncio; its workers are given to it.
 
 The controller submits what a replica has finished and gets scores through `deliver`. Neither side ever waits for
 the stage. Invariant: every request that a worker takes is delivered exactly one score, also if the worker hangs
@@ -112,7 +112,7 @@ class ScoringStage:
         return requests
 
     async def _score_together(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Their scores; none if the worker hung or died over one of them, in which case it is a new one now."""
+        """Scores of a batch; none if the worker hung or died over a member, and was replaced."""
         try:
             return await self._call(index, requests)
         except (TimeoutError, WorkerDiedError) as error:
@@ -120,7 +120,7 @@ class ScoringStage:
             return []
 
     async def _score_alone(self, index: int, request: ScoringRequest) -> Score:
-        """Its score. A worker may be killed from outside, so a request is given up only when it takes several."""
+        """Score of one request. A worker may be killed from outside, so a request may take several."""
         for _ in range(LIVES):
             try:
                 return (await self._call(index, [request]))[0]

@@ -26,7 +26,7 @@ MARGIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBounds:
-    """What its requests must keep to, as in `config.RolloutConfig`."""
+    """Bounds that the requests must keep, as in `RolloutConfig`."""
 
     vocab: int
     slots: int
@@ -46,14 +46,14 @@ class EngineBounds:
 
 
 async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> EngineSpeed:
-    """Takes about 800 decode steps and the prefill of 200,000 tokens at most."""
-    probe, few, prompt = _Probe(engine, bounds, clock), bounds.few, bounds.long_prompt
-    await probe.batch(1, PROMPT, SHORT)  # kernels are compiled, memory is touched
-    alone = await probe.step_s(1, PROMPT)
-    per_sequence = max(0.0, await probe.step_s(bounds.slots, PROMPT) - alone) / max(1, bounds.slots - 1)
-    short, long = await probe.step_s(few, PROMPT), await probe.step_s(few, prompt)
+    """Speed of an engine; takes about 800 decode steps and the prefill of 200,000 tokens at most."""
+    requests, few, prompt = _Requests(engine, bounds, clock), bounds.few, bounds.long_prompt
+    await requests.batch(1, PROMPT, SHORT)  # kernels are compiled, memory is touched
+    alone = await requests.step_s(1, PROMPT)
+    per_sequence = max(0.0, await requests.step_s(bounds.slots, PROMPT) - alone) / max(1, bounds.slots - 1)
+    short, long = await requests.step_s(few, PROMPT), await requests.step_s(few, prompt)
     per_token = max(0.0, long - short) / (few * (prompt - PROMPT))
-    prefill_s = await probe.batch(1, prompt, 1)
+    prefill_s = await requests.batch(1, prompt, 1)
     roofline = bounds.slots if per_sequence == 0 else 1 + int(MARGIN * alone / per_sequence)
     return EngineSpeed(
         step_s=alone,
@@ -64,7 +64,7 @@ async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Cl
     )
 
 
-class _Probe:
+class _Requests:
     """Requests of any size; each has a prompt that no cache knows."""
 
     def __init__(self, engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> None:
@@ -75,7 +75,7 @@ class _Probe:
         self._num_requests = 0
 
     async def step_s(self, sequences: int, prompt: int) -> float:
-        """One decode step; the median of a few."""
+        """Seconds of one decode step; the median of a few."""
         steps = []
         for _ in range(REPEATS):
             short = await self.batch(sequences, prompt, SHORT)

@@ -1,4 +1,4 @@
-"""What a replica has to report: it gathers here until the controller collects it. Owned by `replica`.
+"""Reports of a replica: news gathers here until the controller collects it. Owned by `replica`.
 
 Invariant: what was put in is in exactly one report, in the order in which it came.
 """
@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.protocols import Clock
-from laminar_py.records.replica import Load, Progress, ReplicaReport
+from laminar_py.records.replica import Progress, ReplicaReport, WeightLoad
 
 REPORT_INTERVAL_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
 class Outbox:
-    """Of replica `index`, e.g. `Outbox(0, clock)`; bounded by what the replica runs between two reports."""
+    """News of replica `index`, e.g. `Outbox(0, clock)`; bounded by what the replica runs between two reports."""
 
     index: int
     clock: Clock
     progress: list[Progress] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[WeightLoad] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # trajectories whose version is nowhere any more
-    urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to tell
+    urgent: asyncio.Event = field(default_factory=asyncio.Event)  # something is to be told
     _awaited: asyncio.Event = field(default_factory=asyncio.Event)  # and somebody stands still until it is told
     _last_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """The first report is an interval away, as any other."""
+        """Begin the first interval."""
         self._last_s = self.clock.now()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something is urgent, else `timeout_s`.
+        """Return when something is urgent, else after `timeout_s`.
 
         Never so soon that short trajectories do not share one, unless it is awaited.
         """
@@ -46,7 +46,7 @@ class Outbox:
         self._awaited.clear()
 
     def at_once(self) -> None:
-        """There is something to tell that somebody waits for."""
+        """Let the next report go out without waiting for others to share it."""
         self.urgent.set()
         self._awaited.set()
 

@@ -1,39 +1,32 @@
-"""One rollout replica: what it admits, and when its engine takes new weights.
+"""One rollout replica: the trajectories that it runs, and when its engine takes new weights.
 
-Wired by the runtime's actor. The controller calls `submit`, `abort`, `collect`, and for repacking `survey`,
-`expect`, `give_up`; weights come from the local relay. States under `drain`: OPEN (admits until its batch is full)
--> CLOSED (finishes what it has) -> empty -> loads the newest weights -> OPEN. Invariant: under `drain` it leaves a
-version only when nothing of it runs here or is on its way here. When the engine is lost, one last report has all
-that it gave; the next `collect` raises.
+Wired by the replica's actor. The controller calls `submit`, `abort`, `collect`, and for repacking `survey`,
+`expect`, `give_up`; weights come from the local relay. `admission` has the state. Under `drain` a replica admits
+a batch under a version, finishes it, loads the newest weights and admits the next. Invariant: under `drain` it
+leaves a version only when nothing of that runs here or is on its way here. When the engine is lost, one last
+report has all that the engine gave; the next `collect` raises.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import PauseMode, SamplingParams
-from laminar_py.records.protocols import (
-    Clock,
-    EngineLostError,
-    InferenceEngine,
-    PulledVersion,
-    VersionLostError,
-    WeightSource,
-)
-from laminar_py.records.replica import Assignment, Load, ReplicaReport, Survey
+from laminar_py.records.engine import EngineStatus, SamplingParams
+from laminar_py.records.protocols import Clock, EngineLostError, InferenceEngine, VersionLostError, WeightSource
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.records.trajectory import Kind
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
+from laminar_py.rollout.loading import WeightLoader
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running
 from laminar_py.rollout.streams import Streams
 
 log = logging.getLogger(__name__)
-
-PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
 
 
 class Replica:
@@ -59,37 +52,33 @@ class Replica:
         self._weights = weights
         self._clock = clock
         self._policy = on_new_weights
-        self._batch = batch
         self._max_batch = max_batch
         self._partial_interval_s = partial_interval_s
         self._max_seconds = max_seconds
-        self._verify_every = verify_every
         self._initial = initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
-        self._out = Outbox(index=index, clock=clock)
-        self._streams = Streams(index, engine=engine, out=self._out, clock=clock, ended=self._wake)
-        self._version = -1
-        self._next_verified = 0  # the first version from here on is
-        self._newest = -1  # the newest version that the relay has announced
-        self._admitted = 0  # training trajectories admitted under the version in use
-        self._received = 0  # of new ones
-        self._measuring = False
         self._expected: set[str] = set()  # on their way here from other replicas, under the version in use
-        self._open = False  # may begin new trajectories under the version in use
-        self._stopping = False
-        self._weights_wanted = asyncio.Event()
+        self._newest = -1  # the newest version that the relay has announced
+        self._weights_wanted = asyncio.Event()  # set when new weights may be due
+        self._weights_kept = asyncio.Lock()  # held while weights change, or must not
+        self._told = asyncio.Event()  # set once the loss of the engine was raised
+        self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
+        self._out = Outbox(index=index, clock=clock)
+        self._streams = Streams(engine, self._out, ended=self._weights_wanted.set, lost=self._lose)
+        self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 
     # ---- called by the controller
 
     def submit(self, assignments: Sequence[Assignment]) -> None:
         """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
-        self._received += sum(assignment.version is None for assignment in assignments)
+        self._admission.received += sum(assignment.version is None for assignment in assignments)
         self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
         for assignment in assignments:
-            if self._closed and assignment.kind is Kind.TRAIN:
+            if not self._admission.trains and assignment.kind is Kind.TRAIN:
                 self._streams.hand_back(assignment)
-            elif assignment.version is None or (assignment.version == self._version and self._serves):
-                self._start(assignment)
+            elif assignment.version is None or (assignment.version == self._loader.version and self._serves):
+                self._admission.count(assignment)
+                self._streams.start(assignment)
             else:
                 self._pinned.append(assignment)
         if self._pinned:
@@ -99,33 +88,63 @@ class Replica:
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
         """End these wherever they are; what they have is reported with finish reason ABORT."""
         self._hand_back_pinned(trajectory_ids)
-        await self._streams.abort(trajectory_ids)
+        with self._watching_for_loss():
+            await self._streams.abort(trajectory_ids)
 
-    # ---- repacking
+    async def stop(self) -> None:
+        """Admit nothing more and interrupt all training; partial responses are reported."""
+        self._admission.stop()
+        self._expected.clear()
+        assignments = [*self._pinned, *(running.assignment for running in self._running.values())]
+        await self.abort([item.trajectory_id for item in assignments if item.kind is Kind.TRAIN])
+
+    async def collect(self, timeout_s: float) -> ReplicaReport:
+        """The next report: soon after something finished or changed, else after `timeout_s`.
+
+        Raises `EngineLostError` after the last report of a lost engine.
+        """
+        if self._admission.loss is not None and not self._out.urgent.is_set():
+            self._told.set()
+            raise self._admission.loss
+        await self._out.wait(timeout_s)
+        status = self._look()
+        admissible = 0 if self._pinned else self._admission.admissible(num_running=len(self._running))
+        return self._out.take(status, admissible=admissible, received=self._admission.received)
+
+    async def measure_speed(
+        self, *, vocab: int, max_len: int, sampling: SamplingParams
+    ) -> tuple[EngineSpeed, bool]:
+        """Speed of the engine, once that has weights, and True if it had nothing else to do. New weights wait.
+
+        Raises `EngineLostError`, after the last report.
+        """
+        await self._streams.serving.wait()
+        try:
+            async with self._weights_kept:
+                bounds = EngineBounds(
+                    vocab=vocab,
+                    slots=self._max_batch,
+                    max_len=max_len,
+                    kv_capacity=self._engine.status().kv_capacity,
+                    sampling=sampling,
+                )
+                idle = not self._running
+                return await measure_speed(self._engine, bounds, self._clock), idle
+        except EngineLostError as error:
+            self._lose(error)
+            await self._told.wait()
+            raise
+
+    # ---- called for repacking
 
     async def survey(self) -> Survey:
-        """What it has at this moment; nothing, if its engine is lost, so that its last report comes first."""
-        nothing = Survey(
-            replica=self.index,
-            version=self._version,
-            slots=self._max_batch,
-            kv_used=0,
-            kv_capacity=1,
-            running=(),
-            settled=False,
-        )
-        if self._streams.engine_error is not None:
-            return nothing
-        try:
-            status = self._engine.status()
-        except EngineLostError as error:
-            self._streams.lose_engine(error)
-            return nothing
+        """Everything it has now; nothing, if its engine is lost, so that its last report comes first."""
+        status = self._look()
         await asyncio.sleep(0)  # what the engine has just delivered is taken first
-        training = self._streams.training
+        training = [] if self._admission.state is ReplicaState.LOST else self._streams.training
         return Survey(
             replica=self.index,
-            version=self._version,
+            version=self._loader.version,
             slots=self._max_batch,
             kv_used=status.kv_used,
             kv_capacity=status.kv_capacity,
@@ -134,35 +153,15 @@ class Replica:
             settled=len(training) == len(self._running) and not self._pinned and self._keeps_version,
         )
 
-    async def measure_speed(
-        self, *, vocab: int, max_len: int, sampling: SamplingParams
-    ) -> tuple[EngineSpeed, bool]:
-        """Of its engine, once that has weights; and whether it had nothing else to do. New ones wait meanwhile."""
-        await self._streams.serving.wait()
-        self._measuring = True
-        try:
-            bounds = EngineBounds(
-                vocab=vocab,
-                slots=self._max_batch,
-                max_len=max_len,
-                kv_capacity=self._engine.status().kv_capacity,
-                sampling=sampling,
-            )
-            idle = not self._running
-            return await measure_speed(self._engine, bounds, self._clock), idle
-        finally:
-            self._measuring = False
-            self._weights_wanted.set()
-
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Whether it promises to keep `version` until all of these have come or are called off."""
-        if version != self._version or not self._keeps_version:
+        """Promise to keep `version` until all of these have come or are called off; False if it cannot."""
+        if version != self._loader.version or not self._keeps_version:
             return False
         self._expected.update(trajectory_ids)
         return True
 
     def call_off(self, trajectory_ids: Sequence[str]) -> None:
-        """These will not come."""
+        """Expect these no more."""
         self._expected.difference_update(trajectory_ids)
         self._weights_wanted.set()
 
@@ -174,32 +173,9 @@ class Replica:
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
         """`abort` for those that go on elsewhere: the report is awaited, so it goes out with their last words."""
         self._hand_back_pinned(trajectory_ids)
-        await self._streams.give_up(trajectory_ids)
+        with self._watching_for_loss():
+            await self._streams.give_up(trajectory_ids)
         self._out.at_once()
-
-    @property
-    def _keeps_version(self) -> bool:
-        """It serves a version and is not about to leave it."""
-        return self._serves and not self._closed and bool(self._running)
-
-    async def stop(self) -> None:
-        """Admit nothing more and interrupt all training; partial responses are reported."""
-        self._stopping = True
-        self._open = False
-        self._expected.clear()
-        assignments = [*self._pinned, *(running.assignment for running in self._running.values())]
-        await self.abort([item.trajectory_id for item in assignments if item.kind is Kind.TRAIN])
-
-    async def collect(self, timeout_s: float) -> ReplicaReport:
-        """The next report: soon after something finished or changed, else after `timeout_s`.
-
-        Raises `EngineLostError` after the last report of a lost engine.
-        """
-        error = self._streams.engine_error
-        if error is not None and not self._out.urgent.is_set():
-            raise error
-        await self._out.wait(timeout_s)
-        return self._out.take(self._engine.status(), admissible=self._admissible, received=self._received)
 
     # ---- loops of the process
 
@@ -213,138 +189,111 @@ class Replica:
             tasks.create_task(self._refresh_weights(), name="refresh-weights")
             tasks.create_task(self._watch_partials(), name="watch-partials")
 
+    async def _watch_engine(self) -> None:
+        with self._watching_for_loss():
+            await self._engine.watch()
+
     async def _follow_relay(self) -> None:
         while True:
             self._newest = await self._weights.wait_newer(self._newest)
             self._weights_wanted.set()
 
-    async def _watch_engine(self) -> None:
-        try:
-            await self._engine.watch()
-        except EngineLostError as error:
-            self._streams.lose_engine(error)
-
     async def _refresh_weights(self) -> None:
-        while self._streams.engine_error is None:
+        while self._admission.state is not ReplicaState.LOST:
             await self._weights_wanted.wait()
             self._weights_wanted.clear()
-            try:
-                await self._refresh()
-            except EngineLostError as error:
-                self._streams.lose_engine(error)
+            async with self._weights_kept:
+                with self._watching_for_loss():
+                    await self._refresh()
 
     async def _refresh(self) -> None:
-        if self._measuring:
-            return
-        if not self._running and self._expected:
+        if self._running:
+            if not self._pinned and self._newest > self._loader.version and self._may_swap():
+                await self._loader.swap(self._policy, may_swap=self._may_swap)
+        elif self._expected:
             return  # it has promised to keep its version
-        if self._pinned:
-            if not self._running:
-                await self._load_pinned()
-        elif not self._running:
-            await self._begin_round()
-        elif self._newest > self._version and self._may_swap:
-            await self._swap_in_flight()
+        elif self._pinned:
+            await self._load_pinned()
+        else:
+            await self._begin_batch()
 
     async def _watch_partials(self) -> None:
         while True:
             await asyncio.sleep(self._partial_interval_s)
             if self._max_seconds is not None:
-                await self._streams.cut_overdue(self._max_seconds)
+                with self._watching_for_loss():
+                    await self._streams.cut_overdue(self._max_seconds)
             self._streams.report_partials(self._partial_interval_s)
 
     # ---- weights
 
-    async def _begin_round(self) -> None:
+    async def _begin_batch(self) -> None:
         """Take the newest weights and, unless it stops, admit a batch."""
-        if self._newest > self._version:
-            await self._load(None)
+        if self._newest > self._loader.version:
+            await self._loader.load(None)
         # what came while the weights were loaded begins under them
-        self._admitted = sum(_is_new(running.assignment) for running in self._running.values())
-        self._open = not self._closed
+        self._admission.begin_batch(admitted=sum(is_new(item.assignment) for item in self._running.values()))
         self._out.at_once()
 
     async def _load_pinned(self) -> None:
-        """Load the version that waiting trajectories must continue under; the round stays closed."""
+        """Load the version that waiting trajectories must continue under; new ones may join the newest alone."""
         version = self._pinned[0].version
         assert version is not None, "only pinned trajectories wait"
         try:
-            if version > self._version:
-                await self._load(version)
+            if version > self._loader.version:
+                await self._loader.load(version)
         except VersionLostError:
             self._streams.serving.set()
-            self._out.lost += [a.trajectory_id for a in self._pinned if a.version == version]
-            self._pinned = deque(a for a in self._pinned if a.version != version)
+            self._out.lost += [item.trajectory_id for item in self._pinned if item.version == version]
+            self._pinned = deque(item for item in self._pinned if item.version != version)
             self._weights_wanted.set()
-            self._out.urgent.set()
-            return
-        self._open = self._version >= self._newest and not self._closed
+        else:
+            self._admission.continue_batch(newest=self._loader.version >= self._newest)
+            self._start_pinned()
+        self._out.urgent.set()
+
+    def _start_pinned(self) -> None:
+        """Start what waited for the version in use; what is older is handed back, for no engine goes back."""
         waiting, self._pinned = self._pinned, deque()
         for assignment in waiting:
-            if assignment.version == self._version:
-                self._admitted += assignment.kind is Kind.TRAIN  # this version was loaded for it
-                self._start(assignment)
-            elif (assignment.version or 0) < self._version:
-                self._streams.hand_back(assignment)  # its weights were overtaken while it was on its way here
+            if assignment.version == self._loader.version:
+                self._admission.count_pinned(assignment)
+                self._streams.start(assignment)
+            elif (assignment.version or 0) < self._loader.version:
+                self._streams.hand_back(assignment)
             else:
                 self._pinned.append(assignment)
         if not self._running:
             self._weights_wanted.set()
-        self._out.urgent.set()
 
-    async def _swap_in_flight(self) -> None:
-        """New weights under running trajectories, which go on under them; they run until the weights are here."""
-        began = self._clock.now()
-        pulled = await self._weights.pull()
-        if not self._may_swap:
-            return  # what came meanwhile must end first
-        self._streams.serving.clear()
-        interrupted = await self._streams.interrupt() if self._policy is OnNewWeights.RESUME else []
-        if self._policy is not OnNewWeights.RESUME:
-            await self._engine.pause(PAUSES[self._policy])
-        await self._install(pulled, began)
-        await self._engine.resume()
-        self._streams.resubmit(interrupted)
-        self._out.urgent.set()
-
-    async def _load(self, version: int | None) -> None:
-        """Pull and load while nothing runs."""
-        began = self._clock.now()
-        self._streams.serving.clear()
-        await self._install(await self._weights.pull(version), began)
-
-    async def _install(self, pulled: PulledVersion, began: float) -> None:
-        await self._engine.load_weights(Path(pulled.path), pulled.version)
-        checksum = None
-        if self._verify_every and pulled.version >= self._next_verified:
-            checksum = await self._engine.checksum()
-            self._next_verified = (pulled.version // self._verify_every + 1) * self._verify_every
-        self._version = pulled.version
-        self._streams.serving.set()
-        elapsed = self._clock.now() - began
-        self._out.loads.append(Load(pulled.version, pulled.digest, elapsed, checksum))
-        log.info("replica %d serves version %d after %.3f s", self.index, pulled.version, elapsed)
-
-    @property
     def _may_swap(self) -> bool:
-        """Not `drain`, and nothing runs that must keep its version."""
+        """True unless it drains, stops, or runs an evaluation, which keeps its version."""
         evaluating = any(running.assignment.kind is Kind.EVAL for running in self._running.values())
-        return self._policy is not OnNewWeights.DRAIN and not self._closed and not evaluating
+        return self._policy is not OnNewWeights.DRAIN and self._admission.trains and not evaluating
 
-    # ---- what it admits
+    # ---- the loss of the engine
 
-    def _start(self, assignment: Assignment) -> None:
-        self._admitted += _is_new(assignment)
-        self._streams.start(assignment)
+    @contextlib.contextmanager
+    def _watching_for_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineLostError as error:
+            self._lose(error)
 
-    def _hand_back_pinned(self, trajectory_ids: Sequence[str]) -> None:
-        for assignment in [waiting for waiting in self._pinned if waiting.trajectory_id in trajectory_ids]:
-            self._pinned.remove(assignment)
-            self._streams.hand_back(assignment)
+    def _lose(self, error: EngineLostError) -> None:
+        if self._admission.state is not ReplicaState.LOST:
+            log.error("replica %d lost its engine: %s", self.index, error)
+        self._admission.lose(error)
+        self._streams.report_all()
 
-    def _wake(self) -> None:
-        """New weights may have waited for this."""
-        self._weights_wanted.set()
+    def _look(self) -> EngineStatus:
+        """Status of the engine; a lost one holds nothing."""
+        if self._admission.state is not ReplicaState.LOST:
+            with self._watching_for_loss():
+                return self._engine.status()
+        return EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=self._loader.version)
+
+    # ---- what it has
 
     @property
     def _running(self) -> Mapping[str, Running]:
@@ -352,24 +301,15 @@ class Replica:
 
     @property
     def _serves(self) -> bool:
-        """Not while weights are loaded."""
+        """True unless weights are being loaded."""
         return self._streams.serving.is_set()
 
     @property
-    def _closed(self) -> bool:
-        """It takes up no training any more."""
-        return self._stopping or self._streams.engine_error is not None
+    def _keeps_version(self) -> bool:
+        """True if it serves a version and is not about to leave it."""
+        return self._serves and self._admission.trains and bool(self._running)
 
-    @property
-    def _admissible(self) -> int:
-        """Training trajectories it takes now."""
-        if not self._open or self._closed or self._pinned:
-            return 0
-        if self._policy is OnNewWeights.DRAIN:
-            return self._batch - self._admitted
-        return self._max_batch + self._max_batch // 4 - len(self._running)
-
-
-def _is_new(assignment: Assignment) -> bool:
-    """It counts as admitted under the version in use; one that must keep its version was admitted elsewhere."""
-    return assignment.kind is Kind.TRAIN and assignment.version is None
+    def _hand_back_pinned(self, trajectory_ids: Sequence[str]) -> None:
+        for assignment in [waiting for waiting in self._pinned if waiting.trajectory_id in trajectory_ids]:
+            self._pinned.remove(assignment)
+            self._streams.hand_back(assignment)

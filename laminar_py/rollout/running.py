@@ -6,6 +6,7 @@ sampling mask and, stream by stream, the experts of every position, where they a
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
@@ -20,9 +21,18 @@ _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
 
+class StreamState(Enum):
+    """Place of a trajectory on its replica; `Streams` makes the transitions."""
+
+    OUTSIDE = "outside"  # waits until the engine serves
+    IN_ENGINE = "in engine"
+    INTERRUPTED = "interrupted"  # by new weights, under which it goes on here
+    ENDED = "ended"
+
+
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """State of an assignment, e.g. `begin(assignment, now)`; `prefix` has tokens if it was interrupted before."""
+    """An assignment as it runs, e.g. `begin(assignment, now)`; with a prefix if it was interrupted before."""
 
     assignment: Assignment
     submitted_s: float
@@ -37,13 +47,12 @@ class Running:
     masks: list[SamplingMask] = field(default_factory=list)
     experts: list[RoutedExperts] = field(default_factory=list)
     first_token_s: float | None = None
-    resubmit: bool = False  # interrupted for new weights, goes on here
+    state: StreamState = StreamState.OUTSIDE
     wall_cut: bool = False
-    in_engine: bool = False
     task: "asyncio.Task[None] | None" = None
 
     def request(self) -> GenerateRequest:
-        """What the engine is asked for, now or again: a new stream that begins where the response stands."""
+        """Ask the engine, now or again: a new stream begins where the response stands."""
         item = self.assignment
         self.stream = self.length
         so_far = np.concatenate([self.prefix, *self.ids])
@@ -57,7 +66,7 @@ class Running:
         )
 
     def held(self) -> Held:
-        """What a survey says of it."""
+        """Entry of a survey."""
         return Held(self.assignment.trajectory_id, len(self.assignment.prompt_ids) + self.length, self.length)
 
     def used_s(self, now: float) -> float:
@@ -95,7 +104,7 @@ class Running:
     def progress(
         self, reason: FinishReason | None, now: float, *, broken: Break | None = None, refusal: str = ""
     ) -> Progress:
-        """All that was not reported yet; it counts as reported from here on."""
+        """Everything not reported yet, which counts as reported from here on."""
         ids = np.concatenate(self.ids) if self.ids else _NO_IDS
         logprobs = np.concatenate(self.logprobs) if self.logprobs else _NO_LOGPROBS
         mask = join_masks(self.masks) if self.masks else None

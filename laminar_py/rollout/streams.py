@@ -1,8 +1,14 @@
 """The trajectories that a replica runs in its engine. Owned by `replica`, which says when weights change.
 
-Each is one task that follows one stream of the engine. OUTSIDE (weights are being loaded) -> IN ENGINE -> ended,
-or OUTSIDE again where new weights interrupt it. Invariant: every token is reported once, in order, with the
-version that the engine stamped on it. When the engine is lost, all that it gave is reported.
+Each is one task that follows one stream of the engine:
+
+    OUTSIDE -> IN_ENGINE       the engine serves
+    IN_ENGINE -> INTERRUPTED   new weights break the stream off (`interrupt`)
+    INTERRUPTED -> OUTSIDE     they are loaded (`resubmit`)
+    any -> ENDED               the engine's last word, a refusal, or an abort
+
+Invariant: every token is reported once, in order, with the version that the engine stamped on it. When the engine
+is lost, all that it gave is reported.
 """
 
 import asyncio
@@ -10,42 +16,45 @@ import logging
 from collections.abc import Callable, Iterable
 
 from laminar_py.records.engine import PauseMode
-from laminar_py.records.protocols import Clock, EngineLostError, InferenceEngine
+from laminar_py.records.protocols import EngineLostError, InferenceEngine, RefusedError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Break, FinishReason, Kind
 from laminar_py.rollout.outbox import Outbox
-from laminar_py.rollout.running import Running, begin, handed_back
+from laminar_py.rollout.running import Running, StreamState, begin, handed_back
 
 log = logging.getLogger(__name__)
 
 
 class Streams:
-    """What replica `index` runs; `ended()` is called whenever one leaves it."""
+    """Trajectories on one replica; `ended()` is called whenever one leaves, `lost()` if the engine is."""
 
     def __init__(
-        self, index: int, *, engine: InferenceEngine, out: Outbox, clock: Clock, ended: Callable[[], None]
+        self,
+        engine: InferenceEngine,
+        out: Outbox,
+        *,
+        ended: Callable[[], None],
+        lost: Callable[[EngineLostError], None],
     ) -> None:
         self.running: dict[str, Running] = {}
         self.serving = asyncio.Event()  # cleared while weights are loaded: nothing enters the engine
-        self.engine_error: EngineLostError | None = None
-        self._index = index
         self._engine = engine
         self._out = out
-        self._clock = clock
         self._left = ended
+        self._lost = lost
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
-        """The tasks of the streams are to run there."""
+        """Let the tasks of the streams run there."""
         self._tasks = tasks
 
     @property
     def training(self) -> list[Running]:
-        """Those that are not of an evaluation."""
+        """Trajectories that are not of an evaluation."""
         return [running for running in self.running.values() if running.assignment.kind is Kind.TRAIN]
 
     def start(self, assignment: Assignment) -> None:
-        """It enters the engine as soon as that serves."""
-        running = begin(assignment, self._clock.now())
+        """Let it enter the engine as soon as that serves."""
+        running = begin(assignment, self._out.clock.now())
         self.running[assignment.trajectory_id] = running
         self._spawn(running)
 
@@ -64,16 +73,17 @@ class Streams:
     async def give_up(self, trajectory_ids: Iterable[str]) -> None:
         """`abort`, and their last words are here."""
         wanted = [running for name in trajectory_ids if (running := self.running.get(name)) is not None]
-        streams = [running.task for running in wanted if running.in_engine and running.task is not None]
+        inside = (StreamState.IN_ENGINE, StreamState.INTERRUPTED)
+        streams = [running.task for running in wanted if running.state in inside and running.task is not None]
         await self.abort(running.assignment.trajectory_id for running in wanted)
         if streams:
             await asyncio.wait(streams)
 
     async def interrupt(self) -> list[Running]:
-        """Abort everything in the engine; what is to be submitted again."""
-        interrupted = [running for running in self.running.values() if running.in_engine]
+        """Abort everything in the engine; returns what is to be submitted again."""
+        interrupted = [one for one in self.running.values() if one.state is StreamState.IN_ENGINE]
         for running in interrupted:
-            running.resubmit = True
+            running.state = StreamState.INTERRUPTED
         await self._engine.pause(PauseMode.ABORT)
         streams = [running.task for running in interrupted if running.task is not None]
         if streams:  # else all that runs still waits to enter the engine
@@ -81,44 +91,40 @@ class Streams:
         return interrupted
 
     def resubmit(self, interrupted: Iterable[Running]) -> None:
-        """Those that were not ended meanwhile go on where they stand."""
+        """Go on with those that were not ended meanwhile, where they stand."""
         for running in interrupted:
-            if running.resubmit:
-                running.resubmit = False
+            if running.state is StreamState.INTERRUPTED:
                 self._spawn(running)
 
     async def cut_overdue(self, max_seconds: float) -> None:
         """End those that have generated for longer."""
-        now = self._clock.now()
+        now = self._out.clock.now()
         for name, running in list(self.running.items()):
             if running.first_token_s is not None and running.used_s(now) > max_seconds:
                 running.wall_cut = True
                 await self._engine.abort(name)
 
     async def _abort(self, running: Running) -> None:
-        if running.in_engine and not running.resubmit:
+        if running.state is StreamState.IN_ENGINE:
             await self._engine.abort(running.assignment.trajectory_id)
             return
-        running.resubmit = False  # it waits for weights, outside the engine
-        if running.task is not None:
+        if running.task is not None:  # it waits for weights
             running.task.cancel()
+        running.state = StreamState.OUTSIDE
         self._ended(running, FinishReason.ABORT)
 
     # ---- reporting them
 
     def report_partials(self, interval_s: float) -> None:
-        """What was not reported for so long."""
-        now = self._clock.now()
+        """Report what has waited for so long."""
+        now = self._out.clock.now()
         for running in self.running.values():
             if running.ids and now - running.reported_s >= interval_s:
                 self._report(running, None)
                 self._out.urgent.set()
 
-    def lose_engine(self, error: EngineLostError) -> None:
-        """Report all that it gave."""
-        if self.engine_error is None:
-            log.error("replica %d lost its engine: %s", self._index, error)
-            self.engine_error = error
+    def report_all(self) -> None:
+        """Report everything that the engine gave."""
         for running in self.running.values():
             if running.ids:
                 self._report(running, None)
@@ -128,25 +134,25 @@ class Streams:
 
     def _spawn(self, running: Running) -> None:
         name = running.assignment.trajectory_id
-        running.in_engine = False
+        running.state = StreamState.OUTSIDE
         running.task = self._tasks.create_task(self._generate(running), name=name)
 
     async def _generate(self, running: Running) -> None:
         await self.serving.wait()
-        running.in_engine = True
+        running.state = StreamState.IN_ENGINE
         name = running.assignment.trajectory_id
         try:
             async for delta in self._engine.generate(running.request()):
                 if self.running.get(name) is running:  # else it was ended outside the engine
-                    running.take(delta, self._clock.now())
+                    running.take(delta, self._out.clock.now())
                     if delta.finish_reason is not None:
                         self._ended(running, delta.finish_reason)
         except EngineLostError as error:
             if self.running.get(name) is running:
                 self._report(running, None, broken=Break.CUT)
-            self.lose_engine(error)
-        except ValueError as error:  # the request's fault, not the engine's
-            log.error("replica %d: %s", self._index, error)
+            self._lost(error)
+        except RefusedError as error:  # the request's fault, not the engine's
+            log.error("replica %d: %s", self._out.index, error)
             if self.running.get(name) is running:
                 self._report(running, None, refusal=str(error))
                 self._remove(running)
@@ -154,15 +160,15 @@ class Streams:
     def _ended(self, running: Running, reason: FinishReason) -> None:
         running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
         if running.wall_cut:
-            running.resubmit, reason = False, FinishReason.LENGTH
-        if reason is FinishReason.ABORT and running.resubmit:
+            reason = FinishReason.LENGTH
+        if reason is FinishReason.ABORT and running.state is StreamState.INTERRUPTED:
             self._report(running, None, broken=Break.NEW_WEIGHTS)
             return
-        running.resubmit = False
         self._report(running, reason)
         self._remove(running)
 
     def _remove(self, running: Running) -> None:
+        running.state = StreamState.ENDED
         del self.running[running.assignment.trajectory_id]
         self._left()
         self._out.urgent.set()
@@ -170,5 +176,5 @@ class Streams:
     def _report(
         self, running: Running, reason: FinishReason | None, *, broken: Break | None = None, refusal: str = ""
     ) -> None:
-        now = self._clock.now()
+        now = self._out.clock.now()
         self._out.progress.append(running.progress(reason, now, broken=broken, refusal=refusal))

@@ -1,14 +1,20 @@
 """Peak memory of a run: summed PSS of the controller and all its descendants, and shared memory."""
 
+import asyncio
 import contextlib
 import os
 from pathlib import Path
 
 import psutil
 
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.telemetry.stats import Stats
+
+EVERY_S = 10.0
+
 
 def processes() -> list[psutil.Process]:
-    """This process and everything below it."""
+    """Own process and everything below it."""
     own = psutil.Process()
     return [own, *own.children(recursive=True)]
 
@@ -33,5 +39,15 @@ def folder_bytes(folder: Path) -> int:
 
 
 def used_bytes(pids: list[int], shm: Path) -> int:
-    """What these processes and the version folders in `shm` take; pages mapped twice may count twice."""
+    """Bytes that these processes and the version folders in `shm` take; pages mapped twice may count twice."""
     return sum(pss_bytes(pid) for pid in pids) + folder_bytes(shm)
+
+
+async def watch_memory(run: RunFolder, stats: Stats, shm: Path) -> None:
+    """Note the run's processes and their peak of memory until cancelled."""
+    while True:
+        pids = [process.pid for process in processes()]
+        run.note_processes(pids)
+        used = await asyncio.to_thread(used_bytes, pids, shm)
+        stats.peak_memory_bytes = max(stats.peak_memory_bytes, used)
+        await asyncio.sleep(EVERY_S)

@@ -7,15 +7,18 @@ not grow with the run.
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from laminar_py.records.metrics import StepMetrics
+from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.trajectory import Trajectory
+
+NOTHING_LEARNED = StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,71 +38,6 @@ class ReplicaActivity:
         return self.kv_used / self.kv_capacity
 
 
-@dataclass(slots=True, kw_only=True)
-class StepRow:
-    """One line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it."""
-
-    step: int
-    version: int
-    rl_s: float
-    reward: float  # mean over all trajectories scored since the last step; as before, if there were none
-    trajectories: int
-    trained_tokens: int
-    generated_tokens: int
-    staleness_mean: float
-    staleness_max: int
-    length_p50: int
-    length_p95: int
-    learner_s: float
-    learner_waiting_share: float
-    learner_busy_s: float  # sum so far
-    overlap_s: float  # of it, while some replica was generating
-    versions_alive: int
-    kv_use: float = 0.0  # share of the replicas' KV caches, mean over the RL phase so far
-    publish_stall_s: float = 0.0
-    reference_busy_s: float = 0.0  # sum so far, of a stage or, inside `learner_busy_s`, of the learner's own pass
-    waited_s: float = 0.0  # of this step: until the learner had its batch
-    reference_s: float = 0.0  # of `reference_busy_s`, since the step before
-    learner_tokens_per_s: float = 0.0  # of this step, prompts too
-    learner_flops_per_s: float = 0.0
-    mfu: float | None = None
-    loss: float = 0.0  # this and what follows: as in `types.StepMetrics` and `types.TokenMetrics`
-    grad_norm: float = 0.0
-    entropy: float = 0.0
-    ratio: float = 1.0
-    ratio_deviation: float = 0.0
-    ratio_max: float = 0.0
-    clip_fraction: float = 0.0
-    truncated_fraction: float = 0.0
-    kl_behaviour_k1: float = 0.0
-    kl_behaviour_k3: float = 0.0
-    kl_proximal_k1: float = 0.0
-    kl_proximal_k3: float = 0.0
-    kl_reference_k3: float = 0.0
-    effective_share: float = 1.0
-    advantage_mean: float = 0.0
-    advantage_std: float = 0.0
-    advantage_max: float = 0.0
-    mismatch_mean: float = 0.0
-    mismatch_p99: float = 0.0
-    mismatch_max: float = 0.0
-    skipped: int = 0
-    by_staleness: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetRow:
-    """One line of `fleet.jsonl`, one a second: what the replicas do. Sums are over the RL phase so far."""
-
-    rl_s: float
-    generated_tokens: int
-    kv_s: float  # seconds times the mean share of KV caches in use
-    versions: list[int]  # [replicas], as all that follow
-    running: list[int]
-    waiting: list[int]
-    kv_use: list[float]
-
-
 class Intervals:
     """Total time in which something was going on."""
 
@@ -109,7 +47,7 @@ class Intervals:
         self._since: float | None = None
 
     def set(self, on: bool) -> None:
-        """It goes on from now, or no longer."""
+        """Begin or end an interval now."""
         now = self._clock.now()
         if on and self._since is None:
             self._since = now
@@ -119,7 +57,7 @@ class Intervals:
 
     @property
     def on(self) -> bool:
-        """Whether it goes on."""
+        """True within an interval."""
         return self._since is not None
 
     @property
@@ -166,11 +104,11 @@ class Stats:
     # ---- fed by the controller
 
     def rl_phase(self, on: bool) -> None:
-        """The RL phase goes on, or pauses for an evaluation off its clock."""
+        """Begin or end the RL phase, which pauses for an evaluation off its clock."""
         self._rl.set(on)
 
     def generating(self, on: bool) -> None:
-        """Whether any replica has work."""
+        """Note that a replica has work, or that none has."""
         self._generating.set(on)
 
     def on_report(self, report: ReplicaReport) -> None:
@@ -216,26 +154,16 @@ class Stats:
         versions_alive: int,
         stall_s: float,
     ) -> StepRow:
-        """The line of a committed step."""
-        totals = self.totals
+        """The row of a committed step; `metrics` are None where no group had signal and nothing was learned."""
+        learned, totals = metrics or NOTHING_LEARNED, self.totals
         staleness = [trajectory.staleness(version) for trajectory in batch]
-        totals.staleness.update(staleness)
-        totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
-        totals.generated_tokens = self._generated_before + generated_tokens
-        totals.versions_alive_max = max(totals.versions_alive_max, versions_alive)
-        totals.reference_busy_s += metrics.reference_s if metrics else 0.0
-        got, now = self._got_rl_s, self.rl_s
-        waited_s = (now if got is None else got) - self._free_rl_s
-        reference_s = totals.reference_busy_s - self._referred_s
-        self._free_rl_s, self._got_rl_s, self._referred_s = now, None, totals.reference_busy_s
-        rewards, self._rewards = self._rewards, []
-        if rewards:
-            self._reward = math.fsum(rewards) / len(rewards)  # whatever came first
-        row = StepRow(
+        self._count(batch, staleness, learned, generated_tokens=generated_tokens, versions_alive=versions_alive)
+        waited_s, reference_s = self._end_step(now := self.rl_s)
+        return StepRow(
             step=step,
             version=version,
             rl_s=now,
-            reward=self._reward,
+            reward=self._mean_reward(),
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
             generated_tokens=totals.generated_tokens,
@@ -243,7 +171,7 @@ class Stats:
             staleness_max=max(staleness, default=0),
             length_p50=quantile(totals.lengths, 0.50),
             length_p95=quantile(totals.lengths, 0.95),
-            learner_s=metrics.elapsed_s if metrics else 0.0,
+            learner_s=learned.elapsed_s,
             learner_waiting_share=self.learner_waiting_share,
             learner_busy_s=totals.learner_busy_s,
             overlap_s=totals.overlap_s,
@@ -253,21 +181,53 @@ class Stats:
             reference_busy_s=totals.reference_busy_s,
             waited_s=waited_s,
             reference_s=reference_s,
+            learner_tokens_per_s=learned.tokens_per_s,
+            learner_flops_per_s=learned.flops_per_s,
+            mfu=learned.mfu,
+            loss=learned.loss,
+            grad_norm=learned.grad_norm,
+            mismatch_mean=learned.mismatch.mean,
+            mismatch_p99=learned.mismatch.p99,
+            mismatch_max=learned.mismatch.max,
+            skipped=learned.skipped,
+            by_staleness=learned.by_staleness,
+            **learned.tokens.figures,
         )
-        if metrics is not None:
-            row.loss, row.grad_norm = metrics.loss, metrics.grad_norm
-            row.skipped, mismatch = metrics.skipped, metrics.mismatch
-            row.learner_tokens_per_s, row.learner_flops_per_s = metrics.tokens_per_s, metrics.flops_per_s
-            row.mfu = metrics.mfu
-            row.mismatch_mean, row.mismatch_p99, row.mismatch_max = mismatch.mean, mismatch.p99, mismatch.max
-            row.by_staleness = {name: msgspec.structs.asdict(one) for name, one in metrics.by_staleness.items()}
-            for name, value in msgspec.structs.asdict(metrics.tokens).items():
-                if name != "num_tokens":  # `trained_tokens` counts
-                    setattr(row, name, value)
-        return row
+
+    def _count(
+        self,
+        batch: Sequence[Trajectory],
+        staleness: Sequence[int],
+        learned: StepMetrics,
+        *,
+        generated_tokens: int,
+        versions_alive: int,
+    ) -> None:
+        """Add a step to the totals."""
+        totals = self.totals
+        totals.staleness.update(staleness)
+        totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
+        totals.generated_tokens = self._generated_before + generated_tokens
+        totals.versions_alive_max = max(totals.versions_alive_max, versions_alive)
+        totals.reference_busy_s += learned.reference_s
+
+    def _end_step(self, now: float) -> tuple[float, float]:
+        """Seconds of this step without a batch, and in the reference model; the next one begins `now`."""
+        got = self._got_rl_s
+        waited_s = (now if got is None else got) - self._free_rl_s
+        reference_s = self.totals.reference_busy_s - self._referred_s
+        self._free_rl_s, self._got_rl_s, self._referred_s = now, None, self.totals.reference_busy_s
+        return waited_s, reference_s
+
+    def _mean_reward(self) -> float:
+        """Mean since the step before; without any, the last one that there was."""
+        rewards, self._rewards = self._rewards, []
+        if rewards:
+            self._reward = math.fsum(rewards) / len(rewards)  # whatever came first
+        return self._reward
 
     def fleet(self, generated_tokens: int) -> FleetRow:
-        """What the replicas do now."""
+        """Row of what the replicas do now."""
         replicas = self.replicas
         return FleetRow(
             rl_s=round(self.rl_s, 3),
@@ -288,7 +248,7 @@ class Stats:
 
     @property
     def in_rl(self) -> bool:
-        """Whether the RL phase goes on."""
+        """True while the RL phase goes on."""
         return self._rl.on
 
     @property

@@ -16,7 +16,7 @@ from laminar_py.telemetry.stats import Stats, quantile
 ROOT = "relay-0"  # which holds what the learner wrote: nothing comes to it
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class LengthFigures(msgspec.Struct, frozen=True):
     """Response tokens of training trajectories."""
 
     p50: int
@@ -42,7 +42,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StalenessFigures(msgspec.Struct, frozen=True):
-    """Of consumed trajectories, in versions."""
+    """Staleness of consumed trajectories, in versions."""
 
     mean: float
     max: int
@@ -58,7 +58,7 @@ class RelayFigures(msgspec.Struct, frozen=True):
 
 
 class RepackFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What moved between replicas."""
+    """Moves between replicas."""
 
     rounds: int  # in which anything did
     running: int  # trajectories with what they had
@@ -75,7 +75,7 @@ class CheckpointFigures(msgspec.Struct, frozen=True):
     elapsed_s: float | None  # until it was on disk
 
 
-class Evaluation(msgspec.Struct, frozen=True):
+class EvaluationFigures(msgspec.Struct, frozen=True):
     """Held-out accuracy of a version, `rl_s` seconds into RL."""
 
     step: int
@@ -85,7 +85,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run achieved; durations in seconds, memory in bytes."""
+    """Achievements of a run; durations in seconds, memory in bytes."""
 
     run: str
     finished: bool
@@ -93,7 +93,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_end: float | None
     rl_seconds: float
     steps: int
-    response_length: Lengths
+    response_length: LengthFigures
     tokens: Tokens
     trained_tokens_per_s: float
     trajectories: Counts
@@ -103,7 +103,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     learner_waiting_share: float
     peak_memory_bytes: int
     restarts: dict[str, int]
-    evaluations: list[Evaluation]
+    evaluations: list[EvaluationFigures]
     relay: RelayFigures
     checkpoints: CheckpointFigures
     kv_use: float  # mean share of the replicas' KV caches over the RL phase
@@ -111,7 +111,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_relay(connection: sqlite3.Connection) -> RelayFigures:
-    """What the ledger says of the relay. A version whose learner died over it has no stall on record."""
+    """Read how weights travelled. A version whose learner died over it has no stall on record."""
     stalls = [stall_s for (stall_s,) in connection.execute("SELECT stall_s FROM version")]
     spreads: dict[int, float] = {}
     wire_bytes = num_bytes = 0
@@ -134,7 +134,7 @@ def read_relay(connection: sqlite3.Connection) -> RelayFigures:
 
 
 def read_repack(connection: sqlite3.Connection) -> RepackFigures:
-    """What the ledger says of rounds of repacking."""
+    """Read the rounds of repacking."""
     with closing(connection.execute("SELECT body FROM event WHERE kind = 'repacked'")) as rows:
         rounds = [event for (body,) in rows if isinstance(event := decode_event(body), Repacked)]
     return RepackFigures(
@@ -147,7 +147,7 @@ def read_repack(connection: sqlite3.Connection) -> RepackFigures:
 
 
 def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
-    """What the ledger says of checkpoints, also of those that were deleted or gone back behind."""
+    """Read the checkpoints, also of those that were deleted or gone back behind."""
     with closing(connection.execute("SELECT body FROM event WHERE kind = 'checkpointed'")) as rows:
         events = [event for (body,) in rows if isinstance(event := decode_event(body), Checkpointed)]
     if not events:
@@ -157,61 +157,67 @@ def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
     )
 
 
+def _lengths(connection: sqlite3.Connection) -> LengthFigures:
+    lengths = _counts(connection, "length", "finish_reason IS NOT NULL")
+    return LengthFigures(quantile(lengths, 0.5), quantile(lengths, 0.95), quantile(lengths, 0.99))
+
+
+def _staleness(connection: sqlite3.Connection) -> StalenessFigures:
+    staleness = _counts(connection, "staleness", "status = 'consumed'")
+    total = sum(value * count for value, count in staleness.items())
+    return StalenessFigures(total / max(1, staleness.total()), max(staleness, default=0))
+
+
+def _counts(connection: sqlite3.Connection, column: str, condition: str) -> Counter[int]:
+    """How many training trajectories of a condition have each value of a column."""
+    query = f"SELECT {column}, count(*) FROM trajectory WHERE kind = 'train' AND {condition} GROUP BY {column}"
+    with closing(connection.execute(query)) as rows:
+        return Counter(dict(rows))
+
+
+def _trajectories(connection: sqlite3.Connection) -> Counts:
+    account = read_accounting(connection).train
+    return Counts(
+        issued=account.issued,
+        consumed=account.consumed,
+        dropped=sum(account.dropped.values()),
+        live=account.live,
+        dropped_by_reason={str(reason): count for reason, count in account.dropped.items()},
+    )
+
+
+def _evaluations(connection: sqlite3.Connection) -> list[EvaluationFigures]:
+    query = "SELECT step, version, rl_s, accuracy FROM evaluation ORDER BY rl_s, seq"
+    return [EvaluationFigures(*row) for row in connection.execute(query)]
+
+
 def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int]) -> Summary:
     """Write and return the summary of a run whose ledger is up to date."""
+    totals = stats.totals
     with reading(run.path) as connection:
-        lengths, staleness = Counter[int](), Counter[int]()
-        train = "kind = 'train' AND"
-        with closing(
-            connection.execute(
-                f"SELECT length, count(*) FROM trajectory WHERE {train} finish_reason IS NOT NULL GROUP BY length"
-            )
-        ) as rows:
-            lengths.update(dict(rows))
-        with closing(
-            connection.execute(
-                f"SELECT staleness, count(*) FROM trajectory WHERE {train} status = 'consumed' GROUP BY staleness"
-            )
-        ) as rows:
-            staleness.update(dict(rows))
-        evaluations = [
-            Evaluation(*row)
-            for row in connection.execute(
-                "SELECT step, version, rl_s, accuracy FROM evaluation ORDER BY rl_s, seq"
-            )
-        ]
-        account = read_accounting(connection).train
-        relay, repack, checkpoints = read_relay(connection), read_repack(connection), read_checkpoints(connection)
-        steps = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0]
-    consumed = max(1, staleness.total())
-    summary = Summary(
-        run=str(run.path),
-        finished=finished,
-        accuracy_start=next((e.accuracy for e in evaluations if e.step == 0), None),
-        accuracy_end=evaluations[-1].accuracy if finished and evaluations else None,
-        rl_seconds=stats.rl_s,
-        steps=steps,
-        response_length=Lengths(quantile(lengths, 0.5), quantile(lengths, 0.95), quantile(lengths, 0.99)),
-        tokens=Tokens(stats.totals.generated_tokens, stats.totals.trained_tokens),
-        trained_tokens_per_s=stats.totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
-        trajectories=Counts(
-            issued=account.issued,
-            consumed=account.consumed,
-            dropped=sum(account.dropped.values()),
-            live=account.live,
-            dropped_by_reason={str(reason): count for reason, count in account.dropped.items()},
-        ),
-        staleness=StalenessFigures(sum(v * n for v, n in staleness.items()) / consumed, max(staleness, default=0)),
-        versions_alive_max=stats.totals.versions_alive_max,
-        overlap_share=stats.overlap_share,
-        learner_waiting_share=stats.learner_waiting_share,
-        peak_memory_bytes=stats.peak_memory_bytes,
-        restarts=restarts,
-        evaluations=evaluations,
-        relay=relay,
-        checkpoints=checkpoints,
-        kv_use=stats.kv_use,
-        repack=repack,
-    )
+        evaluations = _evaluations(connection)
+        summary = Summary(
+            run=str(run.path),
+            finished=finished,
+            accuracy_start=next((e.accuracy for e in evaluations if e.step == 0), None),
+            accuracy_end=evaluations[-1].accuracy if finished and evaluations else None,
+            rl_seconds=stats.rl_s,
+            steps=connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0],
+            response_length=_lengths(connection),
+            tokens=Tokens(totals.generated_tokens, totals.trained_tokens),
+            trained_tokens_per_s=totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
+            trajectories=_trajectories(connection),
+            staleness=_staleness(connection),
+            versions_alive_max=totals.versions_alive_max,
+            overlap_share=stats.overlap_share,
+            learner_waiting_share=stats.learner_waiting_share,
+            peak_memory_bytes=stats.peak_memory_bytes,
+            restarts=restarts,
+            evaluations=evaluations,
+            relay=read_relay(connection),
+            checkpoints=read_checkpoints(connection),
+            kv_use=stats.kv_use,
+            repack=read_repack(connection),
+        )
     run.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return summary

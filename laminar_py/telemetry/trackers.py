@@ -1,4 +1,4 @@
-"""TensorBoard, wandb and MLflow behind one interface. Run by `tracker_process`, never in the controller.
+"""TensorBoard, wandb and MLflow behind one interface. Run in processes of their own, never in the controller.
 
 A package is imported by the tracker that needs it alone. Invariant: a tracker that is opened again for a run
 folder goes on with what it began there; steps that a roll-back undid never count, by these means:
@@ -26,7 +26,7 @@ PARAMS_IN_A_CALL = 100  # as many as MLflow takes
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker begins with, e.g. `Opening(kind, "runs/math-3", "math-3", "math", {"learner.lr": 1e-6})`."""
+    """Beginning of a tracker, e.g. `Opening(kind, "runs/math-3", "math-3", "math", {"learner.lr": 1e-6})`."""
 
     kind: TrackerKind
     folder: str  # of the run
@@ -35,8 +35,30 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Setting]  # the resolved config
 
 
+class Values(msgspec.Struct, frozen=True, tag=True):
+    """For `Tracker.log`."""
+
+    step: int
+    values: dict[str, float]
+
+
+class Rewound(msgspec.Struct, frozen=True, tag=True):
+    """For `Tracker.undo`."""
+
+    step: int
+
+
+class Ending(msgspec.Struct, frozen=True, tag=True):
+    """For `Tracker.close`."""
+
+    summary: dict[str, float] | None
+
+
+Message: TypeAlias = Values | Rewound | Ending
+
+
 class Tracker(Protocol):
-    """One run in one tracker. Whatever goes wrong is raised, and ends its process."""
+    """A run in a tracker. Whatever goes wrong is raised, and ends its process."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Values at a learner step, e.g. `log(3, {"tokens/entropy": 1.2})`."""
@@ -69,7 +91,7 @@ class TensorBoard:
             self._write(0, summary=hparams_pb(opening.settings))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar for each."""
+        """Write a scalar for each."""
         self._step = max(step, self._step)
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step, summary=self._summaries.Summary(value=scalars))
@@ -96,6 +118,7 @@ class Wandb:
     def __init__(self, opening: Opening) -> None:
         import wandb
 
+        self._wandb = wandb
         folder = Path(opening.folder)
         identity = folder / "wandb.id"
         if not identity.is_file():
@@ -114,7 +137,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of its history."""
+        """Write a row of its history."""
         self._run.log({"step": step, **values})
 
     def undo(self, step: int) -> None:
@@ -122,9 +145,10 @@ class Wandb:
         self.log(step, {CONTINUED: step})
 
     def close(self, summary: Mapping[str, float] | None) -> None:
-        """It waits until all is uploaded."""
+        """Wait until all is uploaded."""
         self._run.summary.update(summary or {})
         self._run.finish(exit_code=int(summary is None))
+        self._wandb.teardown()  # its own process has written all then
 
 
 class MLflow:
@@ -146,12 +170,12 @@ class MLflow:
         place = experiment.experiment_id if experiment else self._client.create_experiment(opening.project)
         self._id = self._client.create_run(place, run_name=opening.name).info.run_id
         params = [Param(name, str(value)) for name, value in opening.settings.items()]
-        for part in _parts(params, PARAMS_IN_A_CALL):
-            self._client.log_batch(self._id, params=part)
+        for start in range(0, len(params), PARAMS_IN_A_CALL):
+            self._client.log_batch(self._id, params=params[start : start + PARAMS_IN_A_CALL])
         identity.write_text(self._id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One request."""
+        """Make one request of it."""
         now_ms = int(time.time() * 1000)
         metrics = [self._metric(name, value, now_ms, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
@@ -188,7 +212,3 @@ def check_trackers(kinds: Sequence[TrackerKind]) -> None:
                 f"tracking.kinds={kind.value}: the package {kind.value} is not installed; pip install"
                 f" {PACKAGES[kind]}, or leave it out"
             )
-
-
-def _parts(values: Sequence[object], size: int) -> list[Sequence[object]]:
-    return [values[start : start + size] for start in range(0, len(values), size)]

@@ -9,8 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from laminar_py.records.events import Evaluated
-from laminar_py.records.metrics import LearnerProgress
-from laminar_py.telemetry.stats import Stats, StepRow
+from laminar_py.records.metrics import LearnerProgress, StepRow
+from laminar_py.telemetry.stats import Stats
 
 LINE_EVERY_STEPS = 10
 LINE_EVERY_S = 5.0
@@ -20,7 +20,7 @@ class View(Protocol):
     """Takes in what happens and shows it."""
 
     def progress(self, progress: LearnerProgress) -> None:
-        """What the starting learner does."""
+        """Show how far a starting learner is."""
         ...
 
     def step(self, row: StepRow) -> None:
@@ -41,7 +41,7 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line every ten steps, for files and pipes."""
+    """A line every ten steps, for files and pipes."""
 
     def __init__(self, console: Console, *, steps: int) -> None:
         self._console = console
@@ -49,13 +49,13 @@ class PlainView:
         self._said_s = 0.0
 
     def progress(self, progress: LearnerProgress) -> None:
-        """One line every few seconds."""
+        """Print a line every few seconds."""
         if time.monotonic() - self._said_s > LINE_EVERY_S:
             self._said_s = time.monotonic()
             self._console.print(progress_line(progress), highlight=False, soft_wrap=True)
 
     def step(self, row: StepRow) -> None:
-        """One line every ten steps."""
+        """Print a line every ten steps."""
         if row.step % LINE_EVERY_STEPS == 0 or row.step == self._steps or row.step == 1:
             self._console.print(
                 f"step {row.step}/{self._steps}  reward {row.reward:.3f}  tokens p50 {row.length_p50} p95"
@@ -67,7 +67,7 @@ class PlainView:
             )
 
     def evaluated(self, result: Evaluated) -> None:
-        """One line."""
+        """Print a line."""
         self._console.print(evaluation_line(result), highlight=False, soft_wrap=True)
 
     def refresh(self, stats: Stats, step: int, version: int) -> None:
@@ -120,13 +120,13 @@ def make_view(console: Console, *, steps: int) -> View:
 
 
 def progress_line(progress: LearnerProgress) -> str:
-    """One line on a starting learner."""
+    """Line on a starting learner."""
     loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
     return f"learner: {progress.phase} {progress.done}/{progress.total}{loss}"
 
 
 def evaluation_line(result: Evaluated) -> str:
-    """One line on an accuracy."""
+    """Line on an accuracy."""
     return (
         f"held-out accuracy {result.accuracy:.3f} on {result.num_prompts} problems: version {result.version},"
         f" step {result.step}, {result.rl_s:.1f} s of RL"

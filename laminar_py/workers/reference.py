@@ -12,18 +12,17 @@ import msgspec
 
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part, watched
-from laminar_py.cluster.placement import Placement
-from laminar_py.config.run import RunConfig
+from laminar_py.cluster.placement import Place
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recordings import join_recordings
-from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.packing.queue import PackQueue
 from laminar_py.records.codec import FloatArray, decode, encode
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Trajectory
-from laminar_py.workers.processes.actors import ReferenceActor
+from laminar_py.workers.keeper import Keeper, Kept
+from laminar_py.workers.processes.reference import ReferenceActor
+from laminar_py.workers.site import Site
 from laminar_py.workers.specs import ReferenceAnswer, ReferenceSpec
-from laminar_py.workers.supervisor import Supervisor
 
 NAME = "reference-0"
 START_S = 600.0  # while it imports and loads
@@ -33,25 +32,25 @@ WATCH_S = 5.0
 class ReferenceStage:
     """`busy` is told how many seconds each pass took the process."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        run: RunFolder,
-        ledger: Ledger,
-        supervisor: Supervisor,
-        placement: Placement,
-        busy: Callable[[float], None],
-    ) -> None:
-        self._config = config
-        self._run = run
+    def __init__(self, site: Site, *, ledger: Ledger, busy: Callable[[float], None]) -> None:
+        self._config = site.config
+        self._run = site.run
+        self._placement = site.placement
         self._ledger = ledger
-        self._supervisor = supervisor
-        self._placement = placement
         self._busy = busy
-        self._queue = PackQueue(max_tokens=config.packer.max_tokens)
-        self._part: Part | None = None
+        self._queue = PackQueue(max_tokens=site.config.packer.max_tokens)
         self._starts = 0
+        self._keeper = Keeper(
+            Kept(
+                names=[NAME],
+                actor=ReferenceActor,
+                concurrency=2,
+                timeout_s=START_S,
+                places=self._places,
+                start=self._start,
+            ),
+            site,
+        )
 
     def submit(self, trajectory: Trajectory) -> None:
         """Take it up as soon as the process is free."""
@@ -62,7 +61,7 @@ class ReferenceStage:
 
         Raises ConfigError if the model cannot serve, RunFailedError if its process dies too often.
         """
-        await self._up()
+        await self._keeper.up()
 
     async def run(
         self, *, wanted: Callable[[str], bool], deliver: Callable[[str, FloatArray], Awaitable[None]]
@@ -77,11 +76,11 @@ class ReferenceStage:
         """[L] of each, by a new process where one dies over them."""
         request = await asyncio.to_thread(encode, await self._with_masks(bundle))
         while True:
-            part = await self._up()
+            (part,) = await self._keeper.up()
             try:
                 data = await watched(part.call("logprobs", request, timeout_s=math.inf), self._watch(part))
             except PartDiedError as error:
-                self._died(error)
+                await self._keeper.lost(error)
                 continue
             assert isinstance(data, bytes)
             answer = decode(ReferenceAnswer, data)
@@ -95,37 +94,21 @@ class ReferenceStage:
         complete = await join_recordings(self._ledger, self._run.path, bundle)
         return [msgspec.structs.replace(complete.get(one.id, one), routed_experts=None) for one in bundle]
 
-    # ---- the process
+    def _places(self) -> list[Place] | None:
+        place = self._placement.plan.reference
+        return None if place is None else [place]
 
-    async def _up(self) -> Part:
-        """The process, ready; a new one if there is none, and again as often as it dies over its start."""
-        while self._part is None:
-            try:
-                self._part = await self._start()
-            except PartDiedError as error:
-                self._died(error)
-        return self._part
-
-    async def _start(self) -> Part:
+    async def _start(self, parts: Sequence[Part]) -> Sequence[int]:
         self._starts += 1
         rendezvous = self._run.path.resolve() / f"rendezvous-{NAME}-{self._starts}"
         rendezvous.unlink(missing_ok=True)  # of one that was killed before the run was resumed
-        place = self._placement.plan.reference
-        assert place is not None, "a run with a reference stage has a place for it"
-        part = Part(NAME, ReferenceActor, concurrency=2, timeout_s=START_S, place=place)
         spec = ReferenceSpec(self._config.model_dump_json(), str(self._run.path), str(rendezvous))
-        pid = await part.call("start", encode(spec))
+        pid = await parts[0].call("start", encode(spec))
         assert isinstance(pid, int)
-        self._supervisor.started(NAME, pid)
-        return part
-
-    def _died(self, error: PartDiedError) -> None:
-        self._part = None
-        self._supervisor.died(error)
-        self._placement.refresh()
+        return [pid]
 
     async def _watch(self, part: Part) -> None:
-        """Raises PartDiedError when it hangs over a pass."""
+        """Raise PartDiedError when it hangs over a pass."""
         while True:
             await asyncio.sleep(WATCH_S)
             await part.call("pid", timeout_s=self._config.supervisor.heartbeat_timeout_s)

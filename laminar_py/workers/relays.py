@@ -9,25 +9,27 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from ray.exceptions import RayError
 
-from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.links import find_links
 from laminar_py.cluster.part import Part
-from laminar_py.cluster.placement import Place, Placement
+from laminar_py.cluster.placement import Place
 from laminar_py.cluster.ray_cluster import on_node
 from laminar_py.config.run import RunConfig
 from laminar_py.preflight.inputs import version_bytes
 from laminar_py.preflight.survey import LOOK_S
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.events import AnyEvent, Pulled, Reattached, Relayed, RelayGaveUp
+from laminar_py.records.protocols import VersionLostError
 from laminar_py.relay.planning import topology
-from laminar_py.relay.planning.cost import Payload, settle
+from laminar_py.relay.planning.cost import Broadcast, settle
 from laminar_py.relay.store.version import MANIFEST, folder_name
 from laminar_py.relay.store.versions import complete_versions
+from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire.messages import (
     Manifest,
     ParentLost,
@@ -37,9 +39,10 @@ from laminar_py.relay.wire.messages import (
     VersionPulled,
 )
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.workers.processes.actors import RelayActor
+from laminar_py.workers.keeper import Keeper, Kept
+from laminar_py.workers.processes.relay import RelayActor
+from laminar_py.workers.site import Site
 from laminar_py.workers.specs import RelayNews, RelaySpec
-from laminar_py.workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -47,32 +50,20 @@ PING_S = 1.0
 
 
 class Relays:
-    """All nodes of the tree; node 0 is the root beside the learner."""
+    """Nodes of the tree; node 0 is the root beside the learner."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        run_dir: Path,
-        shm: Path,
-        supervisor: Supervisor,
-        placement: Placement,
-        record: Callable[[AnyEvent], None],
-    ) -> None:
+    def __init__(self, site: Site, *, record: Callable[[AnyEvent], None]) -> None:
         self.keys = RelayKeys.generate()
-        self._placement = placement
-        self._config = config
-        self._run_dir = run_dir
-        self._shm = shm
-        self._supervisor = supervisor
+        self._site = site
+        self._config = site.config
+        self._placement = site.placement
+        self._shm = site.run.shm(site.config.relay.shm)
         self._record = record
-        self._parts: dict[int, Part] = {}
+        self._keepers: dict[int, Keeper] = {}
+        self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
         self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
         self._endpoints: dict[int, str] = {}
-        self._up: set[int] = set()
-        self._changed = asyncio.Event()  # set, and replaced, when a relay comes up or is given up
-        self._kept: set[int] = set()
-        self._keepers: asyncio.TaskGroup | None = None
+        self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
         self._shape: topology.Shape | None = None
         self._chunk_bytes = 0
 
@@ -101,7 +92,7 @@ class Relays:
         return {endpoint: f"relay-{node}" for node, endpoint in self._endpoints.items()}
 
     def store(self, node: int) -> Path:
-        """Where a node keeps version folders, on its host."""
+        """Folder in which a node keeps versions, on its host."""
         return self._shm / f"node-{node}"
 
     @property
@@ -115,8 +106,7 @@ class Relays:
             node = self._placement.plan.relay_of(replica, self.tree)
             if self._is_up(node):
                 return self._endpoints[node]
-            if self._keepers is not None and node not in self._kept:  # replicas moved to a host that had none
-                self._start_keeping(node, self._keepers)
+            self._keeper(node)  # replicas may have moved to a host that had none
             await self._changed.wait()
 
     async def root_up(self) -> str:
@@ -128,18 +118,29 @@ class Relays:
     async def start(self) -> None:
         """Settle the tree and start all nodes; parents before children, since children need their endpoints."""
         await self._settle()
-        for node, host in enumerate(self._placement.plan.relays):
-            assert host is not None, "a first plan has no gaps"
-            self._parts[node] = self._spawn(node, host)
+        for node in range(len(self._placement.plan.relays)):
+            self._keeper(node).spawn()
         for node in self.tree.downward:
-            await self._bring_up(node)
+            await self._keeper(node).up()
 
     async def keep(self) -> None:
         """Watch every node until cancelled."""
-        async with asyncio.TaskGroup() as keepers:
-            self._keepers = keepers
-            for node in list(self._parts):
-                self._start_keeping(node, keepers)
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for node, keeper in self._keepers.items():
+                tasks.create_task(keeper.keep(), name=f"keep-relay-{node}")
+
+    async def hold(self, version: int) -> None:
+        """Pull a version from the root under a name of its own, so that the root keeps it."""
+        subscriber = Subscriber(self.root, f"evaluation-{version}", self.keys)
+        listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
+        try:
+            await subscriber.pull(version)
+        except VersionLostError as error:  # its learner died over it; the evaluation will be left out
+            log.warning("version %d is not kept for its evaluation: %s", version, error)
+        finally:
+            await subscriber.close()
+            await listening
 
     async def published(self) -> list[Manifest]:
         """Complete versions in the stores of all relays, ascending; also those that nobody told of."""
@@ -151,11 +152,11 @@ class Relays:
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
         links = await find_links(relay, known, zones, self._placement, self.keys)
-        payload = Payload(version_bytes(self._config))
-        choice = settle(relay.topology, fanout=relay.fanout, zones=zones, payload=payload, links=links)
+        broadcast = Broadcast(version_bytes(self._config))
+        choice = settle(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
         self._shape = choice.shape
-        self._chunk_bytes = relay.chunk_bytes or max([choice.chunk_bytes, *cut_before])
+        self._chunk_bytes = max([choice.chunk_bytes, *cut_before])
         shape = choice.shape.tell(num_zones=len(set(zones)))
         log.info("relay tree of %d: %s, chunks of %.2f MiB", len(known), shape, self._chunk_bytes / 2**20)
 
@@ -180,67 +181,58 @@ class Relays:
 
     # ---- one node
 
-    def _start_keeping(self, node: int, keepers: asyncio.TaskGroup) -> None:
-        self._kept.add(node)
-        keepers.create_task(self._keep(node), name=f"keep-relay-{node}")
+    def _keeper(self, node: int) -> Keeper:
+        """The node's keeper; a new one that is at work, if there was none."""
+        if node not in self._keepers:
+            self._keepers[node] = Keeper(
+                Kept(
+                    names=[f"relay-{node}"],
+                    actor=RelayActor,
+                    concurrency=4,
+                    timeout_s=self._config.supervisor.heartbeat_timeout_s,
+                    places=partial(self._places, node),
+                    start=partial(self._start_node, node),
+                    watch=self._watch,
+                ),
+                self._site,
+            )
+            if self._tasks is not None:
+                self._tasks.create_task(self._keepers[node].keep(), name=f"keep-relay-{node}")
+        return self._keepers[node]
 
-    async def _keep(self, node: int) -> None:
-        """Until its host has died and no replica needs it any more."""
-        while await self._bring_up(node):
-            try:
-                await self._ask(node)
-                await asyncio.sleep(PING_S)
-            except PartDiedError as error:
-                self._lost(node, error)
-        self._kept.discard(node)
-        self._notify()
+    def _places(self, node: int) -> list[Place] | None:
+        """Beside replicas; nowhere once its host has died and no replica needs it any more."""
+        host = self._placement.plan.relays[node]
+        return None if host is None else [Place(host)]
 
-    async def _ask(self, node: int) -> int:
-        """Record a node's news; its process id. Raises PartDiedError."""
-        answer = await self._parts[node].call("ping")
+    async def _watch(self, parts: Sequence[Part]) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        while True:
+            await self._ask(parts[0])
+            await asyncio.sleep(PING_S)
+
+    async def _ask(self, part: Part) -> int:
+        """Record a node's news; the id of its process. Raises PartDiedError."""
+        answer = await part.call("ping")
         assert isinstance(answer, bytes)
         news = decode(RelayNews, answer)
         for event in news.events:
             self._record(on_record(event, self._names))
         return news.pid
 
-    async def _bring_up(self, node: int) -> bool:
-        """Have it up where the plan says, however often it dies over that; False if it has no place there."""
-        while node not in self._up:
-            host = self._placement.plan.relays[node]
-            if host is None:
-                return False
-            if node not in self._parts:
-                self._parts[node] = self._spawn(node, host)
-            try:
-                await self._start_node(node, host)
-            except PartDiedError as error:
-                self._lost(node, error)
-        return True
-
-    def _lost(self, node: int, error: PartDiedError) -> None:
-        self._supervisor.died(error)
-        self._placement.refresh()
-        self._up.discard(node)
-        del self._parts[node]
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _spawn(self, node: int, host: str) -> Part:
-        timeout_s = self._config.supervisor.heartbeat_timeout_s
-        return Part(f"relay-{node}", RelayActor, concurrency=4, timeout_s=timeout_s, place=Place(host))
-
-    async def _start_node(self, node: int, host: str) -> None:
+    async def _start_node(self, node: int, parts: Sequence[Part]) -> Sequence[int]:
         """Start it, on the port it had before if it was on that host."""
+        (part,) = parts
+        host = part.place.node
+        assert host is not None, "a relay has a place"
         parents = self.tree.ancestors(node)
         if parents:
             await self.root_up()
         planned = self._placement.plan.relays
         spec = RelaySpec(
             config=self._config_on(host).model_dump_json(),
-            run_dir=str(self._run_dir),
+            run_dir=str(self._site.run.path),
             node=node,
             store=str(self.store(node)),
             port=self._port(node, host),
@@ -251,22 +243,21 @@ class Relays:
             public_key=self.keys.public,
             secret_key=self.keys.secret,
         )
-        part = self._parts[node]
         endpoint = await part.call("start", encode(spec))
         assert isinstance(endpoint, str)
         moved = self._hosts.get(node, host) != host
         self._endpoints[node], self._hosts[node] = endpoint, host
-        pid = await self._ask(node)
-        self._up.add(node)
-        self._supervisor.started(part.name, pid)
-        self._notify()
+        pid = await self._ask(part)
         if moved and not parents:
-            for other in self._parts.keys() - {node}:  # they look for the root where it was
-                self._parts[other].kill()
+            for other in self._keepers.keys() - {node}:  # they look for the root where it was
+                self._keepers[other].kill()
+        return [pid]
 
     def _is_up(self, node: int) -> bool:
-        """Whether it runs, and where the plan has it."""
-        return node in self._up and self._hosts[node] == self._placement.plan.relays[node]
+        """True where the node runs, and where the plan has it."""
+        keeper = self._keepers.get(node)
+        running = keeper is not None and keeper.is_up
+        return running and self._hosts[node] == self._placement.plan.relays[node]
 
     def _config_on(self, host: str) -> RunConfig:
         """On several hosts a relay listens where the others reach it."""

@@ -2,118 +2,101 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-from laminar_py.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
-from laminar_py.cluster.placement import Placement
-from laminar_py.config.engine import EngineKind
-from laminar_py.config.run import RunConfig
-from laminar_py.control.flow import Flow
-from laminar_py.engines.opening import api_key
+from laminar_py.cluster.placement import Place
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.engines.registry import secret_of
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.replica import Load, ReplicaReport, Survey
+from laminar_py.records.replica import ReplicaReport, Survey, WeightLoad
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.telemetry.stats import Stats
-from laminar_py.workers.processes.actors import ReplicaActor
+from laminar_py.workers.keeper import RETRY_S, Keeper, Kept, back_off
+from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
+from laminar_py.workers.site import Site
 from laminar_py.workers.specs import ReplicaSpec
-from laminar_py.workers.supervisor import Supervisor
 
 COLLECT_S = 1.0
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 CHECKSUMS_KEPT = 64
-FIRST_STARTS = 2  # that may fail before the run does; later ones are for the supervisor to count
-RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
-MAX_PATIENCE = 15  # times that
+FIRST_STARTS = 2  # that may fail before the run does
 
 
 class Replicas:
-    """All rollout replicas."""
+    """Processes of the rollout replicas, and what goes between them and the scheduler."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        run_dir: Path,
-        flow: Flow,
-        relays: Relays,
-        placement: Placement,
-        stats: Stats,
-        supervisor: Supervisor,
-    ) -> None:
-        self._config = config
-        self._run_dir = run_dir
-        self._flow = flow
+    def __init__(self, site: Site, *, scheduler: TrajectoryScheduler, relays: Relays, stats: Stats) -> None:
+        self._config = site.config
+        self._run_dir = site.run.path
+        self._placement = site.placement
+        self._scheduler = scheduler
         self._relays = relays
-        self._placement = placement
         self._stats = stats
-        self._supervisor = supervisor
-        self._parts: dict[int, Part] = {}  # a replica without a place has none
-        self._starting: set[int] = set()
-        self._served: set[int] = set()  # that have started at least once
         self._restarting: set[int] = set()  # killed on purpose
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
+        self._keepers = [Keeper(self._kept(index), site) for index in range(site.config.rollout.replicas)]
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
-        for index in range(self._config.rollout.replicas):
-            self._spawn(index)
+        for keeper in self._keepers:
+            keeper.spawn()
 
     async def keep(self) -> None:
-        """Serve every replica until cancelled."""
+        """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
         async with asyncio.TaskGroup() as tasks:
-            for index in range(self._config.rollout.replicas):
-                tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+            for index, keeper in enumerate(self._keepers):
+                tasks.create_task(keeper.keep(), name=f"keep-replica-{index}")
 
     async def dispatch(self) -> None:
-        """Hand out what the flow has for replicas now."""
-        for index, trajectory_ids in self._flow.take_aborts().items():
-            if index in self._parts:
-                self._parts[index].send("abort", encode(trajectory_ids))
-        for index, assignments in self._flow.dispatch().items():
-            self._parts[index].send("submit", encode(assignments))
-        for index, trajectory_ids in self._flow.moves.take_called_off().items():
+        """Hand out what the scheduler has for replicas now."""
+        for index, trajectory_ids in self._scheduler.take_aborts().items():
+            self._tell(index, "abort", trajectory_ids)
+        for index, assignments in self._scheduler.dispatch().items():
+            self._keepers[index].parts[0].send("submit", encode(assignments))
+        for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
             self._tell(index, "call_off", trajectory_ids)
-        self._stats.generating(any(view.in_flight for view in self._flow.dispatcher.views.values()))
+        self._stats.generating(self._scheduler.views.in_flight > 0)
 
     # ---- repacking
 
     async def speed(self) -> EngineSpeed:
-        """Of the engines, by the first that is up; it has nothing to do yet."""
+        """Speed of the engines, by the first replica that is up; it has nothing to do yet."""
         while True:
-            for replica in list(self._parts):
+            for replica in range(len(self._keepers)):
                 answer = await self._ask(replica, "speed", timeout_s=SPEED_S)
                 if isinstance(answer, bytes):
                     return decode(EngineSpeed, answer)
             await asyncio.sleep(RETRY_S)  # all are starting
 
     async def survey(self, replica: int) -> Survey | None:
-        """See `migration.Fleet.survey`."""
+        """See `migration.ReplicaFleet.survey`."""
         answer = await self._ask(replica, "survey")
         return decode(Survey, answer) if isinstance(answer, bytes) else None
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """See `migration.Fleet.expect`."""
+        """See `migration.ReplicaFleet.expect`."""
         return await self._ask(replica, "expect", version, encode(list(trajectory_ids))) is True
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
-        """See `migration.Fleet.give_up`."""
+        """See `migration.ReplicaFleet.give_up`."""
         self._tell(replica, "give_up", trajectory_ids)
 
     def _tell(self, replica: int, method: str, trajectory_ids: Sequence[str]) -> None:
         """Unless it is dying or not there yet: then it has none of them."""
-        if replica in self._parts and replica not in self._starting:
-            self._parts[replica].send(method, encode(list(trajectory_ids)))
+        if self._keepers[replica].is_up:
+            self._keepers[replica].parts[0].send(method, encode(list(trajectory_ids)))
 
     async def _ask(self, replica: int, method: str, *arguments: object, timeout_s: float | None = None) -> object:
-        """Its answer; None if it is dying, which its keeper notices as well."""
-        part = self._parts.get(replica)
-        if part is None or replica in self._starting:
+        """An answer of its process; None from one that is dying, which its keeper notices as well."""
+        keeper = self._keepers[replica]
+        if not keeper.is_up:
             return None
         try:
-            return await part.call(method, *arguments, timeout_s=timeout_s)
+            return await keeper.parts[0].call(method, *arguments, timeout_s=timeout_s)
         except PartDiedError:
             return None
 
@@ -124,55 +107,59 @@ class Replicas:
 
         One that is starting has nothing to tell: it starts once more, with nothing to do.
         """
-        views = self._flow.dispatcher.views
-        for index, part in self._parts.items():
-            if index in self._starting:
-                self._restarting.add(index)
-                part.kill()
-            else:
-                part.send("stop")
-        while any(view.in_flight for view in views.values()):
+        views = self._scheduler.views
+        for index, keeper in enumerate(self._keepers):
+            if keeper.is_up:
+                keeper.parts[0].send("stop")
+            elif keeper.parts:
+                self._end(index)
+        while views.in_flight:
             self._stats.next_report.clear()
             await self._stats.next_report.wait()
 
     def restart(self) -> None:
-        """End all processes for fresh ones, whose engines may serve versions that these have outrun."""
-        for index, part in self._parts.items():
-            self._restarting.add(index)
-            self._flow.dispatcher.retire(index)
-            part.kill()
+        """End all processes for fresh ones, whose engines may serve versions older than theirs."""
+        for index, keeper in enumerate(self._keepers):
+            if keeper.parts:
+                self._scheduler.views.retire(index)
+                self._end(index)
 
-    async def _keep(self, index: int) -> None:
-        failures = 0  # starts in a row that came to nothing
-        while True:
-            while index not in self._parts:  # until its place is free again
-                await asyncio.sleep(RETRY_S)
-                self._spawn(index)
-            try:
-                await self._start(index)
-                failures = 0
-                await self._serve(index)
-            except PartDiedError as error:
-                failures += index in self._starting
-                await self._bury(index, error, failures)
-                await asyncio.sleep(RETRY_S * min(failures, MAX_PATIENCE))
-                self._spawn(index)
+    def _end(self, index: int) -> None:
+        """Kill a process, which does not count as a death."""
+        self._restarting.add(index)
+        self._keepers[index].kill()
 
-    async def _bury(self, index: int, error: PartDiedError, failures: int) -> None:
-        """What it had goes elsewhere. Raises RunFailedError if it has never started, nor could start again."""
-        self._starting.discard(index)
-        del self._parts[index]
-        await self._flow.on_replica_lost(index)
-        if index in self._restarting:
-            self._restarting.discard(index)
-            return
-        self._supervisor.died(error)
-        if failures == FIRST_STARTS and index not in self._served:
-            raise RunFailedError(f"{error.part} does not start: {error.reason}; see logs/{error.part}.log")
+    def _kept(self, index: int) -> Kept:
+        return Kept(
+            names=[f"replica-{index}"],
+            actor=ReplicaActor,
+            concurrency=16,
+            timeout_s=self._config.supervisor.heartbeat_timeout_s,
+            places=partial(self._places, index),
+            start=partial(self._start, index),
+            watch=partial(self._serve, index),
+            lost=partial(self._lost, index),
+            rest=self._rest,
+            first_starts=FIRST_STARTS,
+        )
+
+    def _places(self, index: int) -> list[Place] | None:
+        place = self._placement.plan.replicas[index]
+        return None if place is None else [place]
+
+    async def _lost(self, index: int, error: PartDiedError) -> PartDiedError | None:
+        """Have what it had go on elsewhere; None if it was ended on purpose."""
+        await self._scheduler.on_replica_lost(index)
+        if index not in self._restarting:
+            return error
+        self._restarting.discard(index)
+        return None
+
+    async def _rest(self, failures: int) -> None:
         await self.dispatch()
+        await back_off(failures)
 
-    async def _start(self, index: int) -> None:
-        self._starting.add(index)
+    async def _start(self, index: int, parts: Sequence[Part]) -> Sequence[int]:
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._run_dir),
@@ -181,30 +168,29 @@ class Replicas:
             relay=await self._relays.attach(index),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
-            assignments=self._flow.adopt(index),
-            api_key=api_key(self._config),
+            assignments=self._scheduler.for_starting(index),
+            secret=secret_of(self._config),
         )
-        engine = self._config.rollout.engine
-        limit = START_S if engine.kind is EngineKind.LOCAL else START_S + engine.start_timeout_s
-        pid = await self._parts[index].call("start", encode(spec), timeout_s=limit)
+        limit = START_S + self._config.rollout.engine.start_limit_s
+        pid = await parts[0].call("start", encode(spec), timeout_s=limit)
         assert isinstance(pid, int)
-        self._starting.discard(index)
-        self._served.add(index)
-        self._supervisor.started(f"replica-{index}", pid)
+        return [pid]
 
-    async def _serve(self, index: int) -> None:
+    async def _serve(self, index: int, parts: Sequence[Part]) -> None:
+        """Reports of a replica until it dies."""
+        (part,) = parts
         while True:
-            data = await self._parts[index].call("collect", COLLECT_S)
+            data = await part.call("collect", COLLECT_S)
             assert isinstance(data, bytes)
             if index in self._restarting:
                 raise PartDiedError(f"replica-{index}", "restarted")
             report = decode(ReplicaReport, data)
-            await self._flow.on_report(report)
+            await self._scheduler.on_report(report)
             self._stats.on_report(report)
             self._compare(index, report.loads)
             await self.dispatch()
 
-    def _compare(self, index: int, loads: Sequence[Load]) -> None:
+    def _compare(self, index: int, loads: Sequence[WeightLoad]) -> None:
         """Engines that verified one version in one layout hold the same tensors. Raises PartDiedError if not."""
         for load in loads:
             if load.checksum is None:
@@ -213,17 +199,6 @@ class Replicas:
             agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, index))
             if agreed != load.checksum:
                 reason = f"its weights of version {load.version} differ from those of replica-{first}"
-                self._parts[index].kill()
                 raise PartDiedError(f"replica-{index}", reason)
         for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
             del self._checksums[key]
-
-    def _spawn(self, index: int) -> None:
-        """Start its process, if there is room for it."""
-        self._placement.refresh()
-        place = self._placement.plan.replicas[index]
-        if place is not None:
-            timeout_s = self._config.supervisor.heartbeat_timeout_s
-            self._parts[index] = Part(
-                f"replica-{index}", ReplicaActor, concurrency=16, timeout_s=timeout_s, place=place
-            )

@@ -7,10 +7,11 @@ from laminar_py.records.codec import FloatArray
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.replica import Assignment
 from laminar_py.relay.wire.messages import RelayEvent
+from laminar_py.telemetry.trackers import Opening
 
 
 class RelaySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One relay node, e.g. node 0 (the root) of 3. `port` 0 lets it choose; parents are in order of preference."""
+    """Start of a relay node, e.g. node 0 (the root) of 3. `port` 0: any; parents in order of preference."""
 
     config: str  # RunConfig as JSON
     run_dir: str
@@ -24,14 +25,14 @@ class RelaySpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayNews(msgspec.Struct, frozen=True):
-    """What a relay node tells when it is asked: its process, and all that happened since it was asked last."""
+    """Answer of a relay node to a ping: its process, and all that happened since the last one."""
 
     pid: int
     events: list[RelayEvent]
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout replica; `assignments` are interrupted trajectories that it takes up before anything else."""
+    """Start of a replica; `assignments` are interrupted trajectories that it takes up before anything else."""
 
     config: str
     run_dir: str
@@ -41,11 +42,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     public_key: str
     secret_key: str
     assignments: list[Assignment] = []
-    api_key: str | None = None  # of the server that it attaches to
+    secret: str | None = None  # that it opens its engine with
 
 
 class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of the learner; `checkpoint` is a folder to go on from."""
+    """Start of a rank of the learner; `checkpoint` is a folder to go on from."""
 
     config: str
     run_dir: str
@@ -69,7 +70,7 @@ class LearnerStarted(msgspec.Struct, frozen=True):
 
 
 class StepRequest(msgspec.Struct, frozen=True):
-    """One optimizer step on these microbatches of this rank; then publish as `version`, if it is set."""
+    """Optimizer step on these microbatches of a rank; then published as `version`, if that is set."""
 
     bundles: list[Bundle]  # one for each microbatch
     terms: StepTerms
@@ -77,7 +78,7 @@ class StepRequest(msgspec.Struct, frozen=True):
 
 
 class StepOutcome(msgspec.Struct, frozen=True):
-    """What the step did."""
+    """Result of a step."""
 
     metrics: StepMetrics
     version: int | None  # as which the new weights are being published
@@ -85,7 +86,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
 
 
 class ScorerSpec(msgspec.Struct, frozen=True):
-    """One scoring process."""
+    """Start of a scoring process."""
 
     config: str
     run_dir: str
@@ -93,7 +94,7 @@ class ScorerSpec(msgspec.Struct, frozen=True):
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):
-    """The process of the reference model."""
+    """Start of the reference model's process."""
 
     config: str
     run_dir: str
@@ -101,7 +102,14 @@ class ReferenceSpec(msgspec.Struct, frozen=True):
 
 
 class ReferenceAnswer(msgspec.Struct, frozen=True):
-    """What the reference model finds of some trajectories."""
+    """Log-probabilities of some trajectories under the reference model."""
 
     logprobs: list[FloatArray]  # [L] of each
     elapsed_s: float
+
+
+class TrackerSpec(msgspec.Struct, frozen=True):
+    """Start of a tracker's process."""
+
+    opening: Opening
+    environment: dict[str, str]  # the controller's: where servers are, and what lets it in

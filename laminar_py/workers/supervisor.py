@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """One per run; `record` takes the events."""
+    """Counter of a run's deaths; `record` takes the events."""
 
     def __init__(self, *, record: Callable[[AnyEvent], None], max_restarts: int) -> None:
         self.restarts: Counter[str] = Counter()
@@ -20,7 +20,7 @@ class Supervisor:
 
     @property
     def total_restarts(self) -> int:
-        """Of all parts."""
+        """Number of restarts, of any part."""
         return self.restarts.total()
 
     def started(self, part: str, pid: int) -> None:

@@ -6,11 +6,11 @@ from laminar_py.records.digests import response_digest
 from laminar_py.records.events import (
     Assigned,
     Consumed,
+    CounterfactualScored,
     Dropped,
     Evaluated,
     Finished,
     Interrupted,
-    Probed,
     Ready,
     RolledBack,
     Scored,
@@ -112,7 +112,9 @@ async def write_small_run(run):
         drop(ledger, "g5.0", 11, DropReason.STALE)
         drop(ledger, "g6.0", 12, DropReason.GROUP_DEADLINE)
         ledger.append(
-            Probed(trajectory_id="g6.0", length=40, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0)
+            CounterfactualScored(
+                trajectory_id="g6.0", length=40, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0
+            )
         )
         drop(ledger, "g7.0", 6, DropReason.REWARD_FAILED)
         issue(ledger, "g8.0")

@@ -4,7 +4,6 @@ Everything goes through a real ledger, in virtual time.
 """
 
 import heapq
-import json
 from collections import defaultdict, deque
 
 import numpy as np
@@ -13,6 +12,7 @@ from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.records import events as e
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
+from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
 
 GROUP, TOKEN_S, LEARN_S, MAX_STALENESS = 8, 0.02, 3.0, 4
 IDS = np.zeros(4096, np.int32)
@@ -228,8 +228,8 @@ class Simulation:
                 *used,
             ]
         )
-        line = {"step": self.step, "rl_s": self.clock.at - 1000, "reward": reward, "entropy": 1 / self.step}
-        self.metrics.append({**line, "trained_tokens": tokens, "generated_tokens": tokens})
+        found = {"reward": reward, "entropy": 1 / self.step, "trained_tokens": tokens, "generated_tokens": tokens}
+        self.metrics.append(make_step_row(self.step, self.clock.at - 1000, **found))
         self.publish(self.version)
         if self.step % 5 == 0:
             accuracy = self.step / self.steps
@@ -294,7 +294,6 @@ async def simulate(run, *, replicas=3, slots=32, steps=6, seed=0, close=True):
     if close:
         ledger.append(e.RunEnded(1, "finished"))
     await ledger.close()
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in simulation.metrics))
-    fleet = {"versions": simulation.served, "waiting": [0] * replicas, "kv_use": [0.5] * replicas}
-    row = {"rl_s": clock.at - 1000, "running": [len(ids) for ids in simulation.running], **fleet}
-    (run / "fleet.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(run / "metrics.jsonl", simulation.metrics)
+    running = [len(ids) for ids in simulation.running]
+    write_rows(run / "fleet.jsonl", [make_fleet_row(clock.at - 1000, running, [0.5] * replicas)])

@@ -45,7 +45,7 @@ async def test_a_broken_law_is_exit_code_1_and_a_line_for_each_breach(tmp_path, 
     code, out, _ = laminar("audit", tmp_path, "verify")
     assert code == 1
     assert "is missing, with 2 trajectories\n" in out
-    assert out.splitlines()[-1] == "3 findings: a law is broken"
+    assert out.splitlines()[-1] == "3 violations: broken are laws 2, 11, see docs/laws.md"
 
 
 async def test_list_and_sql_write_json_for_other_tools(tmp_path, laminar):

@@ -9,10 +9,11 @@ import random
 import re
 import sqlite3
 
-from laminar_py.audit.findings import Finding
 from laminar_py.audit.verify import prove, verify
+from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.ledger.seal import seal_run
+from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Assigned,
     Checkpointed,
@@ -23,7 +24,7 @@ from laminar_py.records.events import (
     VersionLoaded,
 )
 from laminar_py.records.trajectory import DropReason, Span
-from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger, run_to, tokens
+from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger, run_to, tokens, undo_since
 
 SEALED, OPEN = 1000, 300  # changes
 
@@ -39,13 +40,13 @@ async def closed_run(run):
         ledger.append(Checkpointed(step=1, version=1, path="checkpoints/step-1", stall_s=0.1, elapsed_s=0.4))
         await ledger.archive(1)
         ledger.append_all(consume(2, 1, "g3.0"))
-        ledger.append_all(await ledger.undo_since(1, reason="learner_died"))
+        ledger.append_all(await undo_since(ledger, 1, reason="learner_died"))
         ledger.append(Dropped("g4.0", DropReason.STALE, "staleness 4"))
         issue(ledger, "g9.0", index=9)
         run_to(ledger, "g9.0", [(1, 0, 4)], recorded=True)
         ledger.append(StreamCut("g9.0", 0, 4))
         ledger.append(Restamped("g9.0", (Span(0, 0, 1), Span(1, 1, 4))))
-        ledger.store_token_rewards("g9.0", tokens("g9.0", 0, 4)[1])
+        ledger.store_columns("g9.0", {"token_rewards": token_values(tokens("g9.0", 0, 4)[1])})
         issue(ledger, "g9.1", index=9)
         ledger.append(Assigned("g9.1", 0, 1, 0))
         ledger.append(Evaluated(version=1, step=1, num_prompts=8, accuracy=0.5, rl_s=3.0))
@@ -87,9 +88,12 @@ async def test_every_change_of_a_byte_of_a_sealed_run_is_found(tmp_path):
     for file, place, by in changes(files, SEALED, seed=1):
         flip(file, place, by)
         named = str(file.relative_to(tmp_path))
-        assert any(line.startswith(f"seal: {named}: was changed") for line in seal_findings(tmp_path)), (place, by)
+        assert any(line.startswith(f"law 11: seal: {named}: was changed") for line in seal_findings(tmp_path)), (
+            place,
+            by,
+        )
         flip(file, place, by)
-    assert prove(tmp_path).findings == []
+    assert prove(tmp_path).violations == []
 
 
 async def test_without_a_seal_every_change_of_what_can_be_read_is_found(tmp_path):
@@ -112,7 +116,7 @@ def seal_findings(run):
     """As `findings`, by the seal alone: what the laws say is the other test's."""
     from laminar_py.ledger.seal import differences, read_seal
 
-    return [str(Finding("seal", *difference)) for difference in differences(run, read_seal(run))]
+    return [str(Violation(Rule.SEAL, *difference)) for difference in differences(run, read_seal(run))]
 
 
 def readable(run):

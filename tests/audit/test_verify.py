@@ -4,10 +4,10 @@ import sqlite3
 
 import pytest
 
-from laminar_py.audit.findings import Law
 from laminar_py.audit.verify import verify
+from laminar_py.audit.violations import Rule
 from laminar_py.ledger.database import LEDGER_NAME, open_writer
-from laminar_py.ledger.writer import Batch, Stamped, Writer
+from laminar_py.ledger.writer import Stamped, Unwritten, Writer
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -104,7 +104,7 @@ async def test_a_good_run_has_no_findings(tmp_path):
 async def test_tampering_is_found_and_named(tmp_path, sql, law, subject):
     await good_run(tmp_path)
     edit(tmp_path, sql)
-    assert (law, subject) in {(finding.law, finding.subject) for finding in verify(tmp_path)}
+    assert (law, subject) in {(finding.rule, finding.subject) for finding in verify(tmp_path)}
 
 
 async def test_one_changed_event_is_one_break_of_the_chain(tmp_path):
@@ -223,24 +223,24 @@ def unpublished_load(ledger):
 @pytest.mark.parametrize(
     ("breach", "law", "subject"),
     [
-        (mixed_versions, Law.DRAIN, "g0.0"),
-        (mixed_cache, Law.DRAIN, "g0.0"),
-        (unpublished_cache, Law.VERSIONS, "g0.0"),
-        (wrong_staleness, Law.STALENESS, "g0.0"),
-        (too_stale, Law.STALENESS, "g0.0"),
-        (miscounted_step, Law.CONSUMPTION, "step 1"),
-        (unpublished_tokens, Law.VERSIONS, "g0.0"),
-        (backwards, Law.VERSIONS, "replica-3"),
-        (other_bytes, Law.WEIGHTS, "replica-3"),
-        (other_bytes_in_a_relay, Law.WEIGHTS, "relay-2"),
-        (unpublished_load, Law.WEIGHTS, "replica-3"),
-        (other_tensors, Law.WEIGHTS, "version 1"),
-        (restamped_elsewhere, Law.SPANS, "g0.0"),
-        (half_masked, Law.RECORDING, "g0.0"),
-        (masked_out, Law.RECORDING, "g0.0"),
-        (half_routed, Law.RECORDING, "g0.0"),
-        (routed_from_the_middle, Law.RECORDING, "g0.0"),
-        (routed_beyond_its_end, Law.RECORDING, "g0.0"),
+        (mixed_versions, Rule.DRAIN, "g0.0"),
+        (mixed_cache, Rule.DRAIN, "g0.0"),
+        (unpublished_cache, Rule.VERSIONS, "g0.0"),
+        (wrong_staleness, Rule.STALENESS, "g0.0"),
+        (too_stale, Rule.STALENESS, "g0.0"),
+        (miscounted_step, Rule.CONSUMPTION, "step 1"),
+        (unpublished_tokens, Rule.VERSIONS, "g0.0"),
+        (backwards, Rule.VERSIONS, "replica-3"),
+        (other_bytes, Rule.WEIGHTS, "replica-3"),
+        (other_bytes_in_a_relay, Rule.WEIGHTS, "relay-2"),
+        (unpublished_load, Rule.WEIGHTS, "replica-3"),
+        (other_tensors, Rule.WEIGHTS, "version 1"),
+        (restamped_elsewhere, Rule.SPANS, "g0.0"),
+        (half_masked, Rule.RECORDING, "g0.0"),
+        (masked_out, Rule.RECORDING, "g0.0"),
+        (half_routed, Rule.RECORDING, "g0.0"),
+        (routed_from_the_middle, Rule.RECORDING, "g0.0"),
+        (routed_beyond_its_end, Rule.RECORDING, "g0.0"),
     ],
 )
 async def test_a_breach_of_a_law_is_found_and_named(tmp_path, breach, law, subject):
@@ -248,7 +248,7 @@ async def test_a_breach_of_a_law_is_found_and_named(tmp_path, breach, law, subje
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, drain=drain, max_staleness=2, versions=(0, 1))
         breach(ledger)
-    assert [(finding.law, finding.subject) for finding in verify(tmp_path)] == [(law, subject)]
+    assert [(finding.rule, finding.subject) for finding in verify(tmp_path)] == [(law, subject)]
 
 
 async def test_what_the_rules_allow_is_no_finding(tmp_path):
@@ -303,10 +303,10 @@ async def test_a_second_consumption_is_found_even_with_a_valid_chain(tmp_path):
     again = Stamped(
         writer.seq + 1, 0.0, 0.0, Consumed(trajectory_id="g0.0", step=2, version=2, staleness=2, weight=1.0)
     )
-    writer.write(Batch(events=[again]))
+    writer.write(Unwritten(events=[again]))
     writer.close()
-    assert [(finding.law, finding.subject) for finding in verify(tmp_path)] == [
-        (Law.CONSUMPTION, f"event {again.seq}")
+    assert [(finding.rule, finding.subject) for finding in verify(tmp_path)] == [
+        (Rule.CONSUMPTION, f"event {again.seq}")
     ]
 
 

@@ -1,16 +1,16 @@
 """The benchmark of the packer in its smallest form: every figure comes, and those that no load changes hold."""
 
-from laminar_py.bench.packer import Scale, draw_lengths, make_trajectories, pack_here, quality, rows
+from laminar_py.bench.catalog import ROWS, row_names
+from laminar_py.bench.packer import PackerSize, draw_lengths, make_trajectories, pack_here, quality, rows
+
+TINY = PackerSize(sequences=64, seeds=2, random_batches=5, steps=3)
 
 
 def test_every_figure_comes_once():
-    found = {row.name: row.value for row in rows(tell=lambda line: None, scale=Scale(64, 2, 5, 3))}
-    timed = ["pack_2048_ms", "stream_us", "stream_add_us", "stream_send_us", "ready_ms", "stream_imbalance"]
-    looks = [f"look_ahead_{window}_capacity_used" for window in (0, 4, 8, 16)]
-    prefixes = [f"prefix_{case}_{what}" for case in ("400_1500", "2000_500") for what in ("tokens", "flops")]
-    names = ["fill", "stream_fill", "capacity_used", "imbalance", "cap_violations", *timed, *looks, *prefixes]
-    assert sorted(found) == sorted(names)
-    assert all(0 < found[name] <= 1 for name in ("fill", "capacity_used", *looks, *prefixes))
+    found = {row.name: row.value for row in rows(tell=lambda line: None, size=TINY)}
+    assert list(found) == row_names(ROWS, "packer")
+    shares = row_names(ROWS, "packer", "look_ahead", "prefix")
+    assert all(0 < found[name] <= 1 for name in ("fill", "capacity_used", *shares))
     assert found["cap_violations"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Links of a run: the config's, measured by real probes between Ray nodes of several addresses, or assumed."""
+"""Links of a run: measured by real probes between Ray nodes of several addresses, or assumed."""
 
 import logging
 import math
@@ -11,37 +11,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.cluster.links import ASSUMED, Pair, Told, find_links, links_of, pairs, send_probe, take_probe
+from laminar_py.cluster.links import (
+    ASSUMED,
+    Pair,
+    Told,
+    find_links,
+    links_of,
+    pairs,
+    send_to_measure,
+    receive_to_measure,
+)
 from laminar_py.cluster.placement import Needs, Placement
 from laminar_py.cluster.ray_cluster import nodes
-from laminar_py.config.relay import RelayConfig, TopologyKind
+from laminar_py.config.relay import RelayConfig
 from laminar_py.records.codec import decode
 from laminar_py.relay.planning.cost import Links
-from laminar_py.relay.planning.probe import Hop
+from laminar_py.relay.planning.link import LinkSpeed
 from laminar_py.relay.wire.transport import RelayKeys
 from tests.runs.fake_cluster import FakeCluster, joined
 
-INSIDE, OUTSIDE = Hop(1e9, 1e-4), Hop(1e8, 1e-3)
+INSIDE, OUTSIDE = LinkSpeed(1e9, 1e-4), LinkSpeed(1e8, 1e-3)
 AUTO = RelayConfig()
-GIVEN = RelayConfig(link_gbit_per_s=80, overhead_us=50, zone_gbit_per_s=8)
 KEYS = RelayKeys.generate()
 
 
 @pytest.mark.parametrize(
-    ("relay", "inside", "outside", "links"),
+    ("cap", "inside", "outside", "links"),
     [
-        (AUTO, None, None, Links(1.25e9, 2e-4, math.inf)),
-        (AUTO, INSIDE, None, Links(1e9, 1e-4, math.inf)),
-        (AUTO, INSIDE, OUTSIDE, Links(1e9, 1e-4, 1e8)),
-        (AUTO, None, OUTSIDE, Links(1e8, 1e-3, 1e8)),  # each host is a zone of its own
-        (GIVEN, INSIDE, OUTSIDE, Links(1e10, 5e-5, 1e9)),
-        (RelayConfig(overhead_us=50), INSIDE, None, Links(1e9, 5e-5, math.inf)),
-        (RelayConfig(max_bytes_per_s=3e8), INSIDE, None, Links(3e8, 1e-4, math.inf)),
-        (RelayConfig(max_bytes_per_s=3e8), None, OUTSIDE, Links(1e8, 1e-3, 1e8)),
+        (None, None, None, Links(1.25e9, 2e-4, math.inf)),
+        (None, INSIDE, None, Links(1e9, 1e-4, math.inf)),
+        (None, INSIDE, OUTSIDE, Links(1e9, 1e-4, 1e8)),
+        (None, None, OUTSIDE, Links(1e8, 1e-3, 1e8)),  # each host is a zone of its own
+        (3e8, INSIDE, None, Links(3e8, 1e-4, math.inf)),
+        (3e8, None, OUTSIDE, Links(1e8, 1e-3, 1e8)),
     ],
 )
-def test_what_the_config_gives_wins_over_what_was_measured(relay, inside, outside, links):
-    assert astuple(links_of(relay, inside=inside, outside=outside)) == pytest.approx(astuple(links))
+def test_links_are_as_measured_and_no_faster_than_the_cap(cap, inside, outside, links):
+    assert astuple(links_of(cap, inside=inside, outside=outside)) == pytest.approx(astuple(links))
 
 
 @pytest.mark.parametrize(
@@ -69,12 +75,12 @@ def test_of_all_hops_that_would_do_the_first_is_measured(relays):
 
 
 def test_an_end_of_a_probe_answers_why_it_failed():
-    assert "ZMQError" in decode(Told, take_probe("127.0.0.1", "9", "short", "key")).reason
-    assert "ZMQError" in decode(Told, send_probe("127.0.0.1", "0", "short", "key")).reason
+    assert "ZMQError" in decode(Told, receive_to_measure("127.0.0.1", "9", "short", "key")).reason
+    assert "ZMQError" in decode(Told, send_to_measure("127.0.0.1", "0", "short", "key")).reason
     code = (
         "import resource; from laminar_py.records.codec import decode; from laminar_py.cluster import links\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
-        "for end in links.send_probe, links.take_probe:\n"
+        "for end in links.send_to_measure, links.receive_to_measure:\n"
         "    print(decode(links.Told, end('127.0.0.1', '9', '', '')).reason)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -110,20 +116,15 @@ async def test_hosts_that_nobody_described_are_measured(caplog):
 
 
 @pytest.mark.parametrize(
-    ("relay", "hosts"),
-    [
-        (RelayConfig(link_gbit_per_s=10, overhead_us=200), (0, 1, 2)),
-        (RelayConfig(topology=TopologyKind.KARY, chunk_bytes=4096), (0, 1, 2)),
-        (AUTO, (0, 1)),
-        (AUTO, (0, 0, 0)),
-    ],
-    ids=["given", "nothing to choose", "two nodes", "one host"],
+    "hosts",
+    [(0, 1), (0, 0, 0)],
+    ids=["two nodes", "one host"],
 )
-async def test_nothing_is_measured_where_nothing_depends_on_it(caplog, relay, hosts):
+async def test_nothing_is_measured_where_nothing_depends_on_it(caplog, hosts):
     placement = placed()
     caplog.set_level(logging.INFO, "laminar_py.cluster.links")
     on = [placement.plan.relays[host] for host in hosts]
-    links = await find_links(relay, on, [""] * len(on), placement, KEYS)
+    links = await find_links(AUTO, on, [""] * len(on), placement, KEYS)
     assert (links.bytes_per_s, links.zone_bytes_per_s) == (ASSUMED.bytes_per_s, math.inf)
     assert caplog.records == []
 

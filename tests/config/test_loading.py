@@ -10,7 +10,9 @@ import yaml
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.loading import dump_config, load_config, parse_config
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.engines.registry import backend_of
 
 REPO = Path(__file__).parents[2]
 MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -32,9 +34,23 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
-        ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=http://a: these are SGLang"),
+        ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=['http://a']: unknown key"),
+        (
+            {"rollout": {"engine": {**SGLANG, "tensor_parallel": 0}}},
+            "rollout.engine.tensor_parallel=0: input should",
+        ),
+        (
+            {"rollout": {"engine": {"kind": "best"}}},
+            "rollout.engine.kind=best: unknown; choose one of local, sglang",
+        ),
+        ({"rollout": {"engine": {"kind": "emulated"}}}, "rollout.engine.kind=emulated: is chosen by the section"),
+        ({"rollout": {"engine": "sglang"}}, "rollout.engine='sglang': input should be a section"),
+        ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of paper, predictive"),
         ({"schedule": "later"}, "schedule='later'"),
-        ({"rollout": {"probe_share": 0.1}}, "rollout.probe_share=0.1: without rollout.group_deadline_s"),
+        (
+            {"rollout": {"counterfactual_share": 0.1}},
+            "rollout.counterfactual_share=0.1: without rollout.group_deadline_s",
+        ),
         ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
         ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
         ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),
@@ -81,6 +97,29 @@ def test_a_missing_field_is_named():
 def test_a_dumped_config_reads_back_the_same():
     config = load_config(REPO / "configs" / "quickstart.yaml", ["seed=3"])
     assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout": {"engine": {**SGLANG, "tensor_parallel": 2, "flags": {"a": [1, 2]}}}},
+        {"emulation": {"profile": "p.yaml"}, "rollout": {"engine": {"verify_every": 3}}},
+        {},
+    ],
+    ids=["sglang", "emulated", "local"],
+)
+def test_a_config_that_reaches_an_actor_as_json_has_the_section_of_its_backend(change):
+    config = parse_config({**MINIMAL, **change})
+    read = RunConfig.model_validate_json(config.model_dump_json())
+    assert read == config
+    assert type(read.rollout.engine) is type(config.rollout.engine) is backend_of(config).settings
+
+
+def test_an_engine_named_on_the_command_line_is_that_of_its_kind_whatever_the_file_says_of_another(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "rollout": {"engine": {**SGLANG, "tensor_parallel": 2}}}))
+    assert load_config(path, ["rollout.engine.kind=local"]).rollout.engine.kind == "local"
+    assert load_config(path, ["rollout.engine.device=cuda"]).rollout.engine.gpus == 2
 
 
 def test_a_config_under_which_nothing_moves_repacks_only_if_it_is_asked_to_and_then_it_is_refused():
@@ -146,7 +185,7 @@ SURE = {"without_signal": "train"}
         ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set it to train"),
         ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
-        ({"algorithm": TEACHER, "rollout": SURE}, "reward.function=exact gives one score"),
+        ({"algorithm": TEACHER, "rollout": SURE}, "reward.function=exact gives one number"),
         ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none teaches nothing"),
         ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),

@@ -1,4 +1,6 @@
-"""A flow with pretend replicas that finish what they are given, on a clock that the test moves."""
+"""A scheduler with pretend replicas that finish what they are given, on a clock that the test moves."""
+
+import asyncio
 
 import msgspec
 import numpy as np
@@ -6,9 +8,9 @@ import numpy as np
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule
-from laminar_py.control.book import FlowSettings
-from laminar_py.control.dispatcher import Dispatcher
-from laminar_py.control.flow import Flow
+from laminar_py.control.book import ControlSettings
+from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.records.engine import EngineStatus, SamplingParams
@@ -20,8 +22,14 @@ from tests.builders import make_prompt
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
+async def settle():
+    """Let every task run until it waits for something."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 class Log:
-    """Keeps events in memory; `tests/runtime` runs the flow on the real ledger."""
+    """Keeps events in memory; `tests/orchestrator` uses the real ledger."""
 
     def __init__(self):
         self.events = []
@@ -38,7 +46,7 @@ class Log:
         self.masks += [] if sampling_mask is None else [sampling_mask]
         self.experts += [] if routed_experts is None else [routed_experts]
 
-    def store_token_rewards(self, trajectory_id, rewards):
+    def store_columns(self, trajectory_id, columns):
         pass
 
 
@@ -53,7 +61,7 @@ class ManualClock:
 
 
 class Fleet:
-    """Flow, replicas with `versions[i]`, and what was assigned to them."""
+    """A scheduler, replicas with `versions[i]`, and what was assigned to them."""
 
     def __init__(
         self,
@@ -78,26 +86,32 @@ class Fleet:
         self.received = dict.fromkeys(range(replicas), 0)
         self.running = {index: {} for index in range(replicas)}
         options = {"without_signal": WithoutSignal.TRAIN, "one_version": True, **settings}
-        self.flow = Flow(
-            settings=FlowSettings(
-                seed=0, group_size=group_size, sampling=SamplingParams(max_new_tokens=16), **options
+        self.scheduler = TrajectoryScheduler(
+            ControlSettings(
+                seed=0,
+                replicas=replicas,
+                group_size=group_size,
+                sampling=SamplingParams(max_new_tokens=16),
+                admission=Admission(
+                    schedule=schedule, batch=batch, capacity=capacity, max_staleness=max_staleness
+                ),
+                bound=StalenessBound(max_staleness, policies),
+                **options,
             ),
             prompt_at=make_prompt,
             recorder=self.log,
-            submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
-            advantages=group_advantages(Advantage.GROUP_STD),
-            dispatcher=Dispatcher(replicas),
-            admission=Admission(schedule=schedule, batch=batch, capacity=capacity, max_staleness=max_staleness),
-            bound=StalenessBound(max_staleness, policies),
+            stages=Stages(
+                submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
+                submit_reference=self.unreferred.append if refers else None,
+            ),
+            credit=Credit(group_advantages(Advantage.GROUP_STD), length_cost),
             clock=self.clock,
-            submit_reference=self.unreferred.append if refers else None,
-            length_cost=length_cost,
         )
-        self.flow.admitting = True
-        self.flow.newest_version = 0
+        self.scheduler.admit()
+        self.scheduler.published(0)
 
     async def report(self, index, *, progress=(), admissible=64, lost=()):
-        """Replica `index` speaks, then is given what the flow has."""
+        """Replica `index` speaks, then is given what there is for it."""
         status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=self.versions[index])
         received = self.received[index]
         report = ReplicaReport(
@@ -108,11 +122,11 @@ class Fleet:
             progress=tuple(progress),
             lost=lost,
         )
-        await self.flow.on_report(report)
+        await self.scheduler.on_report(report)
         self.hand_out()
 
     def hand_out(self):
-        for index, assignments in self.flow.dispatch().items():
+        for index, assignments in self.scheduler.dispatch().items():
             self.received[index] += sum(item.version is None for item in assignments)
             self.running[index].update({item.trajectory_id: item for item in assignments})
 
@@ -120,7 +134,7 @@ class Fleet:
         """The reference stage delivers all that it was given."""
         while self.unreferred:
             trajectory = self.unreferred.pop()
-            await self.flow.on_reference(trajectory.id, np.full_like(trajectory.logprobs, -2.0))
+            await self.scheduler.on_reference(trajectory.id, np.full_like(trajectory.logprobs, -2.0))
 
     async def grow(self, index, trajectory_id, *, tokens):
         """A replica reports `tokens` more of a trajectory that goes on."""
@@ -146,7 +160,9 @@ class Fleet:
             ],
         )
 
-    async def finish(self, index, trajectory_id, *, tokens=3, reason=FinishReason.STOP, epoch=None, **report):
+    async def finish(
+        self, index, trajectory_id, *, tokens=3, reason=FinishReason.STOP, epoch=None, generate_s=0.0, **report
+    ):
         """A replica generates `tokens` more and ends the trajectory."""
         item = self.running[index].pop(trajectory_id)
         version = self.versions[index] if item.version is None else item.version
@@ -159,6 +175,7 @@ class Fleet:
             logprobs=np.full(tokens, -0.5, np.float32),
             spans=(Span(version, start, start + tokens),) if tokens else (),
             finish_reason=reason,
+            generate_s=generate_s,
         )
         await self.report(index, progress=[progress], **report)
 
@@ -189,4 +206,6 @@ class Fleet:
         """Every finished trajectory gets a reward by its place in the group."""
         waiting, self.unscored = self.unscored, []
         for trajectory in waiting:
-            await self.flow.on_score(Score(trajectory_id=trajectory.id, value=reward(trajectory.sample_index)))
+            await self.scheduler.on_score(
+                Score(trajectory_id=trajectory.id, value=reward(trajectory.sample_index))
+            )

@@ -13,8 +13,8 @@ from laminar_py.config.staleness import StalePolicy
 from laminar_py.packing.stage import Packing
 from laminar_py.records.events import Consumed, Dropped
 from laminar_py.records.trajectory import DropReason
-from tests.control.fleet import Fleet
-from tests.control.test_flow import assert_law_one
+from tests.control.fleet import Fleet, settle
+from tests.control.test_scheduler import assert_law_one
 
 PATIENCE_S = 5.0
 MAX_TOKENS = 128
@@ -23,7 +23,7 @@ MAX_TOKENS = 128
 def make_fleet(*, groups=4, capacity=16, look_ahead=0, max_passes=2, max_tokens=MAX_TOKENS, **kwargs):
     """One replica; steps of `groups` groups of 2 are packed."""
     fleet = Fleet(replicas=1, group_size=2, batch=groups, capacity=capacity, **kwargs)
-    fleet.flow.consumption.pack(
+    fleet.scheduler.consumption.pack(
         Packing(groups=groups, max_tokens=max_tokens, ranks=1, look_ahead=look_ahead, max_passes=max_passes)
     )
     return fleet
@@ -40,7 +40,7 @@ async def make_ready(fleet, lengths):
 
 async def take(fleet, groups, version=0):
     async with asyncio.timeout(PATIENCE_S):
-        return await fleet.flow.consumption.next_batch(groups=groups, version=version)
+        return await fleet.scheduler.consumption.next_batch(groups=groups, version=version)
 
 
 def packed(batch):
@@ -67,7 +67,7 @@ async def test_a_batch_that_was_put_back_is_taken_again_before_younger_groups():
     fleet = make_fleet(groups=2)
     await make_ready(fleet, [10, 20, 30, 40])
     first = await take(fleet, 2)
-    await fleet.flow.consumption.put_back(first)
+    await fleet.scheduler.consumption.put_back(first)
     again = await take(fleet, 2)
     assert taken(again) == taken(first)
     assert packed(again) == packed(first)
@@ -88,15 +88,15 @@ async def test_a_group_that_is_all_too_long_is_live_no_more():
     fleet = make_fleet(groups=1, capacity=1)
     await make_ready(fleet, [MAX_TOKENS])
     assert reasons(fleet) == {DropReason.TOO_LONG: 2}
-    assert not fleet.flow.book.groups
-    assert not fleet.flow.book.live
+    assert not fleet.scheduler.book.groups
+    assert not fleet.scheduler.book.live
 
 
 async def test_what_became_stale_while_it_was_staged_is_not_in_the_batch():
     fleet = make_fleet(groups=2, max_staleness=1, policies=(StalePolicy.DROP,))
     await make_ready(fleet, [10, 20])
     waiting = asyncio.create_task(take(fleet, 2, version=2))
-    await asyncio.sleep(0.01)
+    await settle()
     assert reasons(fleet) == {DropReason.STALE: 4}
     fleet.versions[0] = 2
     await fleet.report(0)
@@ -112,7 +112,7 @@ async def test_a_reweighted_trajectory_takes_its_factor_to_the_learner():
     await make_ready(fleet, [10])
     batch = await take(fleet, 1, version=4)
     assert [trajectory.weight for trajectory in batch.reweighted.values()] == [0.4, 0.4]
-    fleet.flow.consumption.commit(batch, 1)
+    fleet.scheduler.consumption.commit(batch, 1)
     assert [event.weight for event in fleet.log.events if isinstance(event, Consumed)] == [0.4, 0.4]
 
 
@@ -145,7 +145,7 @@ def test_every_batch_is_packed_whole_and_nothing_is_lost_whatever_happens(action
 async def play(actions, look_ahead, max_staleness):
     """Responses of random lengths, some too long; batches that are consumed, fail or are undone; versions."""
     fleet = make_fleet(groups=2, look_ahead=look_ahead, max_staleness=max_staleness, policies=(StalePolicy.DROP,))
-    consumption, step, version = fleet.flow.consumption, 0, 0
+    consumption, step, version = fleet.scheduler.consumption, 0, 0
     for action, number in actions:
         fleet.versions[0] = version
         await fleet.report(0)
@@ -192,10 +192,10 @@ async def lengths_through(fleet, *, steps, groups, ready, seed):
         now, id, length = heapq.heappop(running)
         await fleet.finish(0, id, tokens=length)
         await fleet.score_all()
-        if len(fleet.flow.consumption.buffer) >= ready:
+        if len(fleet.scheduler.consumption.buffer) >= ready:
             batch = await take(fleet, groups, version=len(consumed))
             consumed.append(batch)
-            fleet.flow.consumption.commit(batch, len(consumed))
+            fleet.scheduler.consumption.commit(batch, len(consumed))
             fleet.versions[0] = len(consumed)
     return consumed, issued
 

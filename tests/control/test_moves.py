@@ -8,7 +8,7 @@ import pytest
 from laminar_py.records.events import Assigned, Interrupted
 from laminar_py.records.replica import Move
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
-from tests.control.fleet import Fleet
+from tests.control.fleet import Fleet, settle
 
 
 async def moving(*, replicas=2, tokens=3, **settings):
@@ -20,7 +20,7 @@ async def moving(*, replicas=2, tokens=3, **settings):
         await fleet.grow(0, name, tokens=tokens)
     for index in range(1, replicas):
         await fleet.report(index, admissible=0)
-    fleet.round = fleet.flow.move(0, [Move(name, 0, 1, 6)])
+    fleet.round = fleet.scheduler.move(0, [Move(name, 0, 1, 6)])
     assert fleet.round.asked == {0: [name]}
     return fleet, name
 
@@ -36,7 +36,7 @@ async def test_it_goes_on_at_its_destination_with_its_prefix_under_its_version()
     item = fleet.running[1][name]
     assert (item.version, item.epoch, len(item.prefix_ids)) == (0, 2, 5)
     assert settled(fleet)
-    assert fleet.flow.moves.take_called_off() == {}
+    assert fleet.scheduler.moves.take_called_off() == {}
     reasons = [event.reason for event in fleet.log.events if isinstance(event, Interrupted)]
     assert reasons == ["repacked"]
     prefill = len(item.prompt_ids) + 5
@@ -56,21 +56,21 @@ async def test_a_late_answer_of_the_source_counts_for_nothing():
     await fleet.finish(0, name, tokens=1, reason=FinishReason.ABORT)
     fleet.running[0][name] = late
     await fleet.finish(0, name, tokens=4, reason=FinishReason.STOP)
-    assert fleet.flow.book.live[name].status is Status.RUNNING
-    assert fleet.flow.book.live[name].length == 4
+    assert fleet.scheduler.book.live[name].status is Status.RUNNING
+    assert fleet.scheduler.book.live[name].length == 4
 
 
 async def test_one_that_finishes_before_it_is_asked_stays_and_the_destination_is_told():
     fleet, name = await moving()
     await fleet.finish(0, name)
-    assert fleet.flow.book.live[name].status is Status.FINISHED
-    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
+    assert fleet.scheduler.book.live[name].status is Status.FINISHED
+    assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
 
 async def test_the_source_dies_and_its_last_report_goes_on_at_the_destination():
     fleet, name = await moving()
-    await fleet.flow.on_replica_lost(0)
+    await fleet.scheduler.on_replica_lost(0)
     fleet.hand_out()
     assert len(fleet.running[1][name].prefix_ids) == 3
     assert settled(fleet)
@@ -78,11 +78,11 @@ async def test_the_source_dies_and_its_last_report_goes_on_at_the_destination():
 
 async def test_the_destination_dies_and_another_of_that_version_takes_it():
     fleet, name = await moving(replicas=3)
-    await fleet.flow.on_replica_lost(1)
+    await fleet.scheduler.on_replica_lost(1)
     await fleet.finish(0, name, tokens=1, reason=FinishReason.ABORT)
     owners = [index for index in (0, 2) if name in fleet.running[index]]
     assert len(owners) == 1
-    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
+    assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
 
@@ -99,16 +99,16 @@ async def test_a_group_past_its_deadline_ends_the_moves_of_its_members():
     fleet, name = await moving(group_deadline_s=1.0)
     await fleet.finish(0, "g0.1")
     fleet.clock.time = 2.0
-    await fleet.flow.enforce_deadlines()
-    assert name not in fleet.flow.book.live
-    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
+    await fleet.scheduler.enforce_deadlines()
+    assert name not in fleet.scheduler.book.live
+    assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
 
 async def test_what_the_engine_refuses_ends_its_move():
     fleet, name = await moving()
     await fleet.refuse(0, name)
-    assert name not in fleet.flow.book.live
+    assert name not in fleet.scheduler.book.live
     assert DropReason.REFUSED in {event.reason for event in fleet.log.events if hasattr(event, "reason")}
     assert settled(fleet)
 
@@ -126,27 +126,27 @@ async def test_a_plan_is_checked_against_what_is_true_when_it_is_carried_out(wro
     elif wrong == "finished":
         await fleet.finish(0, "g0.0")
     elif wrong == "moving":
-        fleet.flow.move(0, [Move("g0.0", 0, 2, 6)])
+        fleet.scheduler.move(0, [Move("g0.0", 0, 2, 6)])
     elif wrong == "other version":
         version = 1
     else:
         fleet.versions[1] = 1
         await fleet.report(1, admissible=0)
-    assert fleet.flow.move(version, [Move("g0.0", source, 1, 6)]).asked == {}
-    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
+    assert fleet.scheduler.move(version, [Move("g0.0", source, 1, 6)]).asked == {}
+    assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
 
 
 async def test_moved_trajectories_take_nothing_from_what_a_replica_admits():
     fleet, name = await moving()
     await fleet.finish(0, name, reason=FinishReason.ABORT)
     await fleet.report(1, admissible=2)
-    assert fleet.flow.dispatcher.views[1].admissible == 2
+    assert fleet.scheduler.views.by_index[1].admissible == 2
 
 
 async def test_a_round_waits_until_all_that_it_moved_has_settled():
     fleet, name = await moving()
     waiting = asyncio.create_task(fleet.round.settled.wait())
-    await asyncio.sleep(0)
+    await settle()
     assert not waiting.done()
     await fleet.finish(0, name, reason=FinishReason.ABORT)
     await asyncio.wait_for(waiting, 1)
@@ -161,19 +161,19 @@ async def test_a_promised_replica_gets_no_work_of_another_version():
     await fleet.report(2, admissible=0)
 
     def taking(version):
-        return fleet.flow.dispatcher.for_pinned(version, bound=fleet.flow.moves.expected)
+        return fleet.scheduler.views.for_pinned(version, bound=fleet.scheduler.moves.expected)
 
     assert taking(1).index == 2
-    await fleet.flow.on_replica_lost(2)
-    assert fleet.flow.dispatcher.views[1].idle
+    await fleet.scheduler.on_replica_lost(2)
+    assert fleet.scheduler.views.by_index[1].idle
     assert taking(1) is None, "replica 1 keeps its version for what moves there"
-    fleet.flow.moves.end_all()
+    fleet.scheduler.moves.end_all()
     assert taking(1).index == 1
 
 
 async def test_nothing_moves_when_training_pauses_and_the_destinations_are_told():
     fleet, name = await moving()
-    fleet.flow.pause()
+    fleet.scheduler.pause()
     assert settled(fleet)
-    assert fleet.flow.moves.take_called_off() == {1: ["g0.0"]}
-    assert fleet.flow.move(0, [Move(name, 0, 1, 6)]).asked == {}
+    assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
+    assert fleet.scheduler.move(0, [Move(name, 0, 1, 6)]).asked == {}

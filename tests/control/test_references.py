@@ -1,6 +1,7 @@
 """Groups that wait for a reference stage, which may be slower or faster than scoring."""
 
 from laminar_py.config.rollout import WithoutSignal
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.events import Dropped, Ready
 from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import Fleet
@@ -27,8 +28,8 @@ async def test_a_group_is_ready_when_it_is_scored_and_referred_in_either_order()
         assert not ready(fleet)
         await second()
         assert len(ready(fleet)) == 4
-        [group] = fleet.flow.consumption.buffer.first(1)
-        assert all((member.reference_logprobs == -2.0).all() for member in group.members)
+        [group] = fleet.scheduler.consumption.buffer.first(1)
+        assert all((member.columns[REFERENCE_LOGPROBS].array == -2.0).all() for member in group.members)
 
 
 async def test_a_group_that_teaches_nothing_waits_for_no_reference():
@@ -38,14 +39,14 @@ async def test_a_group_that_teaches_nothing_waits_for_no_reference():
     assert dropped == [DropReason.NO_SIGNAL] * 4
     await fleet.refer_all()
     assert not ready(fleet)
-    assert not fleet.flow.book.live.keys() & {f"g0.{index}" for index in range(4)}
+    assert not fleet.scheduler.book.live.keys() & {f"g0.{index}" for index in range(4)}
 
 
 async def test_no_deadline_counts_while_only_the_reference_is_missing():
     fleet = await finished(group_deadline_s=5.0)
     await fleet.score_all()
     fleet.clock.time = 100.0
-    await fleet.flow.enforce_deadlines()
+    await fleet.scheduler.enforce_deadlines()
     await fleet.refer_all()
     assert len(ready(fleet)) == 4
 
@@ -55,9 +56,9 @@ async def test_no_deadline_counts_for_a_group_that_is_ready():
     await fleet.score_all()
     await fleet.refer_all()
     fleet.clock.time = 100.0
-    await fleet.flow.enforce_deadlines()
-    batch = await fleet.flow.consumption.next_batch(groups=1, version=0)
-    fleet.flow.consumption.commit(batch, 1)
+    await fleet.scheduler.enforce_deadlines()
+    batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
+    fleet.scheduler.consumption.commit(batch, 1)
     assert not [event for event in fleet.log.events if isinstance(event, Dropped)]
 
 
@@ -65,8 +66,8 @@ async def test_what_was_undone_keeps_what_the_reference_found():
     fleet = await finished(batch=1)
     await fleet.score_all()
     await fleet.refer_all()
-    batch = await fleet.flow.consumption.next_batch(groups=1, version=0)
-    fleet.flow.consumption.commit(batch, 1)
-    assert await fleet.flow.consumption.roll_back() == 4
-    again = await fleet.flow.consumption.next_batch(groups=1, version=0)
-    assert all(trajectory.reference_logprobs is not None for trajectory in again.trajectories)
+    batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
+    fleet.scheduler.consumption.commit(batch, 1)
+    assert await fleet.scheduler.consumption.roll_back() == 4
+    again = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
+    assert all(REFERENCE_LOGPROBS in trajectory.columns for trajectory in again.trajectories)

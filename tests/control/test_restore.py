@@ -1,4 +1,4 @@
-"""A flow that takes up what a dead controller left, in every state a trajectory can be in."""
+"""A scheduler that takes up what a dead controller left, in every state a trajectory can be in."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ from msgspec.structs import replace as replace_fields
 
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.replica import Progress
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Status
 from tests.builders import make_experts, make_mask, make_prompt
@@ -34,7 +35,7 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
         response=response,
         finish_reason=reason,
         reward=reward,
-        token_rewards=None,
+        columns={},
         advantage=0.5,
         advantage_scale=1.0,
     )
@@ -43,8 +44,8 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
 async def restored(*live, **settings):
     fleet = Fleet(replicas=1, group_size=2, **settings)
     groups = {entry.group_id: 2 for entry in live}
-    fleet.flow.admitting = False
-    await fleet.flow.restore(
+    fleet.scheduler.pause()
+    await fleet.scheduler.restore(
         Recovered(
             incarnation=2,
             checkpoint=None,
@@ -61,8 +62,8 @@ async def restored(*live, **settings):
 
 async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
     fleet = await restored(left("g1.0", Status.RUNNING), left("g1.1", Status.QUEUED, response=NOTHING))
-    fleet.flow.continuing = True
-    (assignment,) = fleet.flow.adopt(0)
+    fleet.scheduler.continue_live()
+    (assignment,) = fleet.scheduler.for_starting(0)
     assert (assignment.trajectory_id, assignment.version, assignment.epoch) == ("g1.0", 4, 3)
     assert assignment.prefix_ids.tolist() == [0, 1, 2]
 
@@ -71,10 +72,10 @@ async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
     ids = RESPONSE.ids
     kept = replace(RESPONSE, sampling_mask=make_mask(ids), routed_experts=make_experts(0, 5))
     fleet = await restored(left("g1.0", Status.RUNNING, response=kept))
-    fleet.flow.continuing = True
-    (assignment,) = fleet.flow.adopt(0)
+    fleet.scheduler.continue_live()
+    (assignment,) = fleet.scheduler.for_starting(0)
     assert assignment.routed == 5
-    lifecycle = fleet.flow.book.live["g1.0"]
+    lifecycle = fleet.scheduler.book.live["g1.0"]
     last = Progress(
         trajectory_id="g1.0",
         epoch=3,
@@ -91,20 +92,20 @@ async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
 async def test_a_finished_one_is_scored_and_closes_its_group():
     fleet = await restored(left("g1.0", Status.FINISHED), left("g1.1", Status.SCORED, reward=1.0))
     await fleet.score_all(lambda index: 0.0)
-    assert len(fleet.flow.consumption.buffer) == 1
+    assert len(fleet.scheduler.consumption.buffer) == 1
 
 
 async def test_a_scored_group_is_closed_and_a_ready_one_is_buffered():
     scored = [left("g1.0", Status.SCORED, reward=1.0), left("g1.1", Status.SCORED, reward=0.0)]
     ready = [left("g2.0", Status.READY, reward=1.0), left("g2.1", Status.READY, reward=0.0)]
     fleet = await restored(*scored, *ready)
-    assert len(fleet.flow.consumption.buffer) == 2
+    assert len(fleet.scheduler.consumption.buffer) == 2
 
 
 async def test_an_evaluation_is_dropped_and_new_prompts_follow_the_last_one():
     fleet = await restored(left("e0.0", Status.RUNNING, kind=Kind.EVAL))
-    assert not fleet.flow.book.live
-    fleet.flow.admitting = True
+    assert not fleet.scheduler.book.live
+    fleet.scheduler.admit()
     await fleet.report(0)
     assert {name.split(".")[0] for name in fleet.running[0]} >= {"g9"}
 
@@ -114,7 +115,16 @@ async def test_the_reference_is_asked_anew_before_the_learner_gets_what_was_fini
     ready = [left("g2.0", Status.READY, reward=1.0), left("g2.1", Status.READY, reward=0.0)]
     fleet = await restored(*scored, *ready, left("g3.0", Status.RUNNING), refers=True)
     assert {trajectory.id for trajectory in fleet.unreferred} == {"g1.0", "g1.1", "g2.0", "g2.1"}
-    assert len(fleet.flow.consumption.buffer) == 0
+    assert len(fleet.scheduler.consumption.buffer) == 0
     await fleet.refer_all()
-    assert len(fleet.flow.consumption.buffer) == 2
-    assert all(m.reference_logprobs is not None for g in fleet.flow.consumption.buffer.first(2) for m in g.members)
+    assert len(fleet.scheduler.consumption.buffer) == 2
+    assert all(
+        REFERENCE_LOGPROBS in m.columns for g in fleet.scheduler.consumption.buffer.first(2) for m in g.members
+    )
+
+
+async def test_what_was_scored_keeps_its_columns():
+    columns = {"hints": token_values(RESPONSE.ids)}
+    ready = [replace(left(f"g1.{index}", Status.READY, reward=index), columns=columns) for index in range(2)]
+    fleet = await restored(*ready)
+    assert all(member.columns == columns for member in fleet.scheduler.consumption.buffer[0].members)

@@ -7,7 +7,7 @@ import tokenizers
 
 from laminar_py.config.section import ConfigError
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import Source
+from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.tokenizer import Tokenizer
 
 
@@ -17,9 +17,9 @@ def make_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_ids=(7, 8))
 
 
-def written(path: Path, *lines: str) -> Source:
+def written(path: Path, *lines: str) -> JsonlFile:
     path.write_text("".join(line + "\n" for line in lines))
-    return Source(path, "warm_start.data")
+    return JsonlFile(path, "warm_start.data")
 
 
 def test_a_response_ends_in_the_first_eos_id(tmp_path: Path) -> None:

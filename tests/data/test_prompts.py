@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.config.section import ConfigError
-from laminar_py.data.jsonl import Source
+from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.trajectory import Prompt
@@ -25,12 +25,12 @@ def character_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_ids=(99,))
 
 
-def written(path: Path, *lines: str, field: str = "data.train") -> Source:
+def written(path: Path, *lines: str, field: str = "data.train") -> JsonlFile:
     path.write_text("".join(line + "\n" for line in lines))
-    return Source(path, field)
+    return JsonlFile(path, field)
 
 
-def read(source: Source, *, max_prompt_tokens: int = 64) -> list[Prompt]:
+def read(source: JsonlFile, *, max_prompt_tokens: int = 64) -> list[Prompt]:
     return read_prompts(source, tokenizer=character_tokenizer(), max_prompt_tokens=max_prompt_tokens)
 
 
@@ -76,12 +76,12 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"prompt": "\xff", "answer": "2"}\n')
     with pytest.raises(ConfigError, match=r"t\.jsonl:1: .*utf-8.*\\\\xff"):
-        read(Source(path, "data.heldout"))
+        read(JsonlFile(path, "data.heldout"))
 
 
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.heldout=.*nowhere\.jsonl: no such file; "):
-        read(Source(tmp_path / "nowhere.jsonl", "data.heldout"))
+        read(JsonlFile(tmp_path / "nowhere.jsonl", "data.heldout"))
     with pytest.raises(ConfigError, match=r"data.train=.*t\.jsonl: holds no lines; "):
         read(written(tmp_path / "t.jsonl"))
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.records.engine import Delta, GenerateRequest, PauseMode, SamplingParams
-from laminar_py.records.protocols import InferenceEngine
+from laminar_py.records.protocols import EngineLostError, InferenceEngine
 from laminar_py.records.trajectory import FinishReason, Span
 
 PATIENCE_S = 30.0
@@ -452,6 +452,33 @@ async def versions_never_go_back(make: Factory) -> None:
         with pytest.raises(ValueError, match="4"):
             await rig.engine.load_weights(rig.weights[0], 4)
         assert rig.engine.status().version == 5
+
+
+async def a_dead_engine_says_so_in_every_method(make: Factory, kill: Callable[[InferenceEngine], None]) -> None:
+    """`kill` breaks what computes, as a crash would. Not among `LAWS`, since a server that it kills stays dead."""
+    async with make() as rig:
+        engine = rig.engine
+        request = await caught(engine, make_request(length=1900))
+        watching = asyncio.create_task(engine.watch())
+        kill(engine)
+        for ended in (request.response(), watching):
+            with pytest.raises(EngineLostError) as told:
+                await ended
+            assert "\n" not in str(told.value)
+        for call in (
+            collect(engine, make_request("another")),
+            engine.abort("r"),
+            engine.pause(PauseMode.ABORT),
+            engine.pause(PauseMode.IN_PLACE),
+            engine.resume(),
+            engine.load_weights(rig.weights[1], 2),
+            engine.checksum(),
+            engine.watch(),
+        ):
+            with pytest.raises(EngineLostError):
+                await call
+        with pytest.raises(EngineLostError):
+            engine.status()
 
 
 LAWS = (

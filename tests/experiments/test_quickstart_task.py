@@ -15,7 +15,7 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import Source
+from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import check_disjoint, read_prompts
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.scoring import ScoringRequest
@@ -113,11 +113,11 @@ def test_demonstrations_are_careless_in_carries_and_borrows_only(data: Path) -> 
 def test_the_config_takes_the_data_and_every_response_fits(data: Path) -> None:
     tokenizer = load_tokenizer(data / "model")
     limit = CONFIG.rollout.max_len - CONFIG.rollout.sampling.max_new_tokens
-    sources = (Source(data / "heldout.jsonl", "data.heldout"), Source(data / "train.jsonl", "data.train"))
+    sources = (JsonlFile(data / "heldout.jsonl", "data.heldout"), JsonlFile(data / "train.jsonl", "data.train"))
     heldout, train = (read_prompts(s, tokenizer=tokenizer, max_prompt_tokens=limit) for s in sources)
     check_disjoint(heldout, train, sources=sources)
     demonstrations = read_demonstrations(
-        Source(data / "warm_start.jsonl", "warm_start.data"),
+        JsonlFile(data / "warm_start.jsonl", "warm_start.data"),
         tokenizer=tokenizer,
         max_tokens=CONFIG.warm_start.tokens_per_step,
     )

@@ -20,8 +20,8 @@ from transformers import (
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.model import ModelConfig
-from laminar_py.learner.reference import refer
-from laminar_py.learner.step import Learner
+from laminar_py.learner.metrics import TokenSums
+from laminar_py.learner.step import Learner, Update
 from laminar_py.records.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from laminar_py.records.batch import MicroBatch
 
@@ -147,6 +147,8 @@ def pack(sequences: list[Sample], *, num_total: int) -> MicroBatch:
         behaviour_logprobs=_join([_at_response(s, s.logprobs) for s in sequences], np.float32),
         advantages=_join([np.full(len(s.ids), s.advantage) for s in sequences], np.float32),
         staleness=np.zeros(sum(lengths), np.int32),
+        rewards=np.zeros(len(lengths), np.float32),
+        groups=np.zeros(len(lengths), np.int32),
         experts=_join(experts, np.int16) if experts else None,
     )
 
@@ -160,7 +162,14 @@ def make_learner(folder: Path, **kwargs) -> Learner:
 
 def referred(learner: Learner, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     """As `Learner.step` has them."""
-    return batches if learner._reference is None else refer(learner._reference, batches)
+    return batches if learner._reference is None else learner._reference.refer(batches)
+
+
+def backward(learner: Learner, batches: Sequence[MicroBatch], partition: torch.Tensor | None = None) -> float:
+    """The loss of microbatches whose weights sum to 1; the model has the gradient."""
+    update = Update(batches=batches, share=1.0, at_start=None)
+    sums = TokenSums(learner.model.device)
+    return float(learner._backward(update, sums, partition, [], untouched=True))
 
 
 def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:

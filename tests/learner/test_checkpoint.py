@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from laminar_py.config.algorithm import AlgorithmConfig, Partition
 from laminar_py.learner.checkpoint import Checkpointer
-from laminar_py.learner.export import export_checkpoint
 from laminar_py.learner.marker import MARKER, read_marker
 from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
 from tests.learner.ranks import FORKSERVER, prepared
@@ -107,21 +104,6 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(model_folder: Path
         learner.load(tmp_path / "saved")
     assert "\n" not in str(error.value)
     assert_equal(full_parameters(learner), before)
-
-
-def test_a_head_for_log_z_is_kept_and_no_other_model_takes_it(model_folder: Path, tmp_path: Path):
-    settings = AlgorithmConfig(name="tba", partition=Partition.LEARNED)
-    learner = make_learner(model_folder, algorithm=settings)
-    torch.nn.init.ones_(learner.model.log_partition.weight)
-    learner.save(tmp_path / "saved")
-    resumed = make_learner(model_folder, algorithm=settings)
-    resumed.load(tmp_path / "saved")
-    assert torch.equal(resumed.model.log_partition.weight, learner.model.log_partition.weight)
-    export_checkpoint(tmp_path / "saved", tmp_path / "out", source=model_folder, dtype="float32")
-    exported = load_file(tmp_path / "out/model.safetensors")
-    assert_equal(full_parameters(learner), exported)
-    with pytest.raises(ValueError, match=r"and a head for log Z, model.path is a qwen3"):
-        make_learner(model_folder).load(tmp_path / "saved")
 
 
 def test_a_save_that_broke_off_leaves_the_older_checkpoint(model_folder: Path, tmp_path: Path, monkeypatch):

@@ -12,7 +12,7 @@ from laminar_py.learner.metrics import TokenSums
 CPU = torch.device("cpu")
 
 
-def terms(ratios, *, drifts=None, weights=None, advantages=None, lengths=None):
+def terms(ratios, *, drifts=None, weights=None, advantages=None, lengths=None, staleness=None):
     """Tokens with these ratios of new to proximal, and of proximal to behaviour policy (1)."""
     count = len(ratios)
     behaviour = torch.full((count,), -3.0)
@@ -25,16 +25,18 @@ def terms(ratios, *, drifts=None, weights=None, advantages=None, lengths=None):
         advantages=torch.tensor(advantages or [1.0] * count),
         weights=torch.tensor(weights or [1.0 / count] * count),
         sequence=sequence,
-        num_sequences=len(lengths or [count]),
+        staleness=torch.tensor(staleness or [0] * count),
+        rewards=torch.zeros(len(lengths or [count])),
+        groups=torch.zeros(len(lengths or [count])),
+        columns={},
     )
 
 
-def add(sums, given, *, staleness=None, settings=None, **more):
+def add(sums, given, *, settings=None, **more):
     count = len(given.weights)
     sums.add(
         given,
         entropy=torch.arange(count, dtype=torch.float32),
-        staleness=torch.tensor(staleness or [0] * count),
         settings=settings or AlgorithmConfig(clip_high=0.28, importance_cap=2.0),
         **more,
     )
@@ -72,14 +74,14 @@ def test_the_effective_share_is_that_of_the_weights():
 
 def test_tokens_are_told_apart_by_how_old_they_are():
     sums = TokenSums(CPU)
-    add(sums, terms([1.0] * 8), staleness=[0, 1, 2, 3, 4, 5, 8, 9])
+    add(sums, terms([1.0] * 8, staleness=[0, 1, 2, 3, 4, 5, 8, 9]))
     counts = {name: one.num_tokens for name, one in sums.by_staleness().items()}
     assert counts == {"0": 1, "1": 1, "2": 1, "3-4": 2, "5-8": 2, "9+": 1}
 
 
 def test_the_largest_ratio_and_advantage_are_of_any_token_of_that_age():
     sums = TokenSums(CPU)
-    add(sums, terms([1.0, 3.0, 0.5], advantages=[0.5, 1.0, -2.0]), staleness=[0, 1, 1])
+    add(sums, terms([1.0, 3.0, 0.5], advantages=[0.5, 1.0, -2.0], staleness=[0, 1, 1]))
     add(sums, terms([2.0], advantages=[0.1]))
     assert (sums.tokens().ratio_max, sums.tokens().advantage_max) == pytest.approx((3.0, 2.0))
     fresh, older = (sums.by_staleness()[name] for name in ("0", "1"))
@@ -89,7 +91,7 @@ def test_the_largest_ratio_and_advantage_are_of_any_token_of_that_age():
 
 def test_the_mismatch_is_that_of_fresh_tokens_before_the_first_update():
     sums = TokenSums(CPU)
-    add(sums, terms([math.exp(1e-4)] * 99 + [math.exp(1e-2), math.exp(1.0)]), staleness=[0] * 100 + [1])
+    add(sums, terms([math.exp(1e-4)] * 99 + [math.exp(1e-2), math.exp(1.0)], staleness=[0] * 100 + [1]))
     add(sums, terms([math.exp(3.0)]), untouched=False)
     found = sums.mismatch()
     assert found.max == pytest.approx(1e-2, rel=1e-3)

@@ -13,6 +13,7 @@ from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.learner import Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 from tests.learner.builders import SETTINGS, VOCAB, make_learner, make_sequences, pack, referred
 
 SIZES = {
@@ -126,6 +127,6 @@ def test_a_reference_routes_by_itself_whatever_is_recorded_of_the_policy(mixture
     learner = make_learner(mixture, algorithm=AlgorithmConfig(kl_coef=0.1, reference=mixture))
     batch = pack(make_sequences(), num_total=6)
     forced = msgspec.structs.replace(batch, experts=np.zeros((batch.num_tokens, LAYERS, TOP_K), np.int16))
-    plain, routed = (one.reference_logprobs for one in referred(learner, [batch, forced]))
+    plain, routed = (one.columns[REFERENCE_LOGPROBS] for one in referred(learner, [batch, forced]))
     assert np.array_equal(routed, plain)
     assert not np.array_equal(policy_logprobs(learner.model, forced)[0].detach().numpy(), plain)

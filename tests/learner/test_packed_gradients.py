@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.config.model import ModelConfig
-from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.ranks import Ranks
 from laminar_py.learner.step import Learner
+from laminar_py.learner.terms import estimate_partition
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import Packed, assign, step_terms
 from laminar_py.packing.packer import pack as pack_step
@@ -21,6 +22,7 @@ from tests.builders import make_trajectory
 from tests.learner.builders import (
     LENGTHS,
     SETTINGS,
+    backward,
     make_learner,
     make_model_folder,
     make_sequences,
@@ -31,8 +33,7 @@ from tests.learner.builders import (
 
 def gradients(learner, microbatches):
     """Loss and gradients [each parameter] of the microbatches together."""
-    sums = TokenSums(learner.model.device)
-    loss = sum(float(learner._accumulate(batch, sums)) for batch in microbatches)
+    loss = backward(learner, microbatches)
     grads = [parameter.grad.clone() for parameter in learner.model.parameters()]
     learner.model.zero_grad()
     return loss, grads
@@ -129,20 +130,19 @@ def test_trajectory_balance_has_the_gradient_of_the_variance_in_each_group(model
     shape = [(f"g{i % 3}.{i}", 5 + 4 * i, i) for i in range(9)]
     items = [make_trajectory(n, prompt=3, response=length, seed=i, reward=i % 2) for n, length, i in shape]
     bins = fit([make_entry(item) for item in items], max_tokens=max_tokens)
-    terms = step_terms(bins, aggregation=algorithm.aggregation, compares=True)
+    terms = step_terms(bins, aggregation=algorithm.aggregation)
     batches = list(assign(bins, terms, max_tokens=max_tokens, ranks=1, attention_share=0.0).microbatches(0))
     learner = make_learner(model_folder, algorithm=algorithm)
     batches = referred(learner, batches)
-    partition = learner._log_partition(batches)
-    sums = TokenSums(learner.model.device)
-    loss = sum(float(learner._accumulate(batch, sums, log_partition=partition)) for batch in batches)
+    partition = estimate_partition(learner.model, batches, algorithm, Ranks(None))
+    loss = backward(learner, batches, partition)
     found = [parameter.grad.clone() for parameter in learner.model.parameters()]
     learner.model.zero_grad()
 
     def imbalance(item):
         alone = Packed([[[item]]], terms).microbatches(0)[0]
         with torch.no_grad():
-            fixed, _ = policy_logprobs(learner._reference, alone)
+            fixed, _ = policy_logprobs(learner._reference.model, alone)
         own, _ = policy_logprobs(learner.model, alone)
         return (own - fixed)[alone.loss_weights > 0].sum() - item.reward / 0.5
 

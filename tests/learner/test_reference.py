@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Objective, Partition, ReferencePass
+from laminar_py.config.algorithm import AlgorithmConfig, Divergence, ReferencePass
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import Packed, assign, step_terms
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.recordings import SamplingMask
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, make_learner, make_model_folder, referred
@@ -17,7 +18,6 @@ from tests.learner.builders import VOCAB, make_learner, make_model_folder, refer
 TEMPERATURE = 0.7
 CASES = {f"kl {kind}": AlgorithmConfig(kl_coef=0.3, kl_estimator=kind) for kind in Divergence} | {
     "balance": AlgorithmConfig(name="tba"),
-    "balance, learned partition": AlgorithmConfig(name="tba", partition=Partition.LEARNED),
     "balance and kl, two updates": AlgorithmConfig(name="tba", kl_coef=0.3, updates_per_step=2),
 }
 
@@ -40,12 +40,7 @@ def samples():
 def batches_of(items, algorithm, *, ranks=1):
     """As they reach the learner, over the wire."""
     bins = fit([make_entry(item) for item in items], max_tokens=100)
-    terms = step_terms(
-        bins,
-        aggregation=algorithm.aggregation,
-        compares=algorithm.objective is Objective.BALANCE,
-        refers=algorithm.refers_in_stage,
-    )
+    terms = step_terms(bins, aggregation=algorithm.aggregation, columns=algorithm.packed_columns)
     packed = assign(bins, terms, max_tokens=100, ranks=ranks, attention_share=0.0)
     return [decode(Packed, encode(packed)).microbatches(rank) for rank in range(ranks)]
 
@@ -62,7 +57,10 @@ def stage(tmp_path):
             found = [logprobs for one in passes for logprobs in model.logprobs(one)]
         finally:
             leave_group()
-        return [replace(item, reference_logprobs=own) for item, own in zip(items, found, strict=True)]
+        return [
+            replace(item, columns={REFERENCE_LOGPROBS: token_values(own)})
+            for item, own in zip(items, found, strict=True)
+        ]
 
     folder = make_model_folder(tmp_path / "reference", seed=1)
     answer.folder = folder
@@ -101,7 +99,7 @@ def test_a_step_asks_its_reference_once_for_each_microbatch(model_folder, stage,
     algorithm = AlgorithmConfig(**{**CASES[case].model_dump(), "reference": stage.folder})
     learner = make_learner(model_folder, algorithm=algorithm)
     asked = []
-    learner._reference.base_model.register_forward_hook(lambda *_: asked.append(1))
+    learner._reference.model.base_model.register_forward_hook(lambda *_: asked.append(1))
     [batches] = batches_of(samples(), algorithm)
     learner.step(batches)
     assert len(batches) > 1
@@ -115,7 +113,7 @@ def test_microbatches_with_their_reference_are_sliced_as_they_are(model_folder, 
     whole = referred(learner, batches)
     for one, other in zip(whole[1::2], list(whole)[1::2], strict=True):
         assert np.array_equal(one.input_ids, other.input_ids)
-        assert np.array_equal(one.reference_logprobs, other.reference_logprobs)
+        assert np.array_equal(one.columns[REFERENCE_LOGPROBS], other.columns[REFERENCE_LOGPROBS])
 
 
 def test_a_rank_with_nothing_to_train_takes_part(model_folder, stage):
@@ -125,7 +123,7 @@ def test_a_rank_with_nothing_to_train_takes_part(model_folder, stage):
     )
     [item] = stage(samples()[:1])
     for batches in batches_of([item], algorithm, ranks=2):
-        assert all(batch.reference_logprobs.shape == batch.input_ids.shape for batch in batches)
+        assert all(batch.columns[REFERENCE_LOGPROBS].shape == batch.input_ids.shape for batch in batches)
         learner = make_learner(model_folder, algorithm=algorithm)
         assert learner._reference is None
         assert np.isfinite(learner.step(batches).loss)

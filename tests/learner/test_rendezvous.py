@@ -32,7 +32,7 @@ def rank_main(rank: int, ip: str, port: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("ip", own_addresses())
 def test_ranks_meet_at_an_address_and_listen_there_only(tmp_path, ip):
-    with socket.create_server((ip, 0)) as probe:
-        port = probe.getsockname()[1]
+    with socket.create_server((ip, 0)) as listening:
+        port = listening.getsockname()[1]
     run_ranks(rank_main, ip, port, tmp_path, world_size=2)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from laminar_py.config.algorithm import AlgorithmConfig, Objective, Partition
+from laminar_py.config.algorithm import AlgorithmConfig, Objective
 from laminar_py.config.learner import Recompute
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.model import shard
@@ -140,7 +140,6 @@ def test_a_run_goes_on_with_twice_or_half_as_many_ranks(model_folder: Path, two_
 CASES = {
     "tba": AlgorithmConfig(name="tba", beta=0.5),
     "several updates": AlgorithmConfig(name="decoupled_ppo", updates_per_step=2, kl_coef=0.1),
-    "learned partition": AlgorithmConfig(name="tba", beta=0.5, partition=Partition.LEARNED),
     "constant": AlgorithmConfig(name="dr_grpo"),
 }
 ITEMS = [
@@ -152,8 +151,7 @@ LONE = ITEMS[:1]  # leaves a rank without sequences
 
 def step_of(items, algorithm, *, ranks):
     bins = fit([make_entry(item) for item in items], max_tokens=40)
-    compares = algorithm.objective is Objective.BALANCE
-    terms = step_terms(bins, aggregation=algorithm.aggregation, constant=30, compares=compares)
+    terms = step_terms(bins, aggregation=algorithm.aggregation, constant=30)
     return assign(bins, terms, max_tokens=40, ranks=ranks, attention_share=0.0)
 
 
@@ -206,7 +204,6 @@ def test_two_ranks_learn_what_one_process_does_whatever_the_algorithm(name, mode
     grads = record_gradients(learner)
     for items in (ITEMS, LONE):
         metrics = learner.step(step_of(items, algorithm, ranks=1).microbatches(0))
-    assert ("log_partition.weight" in grads[0]) == (algorithm.partition is Partition.LEARNED)
     assert_near(load_file(folder / f"{name}-gradients.safetensors"), grads[0], rel=1e-5)
     found = load_file(folder / f"{name}.safetensors")
     assert float(found.pop("loss")) == pytest.approx(metrics.loss, rel=1e-4, abs=1e-6)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
-from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Divergence, Partition
+from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Divergence
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.export import named_tensors
-from laminar_py.learner.model import policy_logprobs, policy_outputs
+from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
+from laminar_py.records.columns import TEACHER_LOGPROBS
 from tests.learner.builders import (
     VOCAB,
-    Sample,
     full_parameters,
     make_learner,
     make_model_folder,
@@ -69,30 +69,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_folder: Path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(learner).items())
     assert learner.step([batch]).skipped == 0
     assert learner.num_steps == 2
-
-
-def test_a_learned_partition_function_is_one_of_each_prompt_alone(model_folder: Path):
-    """While the policy is still its reference, what is left of the imbalance is log Z - reward / beta."""
-    algorithm = AlgorithmConfig(
-        name="tba", beta=1.0, partition=Partition.LEARNED, partition_lr=3e-2, reference=model_folder
-    )
-    learner = make_learner(model_folder, algorithm=algorithm, settings=LearnerConfig(lr=1e-9))
-    prompts, rewards = [np.array([7, 3, 9]), np.array([20, 41, 2, 5])] * 3, np.array([3, -1] * 3, np.float32)
-
-    def batch_of(seed):
-        responses = np.random.default_rng(seed).integers(0, VOCAB, (6, 12))
-        both = zip(prompts, responses, strict=True)
-        sequences = [Sample(np.concatenate([p, r]), len(p), np.full(12, -4.0), 0.0) for p, r in both]
-        return msgspec.structs.replace(pack(sequences, num_total=6), rewards=rewards)
-
-    losses = [learner.step([batch_of(0)]).loss for _ in range(80)]
-    assert losses[0] == pytest.approx(5.0, rel=1e-3), "log Z begins at 0: the mean square of the rewards"
-    for seed in (0, 1):  # other responses change nothing
-        log_partition = policy_outputs(learner.model, batch_of(seed))[2].detach().numpy()
-        ends = batch_of(seed).cu_seqlens[:-1] + [len(prompt) - 1 for prompt in prompts]
-        np.testing.assert_allclose(log_partition[ends], rewards, atol=0.2)
-    published = {name for name, _ in named_tensors(learner.model, dtype=torch.float32)}
-    assert not any("partition" in name for name in published)
 
 
 def test_from_scratch_weights_come_from_the_seed(model_folder: Path):
@@ -174,7 +150,8 @@ def test_every_algorithm_takes_a_step(model_folder: Path, name: str):
         rewards, groups = np.array([0, 1, 0, 1, 0, 1], np.float32), np.array([0, 0, 1, 1, 1, 1], np.int32)
         batch = msgspec.structs.replace(batch, rewards=rewards, groups=groups)
     if name == "distill":
-        batch = msgspec.structs.replace(batch, teacher_logprobs=np.full_like(batch.advantages, -1.0))
+        teacher = {TEACHER_LOGPROBS: np.full_like(batch.advantages, -1.0)}
+        batch = msgspec.structs.replace(batch, columns=teacher)
     before = full_parameters(learner)
     metrics = learner.step([batch])
     assert metrics.grad_norm > 0.0
@@ -191,7 +168,7 @@ def test_a_policy_is_held_near_its_reference(model_folder: Path, estimator: Dive
     reference = full_parameters(make_learner(model_folder))
     divergences = [learner.step([pack(sequences, num_total=6)]).tokens.kl_reference_k3 for _ in range(4)]
     assert divergences[-1] < divergences[0]
-    frozen = dict(named_tensors(learner._reference, dtype=torch.float32))
+    frozen = dict(named_tensors(learner._reference.model, dtype=torch.float32))
     assert all(torch.equal(tensor, reference[name]) for name, tensor in frozen.items())
 
 

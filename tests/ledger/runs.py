@@ -8,6 +8,7 @@ import numpy as np
 
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.recovery import rollback_events
 from laminar_py.records.digests import response_digest
 from laminar_py.records.events import (
     Assigned,
@@ -34,6 +35,12 @@ class Ticks:
     def now(self):
         self.at += 1.0
         return self.at
+
+
+async def undo_since(ledger, step, *, reason):
+    """What to append when the learner went back to the checkpoint of `step`."""
+    await ledger.commit()
+    return rollback_events(ledger._reader, step, reason)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import pytest
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
 from laminar_py.ledger.recovery import recover
+from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Dropped,
     Interrupted,
@@ -31,6 +32,7 @@ from tests.ledger.runs import (
     recording,
     run_to,
     tokens,
+    undo_since,
 )
 
 
@@ -83,14 +85,17 @@ async def test_a_partial_response_goes_on_with_its_masks_its_experts_and_correct
     assert verify(tmp_path) == []
 
 
-async def test_token_rewards_come_back(tmp_path):
-    rewards = np.array([0, 0, 1, 0, 2], np.float32)
+async def test_columns_come_back(tmp_path):
+    columns = {
+        "token_rewards": token_values(np.array([0, 0, 1, 0, 2], np.float32)),
+        "hints": token_values(np.arange(5, dtype=np.int32)),
+    }
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
         make_ready(ledger, "g0.0")
-        ledger.store_token_rewards("g0.0", rewards)
+        ledger.store_columns("g0.0", columns)
     (live,) = recover(tmp_path).live
-    assert live.token_rewards.tolist() == rewards.tolist()
+    assert live.columns == columns
     assert (live.reward, live.advantage) == (1.0, 0.5)
 
 
@@ -149,10 +154,10 @@ async def test_undone_trajectories_are_consumed_again_and_the_laws_hold(tmp_path
 async def test_a_learner_that_died_alone_is_undone_in_the_running_ledger(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await run_past_its_checkpoint(ledger)
-        events = await ledger.undo_since(1, reason="learner_died")
+        events = await undo_since(ledger, 1, reason="learner_died")
         ledger.append_all(events)
         assert len(events) == 5
-        assert await ledger.undo_since(1, reason="learner_died") == []
+        assert await undo_since(ledger, 1, reason="learner_died") == []
         ledger.append_all(consume(2, 2, "g2.0", "g2.1"))
         ledger.append(checkpoint(2, 2))
     assert recover(tmp_path).checkpoint == checkpoint(2, 2)

@@ -31,7 +31,7 @@ async def test_a_sealed_run_is_proved_without_leaving_a_trace(tmp_path):
     seal = await sealed_run(tmp_path)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     verdict = prove(tmp_path)
-    assert verdict.findings == []
+    assert verdict.violations == []
     assert verdict.notes == [f"sealed: 5 files, event {seal.seq} is the last"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     assert not log_path(tmp_path / LEDGER_NAME).exists()
@@ -91,7 +91,7 @@ def torn(run):
 async def test_what_is_not_as_it_was_sealed_is_named(tmp_path, damage, file, message):
     await sealed_run(tmp_path)
     damage(tmp_path)
-    (found,) = (finding for finding in verify(tmp_path) if finding.law == "seal")
+    (found,) = (finding for finding in verify(tmp_path) if finding.rule == "seal")
     assert found.subject.startswith(file)
     assert message in found.message
     assert "\n" not in str(found)
@@ -104,7 +104,7 @@ async def test_what_is_written_beside_a_sealed_ledger_is_named(tmp_path):
     (found, *_) = verify(tmp_path)
     connection.close()
     assert str(found) == (
-        "seal: ledger.sqlite-wal: was added after the run was sealed: somebody wrote to the ledger"
+        "law 11: seal: ledger.sqlite-wal: was added after the run was sealed: somebody wrote to the ledger"
     )
 
 
@@ -118,7 +118,7 @@ async def test_a_run_that_goes_on_breaks_its_seal_on_record(tmp_path):
         rows = connection.execute("SELECT body FROM event WHERE kind = 'sealbroken'").fetchall()
     assert rows == [(f'{{"event":"sealbroken","digest":"{digest}"}}',)]
     verdict = prove(tmp_path)
-    assert (verdict.findings, verdict.notes) == ([], ["not sealed: the run goes on, or was killed"])
+    assert (verdict.violations, verdict.notes) == ([], ["not sealed: the run goes on, or was killed"])
     seal_run(tmp_path)
     assert verify(tmp_path) == []
 

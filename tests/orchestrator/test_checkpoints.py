@@ -14,7 +14,7 @@ from rich.console import Console
 
 from laminar_py.audit.verify import verify
 from laminar_py.cluster.errors import PartDiedError
-from laminar_py.learner.marker import MARKER, Architecture, seal
+from laminar_py.learner.marker import MARKER, Architecture, complete
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.payload import stored_recordings
@@ -54,7 +54,7 @@ def write_checkpoint(folder, step=1):
     partial = folder.with_name(f"{folder.name}.tmp")
     partial.mkdir(parents=True)
     (partial / "weights").write_bytes(b"x" * 100)
-    seal(
+    complete(
         partial,
         folder,
         step=step,

@@ -11,8 +11,10 @@ from laminar_py.config.loading import load_config
 from laminar_py.ledger.database import SCHEMA_VERSION
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.orchestrator.assembly import packing
 from laminar_py.orchestrator.checkpoints import Checkpoints
 from laminar_py.orchestrator.evaluator import Evaluator
+from laminar_py.orchestrator.incarnation import Incarnation
 from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.records.clock import SystemClock
@@ -34,7 +36,8 @@ SMALL = ("schedule=sync", "rollout.prompts_per_step=2", "rollout.group_size=2", 
 class Learner:
     """Takes steps that change nothing; the checkpoints named in `fails`, by number, fail with what is there."""
 
-    def __init__(self, fails):
+    def __init__(self, fails, supervisor):
+        self._supervisor = supervisor
         self.steps = self.saves = 0
         self._fails = fails
         self._folder = None
@@ -48,8 +51,8 @@ class Learner:
     async def start(self, checkpoint):
         return LearnerStarted(1, "eager", 8, 1)
 
-    async def pids(self):
-        return {"learner-0": 7}
+    async def replace(self, death):
+        self._supervisor.died(death)
 
     async def step(self, packed, *, version):
         self.steps += 1
@@ -58,7 +61,7 @@ class Learner:
     async def publish(self, version):
         pass
 
-    async def sealed(self, version):
+    async def completed(self, version):
         return Published(version, f"digest{version}", 10, 0.0)
 
     async def stored(self):
@@ -80,7 +83,6 @@ async def training(path, *settings, fails, admission):
     config = load_config(REPO / "configs/quickstart.yaml", [*SMALL, *settings])
     run, clock = RunFolder(path), SystemClock()
     run.checkpoints.mkdir()
-    learner = Learner(fails)
     async with open_ledger(path) as ledger:
         ledger.append(
             RunStarted(
@@ -94,45 +96,52 @@ async def training(path, *settings, fails, admission):
             )
         )
         fleet = Fleet(replicas=1, group_size=2, batch=2, schedule=admission, recorder=ledger)
-        versions = Versions(ledger=ledger, sealed=learner.sealed, stored=learner.stored, incarnation=1)
+        fleet.scheduler.consumption.pack(packing(config))
+        supervisor = Supervisor(record=ledger.append, max_restarts=3)
+        learner = Learner(fails, supervisor)
+        versions = Versions(ledger=ledger, completed=learner.completed, stored=learner.stored, incarnation=1)
         checkpoints = Checkpoints(
             run,
             ledger=ledger,
             save=learner.save,
             saved=learner.saved,
             recorded=versions.on_record,
-            settled=fleet.flow.consumption.checkpointed,
+            settled=fleet.scheduler.consumption.checkpointed,
             clock=clock,
             keep=2,
             last=None,
         )
-        stats = Stats(clock, replicas=1, totals=read_totals(run.metrics, 0))
-        trainer = Trainer(
-            config,
+        shared = Incarnation(
+            config=config,
             run=run,
-            flow=fleet.flow,
+            placement=None,
+            inputs=None,
+            clock=clock,
             ledger=ledger,
+            stats=Stats(clock, replicas=1, totals=read_totals(run.metrics, 0)),
+            supervisor=supervisor,
+        )
+        trainer = Trainer(
+            shared,
+            scheduler=fleet.scheduler,
             learner=learner,
             evaluator=Evaluator(
                 config.eval,
                 prompts=(),
                 rl_s=0.0,
-                flow=fleet.flow,
+                scheduler=fleet.scheduler,
                 hold=None,
                 restart_replicas=None,
                 publish=None,
             ),
-            stats=stats,
-            supervisor=Supervisor(record=ledger.append, max_restarts=3),
             versions=versions,
             checkpoints=checkpoints,
-            incarnation=1,
             show=lambda row: None,
         )
         recording = asyncio.create_task(versions.run())
         await trainer.start()
-        fleet.flow.go_on()
-        stats.rl_phase(True)
+        fleet.scheduler.admit()
+        shared.stats.rl_phase(True)
         try:
             yield trainer, learner, fleet
         finally:
@@ -143,7 +152,7 @@ async def training(path, *settings, fails, admission):
 async def generate(fleet, wanted=lambda: True):
     """What is handed out is finished and scored at once, as long as that is wanted."""
     while wanted():
-        fleet.versions[0] = fleet.flow.newest_version
+        fleet.versions[0] = fleet.scheduler.book.newest_version
         await fleet.report(0)
         await fleet.finish_all(0)
         await fleet.score_all()
@@ -198,7 +207,7 @@ async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_pa
         for id in [id for id in fleet.running[0] if id.split(".")[0] in ("g0", "g1")]:
             await fleet.finish(0, id)
         await fleet.score_all()
-        assert len(fleet.flow.book.groups) > 2
+        assert len(fleet.scheduler.book.groups) > 2
         trainer.stop.set()
         async with asyncio.timeout(PATIENCE_S):
             await trainer.run()

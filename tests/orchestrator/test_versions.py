@@ -13,6 +13,7 @@ from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.placement import Needs, Placement
 from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import parse_config
+from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.records.codec import encode
 from laminar_py.records.events import Relayed, VersionLoaded
@@ -22,13 +23,15 @@ from laminar_py.relay.store.version import NoRoomError
 from laminar_py.relay.wire.messages import FileEntry, Manifest
 from laminar_py.workers import learner as learner_link
 from laminar_py.workers.learner import LearnerLink
+from laminar_py.workers.site import Site
+from laminar_py.workers.supervisor import Supervisor
 from tests.ledger.runs import begin, open_ledger
 from tests.runs.fake_cluster import FakeCluster, joined
 
 PATIENCE_S = 30.0
 
 
-class Seals:
+class Learner:
     """A learner's versions: each is complete once the test says so, or fails with what it says."""
 
     def __init__(self):
@@ -44,21 +47,21 @@ class Seals:
     def fail(self, version, error):
         self._answer(version).set_exception(error)
 
-    async def sealed(self, version):
+    async def completed(self, version):
         return await self._answer(version)
 
     async def look(self):
         return self.stored
 
 
-def make_versions(ledger, seals):
-    return Versions(ledger=ledger, sealed=seals.sealed, stored=seals.look, incarnation=1)
+def make_versions(ledger, learner):
+    return Versions(ledger=ledger, completed=learner.completed, stored=learner.look, incarnation=1)
 
 
 @asynccontextmanager
-async def recording(ledger, seals):
+async def recording(ledger, learner):
     """Versions that are being recorded."""
-    versions = make_versions(ledger, seals)
+    versions = make_versions(ledger, learner)
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         recorder = tasks.create_task(versions.run())
         yield versions
@@ -71,36 +74,36 @@ def stored(version):
 
 
 async def test_versions_go_on_record_in_order_each_once_it_is_complete(tmp_path):
-    seals = Seals()
-    async with open_ledger(tmp_path) as ledger, recording(ledger, seals) as versions:
+    learner = Learner()
+    async with open_ledger(tmp_path) as ledger, recording(ledger, learner) as versions:
         begin(ledger, versions=())
         for step in (0, 1):
             versions.copied(versions.number(), step=step, parent=None)
-        seals.complete(1)
+        learner.complete(1)
         await asyncio.sleep(0)
         assert (versions.newest, ledger.newest_published) == (1, -1)
-        seals.complete(0)
+        learner.complete(0)
         await versions.recorded()
         assert ledger.newest_published == 1
     assert verify(tmp_path) == []
 
 
 async def test_a_version_that_cannot_be_completed_ends_the_run_with_its_reason(tmp_path):
-    seals = Seals()
+    learner = Learner()
     async with open_ledger(tmp_path) as ledger:
-        versions = make_versions(ledger, seals)
+        versions = make_versions(ledger, learner)
         versions.copied(versions.number(), step=1, parent=None)
-        seals.fail(0, NoRoomError("relay.shm=/dev/shm: too small"))
+        learner.fail(0, NoRoomError("relay.shm=/dev/shm: too small"))
         with pytest.raises(NoRoomError, match=r"relay\.shm"):
             await versions.run()
 
 
 async def test_the_death_of_the_learner_over_a_version_is_told_and_its_number_is_gone(tmp_path):
-    seals = Seals()
-    async with open_ledger(tmp_path) as ledger, recording(ledger, seals) as versions:
+    learner = Learner()
+    async with open_ledger(tmp_path) as ledger, recording(ledger, learner) as versions:
         begin(ledger, versions=())
         versions.copied(versions.number(), step=1, parent=None)
-        seals.fail(0, PartDiedError("learner-0", "killed"))
+        learner.fail(0, PartDiedError("learner-0", "killed"))
         await versions.any_lost()
         await versions.recorded()
         assert ledger.newest_published == -1
@@ -110,8 +113,8 @@ async def test_the_death_of_the_learner_over_a_version_is_told_and_its_number_is
 
 
 async def test_what_a_dead_learner_left_is_put_on_record_wherever_it_was_seen(tmp_path):
-    seals = Seals()
-    async with open_ledger(tmp_path) as ledger, recording(ledger, seals) as versions:
+    learner = Learner()
+    async with open_ledger(tmp_path) as ledger, recording(ledger, learner) as versions:
         begin(ledger, versions=(0,))
         ledger.append(
             Relayed(
@@ -126,7 +129,7 @@ async def test_what_a_dead_learner_left_is_put_on_record_wherever_it_was_seen(tm
             )
         )
         ledger.append(VersionLoaded(replica=0, version=2, digest="digest2", elapsed_s=0.1))
-        seals.stored = [stored(0), stored(3)]
+        learner.stored = [stored(0), stored(3)]
         await versions.adopt(step=7)
         assert (ledger.newest_published, versions.number()) == (3, 4)
         await versions.adopt(step=7)  # nothing is left to adopt
@@ -139,7 +142,7 @@ class Stopped:
     def progress(self):
         return encode(LearnerProgress("", 0, 1, 0.0))
 
-    def sealed(self, version):
+    def completed(self, version):
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(PATIENCE_S)  # the signal may stop another thread first
 
@@ -148,11 +151,13 @@ async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_
     monkeypatch.setattr(learner_link, "LearnerActor", Stopped)
     monkeypatch.setattr(learner_link, "WATCH_S", 0.1)
     settings = {"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}}
-    config = parse_config({**settings, "supervisor": {"heartbeat_timeout_s": 2.0}})
+    config = parse_config({**settings, "learner": {"world_size": 2}, "supervisor": {"heartbeat_timeout_s": 2.0}})
     with joined(FakeCluster(0)):
         placement = Placement(Needs(ranks=2, rank_gpus=0, replicas=1, replica_gpus=0), nodes)
-        learner = LearnerLink(config, run_dir=tmp_path, relays=None, show=print, placement=placement)
+        supervisor = Supervisor(record=print, max_restarts=0)
+        site = Site(config=config, run=RunFolder(tmp_path), placement=placement, supervisor=supervisor)
+        learner = LearnerLink(site, relays=None, show=print)
         learner.spawn()
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(PartDiedError, match="no answer to progress in 2 s"):
-                await learner.sealed(0)
+                await learner.completed(0)

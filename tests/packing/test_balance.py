@@ -33,8 +33,8 @@ def test_best_fit_puts_each_sequence_into_one_bin_of_bounded_size(lengths):
 @given(LENGTHS)
 def test_best_fit_opens_a_bin_only_where_no_other_has_room(lengths):
     """So at most one bin is half empty or more, as no two of those could have been opened."""
-    loads = [sum(lengths[item] for item in members) for members in best_fit(lengths, 100)]
-    assert sum(load <= 50 for load in loads) <= 1
+    totals = [sum(lengths[item] for item in members) for members in best_fit(lengths, 100)]
+    assert sum(total <= 50 for total in totals) <= 1
 
 
 def test_best_fit_prefers_the_fullest_bin_that_has_room():
@@ -80,8 +80,8 @@ def test_over_many_sequences_ranks_wait_for_each_other_less_than_one_percent():
 @given(LENGTHS, st.integers(1, 8))
 def test_levelled_bins_differ_by_one_sequence_at_most(lengths, bins):
     levelled = level(lengths, bins, capacity=10_000, attention_share=0.0)
-    loads = [sum(lengths[item] for item in members) for members in levelled]
-    assert max(loads) - min(loads) <= max(lengths)
+    totals = [sum(lengths[item] for item in members) for members in levelled]
+    assert max(totals) - min(totals) <= max(lengths)
 
 
 def test_what_cannot_be_levelled_within_the_cap_is_left_as_it_was():

@@ -10,6 +10,7 @@ from laminar_py.config.algorithm import Aggregation
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import Packed, StepTerms, assign, pack, step_terms
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.recordings import RoutedExperts
 from laminar_py.records.trajectory import Span
 from tests.builders import make_trajectory
@@ -113,17 +114,21 @@ def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
 def test_rewards_of_tokens_become_the_return_from_there_on():
     """Against the same baseline: what came before a token is no credit of it."""
     item = make_trajectory("a", prompt=2, response=4, advantage=1.5)
-    item = replace(item, token_rewards=np.array([0.0, 1.0, 0.0, 2.0], np.float32), advantage_scale=0.5)
+    rewards = token_values(np.array([0.0, 1.0, 0.0, 2.0], np.float32))
+    item = replace(item, columns={TOKEN_REWARDS: rewards}, advantage_scale=0.5)
     [batch] = pack_here([item]).microbatches(0)
     assert batch.advantages.tolist() == [0, 1.5, 1.5, 1.0, 1.0, 0]
 
 
-def test_a_teacher_speaks_where_the_token_is_predicted():
-    item = replace(make_trajectory("a", prompt=2, response=3), token_rewards=np.array([-1, -2, -3], np.float32))
+def test_a_column_stands_where_its_tokens_are_predicted_and_is_padded_elsewhere():
+    hints = token_values(np.array([1, 2, 3], np.int32))
+    item = replace(make_trajectory("a", prompt=2, response=3), columns={"hints": hints})
     bins = fit([make_entry(item)], max_tokens=64)
-    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, teaches=True)
-    packed = assign(bins, terms, max_tokens=64, ranks=1, attention_share=0.0)
-    assert packed.microbatches(0)[0].teacher_logprobs.tolist() == [0, -1, -2, -3, 0]
+    column = Column(name="hints", dtype=Dtype.INT32, padding=-1)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, columns=[column])
+    packed = decode(Packed, encode(assign(bins, terms, max_tokens=64, ranks=2, attention_share=0.0)))
+    found, nothing = (packed.microbatches(rank)[0].columns["hints"] for rank in range(2))
+    assert (found.dtype, found.tolist(), nothing.tolist()) == (np.int32, [-1, 1, 2, 3, -1], [-1])
 
 
 def test_experts_stand_at_the_tokens_that_were_routed():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.packing.buffer import Buffer
-from laminar_py.packing.stage import Packing, Stage
+from laminar_py.packing.stage import Packing, StagedGroups
 from tests.builders import make_trajectory
 
 SIZE = 3
@@ -25,7 +25,7 @@ def ids(bins):
 
 async def play(actions):
     buffer = Buffer()
-    stage = Stage(buffer, Packing(groups=SIZE, max_tokens=16))
+    stage = StagedGroups(buffer, Packing(groups=SIZE, max_tokens=16))
     for index, (action, number) in enumerate(actions):
         if action == "put":
             stage.arrived(await buffer.put(f"g{index}", members(index), oldest_version=number))

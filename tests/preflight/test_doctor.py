@@ -1,5 +1,7 @@
 """`laminar doctor CONFIG` against the cluster that Ray sees: the plan, warnings, and what is missing."""
 
+import json
+import re
 import subprocess
 from collections import Counter
 
@@ -10,7 +12,8 @@ from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.preflight.doctor import fit
-from laminar_py.preflight.survey import faults
+from laminar_py.preflight.survey import Sight, faults, look
+from laminar_py.records.codec import decode
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import LAMINAR, REPO
 
@@ -64,6 +67,21 @@ async def test_what_a_node_lacks_is_named_with_the_node():
             "relay.shm=/nowhere",
         ]
         assert all(placement.ip(placement.plan.relays[0]) in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ("rollout", {"engine": {"kind": "far"}}),
+        ("algorithm", {"name": "far"}),
+        ("repack", {"planner": "far"}),
+    ],
+)
+def test_a_node_that_lacks_the_package_of_a_backend_an_algorithm_or_a_planner_says_so(section, named, tmp_path):
+    settings = json.loads(with_model(tmp_path, "quickstart").model_dump_json())
+    sight = decode(Sight, look("", json.dumps({**settings, section: {**settings[section], **named}}), "replica"))
+    assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", sight.fault)
+    assert sight.model
 
 
 def test_a_config_that_does_not_fit_this_machine_is_one_line_and_exit_code_2():

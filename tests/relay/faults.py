@@ -32,7 +32,7 @@ HEARTBEAT_S = 0.3
 KEEP = 2
 SMALL = "relay-4"  # whose store is a file system of its own
 LIMIT_S = 200.0
-SETTLE_S = 20.0
+SETTLE_S = 90.0
 
 # libzmq 4.3.5 ends the process where a connection breaks just as it becomes writable (zeromq/libzmq#4841).
 LIBZMQ_4841 = "Assertion failed: !_io_error"

@@ -263,7 +263,7 @@ async def test_chunks_above_the_configured_size_are_refused_by_name(tmp_path: Pa
         async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
             await parent.receive(Attach)
             parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), chunk_bytes=2 * CHUNK)))
-            assert "relay.chunk_bytes=4096" in (await events.first(VersionFailed, version=1)).reason
+            assert "above the 4096 of this node" in (await events.first(VersionFailed, version=1)).reason
 
 
 async def test_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:

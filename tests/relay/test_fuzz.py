@@ -25,6 +25,7 @@ from laminar_py.relay.store.version import StoredVersion
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire import messages as m
 from laminar_py.relay.wire.transport import CONTROL_BYTES
+from tests.relay.faults import LIBZMQ_4841
 from tests.relay.fleet import Member
 from tests.relay.forger import MARK, MAX_VERSION, Forger, packed
 from tests.relay.store.delta_builders import Forgery
@@ -41,13 +42,14 @@ from tests.relay.tree import (
     write_version,
 )
 
-FRAMES = 100_000
+FRAMES = 20_000
 SHARES = {"relay-0": 0.2, "relay-1": 0.3, "parent": 0.5}  # of the frames: to both listeners, and from a parent
 MOST_GROWTH_BYTES = 64 * 2**20  # of a node's memory; it idles at about as much
 GREED_BYTES = 16 * 2**20  # of it, for one child that does not read; honest ones have a window of 1 MiB here
-PATIENCE_MS = 10_000
+PATIENCE_MS = 20_000
 LIMIT_S = 600.0
 REAL = MAX_VERSION  # number of the version that is published when all is over
+ATTEMPTS = 4  # of an attack
 CUTS = 2  # oversized frames: each costs the parent's timeout
 
 
@@ -229,15 +231,28 @@ async def survive(folder: Path, *, seed: int, num_frames: int) -> None:
         root.kill()
 
 
+async def survive_but_for_libzmq(folder: Path, *, seed: int, num_frames: int) -> None:
+    """Once more where libzmq ended the node by a fault of its own."""
+    for attempt in range(ATTEMPTS):
+        try:
+            (folder / str(attempt)).mkdir()
+            await survive(folder / str(attempt), seed=seed, num_frames=num_frames)
+        except Exception as error:
+            if not any(LIBZMQ_4841 in note for note in error.__notes__) or attempt == ATTEMPTS - 1:
+                raise
+        else:
+            return
+
+
 @pytest.mark.parametrize("seed", [4])
-async def test_a_hundred_thousand_hostile_frames_change_nothing(tmp_path: Path, seed: int) -> None:
-    await survive(tmp_path, seed=seed, num_frames=FRAMES)
+async def test_twenty_thousand_hostile_frames_change_nothing(tmp_path: Path, seed: int) -> None:
+    await survive_but_for_libzmq(tmp_path, seed=seed, num_frames=FRAMES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 async def test_nor_do_a_million(tmp_path: Path, seed: int) -> None:
-    await survive(tmp_path, seed=seed, num_frames=10 * FRAMES)
+    await survive_but_for_libzmq(tmp_path, seed=seed, num_frames=50 * FRAMES)
 
 
 def nested(depth: int) -> bytes:
@@ -317,7 +332,6 @@ async def test_a_name_twice_in_a_version_never_makes_a_file_with_a_wrong_digest(
             await parent.receive(m.Attach)
             parent.send(m.Announce(m.Manifest(3, version_digest(files), CHUNK, files)))
             parent.send(msgspec.structs.replace(short.read(0, 0), version=3))
-            await asyncio.sleep(0.3)  # it is verified
             for index in range(2):
                 parent.send(msgspec.structs.replace(long.read(0, index), version=3, file=1))
             parent.send(m.Announce(short.manifest))

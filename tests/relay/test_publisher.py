@@ -42,7 +42,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def publish(publisher: Publisher, version: int, given: Iterable[tuple[str, torch.Tensor]]) -> Published:
     publisher.publish(version, given)
-    return publisher.sealed(version)
+    return publisher.completed(version)
 
 
 @contextmanager
@@ -229,6 +229,15 @@ def test_no_more_than_one_tensor_is_held_at_a_time(publisher: Publisher, tmp_pat
     assert len(loaded(tmp_path / "v1")) == 5
 
 
+def test_the_learner_goes_on_once_its_tensors_are_copied(publisher: Publisher, tmp_path: Path) -> None:
+    rest = threading.Event()
+    publisher._finisher.submit(rest.wait)
+    publisher.publish(1, tensors(1))
+    assert not (tmp_path / "v1").exists()
+    rest.set()
+    assert publisher.completed(1).version == 1
+
+
 def test_a_version_number_is_used_once(publisher: Publisher, tmp_path: Path) -> None:
     publish(publisher, 5, tensors(1))
     for version in (5, 4):
@@ -304,10 +313,10 @@ def test_pages_of_deleted_files_are_let_go_of_after_the_next_publish_and_not_in_
     with next((tmp_path / SPARE).glob("*.safetensors")).open("rb"):  # this one cannot be written over
         publisher.publish(4, tensors(4))
     publisher.publish(5, tensors(5))  # which waits for what came of version 4
-    assert publisher.sealed(5).version == 5
+    assert publisher.completed(5).version == 5
     assert not held(tmp_path)
     assert closing
-    assert all(name.startswith("seal") for name in closing)
+    assert all(name.startswith("finish") for name in closing)
 
 
 def test_files_that_the_new_version_lacks_do_not_stay_in_it(publisher: Publisher, tmp_path: Path) -> None:
@@ -399,8 +408,8 @@ def test_a_version_that_finds_no_room_for_its_manifest_fails_alone(small: Path) 
         publisher.publish(1, [bytes_of(8 * 2**20)])
         publisher.publish(2, [bytes_of(7 * 2**20)])
         with pytest.raises(NoRoomError, match="version 1 needs at least 8388608 bytes and 0 are free"):
-            publisher.sealed(1)
-        assert publisher.sealed(2).version == 2
+            publisher.completed(1)
+        assert publisher.completed(2).version == 2
         assert [path.name for path in small.iterdir()] == ["v2"]
         assert not held(small)
 

@@ -162,7 +162,7 @@ class TestCuda:
                 given = [(name, tensor.cpu()) for name, tensor in self.made(version)]
                 cpu.publish(version, given)
                 gpu.publish(version, self.made(version))
-                assert gpu.sealed(version).digest == cpu.sealed(version).digest
+                assert gpu.completed(version).digest == cpu.completed(version).digest
                 (tmp_path / "gpu" / f"v{version}").rename(tmp_path / "gpu" / SPARE)
 
     def test_weights_may_change_when_publish_returns(self, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ class TestCuda:
                 weights.fill_(version)
                 publisher.publish(version, [("weights", weights)])
                 weights.zero_()
-                publisher.sealed(version)
+                publisher.completed(version)
                 (file,) = (tmp_path / f"v{version}").glob("*.safetensors")
                 assert bool((load_file(file)["weights"] == version).all())
                 (tmp_path / f"v{version}").rename(tmp_path / SPARE)
@@ -190,7 +190,7 @@ class TestCuda:
         code = (
             "import sys, torch; from pathlib import Path; from laminar_py.relay.publisher import Publisher\n"
             f"publisher = Publisher(Path(sys.argv[1]), '{NOBODY}', None)\n"
-            "publisher.publish(1, [('t', torch.ones(9))]); publisher.sealed(1); publisher.close(linger_s=0)\n"
+            "publisher.publish(1, [('t', torch.ones(9))]); publisher.completed(1); publisher.close(linger_s=0)\n"
             "sys.exit(torch.cuda.is_initialized())"
         )
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)

@@ -12,9 +12,9 @@ from laminar_py.relay.wire.messages import (
     Attach,
     Done,
     Fetch,
+    Granted,
     Lost,
     Pull,
-    Pulled,
     Release,
     VersionComplete,
     Want,
@@ -203,8 +203,8 @@ async def test_a_late_word_of_a_broken_connection_moves_no_hold(tmp_path: Path) 
         ):
             link.send(pull)
             link.send(Want(9))  # answered after it
-            reply = await receive(link, Pulled | Lost)
-            assert isinstance(reply, Pulled) is answered
+            reply = await receive(link, Granted | Lost)
+            assert isinstance(reply, Granted) is answered
             if answered:
                 await receive(link, Lost)
         assert (tmp_path / "relay-0" / "pin-replica").read_text() == "2"
@@ -215,12 +215,12 @@ async def test_a_pull_that_is_put_again_gets_the_same_answer_and_moves_no_hold(t
     async with running(node := make_node(tmp_path, "relay-0", parent_timeout_s=0.1)), ByHand() as hand:
         link = await hand.child(node.endpoint)
         link.send(Pull(1, 7, "replica", None))
-        assert (await receive(link, Pulled)).version == 1
+        assert (await receive(link, Granted)).version == 1
         write_version(tmp_path / "relay-0", 2, CHUNK)
         while (await receive(link, Announce)).manifest.version != 2:
             pass
         link.send(Pull(1, 7, "replica", None))
-        assert (await receive(link, Pulled)).version == 1
+        assert (await receive(link, Granted)).version == 1
         assert (tmp_path / "relay-0" / "pin-replica").read_text() == "1"
 
 
@@ -231,7 +231,7 @@ async def test_a_release_that_comes_late_ends_no_later_hold(tmp_path: Path) -> N
         link = await hand.child(node.endpoint)
         for pull in (Pull(1, 7, "replica", 1), Pull(2, 7, "replica", 2)):
             link.send(pull)
-            await receive(link, Pulled)
+            await receive(link, Granted)
         for release, held in (((1, 7), True), ((2, 6), True), ((2, 7), False)):
             link.send(Release(*release, "replica"))
             link.send(Want(9))  # answered after it

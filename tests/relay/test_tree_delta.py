@@ -37,7 +37,7 @@ def changed(given: list[tuple[str, torch.Tensor]], every: int) -> list[tuple[str
 
 async def publish(learner: Learner, version: int, given: list[tuple[str, torch.Tensor]]) -> None:
     learner.publisher.publish(version, given)
-    learner.publisher.sealed(version)
+    learner.publisher.completed(version)
 
 
 async def complete(events: Events, nodes: int, version: int) -> list[VersionComplete]:

@@ -16,7 +16,7 @@ from laminar_py.relay.node.relay_node import RelayNode
 from laminar_py.relay.planning.topology import Topology, build
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.store.digests import digest_of, file_digest, read_checksums, version_digest
-from laminar_py.relay.store.version import StoredVersion, seal
+from laminar_py.relay.store.version import StoredVersion, describe
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.wire.transport import Link, LinkState, Listener, RelayKeys, Wire
@@ -119,7 +119,7 @@ class Learner:
     async def publish(self, version: int, num_bytes: int = 300_000) -> Published:
         def publish() -> Published:
             self.publisher.publish(version, tensors(version, num_bytes))
-            return self.publisher.sealed(version)
+            return self.publisher.completed(version)
 
         return await asyncio.to_thread(publish)
 
@@ -147,7 +147,7 @@ def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
         FileEntry(path.name, path.stat().st_size, digest_of(found))
         for path, found in zip(paths, checksums, strict=True)
     )
-    seal(folder, Manifest(version, version_digest(files), CHUNK, files), checksums)
+    describe(folder, Manifest(version, version_digest(files), CHUNK, files), checksums)
     return StoredVersion.load(folder)
 
 

@@ -1,4 +1,4 @@
-"""A whole run in one process: real flow, ledger, replicas and migration; engines as the test has them.
+"""A whole run in one process: real scheduler, ledger, replicas and migration; engines as the test has them.
 
 Only processes, sockets and the learner are missing; a replica is killed by ending its task. With emulated engines
 it runs in virtual time.
@@ -12,12 +12,11 @@ import numpy as np
 
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.emulated_profile import EngineTimes
-from laminar_py.config.repack import RepackPlanner
 from laminar_py.config.rollout import OnNewWeights, WithoutSignal
 from laminar_py.config.staleness import Schedule
-from laminar_py.control.book import FlowSettings
-from laminar_py.control.dispatcher import Dispatcher
-from laminar_py.control.flow import Flow
+from laminar_py.control.book import ControlSettings
+from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
@@ -77,7 +76,7 @@ class House:
         *,
         replicas=6,
         seed=0,
-        planner=RepackPlanner.PREDICTIVE,
+        planner="predictive",
         open_engine=emulated,
         sampling=LONG_TAIL,
         interval_s=2.0,
@@ -98,33 +97,35 @@ class House:
         self._owner: dict[int, asyncio.Task] = {}
         self._num_replicas = replicas
         step = replicas * BATCH // GROUP
-        self.flow = Flow(
-            settings=FlowSettings(
+        self.scheduler = TrajectoryScheduler(
+            ControlSettings(
                 seed=seed,
+                replicas=replicas,
                 group_size=GROUP,
                 sampling=sampling,
                 without_signal=WithoutSignal.TRAIN,
                 one_version=True,
+                admission=Admission(schedule=Schedule.ASYNC, batch=step, capacity=3 * step),
+                bound=StalenessBound(None),
             ),
             prompt_at=_prompt,
             recorder=self,
-            submit_score=self._submit_score,
-            advantages=group_advantages(Advantage.GROUP_STD),
-            dispatcher=Dispatcher(replicas),
-            admission=Admission(schedule=Schedule.ASYNC, batch=step, capacity=3 * step),
-            bound=StalenessBound(None),
+            stages=Stages(submit_score=self._submit_score),
+            credit=Credit(group_advantages(Advantage.GROUP_STD)),
             clock=self.clock,
         )
         self._step_groups = step
         self.migration = Migration(
-            MigrationSettings(planner, interval_s, 0.7, sampling.max_new_tokens),
-            flow=self.flow,
+            MigrationSettings(
+                planner=planner, interval_s=interval_s, max_stall_s=0.7, max_new_tokens=sampling.max_new_tokens
+            ),
+            scheduler=self.scheduler,
             fleet=self,
             published=self._next_version,
             clock=self.clock,
         )
 
-    # ---- the recorder of the flow
+    # ---- the recorder of the scheduler
 
     def append(self, event):
         if isinstance(event, Repacked):
@@ -152,8 +153,8 @@ class House:
             )
         )
         self._publish_event(0, None)
-        self.flow.newest_version = 0
-        self.flow.admitting = self.flow.continuing = True
+        self.scheduler.published(0)
+        self.scheduler.admit()
         self._tasks = [asyncio.create_task(self._learn()), asyncio.create_task(self.migration.run(SPEED))]
         for index in range(self._num_replicas):
             self._owner[index] = asyncio.create_task(self._keep(index))
@@ -202,7 +203,7 @@ class House:
 
     async def _keep(self, index, *, after_death=False):
         if after_death:
-            await self.flow.on_replica_lost(index)
+            await self.scheduler.on_replica_lost(index)
             self._hand_out()
             await asyncio.sleep(self.random.uniform(0.5, 5.0))
         engine = await self._open_engine()
@@ -215,7 +216,7 @@ class House:
             batch=BATCH,
             max_batch=SLOTS,
             partial_interval_s=1.0,
-            initial=self.flow.adopt(index),
+            initial=self.scheduler.for_starting(index),
         )
         running = asyncio.create_task(replica.run())
         self.replicas[index] = replica
@@ -223,20 +224,20 @@ class House:
         try:
             while True:
                 report = await replica.collect(1.0)
-                await self.flow.on_report(report)
+                await self.scheduler.on_report(report)
                 self._hand_out()
         finally:
             running.cancel()
             await engine.close()
 
     def _hand_out(self):
-        for index, assignments in self.flow.dispatch().items():
+        for index, assignments in self.scheduler.dispatch().items():
             self.replicas[index].submit(assignments)
-        for index, names in self.flow.moves.take_called_off().items():
+        for index, names in self.scheduler.moves.take_called_off().items():
             if index in self.replicas:
                 self.replicas[index].call_off(names)
 
-    # ---- `migration.Fleet`
+    # ---- `migration.ReplicaFleet`
 
     async def survey(self, replica):
         await self._delay()
@@ -267,17 +268,17 @@ class House:
 
     async def _score(self, trajectory_id):
         await asyncio.sleep(0.05 * self._pace)
-        await self.flow.on_score(Score(trajectory_id=trajectory_id, value=float(self.random.random() < 0.5)))
+        await self.scheduler.on_score(Score(trajectory_id=trajectory_id, value=float(self.random.random() < 0.5)))
 
     async def _learn(self):
         step = 0
         while True:
-            batch = await self.flow.consumption.next_batch(
+            batch = await self.scheduler.consumption.next_batch(
                 groups=self._step_groups, version=step if self._publishes else 0
             )
             await asyncio.sleep(self._pace)
             step += 1
-            self.flow.consumption.commit(batch, step)
+            self.scheduler.consumption.commit(batch, step)
             self.append(
                 Stepped(
                     step=step,
@@ -292,7 +293,7 @@ class House:
             )
             if self._publishes:
                 self._publish_event(step, step - 1)
-                self.flow.newest_version = step
+                self.scheduler.published(step)
                 await self.weights.publish(step)
 
     def _publish_event(self, version, parent):

@@ -1,4 +1,4 @@
-"""Migration over real replicas, a real flow and a real ledger: nothing is lost or doubled, versions stay whole."""
+"""Migration over a real scheduler, replicas and ledger: nothing is lost or doubled, versions stay whole."""
 
 import asyncio
 import itertools
@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
-from laminar_py.config.repack import RepackPlanner
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
@@ -55,7 +54,7 @@ def reasons(run):
     return Counter(event.reason for event in interruptions(run))
 
 
-@pytest.mark.parametrize("planner", [RepackPlanner.PAPER, RepackPlanner.PREDICTIVE])
+@pytest.mark.parametrize("planner", ["paper", "predictive"])
 def test_nothing_is_lost_or_doubled(tmp_path, folder, planner):
     house = campaign(tmp_path, folder, moves=100, planner=planner)
     assert verify(tmp_path) == []

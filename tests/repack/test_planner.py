@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.records.replica import Held, Survey
-from laminar_py.repack.planner import PaperPlanner, PredictivePlanner
-from laminar_py.repack.signals import EngineSpeed, RampDown
+from laminar_py.repack.paper import PaperPlanner
+from laminar_py.repack.planner import PlanningContext
+from laminar_py.repack.predictive import PredictivePlanner
+from laminar_py.repack.registry import PLANNERS
+from laminar_py.repack.signals import EngineSpeed
 from tests.repack.fleets import KV, PROMPT, SLOTS, SPEED, after, make_survey
 
 LENGTHS = st.lists(st.integers(1, 16_000), max_size=SLOTS)
@@ -21,13 +24,19 @@ def long(held):
     return np.full(len(held), 8000.0)
 
 
+def context(**state):
+    return PlanningContext(
+        **{"speed": SPEED, "forecast": long, "max_stall_s": 0.7, "max_new_tokens": 16_384} | state
+    )
+
+
 def paper(previous=None):
     """By default all had full caches when they were last looked at."""
-    return PaperPlanner(RampDown(dict.fromkeys(range(9), KV + 1) | (previous or {}), SPEED.roofline_batch))
+    return PaperPlanner(context(previous_kv=dict.fromkeys(range(9), KV + 1) | (previous or {})))
 
 
-def predictive(to_come=long, max_stall_s=0.7):
-    return PredictivePlanner(SPEED, to_come, max_stall_s=max_stall_s)
+def predictive(to_come=long, max_stall_s=0.7, **state):
+    return PredictivePlanner(context(forecast=to_come, max_stall_s=max_stall_s, **state))
 
 
 def make_fleet(shapes):
@@ -127,14 +136,13 @@ def test_nothing_is_emptied_where_a_larger_batch_costs_as_much_as_it_gives():
         roofline_batch=1,
     )
     group = [make_survey(0, [3000] * 10), make_survey(1, [3000] * 20)]
-    assert PredictivePlanner(compute_bound, long, max_stall_s=9.0).plan(group) == []
-    assert PredictivePlanner(SPEED, long, max_stall_s=9.0).plan(group)
+    assert predictive(max_stall_s=9.0, speed=compute_bound).plan(group) == []
+    assert predictive(max_stall_s=9.0).plan(group)
 
 
 def test_nothing_is_emptied_where_the_freed_would_get_nothing():
     group = [make_survey(0, [9000] * 4), make_survey(1, [9000] * 6), make_survey(2, [9000] * 12, waiting=4)]
-    planner = PredictivePlanner(SPEED, long, max_stall_s=0.7, empties=False)
-    assert {move.prefill for move in planner.plan(group)} <= {0}
+    assert {move.prefill for move in predictive(has_demand=False).plan(group)} <= {0}
 
 
 def test_a_source_about_to_end_by_itself_stays():
@@ -184,3 +192,10 @@ def test_the_forecast_is_asked_for_what_runs():
 
     predictive(to_come).plan([make_survey(0, [7]), make_survey(1, [9000])])
     assert set(asked) == {Held("r0.0", 407, 7), Held("r1.0", 9400, 9000)}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("paper", PaperPlanner), ("predictive", PredictivePlanner)])
+def test_the_registry_has_a_planner_by_name(name, kind):
+    planner = PLANNERS.get(name)(context())
+    assert isinstance(planner, kind)
+    assert planner.plan([]) == []

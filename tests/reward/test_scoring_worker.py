@@ -8,9 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype
+from laminar_py.records.scoring import Reward, Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason
+from laminar_py.reward import worker
 from laminar_py.reward.worker import ScoringWorker
+
+HINTS = Column(name="hints", dtype=Dtype.INT32)
+GAINS = Column(name="gains")
 
 
 def make_request(response: str, *, index: int = 0) -> ScoringRequest:
@@ -25,9 +30,11 @@ def make_request(response: str, *, index: int = 0) -> ScoringRequest:
     )
 
 
-def score(function: Callable[[ScoringRequest], object], *responses: str, timeout_s: float = 0.1) -> list[Score]:
+def score(
+    function: Callable[[ScoringRequest], object], *responses: str, timeout_s: float = 0.1, columns: tuple = ()
+) -> list[Score]:
     requests = [make_request(response, index=index) for index, response in enumerate(responses)]
-    return ScoringWorker(function, timeout_s=timeout_s).score(requests)  # type: ignore[arg-type]
+    return ScoringWorker(function, timeout_s=timeout_s, columns=columns).score(requests)  # type: ignore[arg-type]
 
 
 def spin(request: ScoringRequest) -> float:
@@ -47,16 +54,16 @@ def test_scores_come_in_order_with_their_ids() -> None:
 
 @pytest.mark.parametrize("value", [True, 1, np.float32(1), np.float64(1)])
 def test_every_real_number_is_a_value(value: object) -> None:
-    (verdict,) = score(lambda _: value, "a")
-    assert verdict.value == 1.0
-    assert type(verdict.value) is float
+    (scored,) = score(lambda _: value, "a")
+    assert scored.value == 1.0
+    assert type(scored.value) is float
 
 
 @pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), {"reward": 1.0}])
 def test_anything_else_is_a_failed_reward(value: object) -> None:
-    (verdict,) = score(lambda _: value, "a")
-    assert (verdict.value, verdict.failure) == (None, DropReason.REWARD_FAILED)
-    assert f"returned {value!r}" in verdict.detail
+    (scored,) = score(lambda _: value, "a")
+    assert (scored.value, scored.failure) == (None, DropReason.REWARD_FAILED)
+    assert f"returned {value!r}" in scored.detail
 
 
 def test_only_the_trajectory_that_takes_too_long_is_dropped() -> None:
@@ -67,8 +74,8 @@ def test_only_the_trajectory_that_takes_too_long_is_dropped() -> None:
 
 
 def test_catastrophic_backtracking_is_interrupted() -> None:
-    (verdict,) = score(lambda request: float(bool(re.match(r"(a+)+$", request.response))), "a" * 64 + "b")
-    assert verdict.failure is DropReason.REWARD_TIMEOUT
+    (scored,) = score(lambda request: float(bool(re.match(r"(a+)+$", request.response))), "a" * 64 + "b")
+    assert scored.failure is DropReason.REWARD_TIMEOUT
 
 
 @pytest.mark.parametrize("error", [ValueError("two\nlines"), RecursionError("deep"), SystemExit(3)])
@@ -76,11 +83,11 @@ def test_an_exception_is_a_failed_reward_with_type_message_and_place(error: Base
     def fail(request: ScoringRequest) -> float:
         raise error
 
-    (verdict,) = score(fail, "a")
-    assert verdict.failure is DropReason.REWARD_FAILED
-    assert verdict.detail.startswith(f"{type(error).__name__}: ")
-    assert f"{__file__}:" in verdict.detail
-    assert "\n" not in verdict.detail
+    (scored,) = score(fail, "a")
+    assert scored.failure is DropReason.REWARD_FAILED
+    assert scored.detail.startswith(f"{type(error).__name__}: ")
+    assert f"{__file__}:" in scored.detail
+    assert "\n" not in scored.detail
 
 
 def test_the_timer_and_the_handler_are_gone_afterwards() -> None:
@@ -90,7 +97,7 @@ def test_the_timer_and_the_handler_are_gone_afterwards() -> None:
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-def test_an_interrupt_from_the_keyboard_is_not_a_verdict() -> None:
+def test_an_interrupt_from_the_keyboard_is_not_a_score() -> None:
     def interrupt(request: ScoringRequest) -> float:
         raise KeyboardInterrupt
 
@@ -103,18 +110,75 @@ def test_deep_recursion_in_the_reward_is_survived() -> None:
     def recurse(request: ScoringRequest) -> float:
         return recurse(request)
 
-    (verdict,) = score(recurse, "a", timeout_s=10)
-    assert verdict.failure is DropReason.REWARD_FAILED
+    (scored,) = score(recurse, "a", timeout_s=10)
+    assert scored.failure is DropReason.REWARD_FAILED
 
 
 def test_per_token_scores_travel_beside_their_sum() -> None:
     (scored,) = score(lambda request: [0.25 for _ in request.response_ids], "a")
     assert scored.value == 0.25
-    assert scored.token_values is not None
-    assert scored.token_values.tolist() == [0.25]
+    assert scored.columns[TOKEN_REWARDS].array.tolist() == [0.25]
 
 
 def test_per_token_scores_of_another_length_are_a_failed_reward() -> None:
     (scored,) = score(lambda request: [0.5, 0.5], "a")
     assert scored.failure is DropReason.REWARD_FAILED
-    assert "one for each of 1 tokens" in scored.detail
+    assert "one number for each of 1 tokens" in scored.detail
+
+
+def test_declared_columns_travel_in_their_type_and_others_are_passed_over() -> None:
+    reward = Reward(2.0, {"hints": [3], "gains": [1], "more": object()})
+    (scored,) = score(lambda request: reward, "a", columns=(HINTS, GAINS))
+    found = {name: (values.array.dtype.name, values.array.tolist()) for name, values in scored.columns.items()}
+    assert (scored.value, found) == (2.0, {"hints": ("int32", [3]), "gains": ("float32", [1.0])})
+
+
+def test_process_rewards_and_columns_travel_together() -> None:
+    (scored,) = score(lambda request: Reward([0.5], {"hints": np.array([3])}), "a", columns=(HINTS,))
+    assert (scored.value, sorted(scored.columns)) == (0.5, ["hints", TOKEN_REWARDS])
+
+
+def test_an_algorithm_may_ask_for_process_rewards_themselves() -> None:
+    asked = (Column(name=TOKEN_REWARDS),)
+    given, missing = (score(lambda request, value=value: value, "a", columns=asked)[0] for value in ([0.5], 0.5))
+    assert given.columns[TOKEN_REWARDS].array.tolist() == [0.5]
+    assert (missing.failure, "'token_rewards'" in missing.detail) == (DropReason.REWARD_FAILED, True)
+
+
+@pytest.mark.parametrize(
+    ("column", "given", "words"),
+    [
+        (HINTS, None, "gave no column 'hints', which the algorithm needs"),
+        (HINTS, [1, 2], r"column 'hints' has shape \(2,\); return one number for each of 1 tokens"),
+        (HINTS, 1, r"column 'hints' has shape \(\)"),
+        (HINTS, [0.5], "column 'hints' holds float64; return int32"),
+        (HINTS, [2**40], "column 'hints' holds a number beyond int32"),
+        (GAINS, ["1"], "column 'gains' holds <U1; return float32"),
+        (GAINS, [float("nan")], "column 'gains' holds a number that is not finite"),
+        (GAINS, [1e300], "column 'gains' holds a number beyond float32"),
+        (GAINS, [[1.0]], r"column 'gains' has shape \(1, 1\)"),
+    ],
+)
+def test_a_column_that_is_not_as_declared_is_a_failed_reward_that_names_it(column, given, words) -> None:
+    given = {} if given is None else {column.name: given}
+    (scored,) = score(lambda request: Reward(1.0, given), "a", columns=(column,))
+    assert (scored.value, scored.failure) == (None, DropReason.REWARD_FAILED)
+    assert re.search(words, scored.detail)
+
+
+def test_an_error_in_reading_a_users_object_is_the_users() -> None:
+    class Broken:
+        def __array__(self, dtype=None, copy=None) -> None:
+            raise ZeroDivisionError("mine")
+
+    (scored,) = score(lambda request: Reward(1.0, {"hints": Broken()}), "a", columns=(HINTS,))
+    assert (scored.failure, scored.detail[:17]) == (DropReason.REWARD_FAILED, "ZeroDivisionError")
+
+
+def test_an_error_of_our_own_is_no_failed_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("ours")
+
+    monkeypatch.setattr(worker, "check_columns", broken)
+    with pytest.raises(ValueError, match="ours"):
+        score(lambda request: 1.0, "a")

@@ -18,7 +18,7 @@ from laminar_py.rollout.replica import Replica
 from tests.learner.builders import make_model_folder
 from tests.rollout.folders import Folders
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Story:
@@ -26,6 +26,7 @@ class Story:
 
     def __init__(self, replica):
         self.replica = replica
+        self.task = asyncio.create_task(replica.run())
         self.ids = defaultdict(list)
         self.spans = defaultdict(list)
         self.ended = {}
@@ -84,12 +85,12 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
         partial_interval_s=0.05,
         **options,
     )
-    task = asyncio.create_task(replica.run())
+    story = Story(replica)
     try:
-        yield Story(replica), weights
+        yield story, weights
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        story.task.cancel()
+        await asyncio.wait([story.task])
         await engine.close()
 
 
@@ -173,6 +174,41 @@ async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders):
         assert story.admissible == 0
 
 
+@pytest.mark.parametrize("method", ["abort", "give_up", "stop", "survey", "collect", "cut_overdue", "load"])
+async def test_whichever_call_finds_the_engine_lost_one_last_report_has_what_it_gave(folders, method):
+    async with serving(folders, policy=OnNewWeights.IN_PLACE, max_seconds=3600) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("a", length=4000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        for call in ("abort", "pause", "load_weights", "checksum"):
+            setattr(story.replica._engine, call, gone)
+        story.replica._engine.status = lost
+        given = story.replica._streams.running["a"].length
+        match method:
+            case "abort" | "give_up":
+                await getattr(story.replica, method)(["a"])
+            case "stop" | "survey":
+                await getattr(story.replica, method)()
+            case "cut_overdue":
+                story.replica._max_seconds = 0.0
+            case "load":
+                await weights.publish(1)
+        with pytest.raises(EngineLostError):
+            await story.until(lambda s: False)
+        assert len(story.ids["a"]) >= given
+
+
+async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refusal(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica._engine.generate = mistaken
+        story.replica.submit([assignment("a")])
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(story.task, PATIENCE_S)
+        assert raised.group_contains(TypeError)
+        assert not story.refused
+
+
 async def test_what_the_engine_refuses_is_reported_with_its_words_and_costs_nobody_else(folders):
     async with serving(folders, max_len=64) as (story, _):
         await story.until(lambda s: s.admissible > 0)
@@ -181,6 +217,18 @@ async def test_what_the_engine_refuses_is_reported_with_its_words_and_costs_nobo
         await story.until(lambda s: "a" in s.ended and s.refused)
         assert "rollout.max_len=64" in story.refused["long"]
         assert "long" not in story.ended
+
+
+def lost():
+    raise EngineLostError("gone")
+
+
+async def gone(*_):
+    lost()
+
+
+def mistaken(request):
+    raise TypeError("a mistake of our own")
 
 
 def lose(generate):
@@ -271,7 +319,7 @@ async def test_an_evaluation_does_not_count_towards_the_batch_and_is_not_interru
         await story.until(lambda s: s.loads == [0, 1])
 
 
-async def test_an_empty_replica_opens_a_new_round_though_its_batch_was_not_full(folders):
+async def test_an_empty_replica_begins_a_new_batch_though_the_last_was_not_full(folders):
     async with serving(folders, batch=4) as (story, _):
         await story.until(lambda s: s.admissible == 4)
         story.replica.submit([assignment("a"), assignment("b"), assignment("c")])
@@ -313,7 +361,7 @@ async def test_new_weights_may_come_before_anything_has_entered_the_engine(folde
         await story.until(lambda s: s.admissible > 0)
         weights.newest = story.replica._newest = 1  # as if announced in the same turn of the loop
         story.replica.submit([assignment("a")])
-        await story.replica._swap_in_flight()
+        await story.replica._refresh()
         await story.until(lambda s: "a" in s.ended)
         assert story.versions("a") == {1}
 

@@ -50,14 +50,14 @@ class FakeCluster:
         shutil.rmtree(self._nodes[0].get_session_dir_path(), ignore_errors=True)
 
     def parts(self, node: int) -> dict[int, str]:
-        """Actor processes on a node: process id and title, e.g. `ray::RelayActor`."""
-        raylet = next(
+        """Actor processes on a node, none on a dead one: process id and title, e.g. `ray::RelayActor`."""
+        raylets = [
             process
             for process in psutil.process_iter(["name", "cmdline"])  # without those that end meanwhile
             if process.info["name"] == "raylet" and f"--node_id={self.id_of(node)}" in process.info["cmdline"]
-        )
+        ]
         titles = {}
-        for child in raylet.children(recursive=True):
+        for child in [child for raylet in raylets for child in raylet.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 titles[child.pid] = " ".join(child.cmdline()).strip()
         return {pid: title for pid, title in titles.items() if title.startswith("ray::") and "Actor" in title}

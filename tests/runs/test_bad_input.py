@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli import app, main
-from tests.runs.runs import LAMINAR, REPO
 from tests.ledger.runs import begin, checkpoint, open_ledger
+from tests.runs.runs import LAMINAR, REPO
 
 CONFIG = "configs/quickstart.yaml"
 MODEL = REPO / "experiments/quickstart/data/model"

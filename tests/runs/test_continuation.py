@@ -9,9 +9,11 @@ from contextlib import closing
 
 import pytest
 
+from laminar_py.audit.queries import Filters, listing
 from laminar_py.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import find_checkpoint
+from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions
 
 STEPS = 6
@@ -42,6 +44,7 @@ def runs(tmp_path_factory):
             cut.send(signal.SIGINT)
             code, output = cut.finish()
             assert code == 130, output
+            assert "--resume" in output, "how to go on"
             refusal = go_on_with_another_model(cut)
             with start(folder / "cut", resume=True) as resumed:
                 code, output = resumed.finish()
@@ -96,6 +99,12 @@ def test_under_sync_a_resumed_run_continues_bit_by_bit_whatever_was_tried_meanwh
     assert digests(resumed) == digests(whole)
     assert len({digest for (digest,) in digests(whole).values()}) == STEPS + 1, "every step taught something"
     assert verify(resumed) == []
+
+
+def test_sync_is_on_policy(runs):
+    whole, _, _ = runs
+    consumed = listing(whole, Filters(status=Status.CONSUMED, kind=Kind.TRAIN))
+    assert {row.staleness for row in consumed} == {0}
 
 
 def test_going_on_with_another_model_is_refused_in_one_line(runs):

@@ -4,8 +4,9 @@ import json
 import sqlite3
 from contextlib import closing
 
-from laminar_py.audit.queries import accounting
+from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
+from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import TrainProcess, wait_until_gone
 
 
@@ -19,8 +20,11 @@ def version_bytes(run):
         return [row[0] for row in ledger.execute("SELECT num_bytes FROM version")]
 
 
-def test_a_killed_run_of_adapters_on_two_ranks_resumes_and_keeps_the_laws(tmp_path):
-    """The base is the warm start's result and the reference of the KL term; engines merge each version with it."""
+def test_a_run_of_adapters_on_two_ranks_that_was_killed_resumes_and_keeps_the_laws(tmp_path):
+    """The base is the warm start's result and the reference of the KL term; engines merge each version with it.
+
+    Every process is killed at once, and responses go on under new weights.
+    """
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
     settings = [
         "relay.nodes=1",
@@ -28,6 +32,9 @@ def test_a_killed_run_of_adapters_on_two_ranks_resumes_and_keeps_the_laws(tmp_pa
         "learner.lora.rank=4",
         "learner.lr=3e-3",
         "learner.world_size=2",
+        "rollout.on_new_weights=resume",
+        "rollout.partial_interval_s=0.1",
+        "rollout.sampling.max_new_tokens=200",  # longer than a learner step
         "algorithm.kl_coef=0.1",
         f"reward.function={tmp_path / 'reward.py'}:score",
     ]
@@ -43,6 +50,8 @@ def test_a_killed_run_of_adapters_on_two_ranks_resumes_and_keeps_the_laws(tmp_pa
         assert code == 0, output
         assert wait_until_gone(family) == []
     assert verify(again.run) == []
+    consumed = listing(again.run, Filters(status=Status.CONSUMED, kind=Kind.TRAIN))
+    assert any(row.oldest_version != row.newest_version for row in consumed), "no response spans versions"
     rows = metrics_of(again.run)
     assert rows[-1]["step"] == 6
     assert max(row["mismatch_max"] for row in rows) < 1e-3

@@ -88,14 +88,6 @@ def one_step(tmp_path_factory):
     return train.run
 
 
-def test_sync_is_on_policy(tmp_path):
-    with TrainProcess(tmp_path, "schedule=sync", "relay.nodes=1") as train:
-        code, output = train.finish()
-    assert code == 0, output
-    assert {row.staleness for row in consumed(train.run)} == {0}
-    assert_laws(train.run)
-
-
 def test_one_step_is_one_step_behind(one_step):
     assert {row.staleness for row in consumed(one_step)} == {0, 1}
 
@@ -105,7 +97,7 @@ def test_versions_are_held_until_their_deferred_evaluations(one_step):
 
 
 def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on(tmp_path):
-    with TrainProcess(tmp_path, "steps=16") as train:
+    with TrainProcess(tmp_path, "steps=12") as train:
         for step, part in ((1, "replica-1"), (2, "relay-1"), (3, "scorer-0"), (5, "learner-0")):
             train.wait_for_step(step)
             os.kill(pids_of(train.run)[part], signal.SIGKILL)
@@ -117,14 +109,12 @@ def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on
     assert_laws(train.run)
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["controller", "everything"])
-def test_a_killed_run_resumes_where_the_ledger_says(tmp_path, everything):
+def test_a_run_whose_controller_was_killed_resumes_where_the_ledger_says(tmp_path):
     tracked = [f"tracking.kinds=[{'tensorboard' if find_spec('tensorboard') else ''}]"]
     with TrainProcess(tmp_path, "steps=8", *tracked) as train:
         train.wait_for_step(3)
         family = train.family()
-        for process in family if everything else family[:1]:
-            process.kill()
+        family[0].kill()
         train.process.wait()
         assert accounting(train.run).balanced
     with TrainProcess(tmp_path, "steps=8", *tracked, resume=True) as again:
@@ -151,33 +141,6 @@ def assert_tracked(run, *, steps):
     assert [event.value for event in found.Scalars("summary/steps")] == [steps]
 
 
-def test_ctrl_c_finishes_the_step_checkpoints_and_says_how_to_go_on(tmp_path):
-    with TrainProcess(tmp_path, "steps=10000", *ALONE) as train:
-        train.wait_for_step(3)
-        train.send(signal.SIGINT)
-        code, output = train.finish()
-    assert code == 130
-    assert "--resume" in output
-    steps = summary_of(train.run)["steps"]
-    with TrainProcess(tmp_path, f"steps={steps + 2}", *ALONE, resume=True) as again:
-        code, output = again.finish()
-    assert code == 0, output
-    assert summary_of(again.run)["steps"] == steps + 2
-    assert_laws(again.run)
-
-
-def test_two_learner_ranks_and_partial_rollout(tmp_path):
-    settings = ("learner.world_size=2", "rollout.on_new_weights=resume", "rollout.partial_interval_s=0.1")
-    long = "rollout.sampling.max_new_tokens=200"  # longer than a learner step
-    with TrainProcess(tmp_path, "steps=6", "relay.nodes=1", long, *settings) as train:
-        code, output = train.finish()
-    assert code == 0, output
-    assert any(row.oldest_version != row.newest_version for row in consumed(train.run)), (
-        "no response spans versions"
-    )
-    assert_laws(train.run)
-
-
 def test_a_second_controller_on_a_run_is_refused(tmp_path):
     first = RunFolder(tmp_path / "small-1")
     first.path.mkdir()
@@ -189,26 +152,28 @@ def test_a_second_controller_on_a_run_is_refused(tmp_path):
     assert f"run={first.path}: another process runs it" in output
 
 
-def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary_across_a_resume(tmp_path):
-    """Also a reference model, a recomputed proximal policy and activations that are computed again."""
+def test_what_a_cut_vocabulary_gave_is_learned_over_that_vocabulary(tmp_path):
+    """Also with a reference model, a recomputed proximal policy and activations that are computed again."""
     cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
     rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
     learns = ["algorithm.name=decoupled_ppo", "algorithm.kl_coef=0.1", "learner.recompute=all", rewarded]
     with TrainProcess(tmp_path, *ALONE, *cut, *learns) as train:
-        train.wait_for_step(2)
-        train.send(signal.SIGINT)
-        assert train.finish()[0] == 130
-    with TrainProcess(tmp_path, *ALONE, *cut, *learns, resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
     assert_laws(train.run)
-    rows = [json.loads(line) for line in (train.run / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_learned_as_drawn(train.run)
+    assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its start"
+
+
+def rows_learned_as_drawn(run):
+    """Rows of metrics, of which tokens without staleness have the probabilities that the engine gave them."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     fresh = [row["by_staleness"]["0"] for row in rows if "0" in row["by_staleness"]]
     assert fresh, "the first step is on policy"
     assert max(row["mismatch_max"] for row in rows) < 1e-3
     assert max(abs(bucket["effective_share"] - 1) for bucket in fresh) < 1e-4
-    assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its start"
+    return rows
 
 
 def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_death_or_a_resume(tmp_path):
@@ -228,7 +193,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
         code, output = train.finish()
     assert code == 0, output
     assert_laws(train.run)
-    rows = [json.loads(line) for line in (train.run / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_learned_as_drawn(train.run)
     assert rows[0]["kl_reference_k3"] < 1e-6, "the first step's policy is the reference, over the same vocabulary"
     assert rows[-1]["kl_reference_k3"] > 1e-4, "the last one's is not"
     busy = [row["reference_busy_s"] for row in rows]
@@ -242,7 +207,7 @@ def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(
     with TrainProcess(tmp_path, *ALONE, *unbounded) as train:
         code, output = train.finish()
     assert code == 1
-    assert "learner.max_skipped=3: the gradient was not finite in 3 steps in a row, up to step 3" in output
+    assert "the gradient was not finite in 3 steps in a row, up to step 3" in output
     assert_laws(train.run)
     with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
         (skipped,) = ledger.execute("SELECT count(*) FROM event WHERE kind = 'stepskipped'").fetchone()

@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.config.tracking import TrackerKind
 from laminar_py.preflight.inputs import check
-from laminar_py.telemetry.tracker_process import Closing, Undone, Values, frame
-from laminar_py.telemetry.trackers import Opening, check_trackers
+from laminar_py.telemetry.trackers import TRACKERS, Ending, Opening, Rewound, Values, check_trackers
 
 REPO = Path(__file__).parent.parent.parent
 SUMMARY = {"summary/finished": 1.0, "summary/rl_seconds": 60.0}
@@ -28,7 +25,7 @@ def needs(package):
 
 
 def incarnation(folder, kind, *messages):
-    """A tracker's process from its start to the end of these messages, and of its controller."""
+    """A tracker from its start to the end of these messages; closed as a failed run's, unless they do."""
     opening = Opening(
         kind=kind,
         folder=str(folder),
@@ -36,13 +33,23 @@ def incarnation(folder, kind, *messages):
         project="math",
         settings={"learner.lr": 1e-6, "seed": 0, "data.train": "t.jsonl"},
     )
-    told = b"".join(map(frame, (opening, *messages)))
-    environment = os.environ | {"WANDB_MODE": "offline"}
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    command = [sys.executable, "-m", "laminar_py.telemetry.tracker_process"]
-    done = subprocess.run(command, input=told, capture_output=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout == b"." * (1 + len(messages))
+    tracker = TRACKERS[kind](opening)
+    for message in messages:
+        match message:
+            case Values(step, values):
+                tracker.log(step, values)
+            case Rewound(step):
+                tracker.undo(step)
+            case Ending(summary):
+                tracker.close(summary)
+    if not isinstance(messages[-1], Ending):
+        tracker.close(None)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 def entropies(*steps, shift=0.0):
@@ -50,12 +57,12 @@ def entropies(*steps, shift=0.0):
 
 
 def a_run_that_is_rolled_back_and_resumed(folder, kind):
-    """Steps 1 to 4, back to 2, 3 to 5, killed; back to 3, 4 to 6, with evaluations that come late."""
+    """Steps 1 to 4, back to 2, 3 to 5, failed; back to 3, 4 to 6, with evaluations that come late."""
     folder.mkdir()
     again = entropies(3, 4, 5, shift=0.25)
     late = Values(2, {"eval/accuracy": 0.5})
-    incarnation(folder, kind, *entropies(1, 2, 3, 4), Undone(2), *again)
-    incarnation(folder, kind, Undone(3), *entropies(4, 5, 6, shift=0.5), late, Closing(SUMMARY))
+    incarnation(folder, kind, *entropies(1, 2, 3, 4), Rewound(2), *again)
+    incarnation(folder, kind, Rewound(3), *entropies(4, 5, 6, shift=0.5), late, Ending(SUMMARY))
 
 
 TRUE_STEPS = [(1, 1.0), (2, 2.0), (3, 3.25), (4, 4.5), (5, 5.5), (6, 6.5)]

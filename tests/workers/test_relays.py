@@ -9,11 +9,13 @@ import torch
 from laminar_py.cluster.placement import Needs, Placement
 from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import parse_config
+from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.workers import relays as relays_module
 from laminar_py.workers.relays import Relays
+from laminar_py.workers.site import Site
 from laminar_py.workers.supervisor import Supervisor
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 
@@ -32,11 +34,12 @@ async def kept(folder, placement, record=lambda event: None, chunk_bytes=CHUNK):
             "steps": 1,
             "model": {"path": str(folder)},
             "data": {"train": "t"},
-            "relay": {"chunk_bytes": chunk_bytes},
+            "relay": {"chunk_bytes": chunk_bytes, "shm": str(folder)},
         }
     )
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    relays = Relays(config, run_dir=folder, shm=folder, supervisor=supervisor, placement=placement, record=record)
+    site = Site(config=config, run=RunFolder(folder), placement=placement, supervisor=supervisor)
+    relays = Relays(site, record=record)
     async with asyncio.timeout(PATIENCE_S):
         await relays.start()
         keeper = asyncio.create_task(relays.keep())
@@ -53,7 +56,7 @@ async def publish(relays, version):
     tensors = [("weight", torch.full((64, 64), version))]
     await asyncio.to_thread(publisher.publish, version, tensors)
     await asyncio.to_thread(publisher.close, linger_s=PATIENCE_S)
-    return publisher.sealed(version).digest
+    return publisher.completed(version).digest
 
 
 async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the_root(tmp_path):

@@ -1,8 +1,8 @@
-"""What filters, caps and timeouts dropped, by length and by reward: does dropping train away long reasoning?
+"""Drops by filters, caps and timeouts, by length and by reward: does dropping train away long reasoning?
 
 A trajectory is judged when it has ended, by the length that it had then. Of those that a deadline dropped
-unfinished the probed ones speak for all: they count with what they had in the end, each for as many as were not
-probed. Groups without signal are a filter of their own: they count as kept where other reasons are judged.
+unfinished the counterfactual ones speak for all: they count with what they had in the end, each for several that
+nobody went on with. Groups without signal are a filter of their own: kept, where other reasons are judged.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.analytics.read.columns import CAPS, REASONS, Trajectories
-from laminar_py.analytics.read.scan import Probes
+from laminar_py.analytics.read.counterfactuals import Counterfactuals
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import DropReason, Status
 
@@ -23,8 +23,8 @@ _APART = (DropReason.NO_SIGNAL, DropReason.RUN_ENDED)
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
-    """Trajectories of one range of lengths, e.g. `Bin(0.12, 30, 0.4)`; None: no reward of any is known."""
+class LengthBin:
+    """Trajectories of one range of lengths, e.g. `LengthBin(0.12, 30, 0.4)`; None: no reward of any is known."""
 
     share: float  # of all that ended in this range
     known: int  # whose reward is known
@@ -33,7 +33,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropRow:
-    """What one reason dropped, or one cap cut."""
+    """Trajectories that one reason dropped, or one cap cut."""
 
     reason: str
     count: int
@@ -44,12 +44,12 @@ class DropRow:
     reward: float | None  # their mean
     expected: float | None  # mean reward of kept ones of the same lengths
     error: float  # standard error of `reward`
-    bins: tuple[Bin, ...]
+    bins: tuple[LengthBin, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropTable:
-    """All rows over the same bins of length; `kept` reached the learner, or only lacked signal."""
+    """Rows over the same bins of length; `kept` reached the learner, or only lacked signal."""
 
     edges: tuple[int, ...]  # longest response of each bin
     ended: int
@@ -59,9 +59,9 @@ class DropTable:
     graded: bool  # rewards other than 0 and 1 occur
 
 
-def table_of_drops(trajectories: Trajectories, probes: Probes) -> DropTable:
-    """Of the trajectories that have ended so far."""
-    t, ended = _with_probes(trajectories, probes)
+def measure_drops(trajectories: Trajectories, others: Counterfactuals) -> DropTable:
+    """Drops among the trajectories that have ended so far."""
+    t, ended = _with_counterfactuals(trajectories, others)
     dropped = t.is_status(Status.DROPPED)
     apart = np.logical_or.reduce([t.dropped_for(reason) for reason in _APART])
     judge = _Judge(ended, kept=~dropped | t.dropped_for(DropReason.NO_SIGNAL))
@@ -90,17 +90,17 @@ class _Ended:
     stands_for: npt.NDArray[np.float64]  # how many
 
 
-def _with_probes(t: Trajectories, probes: Probes) -> tuple[Trajectories, _Ended]:
+def _with_counterfactuals(t: Trajectories, others: Counterfactuals) -> tuple[Trajectories, _Ended]:
     lengths, rewards = t.length.astype(np.int64), t.reward.astype(np.float64)
     unfinished = t.finish < 0
-    probed = np.zeros(len(t), np.bool_)
-    places = np.searchsorted(t.number, probes.number)
-    lengths[places], rewards[places], probed[places] = probes.length, probes.reward, True
+    known = np.zeros(len(t), np.bool_)  # whose end is
+    places = np.searchsorted(t.number, others.number)
+    lengths[places], rewards[places], known[places] = others.length, others.reward, True
     stands_for = np.ones(len(t))
     sampled = unfinished & t.dropped_for(DropReason.GROUP_DEADLINE)
-    if (sampled & probed).any():
-        stands_for[sampled] = np.where(probed[sampled], sampled.sum() / (sampled & probed).sum(), 0.0)
-    open_ended = unfinished & ~probed & (stands_for > 0)
+    if (sampled & known).any():
+        stands_for[sampled] = np.where(known[sampled], sampled.sum() / (sampled & known).sum(), 0.0)
+    open_ended = unfinished & ~known & (stands_for > 0)
     ended = t.is_status(Status.CONSUMED) | t.is_status(Status.DROPPED)
     return t.where(ended), _Ended(lengths[ended], rewards[ended], open_ended[ended], stands_for[ended])
 
@@ -121,7 +121,7 @@ class _Judge:
         _, self._kept_reward = self._rewards_of(kept)
 
     def row(self, reason: str, mask: BoolArray) -> DropRow:
-        """Of those in `mask` [N]."""
+        """Row of the trajectories in `mask` [N]."""
         count = int(mask.sum())
         in_bins = self._count(mask)
         known_in, reward_in = self._rewards_of(mask)
@@ -141,8 +141,8 @@ class _Judge:
             expected=float(np.nansum(weights * self._kept_reward) / weights.sum()) if weights.any() else None,
             error=float(rewards.std() / np.sqrt(len(rewards))) if len(rewards) else 0.0,
             bins=tuple(
-                Bin(part / whole if whole else 0.0, known, reward if known else None)
-                for part, whole, known, reward in zip(
+                LengthBin(count / whole if whole else 0.0, known, reward if known else None)
+                for count, whole, known, reward in zip(
                     in_bins.tolist(), self._num.tolist(), known_in.tolist(), reward_in.tolist(), strict=True
                 )
             ),

@@ -1,22 +1,21 @@
-"""Where the time of each learner step went, stage by stage: busy, and idle for what. Reads the run folder only.
+"""Seconds of each learner step, stage by stage: busy, and idle for what. Pure functions of arrays.
 
-All is derived from the ledger, so that nothing has to be measured in a run, and a run that was killed can be asked
-too. Times are by the run's clock. Steps that were undone, and those in which an incarnation began, do not count.
+Everything is derived from the ledger, so nothing has to be measured in a run, and a run that was killed can be
+asked too. Times are by the run's clock. Steps that were undone, or in which an incarnation began, do not count.
 """
 
-import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.analytics.read.columns import Ints, Times, Trajectories, read_trajectories
-from laminar_py.analytics.read.stays import RunTimes, Stays, read_stays
-from laminar_py.config.loading import load_config
+from laminar_py.analytics.read.columns import Ints, Times, Trajectories
+from laminar_py.analytics.read.history import History
+from laminar_py.analytics.read.stays import Stays
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import BoolArray
+from laminar_py.records.events import Relayed, VersionLoaded, VersionPublished
 
 TAIL_SHARE = 0.25  # of its usual batch: a replica with fewer trajectories than that is in its tail
 _OF_REPLICAS = ("generation_s", "crowded_s", "tail_s", "late_s", "held_s")
@@ -50,46 +49,21 @@ class Pipeline:
         return len(self.step)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A run as the analytics see it."""
-
-    config: RunConfig
-    trajectories: Trajectories
-    stays: Stays
-    pipeline: Pipeline
-
-
-def read_record(run: Path, connection: sqlite3.Connection) -> Record:
-    """All of it, from the ledger that `connection` reads and the config beside it. Raises `ValueError`."""
-    config = load_config(run / "config.yaml", [])
-    trajectories = read_trajectories(connection)
-    times = RunTimes(connection, trajectories.origin_s)
-    stays = read_stays(connection, times)
-    return Record(config, trajectories, stays, _read_pipeline(connection, config, trajectories, stays, times))
-
-
-def _read_pipeline(
-    connection: sqlite3.Connection, config: RunConfig, trajectories: Trajectories, stays: Stays, times: RunTimes
-) -> Pipeline:
-    rows = connection.execute(
-        "SELECT step, s.seq, mono, waited_s, reference_s FROM step s JOIN event e ON s.seq = e.seq"
-        " WHERE NOT undone ORDER BY s.seq"
-    ).fetchall()
-    step, seq, mono, waited, reference = (np.array(c) for c in zip(*rows, strict=True)) if rows else _none(5)
-    end = times.at(seq, mono)
+def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays, history: History) -> Pipeline:
+    """Rows of all steps that count; `trajectories` are those of training."""
+    rows = [(done.step, at_s, done.waited_s, done.reference_s) for at_s, done in history.steps]
+    step, end, waited, reference = np.array(rows, np.float64).reshape(-1, 4).T
     issued = trajectories.issued_s[~np.isnan(trajectories.issued_s)]
     begin: Times = np.concatenate([[issued.min(initial=end[0])], end[:-1]]) if len(end) else end
-    counts = _whole(step, begin, end, times)
-    versions = _Versions.read(connection, times)
-    replicas = _replicas(config, stays, versions, begin, end, counts)
+    counts = _whole(step, begin, end, history.starts_s)
+    versions = _Versions.of(history)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
     columns: dict[str, npt.NDArray[Any]] = {
         "step": step.astype(np.int32),
         "end_s": end,
         "measured_s": end - begin,
-        **replicas,
+        **_replicas(config, stays, versions, begin, end, counts),
         "reward_s": _sums(scored[known], trajectories.score_s[known] / config.reward.workers, begin, end),
         "reference_s": reference,
         "waited_s": np.minimum(waited, end - begin),
@@ -101,16 +75,10 @@ def _read_pipeline(
     return Pipeline(**{name: column[counts] for name, column in columns.items()})
 
 
-def _none(count: int) -> list[Times]:
-    return [np.empty(0) for _ in range(count)]
-
-
-def _whole(step: npt.NDArray[Any], begin: Times, end: Times, times: RunTimes) -> BoolArray:
-    """[S] steps in which no incarnation began, and the one before is that of the number before."""
-    starts = times.starts_s
-    began = np.searchsorted(starts, end) > np.searchsorted(starts, begin, side="right")
-    first = step == 1
-    follows = np.concatenate([[True], np.diff(step) == 1]) if len(step) else first
+def _whole(step: Times, begin: Times, end: Times, starts_s: Times) -> BoolArray:
+    """[S] True for steps in which no incarnation began, and that follow the step of the number before."""
+    began = np.searchsorted(starts_s, end) > np.searchsorted(starts_s, begin, side="right")
+    follows = np.concatenate([[True], np.diff(step) == 1]) if len(step) else step == 1
     whole: BoolArray = ~began & follows & (end > begin)
     return whole
 
@@ -128,36 +96,20 @@ class _Versions:
     load_since_s: Times  # when what it loaded was published
 
     @classmethod
-    def read(cls, connection: sqlite3.Connection, times: RunTimes) -> "_Versions":
-        published = connection.execute(
-            "SELECT v.seq, mono, version, stall_s FROM version v JOIN event e ON v.seq = e.seq ORDER BY v.seq"
-        ).fetchall()
-        seq, mono, version, stall = (np.array(c) for c in zip(*published, strict=True)) if published else _none(4)
-        at = times.at(seq, mono)
-        since = dict(zip(version.tolist(), at.tolist(), strict=True))
-        spread_of: dict[int, float] = {}
-        loads: list[tuple[int, float, int, int, float]] = []
-        query = (
-            "SELECT seq, mono, kind, json_extract(body, '$.version'), json_extract(body, '$.replica'),"
-            " json_extract(body, '$.elapsed_s') FROM event WHERE kind IN ('relayed', 'versionloaded') ORDER BY seq"
-        )
-        for number, stamp, kind, of_version, replica, elapsed in connection.execute(query):
-            if kind == "relayed":
-                spread_of[of_version] = max(spread_of.get(of_version, 0.0), elapsed)
-            else:
-                loads.append((number, stamp, of_version, replica, elapsed))
-        number, stamp, of, who, load = (np.array(c) for c in zip(*loads, strict=True)) if loads else _none(5)
-        load_at = times.at(number, stamp)
-        load_since = np.array([since.get(v, when) for v, when in zip(of.tolist(), load_at.tolist(), strict=True)])
-        spread = np.array([spread_of.get(v, 0.0) for v in since])
+    def of(cls, history: History) -> "_Versions":
+        published, loads = list(history.of(VersionPublished)), list(history.of(VersionLoaded))
+        since = {event.version: at_s for at_s, event in published}
+        spread: dict[int, float] = {}
+        for _, event in history.of(Relayed):
+            spread[event.version] = max(spread.get(event.version, 0.0), event.elapsed_s)
         return cls(
-            published_s=at,
-            stall_s=stall,
-            spread_s=spread,
-            load_at_s=load_at,
-            load_s=load,
-            load_replica=who.astype(np.int32),
-            load_since_s=load_since,
+            published_s=np.array([at_s for at_s, _ in published], np.float64),
+            stall_s=np.array([event.stall_s for _, event in published], np.float64),
+            spread_s=np.array([spread.get(event.version, 0.0) for _, event in published], np.float64),
+            load_at_s=np.array([at_s for at_s, _ in loads], np.float64),
+            load_s=np.array([event.elapsed_s for _, event in loads], np.float64),
+            load_replica=np.array([event.replica for _, event in loads], np.int32),
+            load_since_s=np.array([since.get(event.version, at_s) for at_s, event in loads], np.float64),
         )
 
 
@@ -169,9 +121,9 @@ def _replicas(
     count = config.rollout.replicas
     horizon = end[-1] if len(end) else 0.0
     order = np.argsort(stays.replica, kind="stable")
-    parts = np.searchsorted(stays.replica[order], np.arange(count + 1))
+    bounds = np.searchsorted(stays.replica[order], np.arange(count + 1))
     for replica in range(count):
-        mine = order[parts[replica] : parts[replica + 1]]
+        mine = order[bounds[replica] : bounds[replica + 1]]
         start_s = np.minimum(stays.start_s[mine], horizon)
         at, running = _running(start_s, np.minimum(stays.end_s[mine], horizon))
         usual = min(_usual(_counted(at, begin, end, counts), running), config.rollout.max_batch)
@@ -196,7 +148,7 @@ def _running(start: Times, stop: Times) -> tuple[Times, Ints]:
 
 
 def _counted(at: Times, begin: Times, end: Times, counts: BoolArray) -> Times:
-    """What a clock shows at these times that goes in the steps that count and stands still in others."""
+    """Readings, at these times, of a clock that goes in the steps that count and stands still in others."""
     edges = np.column_stack([begin, end]).ravel()
     shown = np.cumsum(np.column_stack([np.zeros(len(end)), np.where(counts, end - begin, 0.0)]).ravel())
     return np.interp(at, edges, shown) if len(edges) else np.zeros(len(at))
@@ -216,7 +168,7 @@ def _usual(at: Times, running: Ints) -> float:
 def _late(at: Times, running: Ints, load_at: Times, since: Times) -> tuple[Times, Times]:
     """Begin and length of the times in which a replica was empty and weights that it then loaded were published.
 
-    They count from their publication, or from when it became empty, until it served them.
+    Each counts from the publication, or from when the replica became empty, until it served the version.
     """
     begins, lengths = [], []
     for served, published in zip(load_at.tolist(), since.tolist(), strict=True):

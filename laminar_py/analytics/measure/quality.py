@@ -1,19 +1,18 @@
-"""What a run learned against what it took: accuracy and reward over time, tokens and device-hours.
+"""Learning against its costs: accuracy and reward over time, tokens and device-hours. Pure.
 
 A device is a GPU where the run has GPUs and a process where it has none; replicas, the learner's ranks and a
 reference stage count, and all of them from the first second of RL to the last.
 """
 
-import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from laminar_py.analytics.read.columns import Times
-from laminar_py.analytics.read.samples import StepLine, running_mean
-from laminar_py.config.cluster import Device
-from laminar_py.config.engine import EngineKind
 from laminar_py.config.run import RunConfig
+from laminar_py.records.events import Evaluated
+from laminar_py.records.metrics import StepRow
 
 REWARD_STEPS = 10  # that a point of the reward's curve is a mean of
 
@@ -39,32 +38,39 @@ class Quality:
     reward: tuple[Point, ...]  # of each step, mean of the last `REWARD_STEPS`
 
 
-def read_quality(connection: sqlite3.Connection, config: RunConfig, steps: list[StepLine]) -> Quality:
-    """From the ledger and what lies beside it."""
+def measure_quality(config: RunConfig, steps: Sequence[StepRow], evaluations: Sequence[Evaluated]) -> Quality:
+    """Curves over these steps and evaluations."""
     devices, device = count_devices(config)
-    at = np.array([0.0, *(line.rl_s for line in steps)])
-    tokens = np.array([0.0, *(line.trained_tokens for line in steps)])
+    at = np.array([0.0, *(row.rl_s for row in steps)])
+    tokens = np.array([0.0, *(row.trained_tokens for row in steps)])
 
     def point(step: int, rl_s: float, value: float) -> Point:
         trained = int(np.interp(rl_s, at, tokens))
         return Point(step=step, rl_s=rl_s, tokens=trained, device_hours=rl_s * devices / 3600, value=value)
 
-    evaluations = connection.execute("SELECT step, rl_s, accuracy FROM evaluation ORDER BY rl_s, seq").fetchall()
-    rewards: Times = running_mean(np.array([line.reward for line in steps], np.float64), REWARD_STEPS)
+    rewards = _running_mean(np.array([row.reward for row in steps], np.float64), REWARD_STEPS).tolist()
     return Quality(
         devices,
         device,
-        tuple(point(*row) for row in evaluations),
-        tuple(point(line.step, line.rl_s, value) for line, value in zip(steps, rewards.tolist(), strict=True)),
+        tuple(point(one.step, one.rl_s, one.accuracy) for one in evaluations),
+        tuple(point(row.step, row.rl_s, value) for row, value in zip(steps, rewards, strict=True)),
     )
 
 
+def _running_mean(values: Times, width: int) -> Times:
+    """Means of each value and the `width` - 1 before it."""
+    total = np.cumsum(np.insert(values, 0, 0.0))
+    end = np.arange(1, len(total))
+    start = np.maximum(end - width, 0)
+    means: Times = (total[end] - total[start]) / (end - start)
+    return means
+
+
 def count_devices(config: RunConfig) -> tuple[int, str]:
-    """How many, and what they are."""
+    """Number and kind of the devices of a run."""
     rollout, learner = config.rollout, config.learner
     if config.emulation is not None:
         return rollout.replicas + config.emulation.learner_devices, "emulated GPU"
-    on_gpus = rollout.engine.kind is EngineKind.SGLANG and rollout.engine.device is Device.CUDA
-    replicas = rollout.replicas * rollout.engine.tensor_parallel
+    gpus = rollout.engine.gpus
     reference = int(config.algorithm.refers_in_stage)
-    return replicas + learner.world_size + reference, "GPU" if on_gpus else "process"
+    return rollout.replicas * max(1, gpus) + learner.world_size + reference, "GPU" if gpus else "process"

@@ -1,4 +1,4 @@
-"""What waiting for the last ones costs: time of trajectories in their groups, slots and KV cache of replicas.
+"""Costs of waiting for the last ones: time of trajectories in their groups, slots and KV cache of replicas.
 
 Three shares, each of one total:
 
@@ -10,15 +10,18 @@ Three shares, each of one total:
 - `kv` = the same with the use of the KV cache in place of running, in the same samples.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from laminar_py.analytics.measure.tails import group_wait
 from laminar_py.analytics.read.columns import Times, Trajectories
-from laminar_py.analytics.read.samples import FleetSamples
+from laminar_py.records.metrics import FleetRow
 
 _USUAL_PERCENTILE = 90
 _RAMP_DOWN = 0.25
+_LONGEST_S = 5.0  # a sample speaks for no longer: the controller was down
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +33,36 @@ class Stragglers:
     kv: float | None
 
 
-def measure_stragglers(t: Trajectories, group_wait: Times, fleet: FleetSamples) -> Stragglers:
-    """`group_wait` is that of `tails.measures`, [N]."""
+def measure_stragglers(t: Trajectories, fleet: Sequence[FleetRow]) -> Stragglers:
+    """Shares of all three totals; of the samples, those count that have as many replicas as the last one."""
     now = max(_last(column) for column in (t.issued_s, t.finished_s, t.scored_s, t.ended_s))
     live_s = float(np.nansum(np.where(np.isnan(t.ended_s), now, t.ended_s) - t.issued_s))
-    waited_s = float(np.nansum(group_wait))
+    waited_s = float(np.nansum(group_wait(t)))
+    rows = [row for row in fleet if len(row.running) == len(fleet[-1].running)]
+    shape = len(rows), len(rows[-1].running) if rows else 0
+    at = np.array([row.rl_s for row in rows], np.float64)
+    seconds = np.clip(np.diff(at, prepend=0.0), 0.0, _LONGEST_S)[:, None]
+    running = np.array([row.running for row in rows], np.float64).reshape(shape)
+    kv_use = np.array([row.kv_use for row in rows], np.float64).reshape(shape)
     return Stragglers(
         waited_s / live_s if live_s > 0 else None,
-        _idle_share(fleet, fleet.running.astype(np.float64)),
-        _idle_share(fleet, fleet.kv_use),
+        _idle_share(seconds, running, running),
+        _idle_share(seconds, running, kv_use),
     )
 
 
-def _idle_share(fleet: FleetSamples, used: Times) -> float | None:
-    """`used` is [S, R]."""
-    running, seconds = fleet.running, fleet.seconds[:, None]
-    ramp_down = (running > 0) & (running < _RAMP_DOWN * _usual(fleet, running.astype(np.float64)))
-    usual = _usual(fleet, used)
+def _idle_share(seconds: Times, running: Times, used: Times) -> float | None:
+    """Share of what is usually used, in ramp-down; `seconds` is [S, 1], the others are [S, R]."""
+    ramp_down = (running > 0) & (running < _RAMP_DOWN * _usual(running, running))
+    usual = _usual(running, used)
     total = float(np.sum(seconds * usual))
     idle = float(np.sum(np.where(ramp_down, seconds * np.maximum(usual - used, 0.0), 0.0)))
     return idle / total if total > 0 else None
 
 
-def _usual(fleet: FleetSamples, used: Times) -> Times:
+def _usual(running: Times, used: Times) -> Times:
     """[R]"""
-    columns = [used[fleet.running[:, replica] > 0, replica] for replica in range(used.shape[1])]
+    columns = [used[running[:, replica] > 0, replica] for replica in range(used.shape[1])]
     return np.array([np.percentile(column, _USUAL_PERCENTILE) if len(column) else 0.0 for column in columns])
 
 

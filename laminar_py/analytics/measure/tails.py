@@ -1,4 +1,4 @@
-"""Where trajectories spend their time, and how long the longest take. Computed from the arrays alone.
+"""Times and lengths of trajectories, and how long the longest take. Computed from the arrays alone.
 
 `measures` says what is measured; the distributions of each are taken over all, and for each replica, version and
 task. Everything is vectorised: a million trajectories take seconds.
@@ -19,6 +19,9 @@ MOST_ROWS = 12  # of a table by version
 
 _LEAST_MEDIAN = 0.001
 _PERCENTILES = (50, 90, 95, 99, 100)
+_SHOWN_PERCENTILES = (50, 95, 99)  # by page and gauges
+
+Values = npt.NDArray[np.floating] | npt.NDArray[np.integer]
 
 
 class Measure(StrEnum):
@@ -37,7 +40,7 @@ class Measure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of `count` values; percentiles are numpy's, between the two nearest values."""
+    """Figures of `count` values; percentiles are numpy's, between the two nearest values."""
 
     count: int
     mean: float
@@ -68,7 +71,7 @@ class Tails:
 
 
 def measure_tails(trajectories: Trajectories) -> Tails:
-    """All of it."""
+    """Distributions of all measures."""
     values = measures(trajectories)
     versions, label = _version_bins(trajectories.oldest_version)
     tasks = trajectories.tasks
@@ -124,12 +127,43 @@ def longest_over_mean(t: Trajectories, generation: Times) -> Times:
 
 
 def distribution(values: npt.NDArray[np.floating]) -> Distribution | None:
-    """Of those that are not NaN; None if there are none."""
+    """Distribution of the values that are not NaN; None if there are none."""
     known = values[~np.isnan(values)].astype(np.float64)
     if not len(known):
         return None
     p50, p90, p95, p99, most = np.percentile(known, _PERCENTILES).tolist()
     return Distribution(count=len(known), mean=float(known.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=most)
+
+
+def latencies(t: Trajectories) -> dict[str, npt.NDArray[np.floating]]:
+    """Seconds of the stages of a trajectory's way, as page and gauges have them, each of all that have passed it.
+
+    Generation is on the last replica; the reward's queue counts with it.
+    """
+    consumed = t.is_status(Status.CONSUMED)
+    columns: dict[str, npt.NDArray[np.floating]] = {
+        "end to end": (t.ended_s - t.issued_s)[consumed],
+        "generation": t.generate_s,
+        "waiting in the engine": t.queue_s,
+        "reward": t.scored_s - t.finished_s,
+        "waiting for the group": t.ready_s - t.scored_s,
+        "in the buffer": (t.ended_s - t.ready_s)[consumed],
+    }
+    return {name: column[~np.isnan(column)] for name, column in columns.items()}
+
+
+def finished_lengths(t: Trajectories) -> Ints:
+    """Response tokens of finished trajectories."""
+    found: Ints = t.length[~np.isnan(t.finished_s)]
+    return found
+
+
+def percentiles(values: Values) -> dict[str, float]:
+    """Values at p50, p95 and p99, each one of those given; none of nothing."""
+    if not len(values):
+        return {}
+    found = np.percentile(values, _SHOWN_PERCENTILES, method="inverted_cdf")
+    return {f"p{q}": float(value) for q, value in zip(_SHOWN_PERCENTILES, found, strict=True)}
 
 
 def _by(keys: Ints, values: dict[Measure, Times], label: Callable[[int], str]) -> dict[str, Distributions]:
@@ -138,14 +172,13 @@ def _by(keys: Ints, values: dict[Measure, Times], label: Callable[[int], str]) -
     ordered = keys[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-2))
     bounds = [*starts.tolist(), len(ordered)]
-    parts = [(int(ordered[start]), start, end) for start, end in pairwise(bounds)]
-    parts = [part for part in parts if part[0] >= 0]
-    if len(parts) < 2:
+    slices = [(int(ordered[start]), start, end) for start, end in pairwise(bounds) if ordered[start] >= 0]
+    if len(slices) < 2:
         return {}
-    out: dict[str, Distributions] = {label(key): {} for key, _, _ in parts}
+    out: dict[str, Distributions] = {label(key): {} for key, _, _ in slices}
     for name, column in values.items():
         column = column[order]
-        for key, start, end in parts:
+        for key, start, end in slices:
             found = distribution(column[start:end])
             if found is not None:
                 out[label(key)][name] = found

@@ -1,7 +1,7 @@
-"""Where generated tokens went: the numerator of goodput. Reads the ledger alone.
+"""Use and loss of generated tokens: the numerator of goodput. Pure.
 
-Every response token of a training trajectory is counted once, in one part of the waterfall: issued = sum of the
-parts + useful. Beside it stand tokens that are in no response (computed again, generated for a probe), and what
+Every response token of a training trajectory is counted once, in one step of the waterfall: issued = sum of the
+losses + useful. Beside it stand tokens that are in no response (computed again, or counterfactual), and those that
 the learner trained on in vain.
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.analytics.read.columns import REASONS, Trajectories
-from laminar_py.analytics.read.scan import Scan
+from laminar_py.analytics.read.snapshot import Snapshot
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import DropReason, Status
 
-_DROPS = {  # part: reasons; those without signal are told apart by their reward
+_DROPS = {  # loss: reasons; those without signal are told apart by their reward
     "generated again": (DropReason.VERSION_LOST, DropReason.REFUSED),
     "group deadline": (DropReason.GROUP_DEADLINE,),
     "group lost": (DropReason.GROUP_LOST,),
@@ -26,8 +26,8 @@ _DROPS = {  # part: reasons; those without signal are told apart by their reward
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Response tokens that taught nothing, and why, e.g. `Part("stale", 4120, 40)`."""
+class TokenLoss:
+    """Response tokens that taught nothing, and why, e.g. `TokenLoss("stale", 4120, 40)`."""
 
     name: str
     tokens: int
@@ -36,16 +36,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAccount:
-    """Tokens of a run so far. The parts and `useful` sum to `issued`."""
+    """Tokens of a run so far. The losses and `useful` sum to `issued`."""
 
     issued: int  # generated for training trajectories, whatever became of them
-    parts: tuple[Part, ...]
+    losses: tuple[TokenLoss, ...]
     useful: int  # consumed by steps that stand, each weighed as its loss was
     issued_trajectories: int
     useful_trajectories: int  # consumed by steps that stand
     cut: int  # of the consumed, tokens of responses that a cap cut
     recomputed: int  # tokens of prompt and response whose KV cache was computed again after a move or new weights
-    probed: int  # generated for probes after they were dropped
+    counterfactual: int  # generated after the drop, for counterfactual trajectories
     undone: int  # trained by steps that were rolled back, so trained again
     rl_s: float  # seconds of RL
 
@@ -56,34 +56,35 @@ class TokenAccount:
 
     @property
     def useful_share(self) -> float:
-        """Of the issued."""
+        """Useful tokens over issued ones."""
         return self.useful / self.issued if self.issued else 0.0
 
 
-def account_tokens(t: Trajectories, scan: Scan, *, undone: int, rl_s: float) -> TokenAccount:
-    """Of the ledger that both were read from; `undone` tokens were trained by steps that were rolled back."""
+def account_tokens(snapshot: Snapshot) -> TokenAccount:
+    """Account of the whole run so far."""
+    t, others = snapshot.trajectories, snapshot.counterfactuals
     lengths = t.length.astype(np.int64)
-    consumed, skipped = t.is_status(Status.CONSUMED), np.isin(t.step, scan.skipped_steps)
+    consumed, skipped = t.is_status(Status.CONSUMED), np.isin(t.step, snapshot.history.skipped)
     stands = consumed & ~skipped
-    parts = {name: _dropped(t, reasons) for name, reasons in _DROPS.items()}
-    parts |= _without_signal(t)
-    parts["still live"] = ~consumed & ~t.is_status(Status.DROPPED)
-    parts["step skipped"] = consumed & skipped
-    told = [Part(name, int(lengths[mask].sum()), int(mask.sum())) for name, mask in parts.items()]
+    masks = {name: _dropped(t, reasons) for name, reasons in _DROPS.items()}
+    masks |= _without_signal(t)
+    masks["still live"] = ~consumed & ~t.is_status(Status.DROPPED)
+    masks["step skipped"] = consumed & skipped
+    losses = [TokenLoss(name, int(lengths[mask].sum()), int(mask.sum())) for name, mask in masks.items()]
     whole = int(lengths[stands].sum())
     useful = round(float(np.sum(lengths[stands] * t.weight[stands].astype(np.float64))))
-    told.append(Part("weighed less for staleness", whole - useful, int((stands & (t.weight < 1)).sum())))
+    losses.append(TokenLoss("weighed less for staleness", whole - useful, int((stands & (t.weight < 1)).sum())))
     return TokenAccount(
         issued=int(lengths.sum()),
-        parts=tuple(part for part in told if part.trajectories),
+        losses=tuple(loss for loss in losses if loss.trajectories),
         useful=useful,
         issued_trajectories=len(t),
         useful_trajectories=int(stands.sum()),
         cut=int(lengths[stands & (t.cap >= 0)].sum()),
-        recomputed=scan.recomputed,
-        probed=int(scan.probes.length.sum() - lengths[np.searchsorted(t.number, scan.probes.number)].sum()),
-        undone=undone,
-        rl_s=rl_s,
+        recomputed=snapshot.recomputed,
+        counterfactual=int(others.length.sum() - lengths[np.searchsorted(t.number, others.number)].sum()),
+        undone=snapshot.history.undone_tokens,
+        rl_s=snapshot.samples.rl_s,
     )
 
 

@@ -1,34 +1,23 @@
-"""What the parts of a run did and when: all events but those of single trajectories. Reads the ledger only.
+"""Events of the parts of a run, with their times: all but those of single trajectories. Reads the ledger only.
 
-Called for the pictures. Times are on the clock of `columns.Trajectories`: within an incarnation none goes back.
+Times are on the clock of `columns.Trajectories`: within an incarnation none goes back.
 """
 
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeVar, get_args
 
+from laminar_py.analytics.read.columns import Times
 from laminar_py.analytics.read.stays import RunTimes
 from laminar_py.ledger.rows import decode_event
-from laminar_py.records.events import AnyEvent, RolledBack, Stepped, StepSkipped
+from laminar_py.records.events import AnyEvent, Evaluated, RolledBack, RunEnded, RunStarted, Stepped, StepSkipped
 
-_OF_ONE_TRAJECTORY = (
-    "issued",
-    "assigned",
-    "interrupted",
-    "finished",
-    "streamcut",
-    "restamped",
-    "cut",
-    "scored",
-    "ready",
-    "consumed",
-    "undone",
-    "dropped",
-    "probed",
-)
-Kind = TypeVar("Kind")
+_OF_ONE_TRAJECTORY = [
+    kind.__struct_config__.tag for kind in get_args(AnyEvent) if "trajectory_id" in kind.__struct_fields__
+]
+EventKind = TypeVar("EventKind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +33,10 @@ class History:
     """Events of parts, in the order of the log."""
 
     happened: tuple[Happened, ...]
+    starts_s: Times  # when each incarnation began
 
-    def of(self, kind: type[Kind]) -> Iterator[tuple[float, Kind]]:
-        """Those of one kind, with their times."""
+    def of(self, kind: type[EventKind]) -> Iterator[tuple[float, EventKind]]:
+        """Events of one kind, with their times."""
         return ((one.at_s, one.event) for one in self.happened if isinstance(one.event, kind))
 
     @cached_property
@@ -61,8 +51,8 @@ class History:
                 kept = [(at_s, step) for at_s, step in kept if step.step <= last]
         return tuple(kept)
 
-    @property
-    def skipped(self) -> frozenset[int]:
+    @cached_property
+    def skipped(self) -> tuple[int, ...]:
         """Steps whose gradient was not finite, the last time that they were done."""
         found: set[int] = set()
         for one in self.happened:
@@ -70,17 +60,33 @@ class History:
                 found.discard(one.event.step)  # its own word that it was skipped follows
             elif isinstance(one.event, StepSkipped):
                 found.add(one.event.step)
-        return frozenset(found)
+        return tuple(sorted(found))
+
+    @property
+    def undone_tokens(self) -> int:
+        """Tokens of steps that were rolled back."""
+        done, kept = (step.num_tokens for _, step in self.of(Stepped)), (step.num_tokens for _, step in self.steps)
+        return sum(done) - sum(kept)
+
+    @property
+    def evaluations(self) -> list[Evaluated]:
+        """Evaluations in the order of seconds of RL."""
+        return sorted((event for _, event in self.of(Evaluated)), key=lambda event: event.rl_s)
+
+    @property
+    def live(self) -> bool:
+        """True until the run has ended by its own word, so also after it was killed."""
+        last = [one.event for one in self.happened if isinstance(one.event, RunStarted | RunEnded)]
+        return bool(last) and isinstance(last[-1], RunStarted)
 
 
 def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
-    """All of a run; this costs one look at each row of the log."""
+    """Events of a whole run; costs one look at each row of the log."""
     left_out = ", ".join(f"'{kind}'" for kind in _OF_ONE_TRAJECTORY)
     rows = connection.execute(
         f"SELECT seq, mono, body FROM event WHERE kind NOT IN ({left_out}) ORDER BY seq"
     ).fetchall()
-    if not rows:
-        return History(())
-    seq, mono, bodies = zip(*rows, strict=True)
-    at = times.at(seq, mono).tolist()
-    return History(tuple(Happened(at_s, decode_event(body)) for at_s, body in zip(at, bodies, strict=True)))
+    seq, mono, bodies = zip(*rows, strict=True) if rows else ((), (), ())
+    at = times.at(seq, mono).tolist() if rows else []
+    events = tuple(Happened(at_s, decode_event(body)) for at_s, body in zip(at, bodies, strict=True))
+    return History(events, times.starts_s)

@@ -1,4 +1,4 @@
-"""Which trajectory was on which replica, from hand-over to the end of its stream there. Reads the ledger only.
+"""Stays of trajectories on replicas, from hand-over to the end of its stream there. Reads the ledger only.
 
 Most have one stay, which their row tells; events are read of those alone that were interrupted, or whose row is of
 a release that kept no times. Invariant: a stay ends by the next event of its trajectory that says so, or is open;
@@ -7,7 +7,7 @@ stays of one trajectory do not overlap.
 
 import json
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import msgspec
@@ -23,7 +23,7 @@ _BLOCK = 100_000
 
 
 class StayEnd(IntEnum):
-    """How a stay ended."""
+    """End of a stay."""
 
     OPEN = 0  # it goes on
     FINISHED = 1
@@ -50,37 +50,23 @@ class Stays:
         return len(self.trajectory)
 
     def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
-        """Those of a mask [M], or at these places."""
-        return Stays(
-            trajectory=self.trajectory[chosen],
-            replica=self.replica[chosen],
-            version=self.version[chosen],
-            start_s=self.start_s[chosen],
-            end_s=self.end_s[chosen],
-            end=self.end[chosen],
-        )
+        """Stays of a mask [M], or at these places."""
+        return Stays(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
 
     def until(self, now_s: float) -> "Stays":
-        """What is open ends now."""
+        """Copy in which open stays end now."""
         end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
-        return Stays(
-            trajectory=self.trajectory,
-            replica=self.replica,
-            version=self.version,
-            start_s=self.start_s,
-            end_s=end_s,
-            end=self.end,
-        )
+        return replace(self, end_s=end_s)
 
 
 class RunTimes:
-    """Turns the stamps of events into seconds of the run's clock, see `store.machine.RunClock`."""
+    """Turns the stamps of events into seconds of the run's clock, see `ledger.machine.RunClock`."""
 
     def __init__(self, connection: sqlite3.Connection, origin_s: float) -> None:
         rows = connection.execute(
             "SELECT seq, wall, mono FROM event WHERE seq = 1 OR seq IN (SELECT seq FROM incarnation) ORDER BY seq"
         ).fetchall()
-        self._since, self._wall, self._mono = (np.array(column) for column in zip(*rows, strict=True))
+        self._since, self._wall, self._mono = np.array(rows, np.float64).reshape(-1, 3).T
         self.origin_s = origin_s
 
     def at(self, seq: npt.ArrayLike, mono: npt.ArrayLike) -> Times:
@@ -91,16 +77,16 @@ class RunTimes:
 
     @property
     def starts_s(self) -> Times:
-        """When each incarnation began."""
+        """Begin of each incarnation."""
         return self.at(self._since, self._mono)
 
 
 def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
-    """Of all trajectories, evaluations too."""
-    numbers, parted = _parted(connection, times)
+    """Stays of all trajectories, evaluations too."""
+    numbers, interrupted = _interrupted(connection, times)
     whole = _whole(connection, times)
     whole = whole[~np.isin(whole[:, 0], numbers)]
-    rows = np.concatenate([whole, parted])
+    rows = np.concatenate([whole, interrupted])
     rows = rows[np.lexsort((rows[:, 3], rows[:, 0]))]
     number, replica, version, start_s, end_s, end = rows.T
     return Stays(
@@ -128,7 +114,7 @@ def _whole(connection: sqlite3.Connection, times: RunTimes) -> Times:
     return np.concatenate(blocks)
 
 
-def _parted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times, Times]:
+def _interrupted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times, Times]:
     """Numbers of the trajectories whose stays only events tell, and their stays as in `_whole`."""
     rows = connection.execute(
         "SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'"

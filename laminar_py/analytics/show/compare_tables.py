@@ -8,13 +8,13 @@ from rich.console import Group
 
 from laminar_py.analytics.measure.quality import Point
 from laminar_py.analytics.measure.tails import Measure
-from laminar_py.analytics.show.compare import Comparison
-from laminar_py.analytics.show.run_report import RunReport
 from laminar_py.analytics.show.run_tables import make_table, tell_seconds
+from laminar_py.analytics.triage.compare import Comparison
+from laminar_py.analytics.triage.report import RunReport
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CompareRow:
     """A figure that every run has, or None, and how it is told."""
 
     name: str
@@ -40,35 +40,35 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     return names if len(set(names)) == len(names) else [report.run for report in reports]
 
 
-def _table(title: str, heads: list[str], lines: Sequence[Line]) -> Group:
-    return make_table(title, "", heads, ((line.name, *_cells(line)) for line in lines))
+def _table(title: str, heads: list[str], rows: Sequence[CompareRow]) -> Group:
+    return make_table(title, "", heads, ((row.name, *_cells(row)) for row in rows))
 
 
-def _cells(line: Line) -> Iterator[str]:
-    first = line.values[0]
-    for place, value in enumerate(line.values):
+def _cells(row: CompareRow) -> Iterator[str]:
+    first = row.values[0]
+    for place, value in enumerate(row.values):
         if value is None:
             yield "-"
         else:
             ratio = f" ({value / first:.2f}x)" if place and first else ""
-            yield f"{line.tell(value)}{ratio}"
+            yield f"{row.tell(value)}{ratio}"
 
 
-def _speed(reports: Sequence[RunReport]) -> Iterator[Line]:
-    yield Line("goodput, useful tokens/s", [r.tokens.goodput for r in reports], "{:,.0f}".format)
-    yield Line("trained tokens/s", [r.trained_tokens_per_s for r in reports], "{:,.0f}".format)
-    yield Line("useful of the issued", [r.tokens.useful_share for r in reports], "{:.1%}".format)
-    yield Line("steps", [float(r.steps) for r in reports], "{:,.0f}".format)
-    yield Line("RL", [r.rl_s for r in reports], tell_seconds)
-    yield Line("slots lost to stragglers", [r.stragglers.slots for r in reports], "{:.1%}".format)
+def _speed(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
+    yield CompareRow("goodput, useful tokens/s", [r.tokens.goodput for r in reports], "{:,.0f}".format)
+    yield CompareRow("trained tokens/s", [r.trained_tokens_per_s for r in reports], "{:,.0f}".format)
+    yield CompareRow("useful of the issued", [r.tokens.useful_share for r in reports], "{:.1%}".format)
+    yield CompareRow("steps", [float(r.steps) for r in reports], "{:,.0f}".format)
+    yield CompareRow("RL", [r.rl_s for r in reports], tell_seconds)
+    yield CompareRow("slots lost to stragglers", [r.stragglers.slots for r in reports], "{:.1%}".format)
 
 
-def _tails(reports: Sequence[RunReport]) -> Iterator[Line]:
+def _tails(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
     for measure, name in ((Measure.GENERATION, "generation"), (Measure.END_TO_END, "issued to consumed")):
         found = [report.tails.overall.get(measure) for report in reports]
-        yield Line(f"{name} p50", [None if one is None else one.p50 for one in found], tell_seconds)
-        yield Line(f"{name} p95", [None if one is None else one.p95 for one in found], tell_seconds)
-        yield Line(f"{name} p95/p50", [None if one is None else one.tail for one in found], "{:.2f}".format)
+        yield CompareRow(f"{name} p50", [None if one is None else one.p50 for one in found], tell_seconds)
+        yield CompareRow(f"{name} p95", [None if one is None else one.p95 for one in found], tell_seconds)
+        yield CompareRow(f"{name} p95/p50", [None if one is None else one.tail for one in found], "{:.2f}".format)
 
 
 def _staleness(reports: Sequence[RunReport]) -> Iterator[list[str]]:
@@ -80,20 +80,22 @@ def _staleness(reports: Sequence[RunReport]) -> Iterator[list[str]]:
         yield [str(staleness), *(f"{share:.1%} {'#' * round(10 * share):<10}" for share in shares)]
 
 
-def _reached(comparison: Comparison) -> Iterator[Line]:
+def _reached(comparison: Comparison) -> Iterator[CompareRow]:
     for reached in comparison.reached:
         level, points = f"{reached.level:.3f}", reached.points
-        yield Line(f"{level}: time", _of(lambda point: point.rl_s, points), tell_seconds)
-        yield Line("  trained tokens", _of(lambda point: float(point.tokens), points), "{:,.0f}".format)
-        yield Line("  device-hours", _of(lambda point: point.device_hours, points), "{:.3g}".format)
+        yield CompareRow(f"{level}: time", _of(lambda point: point.rl_s, points), tell_seconds)
+        yield CompareRow("  trained tokens", _of(lambda point: float(point.tokens), points), "{:,.0f}".format)
+        yield CompareRow("  device-hours", _of(lambda point: point.device_hours, points), "{:.3g}".format)
 
 
-def _at_equal(comparison: Comparison) -> Iterator[Line]:
-    yield Line(comparison.measure, _of(lambda point: point.value, comparison.at_equal), "{:.3f}".format)
-    yield Line("  last known at", _of(lambda point: point.device_hours, comparison.at_equal), "{:.3g}".format)
+def _at_equal(comparison: Comparison) -> Iterator[CompareRow]:
+    yield CompareRow(comparison.measure, _of(lambda point: point.value, comparison.at_equal), "{:.3f}".format)
+    yield CompareRow(
+        "  last known at", _of(lambda point: point.device_hours, comparison.at_equal), "{:.3g}".format
+    )
     if comparison.measure != "reward":
         rewards = comparison.reward_at_equal
-        yield Line("reward in training", _of(lambda point: point.value, rewards), "{:.3f}".format)
+        yield CompareRow("reward in training", _of(lambda point: point.value, rewards), "{:.3f}".format)
 
 
 def _devices(reports: Sequence[RunReport]) -> str:

@@ -1,6 +1,6 @@
 """`laminar dashboard`: the report's page over HTTP, drawn again while the run goes on, and `/metrics`.
 
-Owns the HTTP server and when the record is read again. Invariants: it only reads; one reading goes on at a time,
+Owns the HTTP server and when the ledger is read again. Invariants: it only reads; one reading goes on at a time,
 in a thread that Ctrl-C does not wait for, and takes at most a tenth of the time, however large the ledger; nothing
 beyond loopback is answered without the token, and no host name but those that it was started under.
 """
@@ -20,10 +20,11 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.show.gauges import CONTENT_TYPE, expose
-from laminar_py.analytics.show.page import encode_page, read_page, render
-from laminar_py.analytics.show.panels import WallPanel
-from laminar_py.analytics.show.snapshot import read_snapshot
+from laminar_py.analytics.show.page import encode_page, make_page, render
+from laminar_py.analytics.triage.report import RunReport
+from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import ledger_path, reading
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What was read last."""
+class DrawnPage:
+    """Answers, made of the last reading."""
 
     seq: int  # of the last event then
     body: bytes  # the page's data
@@ -51,14 +52,13 @@ class Drawn:
 
 
 class Reader:
-    """Keeps `drawn` up to date; `judge` names what limits the run, where that is wanted."""
+    """Keeps `drawn` up to date."""
 
-    def __init__(self, run: Path, *, judge: Callable[[Path], WallPanel | None] | None = None) -> None:
-        self.drawn: Drawn | None = None
+    def __init__(self, run: Path) -> None:
+        self.drawn: DrawnPage | None = None
         self.wait_s = LEAST_S  # until the next look
-        self.trouble = "the record is being read for the first time"  # why it is not up to date; else none
+        self.trouble = "the ledger is being read for the first time"  # why it is not up to date; else none
         self._run = run
-        self._judge = judge
 
     async def keep(self) -> None:
         """Look again and again, until cancelled."""
@@ -66,7 +66,7 @@ class Reader:
             began = time.monotonic()
             try:
                 await _detached(self.look)
-            except (ValueError, OSError) as error:  # it cannot be read at this moment, or the folder is gone
+            except (ConfigError, OSError) as error:  # it cannot be read at this moment, or the folder is gone
                 if str(error) != self.trouble:
                     log.warning("%s", error)
                 self.trouble = str(error)
@@ -74,15 +74,12 @@ class Reader:
             await asyncio.sleep(self.wait_s)
 
     def look(self) -> None:
-        """Read the record again, if anything has been added to it. Raises a one-line `ValueError`."""
+        """Read the ledger again, if anything has been added to it. Raises a one-line `ConfigError`."""
         if self.drawn is not None and self._newest() == self.drawn.seq:
             self.trouble = ""
             return
-        snapshot = read_snapshot(self._run)
-        wall = None if self._judge is None else self._judge(self._run)
-        self.drawn = Drawn(
-            snapshot.seq, encode_page(read_page(self._run, snapshot, wall=wall)), expose(snapshot, wall)
-        )
+        report = RunReport(read_snapshot(self._run))
+        self.drawn = DrawnPage(report.snapshot.seq, encode_page(make_page(report)), expose(report))
         self.trouble = ""
 
     def _newest(self) -> int:
@@ -109,17 +106,17 @@ def _detached(work: Callable[[], None]) -> asyncio.Future[None]:
 
 
 def check_binding(host: str, token: str | None) -> None:
-    """Raises `ValueError` where others could reach it without a token, or the token is too short to be one."""
+    """Raises `ConfigError` where others could reach it without a token, or the token is too short to be one."""
     if not _is_loopback(host) and not token:
-        raise ValueError(
+        raise ConfigError(
             f"--host={host}: reaches beyond this machine; set {TOKEN_VARIABLE} to a secret, or leave --host out"
         )
     if token is not None and len(token) < 16:
-        raise ValueError(f"{TOKEN_VARIABLE}: {len(token)} characters can be guessed; set at least 16")
+        raise ConfigError(f"{TOKEN_VARIABLE}: {len(token)} characters can be guessed; set at least 16")
 
 
 def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application:
-    """The server's answers; `reader` is kept by whoever runs it."""
+    """Answers of the server; `reader` is kept by whoever runs it."""
     page = render(None).encode()
 
     async def show(request: web.Request) -> web.Response:
@@ -146,20 +143,12 @@ def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application
     return app
 
 
-async def serve(
-    run: Path,
-    *,
-    host: str,
-    port: int,
-    token: str | None,
-    tell: Callable[[str], None],
-    judge: Callable[[Path], WallPanel | None] | None = None,
-) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises `ValueError` on a bad binding, or if there is no such run."""
+async def serve(run: Path, *, host: str, port: int, token: str | None, tell: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` on a bad binding, or if there is no such run."""
     check_binding(host, token)
     with reading(run):  # now, not after the first browser has come
         pass
-    reader = Reader(run, judge=judge)
+    reader = Reader(run)
     runner = web.AppRunner(make_app(reader, host=host, token=token), access_log=None)
     await runner.setup()
     stop = asyncio.Event()
@@ -170,7 +159,7 @@ async def serve(
         try:
             await site.start()
         except OSError as error:
-            raise ValueError(f"--port={port}: cannot listen there ({error.strerror}); name a free one") from None
+            raise ConfigError(f"--port={port}: cannot listen there ({error.strerror}); name a free one") from None
         tell(f"{ledger_path(run).parent} at {_address(runner, host)}/ and /metrics, until Ctrl-C")
         async with asyncio.TaskGroup() as group:
             keeping = group.create_task(reader.keep(), name="reader")
@@ -181,7 +170,7 @@ async def serve(
 
 
 def _guard(names: frozenset[str] | None, token: str | None) -> Middleware:
-    """Refuses foreign names (a page elsewhere whose name was bound to this address) and wrong tokens."""
+    """Middleware that refuses foreign names (a page elsewhere, bound to this address) and wrong tokens."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -215,7 +204,7 @@ def _names(host: str) -> frozenset[str] | None:
 
 
 def _host_name(header: str) -> str:
-    """Of `Host`, without the port: `[::1]:8000` gives `::1`."""
+    """Name in `Host`, without the port: `[::1]:8000` gives `::1`."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].lower()

@@ -1,4 +1,4 @@
-"""Stays as they are drawn: in lanes, and as how much a replica ran. Pure; called by the timeline and the trace."""
+"""Stays as they are drawn: in lanes, and as the number that a replica ran. Pure; called by timeline and trace."""
 
 import heapq
 
@@ -9,9 +9,9 @@ from laminar_py.analytics.read.stays import Stays
 
 
 def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
-    """[M] a row for each stay among those of its replica, the lowest that is free when it begins.
+    """Row [M] of each stay among those of its replica, the lowest that is free when it begins.
 
-    Where all stays of a replica are given, its rows in use are what it ran at that moment.
+    With all stays of a replica given, its rows in use are what it ran at that moment.
     """
     lanes = np.zeros(len(replica), np.int32)
     order = np.lexsort((start_s, replica))
@@ -46,7 +46,7 @@ def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floa
 
 
 def _integral(steps: Times, heights: Times, edges: Times) -> Times:
-    """[B + 1] up to each edge, of a function that rises by `heights` at `steps`."""
+    """Integrals [B + 1] up to each edge, of a function that rises by `heights` at `steps`."""
     order = np.argsort(steps)
     steps, heights = steps[order], heights[order]
     count = np.searchsorted(steps, edges)

@@ -1,6 +1,6 @@
-"""Records of the page: what each panel of `report.html` draws, as JSON. `web/*.js` reads these fields by name.
+"""Panels of `report.html` as JSON, of which `web/*.js` reads the fields by name.
 
-Invariant: everything is bounded, however long the run; where a bound leaves something out, the record says so.
+Invariant: everything is bounded, however long the run; where a bound leaves something out, the panel says so.
 """
 
 import base64
@@ -9,24 +9,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from laminar_py.analytics.triage.remedies import Remedy
 
-class Packed(msgspec.Struct, frozen=True):
-    """An array in base64, e.g. `Packed("uint32", "AQAAAA==")`, little-endian; None would be NaN."""
+
+class PackedArray(msgspec.Struct, frozen=True):
+    """An array in base64, e.g. `PackedArray("uint32", "AQAAAA==")`, little-endian; None would be NaN."""
 
     type: str  # of the view that the page makes of it: uint8, uint16, uint32, int32, float32
     data: str
 
 
-def pack(array: npt.NDArray[np.generic], kind: str) -> Packed:
+def pack(array: npt.NDArray[np.generic], kind: str) -> PackedArray:
     """`array` [n] as numbers of that type."""
-    return Packed(kind, base64.b64encode(array.astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode())
+    return PackedArray(kind, base64.b64encode(array.astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode())
 
 
 class StageBar(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage of the mean step, e.g. `StageBar("generation", 0.0, 31.5, binding=True)`.
-
-    It begins `start_s` into the step: stages that overlap begin together, those that wait for another after it.
-    """
+    """Stage of the mean step, which begins `start_s` into it, e.g. generation from 0 s on for 31.5 s, binding."""
 
     name: str
     start_s: float
@@ -35,26 +34,17 @@ class StageBar(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class RemedyLine(msgspec.Struct, frozen=True):
-    """What to change, and what for, e.g. `RemedyLine("rollout.replicas: 8 -> 16", "34 s -> 19 s")`."""
-
-    change: str
-    gain: str = ""
-
-
 class WallPanel(msgspec.Struct, frozen=True, kw_only=True):
-    """What limits the run, e.g. `WallPanel("generation", ("replicas are busy 97% of the step",), ...)`."""
+    """Binding wall of the run, e.g. named "generation", with "replicas are busy 97% of the step" as evidence."""
 
     name: str
-    evidence: tuple[str, ...] = ()
-    remedies: tuple[RemedyLine, ...] = ()
-    stages: tuple[StageBar, ...] = ()  # none: the page draws what the learner's steps took
-    step_s: float = 0.0  # mean, measured
-    meaning: str = ""  # in a sentence, for those to whom the name says nothing
+    meaning: str  # in a sentence, for those to whom the name says nothing
+    evidence: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One number of the headline, e.g. `Figure("goodput", "8,102 tokens/s", "trained, per second of RL")`."""
+    """Number of the headline, e.g. `Figure("goodput", "8,102 tokens/s", "trained, per second of RL")`."""
 
     name: str
     value: str
@@ -62,35 +52,35 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Heat(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all trajectories, also those without a bar: [replicas x bins] mean number running, and mean version."""
+    """Mean number running and mean version [replicas x bins], of all trajectories, also those without a bar."""
 
     start_s: float
     bin_s: float
     bins: int
-    running: Packed
-    version: Packed  # NaN where nothing ran
+    running: PackedArray
+    version: PackedArray  # NaN where nothing ran
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
     """Stays [M] of trajectories [N] on replicas; times in milliseconds since `Timeline.start_s`."""
 
-    of: Packed  # [M] place in what follows below
-    replica: Packed  # place in `Timeline.replicas`
-    version: Packed
-    fate: Packed  # `stays.StayEnd`
-    start: Packed
-    end: Packed
+    of: PackedArray  # [M] place in what follows below
+    replica: PackedArray  # place in `Timeline.replicas`
+    version: PackedArray
+    fate: PackedArray  # `stays.StayEnd`
+    start: PackedArray
+    end: PackedArray
     ids: list[str]  # [N]
-    length: Packed  # [N] as all that follow
-    status: Packed  # place in `statuses`
-    reward: Packed  # NaN: none
-    staleness: Packed  # -1: none
-    is_eval: Packed
+    length: PackedArray  # [N] as all that follow
+    status: PackedArray  # place in `statuses`
+    reward: PackedArray  # NaN: none
+    staleness: PackedArray  # -1: none
+    is_eval: PackedArray
     statuses: list[str]
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """`count` trajectories went from one replica to another at once; places in `Timeline.replicas`."""
+class MoveArrow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Move of `count` trajectories at once from one replica to another, as places in `Timeline.replicas`."""
 
     at_s: float
     source: int
@@ -112,7 +102,7 @@ class StepBar(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Something at a moment: of `row`, a replica's place or -1 for the learner."""
+    """Something at a moment, on `row`: a replica's place, or -1 for the learner."""
 
     at_s: float
     kind: str  # publish, load, checkpoint, death, rollback
@@ -143,13 +133,13 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     most_running: float  # on one replica: mean of a bin
     heat: Heat
     bars: Bars
-    moves: list[Move]
+    moves: list[MoveArrow]
     steps: list[StepBar]
     marks: list[Mark]
     transfers: list[Transfer]
 
 
-class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a quantity between edges [B + 1], and its percentiles p50, p95 and p99."""
 
     name: str
@@ -162,7 +152,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StalenessMap(msgspec.Struct, frozen=True):
-    """How many trajectories steps [S] consumed at each staleness [V]; a column may be several steps."""
+    """Trajectories that steps [S] consumed at each staleness [V]; a column may be several steps."""
 
     steps: list[int]  # the first of each column
     per_column: int
@@ -171,7 +161,7 @@ class StalenessMap(msgspec.Struct, frozen=True):
 
 
 class Curves(msgspec.Struct, frozen=True):
-    """Over seconds of RL."""
+    """Curves over seconds of RL."""
 
     rl_s: list[float]  # [S]
     reward: list[float]  # mean of what was scored since the point before; NaN where nothing was
@@ -179,23 +169,23 @@ class Curves(msgspec.Struct, frozen=True):
     accuracy: list[tuple[float, float]]
 
 
-class Hop(msgspec.Struct, frozen=True, kw_only=True):
-    """A relay or, as a leaf, a subscriber; times in seconds: medians, and of versions one by one."""
+class RelayHop(msgspec.Struct, frozen=True, kw_only=True):
+    """Relay or, as a leaf, subscriber; times in seconds: medians, and of versions one by one."""
 
     name: str
-    parent: str  # "" at the root, or where the record does not tell
+    parent: str  # "" at the root, or where the ledger does not tell
     is_relay: bool
     versions: int
     median_s: float
     worst_s: float
-    first_byte_s: float
-    wire_share: float  # bytes that came, of those of the versions
-    left_parent: int  # times
+    first_byte_s: float = 0.0
+    wire_share: float = 0.0  # bytes that came, of those of the versions
+    left_parent: int = 0  # times
     recent: list[tuple[int, float, str]]  # (version, seconds, parent), the last ones
 
 
 class DropKind(msgspec.Struct, frozen=True, kw_only=True):
-    """All that were dropped for one reason."""
+    """Trajectories that were dropped for one reason, together."""
 
     reason: str
     count: int
@@ -204,8 +194,8 @@ class DropKind(msgspec.Struct, frozen=True, kw_only=True):
     examples: list[str]
 
 
-class DropRow(msgspec.Struct, frozen=True, array_like=True):
-    """One that was dropped."""
+class DroppedTrajectory(msgspec.Struct, frozen=True, array_like=True):
+    """Row of the table of dropped trajectories."""
 
     id: str
     reason: str
@@ -217,20 +207,20 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a page shows of a run."""
+    """Everything that a page shows of a run."""
 
     name: str
     seq: int
-    live: bool  # as `Snapshot.live`
+    live: bool  # as `History.live`
     heard_s: float  # when the last event was, seconds since 1970
     headline: list[Figure]
     wall: WallPanel | None
     timeline: Timeline
-    distributions: list[Distribution]
+    distributions: list[Histogram]
     staleness: StalenessMap
     curves: Curves
-    hops: list[Hop]
+    hops: list[RelayHop]
     stages: list[StageBar]
     step_s: float
     drops: list[DropKind]
-    drop_rows: list[DropRow]
+    drop_rows: list[DroppedTrajectory]

@@ -1,4 +1,4 @@
-"""One run's figures as the terminal shows them, in 100 columns. Words and layout alone."""
+"""Figures of one run as the terminal shows them, in 100 columns. Words and layout alone."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,10 +8,10 @@ from rich.text import Text
 
 from laminar_py.analytics.measure.drops import DropRow, DropTable
 from laminar_py.analytics.measure.tails import MOST_ROWS, Distribution, Distributions, Measure, Tails
-from laminar_py.analytics.measure.tokens import Part, TokenAccount
-from laminar_py.analytics.show.run_report import RunReport
-from laminar_py.analytics.triage.told import NO_STEP, tell
-from laminar_py.analytics.triage.triage import Diagnosis
+from laminar_py.analytics.measure.tokens import TokenAccount, TokenLoss
+from laminar_py.analytics.show.walls import NO_STEP, wall_rows
+from laminar_py.analytics.triage.diagnosis import Diagnosis
+from laminar_py.analytics.triage.report import RunReport
 
 NAMES = {
     Measure.LENGTH: "response tokens",
@@ -28,7 +28,7 @@ _BY = (Measure.LENGTH, Measure.GENERATION, Measure.REWARD, Measure.END_TO_END)
 
 
 def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
-    """All of it, the most important first."""
+    """Tables and lines, the most important first."""
     tokens = report.tokens
     yield (
         f"{report.run}: {report.steps} steps in {report.rl_s:.1f} s of RL; goodput {tokens.goodput:,.0f} useful"
@@ -55,7 +55,7 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
                 yield _tails_by(title, rows)
     if report.drops.rows:
         yield drop_table(report.drops, details=details)
-    yield from report.verdicts
+    yield from report.dropping
 
 
 def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Iterable[str]]) -> Group:
@@ -70,40 +70,33 @@ def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Ite
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> Group:
-    """What limits the run, and what to do."""
+    """Wall of the run, and what to change."""
     table = Table.grid(padding=(0, 2))
-    for heading, line in tell(diagnosis):
+    for heading, line in wall_rows(diagnosis):
         table.add_row(heading, line)
     return Group(Text("\nWhat limits it", style="bold"), table)
 
 
 def token_table(account: TokenAccount) -> Group:
-    """From issued down to useful."""
-    parts = sorted(account.parts, key=lambda part: -part.tokens)
-    issued = Part("issued", account.issued, account.issued_trajectories)
-    useful = Part("= useful", account.useful, account.useful_trajectories)
-    rows = [issued, *parts, useful]
-    return make_table(
-        "\nWhere the tokens went",
-        "",
-        ("tokens", "share", "trajectories"),
-        (
-            (
-                f"  - {row.name}" if row in parts else row.name,
-                f"{row.tokens:,}",
-                f"{row.tokens / max(1, account.issued):.1%}",
-                f"{row.trajectories:,}",
-            )
-            for row in rows
-        ),
+    """Waterfall of tokens, from issued down to useful."""
+    losses = sorted(account.losses, key=lambda loss: -loss.tokens)
+    rows = [
+        TokenLoss("issued", account.issued, account.issued_trajectories),
+        *(TokenLoss(f"  - {loss.name}", loss.tokens, loss.trajectories) for loss in losses),
+        TokenLoss("= useful", account.useful, account.useful_trajectories),
+    ]
+    cells = (
+        (row.name, f"{row.tokens:,}", f"{row.tokens / max(1, account.issued):.1%}", f"{row.trajectories:,}")
+        for row in rows
     )
+    return make_table("\nWhere the tokens went", "", ("tokens", "share", "trajectories"), cells)
 
 
 def _beside(account: TokenAccount) -> Iterator[str]:
     told = {
         "of the useful in responses that a cap cut": account.cut,
         "of prefixes computed again after moves and new weights": account.recomputed,
-        "generated for probes": account.probed,
+        "generated for counterfactual trajectories": account.counterfactual,
         "trained in steps that were rolled back": account.undone,
     }
     words = [f"{count:,} {what}" for what, count in told.items() if count]
@@ -152,16 +145,12 @@ def _stragglers(report: RunReport) -> Iterator[str]:
 
 
 def _tails_by(title: str, rows: dict[str, Distributions]) -> Group:
-    """Those with the longest tail of generation, where there are too many."""
-    last = [p95 for row in rows.values() if (p95 := row.get(Measure.GENERATION)) is not None]
-    floor = sorted((found.p95 for found in last), reverse=True)[:MOST_ROWS][-1:] or [0.0]
-    shown = {
-        key: row
-        for key, row in rows.items()
-        if len(rows) <= MOST_ROWS or (Measure.GENERATION in row and row[Measure.GENERATION].p95 >= floor[0])
-    }
+    """Rows by a key; those with the longest tail of generation, where there are too many."""
+    p95 = {key: row[Measure.GENERATION].p95 for key, row in rows.items() if Measure.GENERATION in row}
+    longest = sorted(p95, key=lambda key: -p95[key])[:MOST_ROWS]
+    shown = {key: row for key, row in rows.items() if len(rows) <= MOST_ROWS or key in longest}
     heads = [NAMES[measure] for measure in _BY]
-    cells = ((key, *_cells(row)) for key, row in list(shown.items())[:MOST_ROWS])
+    cells = ((key, *_cells(row)) for key, row in shown.items())
     return make_table(f"\nBy {title}: p50 / p95", title, heads, cells)
 
 
@@ -177,22 +166,14 @@ def _cells(row: Distributions) -> Iterator[str]:
 
 
 def drop_table(table: DropTable, *, details: bool) -> Group:
-    """What each reason dropped; with `details`, of each range of lengths."""
+    """Drops of each reason; with `details`, of each range of lengths."""
     rows = [table.kept, *table.rows]
     if not details:
-        return make_table(
-            "\nDropped, and cut by caps",
-            "",
-            ("trajectories", "share", "mean tokens", "reward", "kept, same length"),
-            ((_reason(row), *_summary(row)) for row in rows),
-        )
-    heads = [f"to {edge:,}" for edge in table.edges]
-    return make_table(
-        "\nDropped, and cut by caps: share of each length in tokens, then reward",
-        "",
-        ("number", *heads),
-        ((_reason(row), f"{row.count:,}", *_binned(row)) for row in rows),
-    )
+        heads = ["trajectories", "share", "mean tokens", "reward", "kept, same length"]
+        return make_table("\nDropped, and cut by caps", "", heads, map(_summary, rows))
+    heads = ["number", *(f"to {edge:,}" for edge in table.edges)]
+    title = "\nDropped, and cut by caps: share of each length in tokens, then reward"
+    return make_table(title, "", heads, ((_reason(row), f"{row.count:,}", *_binned(row)) for row in rows))
 
 
 def _reason(row: DropRow) -> str:
@@ -202,7 +183,7 @@ def _reason(row: DropRow) -> str:
 def _summary(row: DropRow) -> list[str]:
     mean = f"{'>' if row.unfinished else ''}{row.length:,.0f}"
     rewards = [_value(row.reward), _value(row.expected)]
-    return [f"{row.count:,}", f"{row.share:.1%}", mean, *rewards]
+    return [_reason(row), f"{row.count:,}", f"{row.share:.1%}", mean, *rewards]
 
 
 def _binned(row: DropRow) -> Iterator[str]:

@@ -11,14 +11,14 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from laminar_py.analytics.read.columns import STATUSES, Ints, Times
+from laminar_py.analytics.read.snapshot import Snapshot
 from laminar_py.analytics.read.stays import StayEnd, Stays
 from laminar_py.analytics.show.lanes import lanes_of, occupancy
-from laminar_py.analytics.show.snapshot import Snapshot, read_snapshot
-from laminar_py.analytics.show.timeline import draw, ids_of, natural, thin
-from laminar_py.ledger.database import ledger_path, reading
+from laminar_py.analytics.show.page import write_beside
+from laminar_py.analytics.show.timeline import draw, natural, thin
+from laminar_py.analytics.triage.report import RunReport
 from laminar_py.records.events import Checkpointed, PartDied, Relayed, VersionLoaded, VersionPublished
 from laminar_py.records.trajectory import Status
 
@@ -26,13 +26,13 @@ TRACE_NAME = "trace.json"
 MOST_STAYS = 60_000
 MOST_COUNTS = 400  # of each counter
 LEARNER, SCORER, RELAYS, REPLICAS = 1, 2, 3, 10  # processes; replica r is REPLICAS + r
-WEIGHTS = 0  # the lane of a replica for loads; its slots come after
+WEIGHTS = 0  # lane of a replica for loads; its slots come after
 
 Args = Mapping[str, str | int | float | None]
 
 
 class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One event; `ts` and `dur` in microseconds, e.g. `TraceEvent("X", 1, 0, "step 3", 1500, dur=700)`.
+    """Event with `ts` and `dur` in microseconds, e.g. a slice X "step 3" in lane 0 of process 1 at 1500 for 700.
 
     `ph` is its kind: M names a process or lane, X is a slice, C a counter, i a moment, s and f end an arrow.
     """
@@ -51,38 +51,31 @@ class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True, rename="camel"):
-    """The file."""
+    """Content of the file."""
 
     trace_events: list[TraceEvent]
     other_data: dict[str, str]
     display_time_unit: str = "ms"
 
 
-def write_trace(run: Path, *, snapshot: Snapshot | None = None) -> Path:
-    """Write the run into its folder, and say where: as it is now, or as `snapshot` has it.
-
-    Raises a one-line `ValueError` without a ledger.
-    """
-    snapshot = snapshot or read_snapshot(run)
+def write_trace(report: RunReport) -> Path:
+    """Write the run into its folder, and say where. Raises a one-line `ConfigError` without a ledger."""
+    snapshot = report.snapshot
     drawn, chosen = draw(snapshot, MOST_STAYS)
     shown = np.flatnonzero(chosen)
-    with reading(run) as connection:
-        ids = ids_of(connection, snapshot.everyone.number[shown])
-    trace = make_trace(snapshot, drawn, dict(zip(shown.tolist(), ids, strict=True)))
-    path = ledger_path(run).parent / TRACE_NAME
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(msgspec.json.encode(trace))
-    partial.replace(path)
-    return path
+    ids = dict(zip(shown.tolist(), snapshot.ids(snapshot.everyone.number[shown]), strict=True))
+    trace = make_trace(snapshot, drawn, ids)
+    return write_beside(report, TRACE_NAME, msgspec.json.encode(trace))
 
 
 def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
-    """Of these stays; `ids` names their trajectories by place."""
-    relayed = thin(list(snapshot.history.of(Relayed)))
+    """Trace of these stays; `ids` names their trajectories by place."""
+    relayed = thin(snapshot.history.of(Relayed))
     relay_lanes = _relay_lanes(relayed)
     slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
     events = [*_stays(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
-    events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot), *_counters(snapshot)]
+    events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot)]
+    events += [*_running(snapshot), *_fleet(snapshot), *_staleness(snapshot)]
     first = min((event.ts for event in events), default=0)
     events = [msgspec.structs.replace(event, ts=event.ts - first) for event in events]
     events.sort(key=lambda event: event.ts)
@@ -94,20 +87,28 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _dur(start_s: float, end_s: float) -> int:
-    """Of a slice; one that takes no time could not be seen."""
-    return max(1, _us(end_s) - _us(start_s))
+def _slice(
+    lane: tuple[int, int], name: str, start_s: float, end_s: float, cat: str, args: Args | None = None
+) -> TraceEvent:
+    dur = max(1, _us(end_s) - _us(start_s))  # one that takes no time could not be seen
+    return TraceEvent(ph="X", pid=lane[0], tid=lane[1], name=name, ts=_us(start_s), dur=dur, cat=cat, args=args)
+
+
+def _moment(name: str, at_s: float, scope: str, args: Args | None = None) -> TraceEvent:
+    return TraceEvent(ph="i", pid=LEARNER, tid=0, name=name, ts=_us(at_s), s=scope, args=args)
+
+
+def _count(pid: int, name: str, at_s: float, args: Args) -> TraceEvent:
+    return TraceEvent(ph="C", pid=pid, tid=0, name=name, ts=_us(at_s), args=args)
 
 
 def _lanes(row: Ints, start_s: Times, end_s: Times) -> Ints:
-    """[M] lanes of slices within their rows, in the microseconds in which they are written."""
+    """Lanes [M] of slices within their rows, in the microseconds in which they are written."""
     start = np.round(start_s * 1e6)
     return lanes_of(row, start, np.maximum(start + 1, np.round(end_s * 1e6)))
 
 
-def _stays(
-    snapshot: Snapshot, drawn: Stays, lanes: npt.NDArray[np.int32], ids: Mapping[int, str]
-) -> Iterator[TraceEvent]:
+def _stays(snapshot: Snapshot, drawn: Stays, lanes: Ints, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
     everyone = snapshot.everyone
     columns = (snapshot.places(drawn), drawn.replica, drawn.version, drawn.end, lanes, drawn.start_s, drawn.end_s)
     for of, replica, version, how, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
@@ -119,24 +120,13 @@ def _stays(
             "stay": StayEnd(how).name.lower(),
             "status": str(STATUSES[everyone.status[of]]),
         }
-        start, dur = _us(start_s), _dur(start_s, end_s)
-        yield TraceEvent(
-            ph="X",
-            pid=REPLICAS + replica,
-            tid=lane + 1,
-            name=ids[of],
-            ts=start,
-            dur=dur,
-            cat=f"v{version}",
-            args=args,
-        )
+        yield _slice((REPLICAS + replica, lane + 1), ids[of], start_s, end_s, f"v{version}", args)
 
 
-def _arrows(drawn: Stays, lanes: npt.NDArray[np.int32]) -> Iterator[TraceEvent]:
-    """From the end of a stay to the next of the same trajectory."""
-    for number, place in enumerate(
-        np.flatnonzero(drawn.trajectory[1:] == drawn.trajectory[:-1]).tolist(), start=1
-    ):
+def _arrows(drawn: Stays, lanes: Ints) -> Iterator[TraceEvent]:
+    """Arrows from the end of a stay to the next of the same trajectory."""
+    moved = np.flatnonzero(drawn.trajectory[1:] == drawn.trajectory[:-1]).tolist()
+    for number, place in enumerate(moved, start=1):
         name = "repack" if drawn.end[place] == StayEnd.MOVED else "interruption"
         leaves = max(_us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1)  # within its slice: that binds it
         comes = max(leaves, _us(drawn.start_s[place + 1]))
@@ -154,43 +144,28 @@ def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
     end_s, took_s = everyone.scored_s[places], everyone.score_s[places].astype(np.float64)
     start_s = end_s - took_s
     lanes = _lanes(np.zeros(len(places), np.int32), start_s, end_s)
-    for place, lane, start, end in zip(
-        places.tolist(), lanes.tolist(), start_s.tolist(), end_s.tolist(), strict=True
-    ):
-        args = {"reward": float(everyone.reward[place])} if not np.isnan(everyone.reward[place]) else None
-        yield TraceEvent(
-            ph="X",
-            pid=SCORER,
-            tid=lane,
-            name=ids[place],
-            ts=_us(start),
-            dur=_dur(start, end),
-            cat="reward",
-            args=args,
-        )
+    columns = (column.tolist() for column in (places, lanes, start_s, end_s))
+    for place, lane, start, end in zip(*columns, strict=True):
+        reward = float(everyone.reward[place])
+        args = None if np.isnan(reward) else {"reward": reward}
+        yield _slice((SCORER, lane), ids[place], start, end, "reward", args)
 
 
 def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    for at_s, step in thin(list(snapshot.history.steps)):
+    history = snapshot.history
+    for at_s, step in thin(history.steps):
         args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
-        start, dur = _us(at_s - step.elapsed_s), _dur(at_s - step.elapsed_s, at_s)
-        yield TraceEvent(
-            ph="X", pid=LEARNER, tid=0, name=f"step {step.step}", ts=start, dur=dur, cat="step", args=args
-        )
-    for at_s, published in thin(list(snapshot.history.of(VersionPublished))):
-        yield TraceEvent(
-            ph="i", pid=LEARNER, tid=0, name=f"version {published.version} published", ts=_us(at_s), s="g"
-        )
-    for at_s, saved in snapshot.history.of(Checkpointed):
-        yield TraceEvent(ph="i", pid=LEARNER, tid=0, name=f"checkpoint of step {saved.step}", ts=_us(at_s), s="t")
-    for at_s, died in snapshot.history.of(PartDied):
-        yield TraceEvent(
-            ph="i", pid=LEARNER, tid=0, name=f"{died.part} died", ts=_us(at_s), s="g", args={"reason": died.reason}
-        )
+        yield _slice((LEARNER, 0), f"step {step.step}", at_s - step.elapsed_s, at_s, "step", args)
+    for at_s, published in thin(history.of(VersionPublished)):
+        yield _moment(f"version {published.version} published", at_s, "g")
+    for at_s, saved in history.of(Checkpointed):
+        yield _moment(f"checkpoint of step {saved.step}", at_s, "t")
+    for at_s, died in history.of(PartDied):
+        yield _moment(f"{died.part} died", at_s, "g", {"reason": died.reason})
 
 
 def _relay_lanes(relayed: list[tuple[float, Relayed]]) -> list[str]:
-    """[N] the lane of each, by name: a relay that takes two versions at a time has a second one."""
+    """Lane [N] of each, by name: a relay that takes two versions at a time has a second one."""
     rows = {name: row for row, name in enumerate({event.node for _, event in relayed})}
     row = np.array([rows[event.node] for _, event in relayed], np.int32)
     end_s = np.array([at_s for at_s, _ in relayed], np.float64)
@@ -207,8 +182,7 @@ def _relays(relayed: list[tuple[float, Relayed]], lanes: list[str]) -> Iterator[
     for (at_s, event), lane in zip(relayed, lanes, strict=True):
         sent: Args = {"wire_bytes": event.wire_bytes, "num_bytes": event.num_bytes, "parent": event.parent}
         start_s, name = at_s - event.elapsed_s, f"version {event.version}"
-        start, dur = _us(start_s), _dur(start_s, at_s)
-        yield TraceEvent(ph="X", pid=RELAYS, tid=tids[lane], name=name, ts=start, dur=dur, cat="relay", args=sent)
+        yield _slice((RELAYS, tids[lane]), name, start_s, at_s, "relay", sent)
 
 
 def _ordered(lanes: list[str]) -> list[str]:
@@ -216,45 +190,39 @@ def _ordered(lanes: list[str]) -> list[str]:
 
 
 def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    for at_s, event in thin(list(snapshot.history.of(VersionLoaded))):
-        start, dur = _us(at_s - event.elapsed_s), _dur(at_s - event.elapsed_s, at_s)
-        pid, name = REPLICAS + event.replica, f"load version {event.version}"
-        yield TraceEvent(ph="X", pid=pid, tid=WEIGHTS, name=name, ts=start, dur=dur, cat="load")
+    for at_s, event in thin(snapshot.history.of(VersionLoaded)):
+        lane, name = (REPLICAS + event.replica, WEIGHTS), f"load version {event.version}"
+        yield _slice(lane, name, at_s - event.elapsed_s, at_s, "load")
 
 
-def _counters(snapshot: Snapshot) -> Iterator[TraceEvent]:
+def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
     edges = np.linspace(0.0, max(snapshot.end_s, 1e-3), MOST_COUNTS + 1)
     for replica in np.unique(snapshot.stays.replica).tolist():
         running, _ = occupancy(snapshot.stays, replica=replica, edges=edges)
         for at_s, value in zip(edges.tolist(), running.tolist(), strict=False):
-            yield TraceEvent(
-                ph="C",
-                pid=REPLICAS + replica,
-                tid=0,
-                name="running",
-                ts=_us(at_s),
-                args={"running": round(value, 2)},
-            )
-    lines = thin(list(snapshot.fleet), MOST_COUNTS)
-    times = snapshot.at_rl(np.array([line.rl_s for line in lines], np.float64)).tolist()
-    for at_s, line in zip(times, lines, strict=True):
-        for replica, waiting in enumerate(line.waiting):
-            yield TraceEvent(
-                ph="C", pid=REPLICAS + replica, tid=0, name="waiting", ts=_us(at_s), args={"waiting": waiting}
-            )
-        for replica, kv_use in enumerate(line.kv_use):
-            yield TraceEvent(
-                ph="C", pid=REPLICAS + replica, tid=0, name="KV cache", ts=_us(at_s), args={"share": kv_use}
-            )
+            yield _count(REPLICAS + replica, "running", at_s, {"running": round(value, 2)})
+
+
+def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:
+    rows = thin(snapshot.samples.fleet, MOST_COUNTS)
+    times = snapshot.at_rl(np.array([row.rl_s for row in rows], np.float64)).tolist()
+    for at_s, row in zip(times, rows, strict=True):
+        for replica, waiting in enumerate(row.waiting):
+            yield _count(REPLICAS + replica, "waiting", at_s, {"waiting": waiting})
+        for replica, kv_use in enumerate(row.kv_use):
+            yield _count(REPLICAS + replica, "KV cache", at_s, {"share": kv_use})
+
+
+def _staleness(snapshot: Snapshot) -> Iterator[TraceEvent]:
     train = snapshot.trajectories
     consumed = train.is_status(Status.CONSUMED)
     last = int(train.step[consumed].max(initial=0))
     counts = np.bincount(train.step[consumed], minlength=last + 1)
     sums = np.bincount(train.step[consumed], weights=train.staleness[consumed], minlength=last + 1)
-    for at_s, step in thin(list(snapshot.history.steps), MOST_COUNTS):
+    for at_s, step in thin(snapshot.history.steps, MOST_COUNTS):
         if step.step <= last and counts[step.step]:
             mean = round(float(sums[step.step] / counts[step.step]), 3)
-            yield TraceEvent(ph="C", pid=LEARNER, tid=0, name="staleness", ts=_us(at_s), args={"mean": mean})
+            yield _count(LEARNER, "staleness", at_s, {"mean": mean})
 
 
 def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:

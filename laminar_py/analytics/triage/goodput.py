@@ -10,8 +10,8 @@ from enum import StrEnum
 from laminar_py.config.staleness import Schedule
 
 
-class Stage(StrEnum):
-    """What a step needs, in the order of a trajectory's way."""
+class StepStage(StrEnum):
+    """Stage of a step, in the order of a trajectory's way."""
 
     GENERATION = "generation"
     REWARD = "reward"
@@ -29,34 +29,34 @@ class StageTimes:
 
     generation_s: float  # tau_R
     reward_s: float = 0.0  # tau_V
-    reference_s: float = 0.0  # tau_ref, where it is a stage of its own; inside the learner it is part of that
+    reference_s: float = 0.0  # tau_ref, where it is a stage of its own, and not inside the learner
     learner_s: float = 0.0  # tau_T
     weights_s: float = 0.0  # tau_S: replicas, empty, wait for published weights, or load them
     tail_s: float = 0.0  # of generation: with so few left that more replicas would not help
     stall_s: float = 0.0  # of the learner: to publish
 
-    def of(self, stage: Stage) -> float:
-        """Its seconds."""
+    def of(self, stage: StepStage) -> float:
+        """Seconds of one stage."""
         seconds: float = getattr(self, f"{stage}_s")
         return seconds
 
-    def faster(self, stage: Stage, factor: float) -> "StageTimes":
-        """The same with `factor` times as much of a stage, e.g. 2: twice the replicas. The tail stays as it is."""
-        if stage is Stage.GENERATION:
+    def faster(self, stage: StepStage, factor: float) -> "StageTimes":
+        """Times with `factor` times as much of a stage, e.g. 2: twice the replicas. The tail stays as it is."""
+        if stage is StepStage.GENERATION:
             full = self.generation_s - self.tail_s
             return replace(self, generation_s=full / factor + self.tail_s)
         return replace(self, **{f"{stage}_s": self.of(stage) / factor})
 
-    def without(self, stage: Stage) -> "StageTimes":
-        """The same if it took no time: with weights goes the learner's stall, of generation the tail stays."""
-        if stage is Stage.GENERATION:
+    def without(self, stage: StepStage) -> "StageTimes":
+        """Times if a stage took none: with weights goes the learner's stall, of generation the tail stays."""
+        if stage is StepStage.GENERATION:
             return replace(self, generation_s=self.tail_s)
-        if stage is Stage.WEIGHTS:
+        if stage is StepStage.WEIGHTS:
             return replace(self, weights_s=0.0, learner_s=self.learner_s - self.stall_s, stall_s=0.0)
         return replace(self, **{f"{stage}_s": 0.0})
 
     def without_tail(self) -> "StageTimes":
-        """The same with all replicas full as long as they are busy."""
+        """Times with all replicas full as long as they are busy."""
         return replace(self, generation_s=self.generation_s - self.tail_s, tail_s=0.0)
 
 
@@ -80,7 +80,7 @@ def compose(schedule: Schedule, times: StageTimes) -> float:
 def predict(schedule: Schedule, *, measured_s: float, now: StageTimes, then: StageTimes) -> float:
     """Seconds of a step if its stages took `then` in place of `now`; slack stays as it is.
 
-    Where stages overlapped more than the schedule says, so that they come to more than the step, they go on to.
+    Stages that come to more than the step, since they overlapped more than the schedule says, go on to overlap.
     """
     composed, predicted = compose(schedule, now), compose(schedule, then)
     if composed > measured_s:

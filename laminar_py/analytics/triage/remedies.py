@@ -1,6 +1,7 @@
-"""What to change against each wall, first things first, as keys of the config with the values they have. Pure.
+"""Changes against each wall, first things first, as keys of the config with the values that they have. Pure.
 
-The order is that of the field's experience: what is cheap and certain before what costs devices or freshness.
+The order is that of the field's experience: cheap and certain changes come before those that cost devices or
+freshness.
 """
 
 import math
@@ -8,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from laminar_py.analytics.triage.reading import Reading
+from laminar_py.analytics.triage.mean_step import MeanStep
 from laminar_py.config.algorithm import Correction, ReferencePass
-from laminar_py.config.engine import EngineKind
 from laminar_py.config.learner import Recompute
 from laminar_py.config.relay import TopologyKind
-from laminar_py.config.repack import RepackPlanner
+from laminar_py.config.repack import NO_PLANNER
 from laminar_py.config.rollout import OnNewWeights, WithoutSignal
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule, StalePolicy
@@ -24,7 +24,7 @@ CROWDED = 0.3  # share of the time from which on a larger decode batch is worth 
 
 
 class Wall(StrEnum):
-    """What can limit a run."""
+    """Limit of a run."""
 
     GENERATION = "generation"
     LONG_TAIL = "long tail"
@@ -48,36 +48,34 @@ class Remedy:
         return f"{self.key}: {self.change} ({self.why})"
 
 
-def remedies(wall: Wall, config: RunConfig, reading: Reading) -> tuple[Remedy, ...]:
-    """For one wall, the first is to be tried first."""
-    found = tuple(_BY_WALL[wall](config, reading))
+def remedies(wall: Wall, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
+    """Remedies for one wall; the first is to be tried first."""
+    found = tuple(_BY_WALL[wall](config, step))
     if config.schedule is Schedule.ASYNC:
         return found
     why = "stages work side by side, and no batch waits for its longest trajectory"
     return (Remedy("schedule", f"{config.schedule} -> async", why), *found)
 
 
-def _generation(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     rollout = config.rollout
-    if reading.crowded_share > CROWDED:
+    if step.crowded_share > CROWDED:
         change = f"{rollout.max_batch} -> {4 * rollout.max_batch}"
-        why = f"replicas have more than they decode at a time, {reading.crowded_share:.0%} of the time"
+        why = f"replicas have more than they decode at a time, {step.crowded_share:.0%} of the time"
         yield Remedy("rollout.max_batch", change, why)
     yield Remedy(
         "rollout.replicas", f"{rollout.replicas} -> {2 * rollout.replicas}", "generation divides by their number"
     )
-    if rollout.engine.kind is EngineKind.SGLANG:
-        change = f"{rollout.engine.tensor_parallel} -> {2 * rollout.engine.tensor_parallel}"
-        yield Remedy("rollout.engine.tensor_parallel", change, "faster replicas in place of more")
-        yield Remedy("rollout.engine.flags", "speculative-algorithm", "several tokens for one pass")
+    for setting, change, why in rollout.engine.remedies():
+        yield Remedy(f"rollout.engine.{setting}", change, why)
 
 
-def _long_tail(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     rollout = config.rollout
     if rollout.on_new_weights is OnNewWeights.DRAIN:
         why = "partial rollout: a replica takes new prompts and weights beside its stragglers"
         yield Remedy("rollout.on_new_weights", "drain -> resume", why)
-        if config.repack.planner is RepackPlanner.NONE and rollout.replicas > 1:
+        if config.repack.planner == NO_PLANNER and rollout.replicas > 1:
             yield Remedy("repack.planner", "none -> predictive", "stragglers move together, the rest goes on")
     bound = config.staleness.max_staleness
     if bound is not None and config.schedule is Schedule.ASYNC:
@@ -87,42 +85,40 @@ def _long_tail(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
             "others may go on while a group waits for its last",
         )
     cap = rollout.sampling.max_new_tokens
-    if rollout.group_deadline_s is None and reading.group_p90_s > 0:
-        why = "groups close without stragglers; set rollout.probe_share too, to see what that drops"
-        yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * reading.group_p90_s, 0.1):.1f}", why)
+    if rollout.group_deadline_s is None and step.group_p90_s > 0:
+        why = "groups close without stragglers; set rollout.counterfactual_share too, to see what that drops"
+        yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * step.group_p90_s, 0.1):.1f}", why)
     yield Remedy("rollout.sampling.max_new_tokens", f"below {cap}", "a cap on all, logged with each that it cuts")
 
 
-def _reward(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     workers = config.reward.workers
-    others = max(reading.times.generation_s, reading.times.learner_s, 1e-9)
-    needed = min(math.ceil(workers * reading.times.reward_s / others), WORKERS * workers)
+    others = max(step.times.generation_s, step.times.learner_s, 1e-9)
+    needed = min(math.ceil(workers * step.times.reward_s / others), WORKERS * workers)
     yield Remedy("reward.workers", f"{workers} -> {max(needed, 2 * workers)}", "scoring divides by their number")
-    limit = max(2 * reading.reward_p95_s, 0.1)
+    limit = max(2 * step.reward_p95_s, 0.1)
     if limit < config.reward.timeout_s:
-        why = (
-            f"p95 of a reward is {reading.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
-        )
+        why = f"p95 of a reward is {step.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
         yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
     yield Remedy("reward.function", "cache what it computes", "samples of a prompt share their problem")
 
 
-def _reference(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     if config.algorithm.reference_pass is ReferencePass.LEARNER:
         yield Remedy("algorithm.reference_pass", "learner -> stage", "it runs beside scoring, off the learner")
     yield Remedy("algorithm.kl_coef", f"{config.algorithm.kl_coef:g} -> 0", "without a KL term there is no pass")
 
 
-def _learner(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     learner, algorithm = config.learner, config.algorithm
-    if reading.microbatches > SMALL_MICROBATCHES:
+    if step.microbatches > SMALL_MICROBATCHES:
         change = f"{config.packer.max_tokens} -> {2 * config.packer.max_tokens}"
-        why = f"a rank computes {reading.microbatches:.0f} microbatches a step"
+        why = f"a rank computes {step.microbatches:.0f} microbatches a step"
         yield Remedy("packer.max_tokens", change, why)
     if learner.recompute is not Recompute.NONE:
         yield Remedy("learner.recompute", f"{learner.recompute} -> none", "activations are computed once")
-    if reading.reference_in_learner and reading.reference_s > 0.1 * reading.times.learner_s:
-        yield Remedy("algorithm.reference_pass", "learner -> stage", f"{reading.reference_s:.2f} s of its step")
+    if step.reference_in_learner and step.reference_s > 0.1 * step.times.learner_s:
+        yield Remedy("algorithm.reference_pass", "learner -> stage", f"{step.reference_s:.2f} s of its step")
     if algorithm.updates_per_step > 1:
         yield Remedy("algorithm.updates_per_step", f"{algorithm.updates_per_step} -> 1", "fewer optimizer steps")
     yield Remedy("learner.world_size", f"{learner.world_size} -> {2 * learner.world_size}", "a step divides by it")
@@ -132,11 +128,11 @@ def _learner(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
         yield Remedy("learner.lora.rank", "none -> 16", "gradients and optimizer for adapters alone")
 
 
-def _weights(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     learner, relay = config.learner, config.relay
     if relay.max_bytes_per_s is not None:
         change = f"{relay.max_bytes_per_s:.0f} -> {10 * relay.max_bytes_per_s:.0f}, or none"
-        yield Remedy("relay.max_bytes_per_s", change, f"a version is {reading.transfer_s:.2f} s on its way")
+        yield Remedy("relay.max_bytes_per_s", change, f"a version is {step.transfer_s:.2f} s on its way")
     if relay.topology is not TopologyKind.AUTO:
         yield Remedy(
             "relay.topology", f"{relay.topology} -> auto", "the tree that takes least time on these links"
@@ -150,7 +146,7 @@ def _weights(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
         yield Remedy("staleness.max_staleness", f"{bound} -> {bound + 2}", "work goes on under the version before")
 
 
-def _freshness(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _freshness(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     bound = config.staleness.max_staleness
     if bound is not None:
         why = "useful staleness ends at about 4 to 8 versions"
@@ -158,8 +154,8 @@ def _freshness(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
         if config.algorithm.correction is Correction.NONE:
             why = "corrects for what older weights drew; or algorithm.name=decoupled_ppo"
             yield Remedy("algorithm.correction", "none -> tis", why)
-        if reading.stale_share > 0 and StalePolicy.DROP in config.staleness.policies:
-            why = f"{reading.stale_share:.0%} of the tokens were dropped as too old"
+        if step.stale_share > 0 and StalePolicy.DROP in config.staleness.policies:
+            why = f"{step.stale_share:.0%} of the tokens were dropped as too old"
             yield Remedy("staleness.policies", "drop -> reweight", why)
     elif config.schedule is Schedule.ASYNC:
         yield Remedy("buffer.capacity", f"{config.capacity} -> {2 * config.capacity}", "it bounds what may begin")
@@ -168,16 +164,14 @@ def _freshness(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
         yield Remedy("rollout.batch_per_replica", f"{batch} -> {batch // 2}", "replicas take new weights sooner")
 
 
-def _sparse(config: RunConfig, reading: Reading) -> Iterator[Remedy]:
+def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     size = config.rollout.group_size
     yield Remedy("rollout.group_size", f"{size} -> {2 * size}", "a wider search finds the first right answer")
     if config.rollout.without_signal is not WithoutSignal.REFILL:
         change = f"{config.rollout.without_signal} -> refill"
         yield Remedy("rollout.without_signal", change, "steps are filled with groups that teach")
     yield Remedy("algorithm.name", f"{config.algorithm.name} -> tba", "an objective that learns off-policy")
-    yield Remedy(
-        "data.train", "easier prompts first", f"{reading.hopeless_share:.0%} of the groups had no success"
-    )
+    yield Remedy("data.train", "easier prompts first", f"{step.hopeless_share:.0%} of the groups had no success")
 
 
 _BY_WALL = {

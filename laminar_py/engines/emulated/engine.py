@@ -1,18 +1,21 @@
-"""An inference engine that takes a GPU's time and computes nothing: for measuring schedules with the real runtime.
+"""An inference engine that takes a GPU's time and computes nothing: for measuring schedules with real processes.
 
 Called by a replica on its event loop, whose clock it goes by: `compression` emulated seconds pass in one of its
 seconds. It has no thread; one timer stands at the next event of the scheduler, another delivers what running
 requests have. Invariant: events happen at their exact emulated times, in order, however late a timer fires, so a
-busy machine delays only when others hear of them.
+busy machine delays only when others hear of them. A timer that fails is the loss of the engine.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
 
 from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.section import ConfigError
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.engines.emulated.scheduler import EmulatedScheduler
 from laminar_py.engines.requests import check_request
@@ -20,13 +23,15 @@ from laminar_py.engines.weight_folder import weights_layout
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.protocols import EngineLostError
 
+log = logging.getLogger(__name__)
+
 
 class EmulatedEngine:
     """Answers with `responses` at the pace of `times`, once `load_weights` was called.
 
     It runs `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
     `kv_capacity` tokens. A request's first token is delivered at once, the others every `delta_interval_s` seconds
-    of the event loop's clock. The first load takes `late_s` emulated seconds more. `ValueError` if the cache
+    of the event loop's clock. The first load takes `late_s` emulated seconds more. `ConfigError` if the cache
     cannot hold one request.
     """
 
@@ -44,7 +49,7 @@ class EmulatedEngine:
         late_s: float = 0.0,
     ) -> None:
         if kv_capacity < max_len:
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.kv_capacity={kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
                 " raise kv_capacity"
             )
@@ -57,9 +62,10 @@ class EmulatedEngine:
         self._late_s = late_s
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
         # A stream holds at most max_len deltas, so it needs no bound of its own.
-        self._streams: dict[str, asyncio.Queue[Delta]] = {}
+        self._streams: dict[str, asyncio.Queue[Delta | EngineLostError]] = {}
         self._checksum = "unloaded"
-        self._closed = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._loss: EngineLostError | None = None
         self._due_s: float | None = None  # emulated time that the event timer stands at
         self._event_timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -71,51 +77,55 @@ class EmulatedEngine:
 
     async def close(self) -> None:
         """End all streams with ABORT; the engine is of no use any more."""
-        await self.pause(PauseMode.ABORT)
-        self._closed.set()
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
+        if self._loss is None:
+            await self.pause(PauseMode.ABORT)
+            self._lose("closed")
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`. `ValueError` names what cannot be served."""
+        """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
         rid = request.rid
-        if self._closed.is_set():
-            raise EngineLostError("the emulated engine is closed")
+        self._raise_if_lost()
         if rid in self._streams:
             raise ValueError(f"rid={rid}: is being generated already; abort it first")
         check_request(request, max_len=self._max_len, vocab=self._vocab)
-        stream = self._streams[rid] = asyncio.Queue[Delta]()
+        stream = self._streams[rid] = asyncio.Queue[Delta | EngineLostError]()
         self._scheduler.submit(self._now(), request, self._responses.respond(request))
         self._deliver()
         try:
             while True:
                 delta = await stream.get()
+                if isinstance(delta, EngineLostError):
+                    raise delta
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
-            if self._streams.get(rid) is stream:
+            if self._loss is None and self._streams.get(rid) is stream:
                 del self._streams[rid]
                 self._scheduler.abort(self._now(), rid)
                 self._deliver()
 
     async def abort(self, rid: str) -> None:
         """See `InferenceEngine.abort`. An unknown `rid` is fine."""
+        self._raise_if_lost()
         self._scheduler.abort(self._now(), rid)
         self._deliver()
 
     async def pause(self, mode: PauseMode) -> None:
         """See `InferenceEngine.pause`. Every token generated so far is in its stream when this returns."""
+        self._raise_if_lost()
         self._scheduler.pause(self._now(), mode)
         self._deliver()
 
     async def resume(self) -> None:
         """See `InferenceEngine.resume`."""
+        self._raise_if_lost()
         self._scheduler.resume(self._now())
         self._deliver()
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `ValueError` for bad files."""
+        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `RefusedError` for bad files."""
+        self._raise_if_lost()
         checksum = _checksum(path)
         self._scheduler.begin_load(self._now(), version)
         loaded = None
@@ -123,22 +133,26 @@ class EmulatedEngine:
             self._deliver()
             late_s, self._late_s = self._late_s, 0.0
             await asyncio.sleep((self._times.load_s + late_s) / self._compression)
+            self._raise_if_lost()
             self._checksum, loaded = checksum, version
         finally:
-            self._scheduler.end_load(self._now(), loaded)
-            self._deliver()
+            if self._loss is None:
+                self._scheduler.end_load(self._now(), loaded)
+                self._deliver()
 
     async def checksum(self) -> str:
         """See `InferenceEngine.checksum`: of the files; "unloaded" before the first load."""
+        self._raise_if_lost()
         return self._checksum
 
     async def watch(self) -> None:
-        """See `InferenceEngine.watch`: it is lost when it is closed."""
-        await self._closed.wait()
-        raise EngineLostError("the emulated engine was closed")
+        """See `InferenceEngine.watch`: an engine that is closed is lost too."""
+        await self._lost.wait()
+        self._raise_if_lost()
 
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`; exact at this moment."""
+        self._raise_if_lost()
         self._scheduler.advance(self._now())
         self._deliver()
         return self._scheduler.status()
@@ -173,18 +187,42 @@ class EmulatedEngine:
     def _on_event(self, due_s: float) -> None:
         """The timer may fire a rounding error early; the event is due nevertheless."""
         self._due_s = self._event_timer = None
-        self._scheduler.advance(max(due_s, self._now()))
-        self._deliver()
+        with self._losing():
+            self._scheduler.advance(max(due_s, self._now()))
+            self._deliver()
 
     def _flush(self) -> None:
         self._flush_timer = None
-        self._scheduler.advance(self._now())
-        self._scheduler.flush()
-        self._deliver()
+        with self._losing():
+            self._scheduler.advance(self._now())
+            self._scheduler.flush()
+            self._deliver()
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Nobody awaits a timer: what fails there ends the engine."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("the emulated engine failed")
+            self._lose(" ".join(f"{type(error).__name__}: {error}".split()))
+
+    def _lose(self, reason: str) -> None:
+        self._loss = EngineLostError(f"emulated engine: {reason}")
+        self._lost.set()
+        for timer in (self._event_timer, self._flush_timer):
+            if timer is not None:
+                timer.cancel()
+        for stream in self._streams.values():
+            stream.put_nowait(self._loss)
+
+    def _raise_if_lost(self) -> None:
+        if self._loss is not None:
+            raise self._loss
 
 
 def _checksum(folder: Path) -> str:
-    """Of all weights in a folder; `ValueError` if they cannot be read."""
+    """Hash of all weights in a folder; `RefusedError` if they cannot be read."""
     weights_layout(folder)
     digest = blake3()
     for file in sorted(folder.glob("*.safetensors")):

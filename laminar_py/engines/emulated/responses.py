@@ -1,4 +1,4 @@
-"""What an emulated engine answers: how long a response becomes, and its tokens. Called by the emulated engine.
+"""Answers of an emulated engine: the length of a response and its tokens. Called by the emulated engine.
 
 Tokens are slices of one table of random ids, so a thousand cost as much as one.
 Invariant: length, end and every token depend on the request's seed and the token's place alone, so a response does
@@ -24,8 +24,8 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
-    """One response as it will be, e.g. `Response(1530, FinishReason.STOP, table[17:], stop_id=1)`."""
+class PlannedResponse:
+    """A response as it will be, e.g. `PlannedResponse(1530, FinishReason.STOP, table[17:], stop_id=1)`."""
 
     num_tokens: int
     reason: FinishReason
@@ -50,16 +50,18 @@ class Responses:
         self._mu, self._sigma = math.log(median), sigma
         self._tables: dict[tuple[int, ...], IntArray] = {}  # by stop ids, of which a run has one tuple
 
-    def respond(self, request: GenerateRequest) -> Response:
+    def respond(self, request: GenerateRequest) -> PlannedResponse:
         """The response to a request; without stop ids it goes on to its cap."""
         sampling, limit = request.sampling, response_limit(request, max_len=self._max_len)
         bits = _splitmix(sampling.seed)
         source = self._table(sampling.stop_ids)[_splitmix(bits) % _OFFSETS :]
         drawn = self._length(bits) if sampling.stop_ids else limit + 1
         if drawn > limit or len(request.prefix_ids) >= limit:
-            return Response(limit, FinishReason.LENGTH, source, None)
+            return PlannedResponse(limit, FinishReason.LENGTH, source, None)
         # a prefix that was made elsewhere may be longer
-        return Response(max(drawn, len(request.prefix_ids) + 1), FinishReason.STOP, source, sampling.stop_ids[0])
+        return PlannedResponse(
+            max(drawn, len(request.prefix_ids) + 1), FinishReason.STOP, source, sampling.stop_ids[0]
+        )
 
     def _length(self, bits: int) -> int:
         """Tokens of a response, from 64 random bits."""

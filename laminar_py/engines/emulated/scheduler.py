@@ -1,4 +1,4 @@
-"""Which requests an emulated engine runs, and when each ends. Pure; owns batch, queue and emulated time.
+"""Scheduler of an emulated engine: which requests run, and when each ends. Pure; owns batch, queue and time.
 
 Called by `EmulatedEngine`, which tells the time. Between two events (a request ends, is admitted, the KV cache is
 full, something comes from outside) the steps are one formula, so a token costs nothing. A request that comes in
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.config.emulated_profile import EngineTimes
-from laminar_py.engines.emulated.responses import LOGPROB, Response
+from laminar_py.engines.emulated.responses import LOGPROB, PlannedResponse
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.trajectory import FinishReason
@@ -25,7 +25,7 @@ class _Job:
     """A request in the engine, e.g. `_Job(request, response, length=0, sent=0)` while it waits."""
 
     request: GenerateRequest
-    response: Response
+    response: PlannedResponse
     length: int  # response tokens when it last began to wait or to run
     sent: int  # response tokens that left in deltas
     since: int = 0  # steps that the engine had made when it began to run
@@ -68,7 +68,7 @@ class EmulatedScheduler:
 
     @property
     def next_event_s(self) -> float | None:
-        """When something happens by itself; None while nothing will."""
+        """Emulated time of the next event; None while there is none to come."""
         if self._held:
             return None
         if not self._running:
@@ -76,7 +76,7 @@ class EmulatedScheduler:
         return self._boundary_s + self._duration(self._steps_to_event())
 
     def advance(self, now: float) -> None:
-        """All that happens up to `now`; an earlier `now` than before changes nothing."""
+        """Let everything happen up to `now`; an earlier `now` than before changes nothing."""
         while (due := self.next_event_s) is not None and due <= now:
             if self._running:
                 self._step(self._steps_to_event())
@@ -91,7 +91,7 @@ class EmulatedScheduler:
             self._step(min(done, self._steps_to_event() - 1))  # the event itself is ahead
 
     def status(self) -> EngineStatus:
-        """As of the last `advance`."""
+        """State as of the last `advance`."""
         waiting = len(self._continued) + len(self._fresh)
         return EngineStatus(
             running=len(self._running),
@@ -102,7 +102,7 @@ class EmulatedScheduler:
         )
 
     def take_deltas(self) -> list[Delta]:
-        """What has left since the last call, in order."""
+        """Deltas since the last call, in order."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -113,7 +113,7 @@ class EmulatedScheduler:
 
     # ---- from outside; each advances to its own moment
 
-    def submit(self, now: float, request: GenerateRequest, response: Response) -> None:
+    def submit(self, now: float, request: GenerateRequest, response: PlannedResponse) -> None:
         """Queue a request; one whose prefix is as long as its response may be has ended."""
         self._touch(now)
         length = len(request.prefix_ids)
@@ -212,7 +212,7 @@ class EmulatedScheduler:
         self._kv_used += steps * len(self._running)
 
     def _settle(self) -> None:
-        """What is due between two steps; a request's first token is sent at once."""
+        """Do what is due between two steps; a request's first token is sent at once."""
         for job in self._newcomers:
             if self._running.get(job.request.rid) is job:
                 self._send(job)
@@ -240,7 +240,7 @@ class EmulatedScheduler:
         return queue[0] if queue else None
 
     def _has_room(self) -> bool:
-        """Whether the next waiting request may run; a request that is alone always fits."""
+        """True where the next waiting request may run; a request that is alone always fits."""
         job = self._head
         if job is None or len(self._running) == self._max_batch:
             return False

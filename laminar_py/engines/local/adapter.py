@@ -15,11 +15,12 @@ from torch import Tensor
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.engines.local.weights import Projection, Weights, load_weights, projections
 from laminar_py.records.adapters import ADAPTER_WEIGHTS, PREFIX, AdapterConfig, check_base, read_adapter_config
+from laminar_py.records.protocols import RefusedError
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """What is added to one matrix of one layer, r ranks: `scale` B A."""
+    """Change of one matrix of one layer, r ranks: a factor times B A."""
 
     layer: int
     place: Projection
@@ -36,11 +37,11 @@ class Adapter:
 
     @classmethod
     def read(cls, folder: Path, *, spec: ModelSpec, device: torch.device) -> Self:
-        """`ValueError` names what is missing, misshapen or none of the engine's."""
+        """`RefusedError` names what is missing, misshapen or none of the engine's."""
         config, places = read_adapter_config(folder), projections(spec)
         unknown = ",".join(sorted(set(config.target_modules) - set(places)))
         if unknown:
-            raise ValueError(f"weights={folder}: adapters of {unknown}; adapt {', '.join(places)} alone")
+            raise RefusedError(f"weights={folder}: adapters of {unknown}; adapt {', '.join(places)} alone")
         tensors = _read(folder, device)
         pairs = []
         for layer in range(spec.num_layers):
@@ -51,14 +52,16 @@ class Adapter:
                 up = _take(tensors, f"{name}B.weight", (place.size, config.r), folder)
                 pairs.append(_Pair(layer, place, down, up))
         if tensors:
-            raise ValueError(f"weights={folder}: {min(tensors)} is no adapter of the model; publish its own alone")
+            raise RefusedError(
+                f"weights={folder}: {min(tensors)} is no adapter of the model; publish its own alone"
+            )
         return cls(config, tuple(pairs))
 
 
 class AdapterBase:
     """A base and what adapters change of it, e.g. `AdapterBase(adapter.config, spec=spec, device=device)`.
 
-    Raises `ValueError` if its folder holds other weights than the learner has, or none of this model.
+    Raises `RefusedError` if its folder holds other weights than the learner has, or none of this model.
     """
 
     def __init__(self, config: AdapterConfig, *, spec: ModelSpec, device: torch.device) -> None:
@@ -70,7 +73,7 @@ class AdapterBase:
         self._exact = [{field: getattr(layer, field) for field in fields} for layer in exact.layers]
 
     def fits(self, config: AdapterConfig) -> bool:
-        """Whether it is the base of these adapters, and they change what it knows to be changed."""
+        """True where this is the base of these adapters, and they change what it knows to be changed."""
         own = self._config
         return (own.revision, set(own.target_modules)) == (config.revision, set(config.target_modules))
 
@@ -84,7 +87,7 @@ class AdapterBase:
             columns = slice(pair.place.start, pair.place.start + pair.place.size)
             base = self._exact[pair.layer][pair.place.field][:, columns]
             up = pair.place.packed(pair.up)
-            merged = torch.addmm(base, pair.down.t(), up.t(), alpha=adapter.config.scale)
+            merged = torch.addmm(base, pair.down.t(), up.t(), alpha=adapter.config.scaling)
             getattr(weights.layers[pair.layer], pair.place.field)[:, columns].copy_(merged)
 
 
@@ -93,13 +96,13 @@ def _read(folder: Path, device: torch.device) -> dict[str, Tensor]:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
             return {name: file.get_tensor(name).to(device, torch.float32, copy=True) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"weights={folder}: {ADAPTER_WEIGHTS}: {error}; write the version anew") from error
+        raise RefusedError(f"weights={folder}: {ADAPTER_WEIGHTS}: {error}; write the version anew") from error
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], folder: Path) -> Tensor:
     tensor = tensors.pop(name, None)
     if tensor is None:
-        raise ValueError(f"weights={folder}: {name} is missing; write all tensors of the adapters")
+        raise RefusedError(f"weights={folder}: {name} is missing; write all tensors of the adapters")
     if tensor.shape != shape:
-        raise ValueError(f"weights={folder}: {name} has shape {tuple(tensor.shape)}, the adapters {shape}")
+        raise RefusedError(f"weights={folder}: {name} has shape {tuple(tensor.shape)}, the adapters {shape}")
     return tensor

@@ -1,4 +1,4 @@
-"""What a token sees of the KV cache, for one decoding step and for one batch of prompt tokens.
+"""Attention over the KV cache, for one decoding step and for one batch of prompt tokens.
 
 Called by `LocalModel`; the plans are made anew for each call by the scheduler.
 Invariant: a query at position p sees exactly the positions up to p of its own sequence.
@@ -19,7 +19,7 @@ LOG2_E = 1 / math.log(2)
 
 
 class DecodePlan(NamedTuple):
-    """Where one decoding step of B sequences reads and writes the N blocks in use; see `DecodeAttention`."""
+    """Places where a decoding step of B sequences reads and writes the N blocks in use; see `DecodeAttention`."""
 
     keys: Tensor  # [L, N, K, D, BLOCK]
     values: Tensor  # [L, N, K, BLOCK, D]
@@ -52,7 +52,7 @@ def plan_decode(pool: BlockPool, *, slots: Indices, positions: Indices, num_head
 
 
 class DecodeAttention:
-    """One query of each of B sequences against all N blocks in use.
+    """Attention of one query of each of B sequences against all N blocks in use.
 
     Every block belongs to one row. Its scores and its share of the output are computed as if it were alone,
     then the shares are added up in their rows, with the row's highest score subtracted before the exponential:
@@ -114,7 +114,7 @@ class PrefillAttention:
 
     @property
     def records_experts(self) -> bool:
-        """Whether `record` is to be called."""
+        """True where `record` is to be called."""
         return self._pool.records_experts
 
     def record(self, experts: Tensor) -> None:

@@ -2,20 +2,24 @@
 
 Called by a replica on its event loop. The loop's side owns the streams; the engine's thread owns the scheduler
 and everything below it. Commands cross in one direction, batches of deltas in the other, both in order.
-Invariant: no object of the scheduler is changed outside the engine's thread.
+Invariant: no object of the scheduler is changed outside the engine's thread. Whatever ends the thread is the loss
+of the engine: every call and stream raises `EngineLostError` from then on.
 """
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
+from laminar_py.config.section import ConfigError
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.engines.requests import check_request
@@ -23,12 +27,14 @@ from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, Paus
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.recordings import Recording
 
+log = logging.getLogger(__name__)
+
 
 class LocalEngine:
     """Serves the model in `model_dir` once `load_weights` has given it weights.
 
     It decodes `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
-    `kv_capacity` tokens, and sends a request's tokens every `stream_interval` of them. `ValueError` if the
+    `kv_capacity` tokens, and sends a request's tokens every `stream_interval` of them. `ConfigError` if the
     model is none it knows, has not what is to be recorded, or the cache cannot hold one request.
 
     `router_noise [max_len, layers, experts]` is for measurements of router replay: at each position it is added
@@ -50,14 +56,14 @@ class LocalEngine:
         device: str = "cpu",
     ) -> None:
         if kv_capacity < max_len:
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.kv_capacity={kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
                 " raise kv_capacity"
             )
         self._max_len = max_len
         self._spec = ModelSpec.read(model_dir)
         if Recording.ROUTED_EXPERTS in record and self._spec.mixture is None:
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"
             )
         self._scheduler = Scheduler(
@@ -79,8 +85,9 @@ class LocalEngine:
         self._tickets = itertools.count()
         self._ticket_by_rid: dict[str, int] = {}
         # A stream holds at most max_len deltas, so it needs no bound of its own.
-        self._streams: dict[int, asyncio.Queue[Delta | BaseException]] = {}
+        self._streams: dict[int, asyncio.Queue[Delta | EngineLostError]] = {}
         self._pending: set[asyncio.Future[None]] = set()
+        self._loss: EngineLostError | None = None  # set once the thread has ended
 
     async def start(self) -> None:
         """Start the engine's thread. It lives until `close`, and the process does not end before it."""
@@ -89,21 +96,22 @@ class LocalEngine:
         self._thread.add_done_callback(self._on_stopped)
 
     async def close(self) -> None:
-        """End all streams with ABORT and the thread. Raises what broke the thread, if anything did."""
-        if not self._thread.done():
+        """End all streams with ABORT, and the thread; a lost engine has neither."""
+        with suppress(EngineLostError):
             await self.pause(PauseMode.ABORT)
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._executor.shutdown(wait=False)
-        await self._thread
+        await asyncio.wait([self._thread])
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`. `ValueError` names what cannot be served."""
+        """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
+        self._raise_if_lost()
         if request.rid in self._ticket_by_rid:
             raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
         check_request(request, max_len=self._max_len, vocab=self._spec.vocab)
-        ticket, stream = next(self._tickets), asyncio.Queue[Delta | BaseException]()
+        ticket, stream = next(self._tickets), asyncio.Queue[Delta | EngineLostError]()
         self._streams[ticket] = stream
         self._ticket_by_rid[request.rid] = ticket
         self._num_posted += 1
@@ -111,17 +119,18 @@ class LocalEngine:
         try:
             while True:
                 delta = await stream.get()
-                if isinstance(delta, BaseException):
-                    raise RuntimeError(f"request {request.rid}: the engine's thread died") from delta
+                if isinstance(delta, EngineLostError):
+                    raise delta
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
-            if self._forget(ticket, request.rid) and not self._thread.done():
+            if self._forget(ticket, request.rid) and self._loss is None:
                 self._post(partial(self._scheduler.abort, ticket))
 
     async def abort(self, rid: str) -> None:
         """See `InferenceEngine.abort`. Its stream has ended when this returns; an unknown `rid` is fine."""
+        self._raise_if_lost()
         ticket = self._ticket_by_rid.get(rid)
         if ticket is not None:
             await self._command(partial(self._scheduler.abort, ticket))
@@ -135,7 +144,7 @@ class LocalEngine:
         await self._command(self._scheduler.resume)
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `ValueError` if files do not fit."""
+        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `RefusedError` of bad files."""
         await self._command(partial(self._scheduler.load_weights, path, version))
 
     async def checksum(self) -> str:
@@ -147,11 +156,11 @@ class LocalEngine:
     async def watch(self) -> None:
         """See `InferenceEngine.watch`: the thread's death is the engine's."""
         await asyncio.wait([self._thread])
-        error = self._thread.exception()
-        raise EngineLostError(f"the engine's thread ended: {error or 'closed'}")
+        self._raise_if_lost()
 
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`. Requests that the thread has not seen yet count as waiting."""
+        self._raise_if_lost()
         status = self._scheduler.status()
         num_unseen = self._num_posted - self._num_taken
         return msgspec.structs.replace(status, waiting=status.waiting + num_unseen)
@@ -159,14 +168,13 @@ class LocalEngine:
     # ---- the event loop's side
 
     def _post(self, command: Callable[[], None]) -> None:
-        if self._thread.done():
-            raise RuntimeError("the engine is closed")
+        self._raise_if_lost()
         if not self._posted:
             self._loop.call_soon(self._send)
         self._posted.append(command)
 
     def _send(self) -> None:
-        """All of one turn together, so that requests which come together share every step, whatever threads do."""
+        """Hand over a turn at once, so that requests which come together share every step, whatever threads do."""
         with self._changed:
             self._commands += self._posted
             self._changed.notify()
@@ -197,11 +205,19 @@ class LocalEngine:
 
     def _on_stopped(self, thread: asyncio.Future[None]) -> None:
         """Nobody may wait for a thread that is gone."""
-        error = thread.exception() or RuntimeError("the engine is closed")
+        error, reason = thread.exception(), "closed"
+        if error is not None:
+            log.error("the embedded engine's thread failed", exc_info=error)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+        self._loss = EngineLostError(f"embedded engine: {reason}")
         for stream in self._streams.values():
-            stream.put_nowait(error)
+            stream.put_nowait(self._loss)
         for done in list(self._pending):
-            _resolve(done, error)
+            _resolve(done, self._loss)
+
+    def _raise_if_lost(self) -> None:
+        if self._loss is not None:
+            raise self._loss
 
     # ---- the engine's thread
 

@@ -22,7 +22,7 @@ class Routing:
 
     @property
     def experts(self) -> Tensor:
-        """Of all layers so far, `[T, layers, k]`."""
+        """Experts of all layers so far, `[T, layers, k]`."""
         return torch.stack(self._chosen, 1)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:

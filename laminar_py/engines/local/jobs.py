@@ -17,7 +17,7 @@ from laminar_py.records.recordings import RoutedExperts
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """One request in the engine, e.g. `Job(7, request, request.prefix_ids)` while it waits."""
+    """A request in the engine, e.g. `Job(7, request, request.prefix_ids)` while it waits."""
 
     ticket: int  # the stream that its deltas go to
     request: GenerateRequest
@@ -32,7 +32,7 @@ class Job:
         return np.concatenate([self.request.prompt_ids, self.response])[:-1]
 
     def begins_as(self, other: "Job", version: int) -> bool:
-        """Whether its cache has what `other`, without a response yet, needs of the weights of `version`."""
+        """True where the cache has what `other`, without a response yet, needs of the weights of `version`."""
         if self.prefill is None:
             usable = self.version == version
         else:
@@ -47,11 +47,11 @@ class Siblings:
         self._groups: defaultdict[str, dict[int, Job]] = defaultdict(dict)
 
     def join(self, slot: int, job: Job) -> None:
-        """`job` is in `slot` now."""
+        """Note that `job` is in `slot`."""
         self._groups[job.request.group_id][slot] = job
 
     def leave(self, slot: int, job: Job) -> None:
-        """And now no more."""
+        """Note that `job` has left `slot`."""
         members = self._groups[job.request.group_id]
         del members[slot]
         if not members:

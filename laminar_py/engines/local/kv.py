@@ -87,7 +87,7 @@ class BlockPool:
 
     @property
     def records_experts(self) -> bool:
-        """Whether `record` is to be told of every token that is computed."""
+        """True where `record` is to be told of every token that is computed."""
         return self._experts is not None
 
     def record(self, blocks: Tensor, offsets: Tensor, experts: Tensor) -> None:
@@ -123,7 +123,7 @@ class BlockPool:
         self.num_blocks = dense
 
     def forget(self) -> None:
-        """All slots are empty: blocks are zeroed again before use, so that no NaN of old weights stays."""
+        """Note that all slots are empty: blocks are zeroed before use, so that no NaN of old weights stays."""
         assert not self._held.any(), "sequences still hold KV"
         self._num_zeroed = 0
 

@@ -29,7 +29,7 @@ class Prefill:
     version: int = -1  # weights that computed the first of those, the oldest
 
     def made_by(self, version: int) -> bool:
-        """Whether all of it is, or will be if `version` stays, computed by the weights of `version`."""
+        """True where all of it is, or will be if `version` stays, computed by the weights of `version`."""
         return self.done == 0 or self.version == version
 
 

@@ -43,7 +43,7 @@ def _splitmix(x: Seeds) -> Seeds:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token of each of B rows."""
+    """Tokens of B rows, one for each."""
 
     ids: Tensor  # [B]
     logprobs: Tensor  # [B] log-softmax(logits / temperature), over `mask` if that is recorded, else over all
@@ -134,7 +134,7 @@ class _Cut:
 
 
 def _mask(probabilities: Tensor) -> SamplingMask:
-    """What has a probability, `[B, V]`."""
+    """Mask of what has a probability, `[B, V]`."""
     rows, ids = (probabilities > 0).nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(probabilities))
     return SamplingMask(counts.cpu().numpy().astype(np.int32), ids.cpu().numpy().astype(np.int32))

@@ -1,4 +1,4 @@
-"""Which requests run: admission, prefill, retraction and the end of each. Owns the slots and the waiting queue.
+"""Scheduler of requests: admission, prefill, retraction and the end of each. Owns the slots and the waiting queue.
 
 Called by the engine's thread alone. A step makes one batch of prefill and adds one token to every decoding
 slot; what leaves is collected as deltas. Invariant: the slots never hold more than
@@ -74,7 +74,7 @@ class Scheduler:
 
     @property
     def runnable(self) -> bool:
-        """Whether a step would do anything."""
+        """True where a step would do anything."""
         return self._version >= 0 and not self._paused and bool(self._running or self._waiting)
 
     def status(self) -> EngineStatus:
@@ -88,7 +88,7 @@ class Scheduler:
         )
 
     def take_deltas(self) -> list[tuple[int, Delta]]:
-        """What has left since the last call, by ticket, in order."""
+        """Deltas since the last call, by ticket, in order."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -148,7 +148,7 @@ class Scheduler:
         return self._model.checksum()
 
     def step(self) -> None:
-        """One token for everything that decodes, after a bounded amount of prefill."""
+        """Add one token to everything that decodes, after a bounded amount of prefill."""
         self._make_room()
         self._admit()
         self._prefill()
@@ -200,7 +200,7 @@ class Scheduler:
                 self._start(slot, self._running[slot], version=prefill.version)
 
     def _start(self, slot: int, job: Job, *, version: int) -> None:
-        """All but the last token of `job` are in the cache, the oldest of them by `version`."""
+        """Let `job` decode: all but its last token are in the cache, the oldest of them by `version`."""
         job.prefill, job.version = None, version
         self._slots.state[slot] = State.DECODING
         self._rows = None

@@ -20,7 +20,7 @@ from laminar_py.records.recordings import SamplingMask
 
 
 class State(IntEnum):
-    """What a slot is doing: FREE -> PREFILLING -> DECODING -> FREE, and PREFILLING -> FREE."""
+    """State of a slot: FREE -> PREFILLING -> DECODING -> FREE, and PREFILLING -> FREE."""
 
     FREE = 0
     PREFILLING = 1
@@ -107,7 +107,7 @@ class Slots:
         )
 
     def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None) -> None:
-        """One new token for each of the slots `rows [B]`."""
+        """Add one token to each of the slots `rows [B]`."""
         places = self.num_response[rows]
         self.ids[rows, places] = ids
         self.logprobs[rows, places] = logprobs

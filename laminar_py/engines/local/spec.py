@@ -1,7 +1,7 @@
-"""What the embedded engine needs to know of a model: read from its `config.json`, or refused by name.
+"""Sizes and structure of a model for the embedded engine: read from its `config.json`, or refused by name.
 
 Called by `LocalEngine` before anything is allocated. Invariant: a `ModelSpec` describes a model that the
-hand-written forward computes exactly; whatever that forward does not do is a `ValueError` here.
+hand-written forward computes exactly; whatever that forward does not do is a `ConfigError` here.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from typing import Self
 
 import msgspec
 import torch
+
+from laminar_py.config.section import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _QWEN3, _QWEN2, _LLAMA = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"
@@ -109,11 +111,11 @@ class ModelSpec:
 
     @classmethod
     def read(cls, model_dir: Path) -> Self:
-        """The spec of the model in `model_dir`; `ValueError` names what the engine cannot compute."""
+        """The spec of the model in `model_dir`; `ConfigError` names what the engine cannot compute."""
         try:
             config = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=_Config)
         except msgspec.ValidationError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"model.path={model_dir}: config.json: {error}; choose a causal language model"
             ) from error
         _refuse(config, model_dir=model_dir)
@@ -142,7 +144,7 @@ class ModelSpec:
 
 
 def _refuse(config: _Config, *, model_dir: Path) -> None:
-    """Raise `ValueError` on anything the forward would compute wrongly."""
+    """Raise `ConfigError` on anything the forward would compute wrongly."""
     architecture = config.architecture
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     dtype = config.dtype or config.torch_dtype or "float32"
@@ -164,4 +166,4 @@ def _refuse(config: _Config, *, model_dir: Path) -> None:
     elif dtype not in _DTYPES:
         problem = f"{architecture} in dtype {dtype} is not implemented, only {' and '.join(_DTYPES)}"
     if problem:
-        raise ValueError(f"model.path={model_dir}: {problem} in the embedded engine; choose the sglang engine")
+        raise ConfigError(f"model.path={model_dir}: {problem} in the embedded engine; choose the sglang engine")

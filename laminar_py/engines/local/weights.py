@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from laminar_py.engines.local.spec import ModelSpec
+from laminar_py.records.protocols import RefusedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
+    """Weights of a decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
 
     In a mixture `up_gate` and `down` are those of all E experts, `[E, C, 2F]` and `[E, F, C]`.
     """
@@ -66,7 +67,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model's weights; V is the vocabulary, e.g. `head [96, 123]`."""
+    """Weights of a model; V is the vocabulary, e.g. `head [96, 123]`."""
 
     embedding: Tensor  # [V, C]
     layers: tuple[LayerWeights, ...]
@@ -97,7 +98,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Where a matrix of a layer lies in the packed weights, e.g. `Projection("mlp", "up_gate", 256, 256, 96)`."""
+    """Place of a matrix of a layer in the packed weights, e.g. `Projection("mlp", "up_gate", 256, 256, 96)`."""
 
     block: str  # of the layer, as its name has it
     field: str  # of `LayerWeights`
@@ -131,7 +132,7 @@ def projections(spec: ModelSpec) -> dict[str, Projection]:
 
 
 def load_weights(folder: Path, *, spec: ModelSpec, device: torch.device) -> Weights:
-    """The weights in all `*.safetensors` of `folder`. `ValueError` names a tensor that is missing or misshapen."""
+    """The weights in all `*.safetensors` of `folder`. `RefusedError` names a missing or misshapen one."""
     with ExitStack() as stack:
         files = _Folder(folder, stack, dtype=spec.dtype, device=device)
         embedding = files.read("model.embed_tokens.weight", spec.vocab, spec.hidden)
@@ -152,7 +153,7 @@ class _Folder:
         try:
             files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
         except SafetensorError as error:
-            raise ValueError(
+            raise RefusedError(
                 f"weights={folder}: not a safetensors file: {error}; write the version anew"
             ) from error
         self._by_name = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -161,10 +162,12 @@ class _Folder:
         """The tensor called `name`, checked to have `shape`."""
         file = self._by_name.get(name)
         if file is None:
-            raise ValueError(f"weights={self._folder}: {name} is missing; write all tensors of the model")
+            raise RefusedError(f"weights={self._folder}: {name} is missing; write all tensors of the model")
         tensor: Tensor = file.get_tensor(name)
         if tensor.shape != shape:
-            raise ValueError(f"weights={self._folder}: {name} has shape {tuple(tensor.shape)}, the model {shape}")
+            raise RefusedError(
+                f"weights={self._folder}: {name} has shape {tuple(tensor.shape)}, the model {shape}"
+            )
         return tensor.to(self._device, self._dtype)
 
 

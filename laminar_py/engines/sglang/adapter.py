@@ -16,6 +16,7 @@ from laminar_py.engines.sglang.http import Connection
 from laminar_py.engines.sglang.stream import Stream
 from laminar_py.engines.weight_folder import WeightsLayout, weights_layout
 from laminar_py.records.adapters import check_base, read_adapter_config
+from laminar_py.records.protocols import RefusedError
 
 
 class _Loaded(msgspec.Struct):
@@ -24,10 +25,10 @@ class _Loaded(msgspec.Struct):
     loaded_adapters: dict[str, str]
 
 
-class Adapters:
-    """Those that one client has put on a server, which serves the weights in `base`.
+class ServerAdapters:
+    """Adapters that one client has put on a server, which serves the weights in `base`.
 
-    E.g. `Adapters(server, client="3f9a01bc", base=Path("/models/qwen"))`.
+    E.g. `ServerAdapters(server, client="3f9a01bc", base=Path("/models/qwen"))`.
     """
 
     def __init__(self, server: Connection, *, client: str, base: Path | None) -> None:
@@ -42,23 +43,25 @@ class Adapters:
     async def load(self, path: Path, version: int, *, ending: Sequence[Stream]) -> None:
         """Have new requests name the adapter in a version's folder; the one before goes with the `ending` streams.
 
-        Raises `ValueError` if it does not fit, or the server has another base than the learner.
+        Raises `RefusedError` if it does not fit, or the server has another base than the learner.
         """
         config = await asyncio.to_thread(read_adapter_config, path)
         if config.revision != self._checked:
             if self._base is None:
-                raise ValueError(f"version {version} in {path} is an adapter, and the server was given no base")
+                raise RefusedError(f"version {version} in {path} is an adapter, and the server was given no base")
             await asyncio.to_thread(check_base, self._base, config)
             self._checked = config.revision
         layout = await asyncio.to_thread(weights_layout, path)
         if self._layout not in (None, layout):
-            raise ValueError(
+            raise RefusedError(
                 f"version {version} in {path} has other tensors than the version before; publish the same"
             )
         name = f"{self._client}-{version}-{next(self._count)}"
         answer = await self._server.ask("load_lora_adapter", _Loaded, lora_name=name, lora_path=str(path))
         if answer.loaded_adapters.get(name) != str(path):
-            raise ValueError(f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead")
+            raise RefusedError(
+                f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead"
+            )
         self._layout = layout
         for stream in ending:
             await stream.ended.wait()
@@ -69,5 +72,5 @@ class Adapters:
     async def _unload(self, name: str) -> None:
         try:
             await self._server.post("unload_lora_adapter", lora_name=name)
-        except ValueError as error:  # it has lost track of what it holds
+        except RefusedError as error:  # it has lost track of what it holds
             raise self._server.lose(str(error)) from None

@@ -1,4 +1,4 @@
-"""Whether a server that runs already can serve a run. Called before any prompt is sent.
+"""A look at a server that runs already: can it serve a run? Called before any prompt is sent.
 
 Invariant: a server that is accepted answers with our key, has the run's model and room for its longest
 trajectory, and records what the run records. Its weights do not matter: a version comes before the first prompt.
@@ -19,6 +19,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import ModelSizes, read_sizes
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.server import SPARE_TOKENS
+from laminar_py.engines.sglang.settings import KEY_ENV
 from laminar_py.records.recordings import Recording
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _VOCABULARY = re.compile(r"valid range is \[0, (\d+)\)")
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What matters of `/server_info`; older servers lack some of it."""
+    """Answer to `/server_info`, as far as it matters; older servers lack some of it."""
 
     version: str
     max_req_input_len: int = 0  # a prompt must be shorter
@@ -49,7 +50,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What matters of `/model_info`."""
+    """Answer to `/model_info`, as far as it matters."""
 
     model_path: str
     is_generation: bool
@@ -59,7 +60,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a server says of itself."""
+    """A server's account of itself."""
 
     server: ServerInfo
     model: ModelInfo
@@ -72,11 +73,10 @@ async def check_server(url: str, api_key: str | None, *, model_dir: Path, rollou
 
     What makes it worse than it could be is logged.
     """
-    key_name = rollout.engine.api_key_env
     if not is_loopback(url) and not api_key:
-        raise _unusable(url, f"is beyond loopback and {key_name} has no key; set it to the server's --api-key")
+        raise _unusable(url, f"is beyond loopback and {KEY_ENV} has no key; set it to the server's --api-key")
     sizes = read_sizes(model_dir)
-    answers = await _ask(url, api_key, key_name)
+    answers = await _ask(url, api_key)
     fault = find_fault(answers, sizes=sizes, rollout=rollout, api_key=api_key)
     if fault is not None:
         raise _unusable(url, fault)
@@ -85,7 +85,7 @@ async def check_server(url: str, api_key: str | None, *, model_dir: Path, rollou
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only this machine can reach it. Raises `ConfigError` for what is no address of a server."""
+    """True where only this machine can reach it. Raises `ConfigError` for what is no address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise _unusable(url, "is no address of a server; write for example http://10.0.0.5:30000")
@@ -161,7 +161,7 @@ def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
 
 
 def find_warnings(answers: Answers) -> list[str]:
-    """What makes a usable server worse than it could be."""
+    """Reasons why a usable server is worse than it could be."""
     warnings = []
     if not answers.server.incremental_streaming_output:
         warnings.append(
@@ -173,7 +173,7 @@ def find_warnings(answers: Answers) -> list[str]:
     return warnings
 
 
-async def _ask(url: str, api_key: str | None, key_name: str) -> Answers:
+async def _ask(url: str, api_key: str | None) -> Answers:
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     base = url.rstrip("/")
     try:
@@ -181,7 +181,7 @@ async def _ask(url: str, api_key: str | None, key_name: str) -> Answers:
             status, data = await _call(session, "GET", f"{base}/server_info")
             if status == 401:
                 what = "does not take the key" if api_key else "wants a key, and there is none"
-                raise _unusable(url, f"{what} in {key_name}; set it to the server's --api-key")
+                raise _unusable(url, f"{what} in {KEY_ENV}; set it to the server's --api-key")
             if status != 200:
                 raise _unusable(url, f"answers {status} to /server_info; start an SGLang server there")
             server = msgspec.json.decode(data, type=ServerInfo)
@@ -220,7 +220,7 @@ def _visible_sizes(model_path: str) -> ModelSizes | None:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Of a release, e.g. (0, 5, 23); zeros for what is none."""
+    """Numbers of a release, e.g. (0, 5, 23); zeros for what is none."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else (0, 0, 0)
 

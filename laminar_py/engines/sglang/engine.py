@@ -17,17 +17,17 @@ import numpy as np
 
 from laminar_py.engines.requests import check_request, response_limit
 from laminar_py.engines.sglang import wire
-from laminar_py.engines.sglang.adapter import Adapters
+from laminar_py.engines.sglang.adapter import ServerAdapters
 from laminar_py.engines.sglang.http import Connection, CutOffError
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.weight_folder import WeightsLayout, weights_layout
 from laminar_py.records.adapters import holds_adapter
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.protocols import EngineLostError, RefusedError
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import FinishReason
 
-POLL_S = 0.5  # between two looks at the server's load, while it has requests
+POLL_S = 0.5  # between two looks at the server's use, while it has requests
 # an abort may overtake its request on the way to the server, so it is said again, each time after twice as long
 ABORT_AGAIN_S, ABORT_AGAIN_MAX_S = 0.05, 1.0
 FLUSH_AGAIN_S = 0.01
@@ -60,17 +60,17 @@ class SGLangEngine:
         self._server_paused = False  # it generates nothing until it is continued
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
-        self._adapters = Adapters(self._server, client=self._client, base=served.base)
+        self._adapters = ServerAdapters(self._server, client=self._client, base=served.base)
         self._tickets = itertools.count()
         self._by_rid: dict[str, Stream] = {}  # those that may be aborted
         self._streams: set[Stream] = set()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._load = wire.RankLoad(0, 0, 0, 0)
+        self._use = wire.RankUse(0, 0, 0, 0)
 
     async def start(self) -> None:
         """Look at the server; `EngineLostError` if it does not answer."""
         await self._server.post("continue_generation")  # whoever had it before may have left it paused
-        await self._poll_load()
+        await self._poll_use()
 
     async def close(self) -> None:
         """End all streams and connections; the server stays."""
@@ -81,7 +81,8 @@ class SGLangEngine:
     # ---- streams
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`. `ValueError` names what cannot be served."""
+        """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
+        self._server.raise_if_lost()
         if request.rid in self._by_rid:
             raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
         check_request(request, max_len=self._served.max_len, vocab=self._served.vocab)
@@ -169,6 +170,7 @@ class SGLangEngine:
 
     async def abort(self, rid: str) -> None:
         """See `InferenceEngine.abort`. The rid may be used again at once; an unknown one is fine."""
+        self._server.raise_if_lost()
         stream = self._by_rid.pop(rid, None)
         if stream is not None:
             self._abort(stream)
@@ -200,6 +202,7 @@ class SGLangEngine:
         ABORT ends the streams one by one behind the gate, which takes one round trip; the server's own pause by
         abort sleeps for a second between two looks.
         """
+        self._server.raise_if_lost()
         self._gate.clear()
         self._paused = mode
         if mode is not PauseMode.ABORT:
@@ -214,6 +217,7 @@ class SGLangEngine:
 
     async def resume(self) -> None:
         """See `InferenceEngine.resume`."""
+        self._server.raise_if_lost()
         await self._continue()
         self._paused = None
         self._open_gate()
@@ -231,7 +235,8 @@ class SGLangEngine:
     # ---- weights
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `ValueError` if files do not fit."""
+        """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `RefusedError` of bad files."""
+        self._server.raise_if_lost()
         running = [stream for stream in self._streams if stream.submitted]
         if running and self._paused is None:
             raise RuntimeError(f"version {version} cannot load while {len(running)} requests run; pause first")
@@ -240,7 +245,7 @@ class SGLangEngine:
         adapted = holds_adapter(path)
         if self._layout is not None if adapted else self._adapters.current is not None:
             kind = "an adapter" if adapted else "whole weights"
-            raise ValueError(
+            raise RefusedError(
                 f"version {version} in {path} is {kind}, unlike the version before; publish one kind in a run"
             )
         if adapted and running and self._paused is not PauseMode.ABORT:
@@ -262,7 +267,7 @@ class SGLangEngine:
         recomputes = self._paused is PauseMode.RETRACT
         layout = await asyncio.to_thread(weights_layout, path)
         if self._layout not in (None, layout):
-            raise ValueError(
+            raise RefusedError(
                 f"version {version} in {path} has other tensors than the version before; publish the same"
             )
         await self._update(path, version)
@@ -273,23 +278,23 @@ class SGLangEngine:
             stream.loaded(version, recomputed=recomputes)
 
     async def _update(self, path: Path, version: int) -> None:
-        verdict = await self._server.ask(
+        answer = await self._server.ask(
             "update_weights_from_disk",
-            wire.Verdict,
+            wire.UpdateAnswer,
             model_path=str(path),
             load_format="auto",  # servers that we launch begin with random weights, which is another format
             weight_version=str(version),
             flush_cache=False,  # requests of another version have another `extra_key`
         )
-        if not verdict.success:
-            raise ValueError(f"version {version} in {path}: {verdict.message}")
+        if not answer.success:
+            raise RefusedError(f"version {version} in {path}: {answer.message}")
 
     async def _flush_cache(self) -> None:
         """Forget the KV cache of retracted requests; refused while the server's last step is under way."""
         try:
             async with asyncio.timeout(self._server.timeout_s):
                 while True:
-                    with suppress(ValueError):
+                    with suppress(RefusedError):
                         return await self._server.post("flush_cache")
                     await asyncio.sleep(FLUSH_AGAIN_S)
         except TimeoutError:
@@ -297,27 +302,28 @@ class SGLangEngine:
 
     async def checksum(self) -> str:
         """See `InferenceEngine.checksum`: the server hashes its own tensors, one hash for each GPU."""
-        answer = await self._server.ask("weights_checker", wire.Checksums, action="checksum")
+        answer = await self._server.ask("weights_checker", wire.WeightsChecksums, action="checksum")
         return "-".join(rank.per_gpu_checksum for rank in answer.ranks)
 
     # ---- state
 
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`: requests as known here, the KV cache and what runs as last heard."""
+        self._server.raise_if_lost()
         submitted = sum(stream.submitted for stream in self._streams)
-        running = min(submitted, self._load.num_running_reqs)
-        used = self._load.num_used_tokens if submitted else 0
+        running = min(submitted, self._use.num_running_reqs)
+        used = self._use.num_used_tokens if submitted else 0
         return EngineStatus(
             running=running,
             waiting=len(self._streams) - running,
             kv_used=used,
-            kv_capacity=self._load.max_total_num_tokens,
+            kv_capacity=self._use.max_total_num_tokens,
             version=self._version,
         )
 
     async def watch(self) -> None:
         """See `InferenceEngine.watch`."""
-        tasks = [asyncio.create_task(self._watch_load()), asyncio.create_task(self._server.ended.wait())]
+        tasks = [asyncio.create_task(self._watch_use()), asyncio.create_task(self._server.ended.wait())]
         if self._watch_server is not None:
             tasks.append(asyncio.ensure_future(self._watch_server()))  # type: ignore[arg-type]
         try:
@@ -330,8 +336,8 @@ class SGLangEngine:
                 task.cancel()
         raise self._server.lose("its process ended")
 
-    async def _watch_load(self) -> None:
-        """Look at the load while there are requests, and for a server that sends nothing any more."""
+    async def _watch_use(self) -> None:
+        """Look at the use while there are requests, and for a server that sends nothing any more."""
         while True:
             await asyncio.sleep(POLL_S)
             if self._server_paused or not any(stream.submitted for stream in self._streams):
@@ -339,15 +345,15 @@ class SGLangEngine:
             elif self._server.silent_s > self._server.timeout_s:
                 self._server.lose(f"sent no token for {self._server.silent_s:.0f} s while requests run")
             else:
-                await self._poll_load()
+                await self._poll_use()
 
-    async def _poll_load(self) -> None:
-        loads = (await self._server.get("v1/loads?include=core", wire.Loads)).loads
-        self._load = wire.RankLoad(
-            sum(load.num_running_reqs for load in loads),
-            sum(load.num_waiting_reqs for load in loads),
-            sum(load.num_used_tokens for load in loads),
-            sum(load.max_total_num_tokens for load in loads),
+    async def _poll_use(self) -> None:
+        ranks = (await self._server.get("v1/loads?include=core", wire.RankUses)).loads
+        self._use = wire.RankUse(
+            sum(rank.num_running_reqs for rank in ranks),
+            sum(rank.num_waiting_reqs for rank in ranks),
+            sum(rank.num_used_tokens for rank in ranks),
+            sum(rank.max_total_num_tokens for rank in ranks),
         )
 
     def _in_background(self, work: Coroutine[object, object, None]) -> None:

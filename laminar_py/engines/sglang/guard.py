@@ -37,7 +37,7 @@ LEFT_BEHIND = re.compile(r"/dev/shm/sglang_loads_\w+\.shm")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run, e.g. `Order(["python", "-m", "sglang.launch_server"], {"api-key": "..."})`."""
+    """Command to run, e.g. `Order(["python", "-m", "sglang.launch_server"], {"api-key": "..."})`."""
 
     command: list[str]
     config: dict[str, str]  # flags that no other user of the machine may see; they go through a private file

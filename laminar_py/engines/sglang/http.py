@@ -1,4 +1,4 @@
-"""One SGLang server over HTTP: calls, streams of chunks, and the moment it is lost. Called by `engines.sglang`.
+"""Connection to one SGLang server over HTTP: calls, streams of chunks, and the loss of it. Called by `engine`.
 
 Invariant: once the server is lost every call and stream raises the same `EngineLostError`, those under way too.
 """
@@ -13,14 +13,14 @@ import aiohttp
 import msgspec
 
 from laminar_py.engines.sglang import wire
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.protocols import EngineLostError, RefusedError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Of every request: its body is JSON, if it has one."""
+    """Headers of every request: its body is JSON, if it has one."""
     json = {"Content-Type": "application/json"}
     return {**json, "Authorization": f"Bearer {api_key}"} if api_key else json
 
@@ -51,7 +51,7 @@ class Connection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is of no use any more."""
+        """True once the server is of no use any more."""
         return self._lost is not None
 
     @property
@@ -90,7 +90,7 @@ class Connection:
             raise self._lost
 
     async def post(self, name: str, **body: object) -> None:
-        """Call by POST. `ValueError` if the server refuses it, `EngineLostError` if it fails."""
+        """Call by POST. `RefusedError` if the server refuses it, `EngineLostError` if it fails."""
         await self._call("POST", name, body)
 
     async def ask(self, name: str, answer: type[T], **body: object) -> T:
@@ -114,7 +114,7 @@ class Connection:
             except TimeoutError:
                 raise self.lose(f"no answer to {name} in {self.timeout_s:g} s") from None
         if 400 <= status < 500:
-            raise ValueError(f"{name} was refused with {status}: {_excerpt(data)}")
+            raise RefusedError(f"{name} was refused with {status}: {_excerpt(data)}")
         if status != 200:
             raise self.lose(f"answered {status} to {name}: {_excerpt(data)}")
         return data
@@ -125,8 +125,8 @@ class Connection:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self.lose(f"answered nonsense to {name} ({error}): {_excerpt(data)}") from None
 
-    async def chunks(self, rid: str, body: dict[str, object]) -> AsyncIterator[wire.Chunk]:
-        """The chunks of one `/generate` to its end. `ValueError` if the server refuses it.
+    async def chunks(self, rid: str, body: dict[str, object]) -> AsyncIterator[wire.StreamEvent]:
+        """The chunks of one `/generate` to its end. `RefusedError` if the server refuses it.
 
         Raises `CutOffError` if they break off: the server is gone, or has failed over this one alone.
         """
@@ -174,9 +174,9 @@ class Connection:
             raise
 
     def fault(self, rid: str, code: int | str | None, message: str) -> Exception:
-        """What a refused request raises: it is the request's fault, or the server is lost."""
+        """Error of a refused request: the fault is the request's, or the server is lost."""
         if code in (400, "400"):
-            return ValueError(f"rid={rid}: the server refuses it: {message}")
+            return RefusedError(f"rid={rid}: the server refuses it: {message}")
         return self.lose(f"answered {code} to {rid}: {message}")
 
 

@@ -1,6 +1,6 @@
 """Launches and owns the SGLang server of one replica. Called by the replica's process, tests and benchmarks.
 
-Invariant: the server lives no longer than its owner. A guard (`sglang_guard.py`) stands between the two and ends
+Invariant: the server lives no longer than its owner. A guard (`guard.py`) stands between the two and ends
 everything that the server started, also when the owner is killed. A restart is `stop` and another `SGLangServer`.
 """
 
@@ -70,7 +70,7 @@ _STAMP = re.compile(r"^\[[^\]]*\]\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """One server to launch, e.g. `ServerSpec(python, model_dir, log, device=Device.CPU, dtype="float32", ...)`.
+    """Server to launch, e.g. `ServerSpec(python, model_dir, log, device=Device.CPU, dtype="float32", ...)`.
 
     Only the model's `config.json` is read: weights come by `/update_weights_from_disk` before any prompt. With
     `lora` it begins with the weights in the folder, the base of the adapters that come.
@@ -102,7 +102,7 @@ class ServerSpec:
             raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
 
     def command(self, port: int) -> list[str]:
-        """What runs it, without the key."""
+        """Command that runs it, without the key."""
         flags: dict[str, Flag] = {
             "model-path": str(self.model_dir),
             "load-format": "dummy",
@@ -161,7 +161,7 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        """Where it answers, once it has started."""
+        """Address at which it answers, once it has started."""
         assert self._port, "not started"
         return f"http://127.0.0.1:{self._port}"
 
@@ -248,7 +248,7 @@ class SGLangServer:
                 await asyncio.sleep(LOOK_S)
 
     def _listens(self) -> bool:
-        """Whether it is a process of ours that has the port, since a stranger must not get the key."""
+        """True where a process of ours has the port, since a stranger must not get the key."""
         with suppress(psutil.Error):  # it has ended
             for process in psutil.Process(self.pid).children(recursive=True):
                 for end in process.net_connections("tcp"):
@@ -303,8 +303,8 @@ def _free_port() -> int:
     above = int(EPHEMERAL_PORTS.read_text().split()[0])
     ports = range(max(1024, above - NUM_PORTS), above) or range(1024, 1024 + NUM_PORTS)
     for port in secrets.SystemRandom().sample(ports, len(ports)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
             return port
     raise EngineLostError(
         f"no port from {ports.start} to {ports.stop} is free for an SGLang server; end what has them"

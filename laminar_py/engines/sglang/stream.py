@@ -1,4 +1,4 @@
-"""One request on an SGLang server: what is asked, and how the server's chunks become deltas. Pure.
+"""A request on an SGLang server: what is asked, and how the server's chunks become deltas. Pure.
 
 Owned by `engines.sglang`. Tokens, log-probabilities and versions are the server's words; a chunk that does not
 fit what came before is a `WireError`.
@@ -26,7 +26,7 @@ _NEUTRAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is served and how it is asked for."""
+    """Facts of a server that every request to it depends on."""
 
     vocab: int
     max_len: int
@@ -51,7 +51,7 @@ class Stream:
 
     @property
     def submitted(self) -> bool:
-        """Whether the server may have it."""
+        """True where the server may have it."""
         return bool(self.kv_versions)
 
     def submit(self, version: int, *, cache: str, adapter: str | None = None) -> dict[str, object]:
@@ -88,7 +88,7 @@ class Stream:
         """New weights came under it during a pause; its KV cache is computed again, or stays."""
         self.kv_versions[version] = version if recomputed else min(self.kv_versions.values())
 
-    def delta(self, chunk: wire.Chunk, meta: wire.Meta) -> Delta:
+    def delta(self, chunk: wire.StreamEvent, meta: wire.Meta) -> Delta:
         """The new tokens of a chunk that has no fault."""
         ids, logprobs = wire.tokens(chunk, meta, received=self.length)
         self.length += len(ids)
@@ -117,7 +117,7 @@ class Stream:
         return msgspec.structs.replace(delta, finish_reason=reason)
 
     def _version(self, meta: wire.Meta) -> int:
-        """Of new tokens: that of its adapter, whatever base that is on, or what the server says."""
+        """Version of new tokens: that of its adapter, whatever base that is on, or what the server says."""
         return wire.version(meta.weight_version) if self.adapter is None else min(self.kv_versions)
 
     def _restamped(self, delta: Delta, spans: list[Span]) -> Delta:

@@ -1,4 +1,4 @@
-"""What SGLang says on the wire, as typed records: server-sent events, chunks of a stream, load. Pure.
+"""Typed records of what SGLang says on the wire: server-sent events, chunks of a stream, use. Pure.
 
 Called by `engines.sglang`. Fields that nobody uses are skipped while decoding. Whatever does not fit raises
 `WireError`, so that nonsense never becomes tokens.
@@ -41,7 +41,7 @@ class WireFinish(msgspec.Struct):
 
 
 class Meta(msgspec.Struct, kw_only=True):
-    """What a chunk says beside its tokens."""
+    """Facts of a chunk beside its tokens."""
 
     weight_version: str
     finish_reason: WireFinish | None = None
@@ -60,16 +60,16 @@ class WireFault(msgspec.Struct):
     code: int | str | None = None
 
 
-class Chunk(msgspec.Struct):
-    """One event of a stream: new tokens (all so far, from a server that streams cumulatively), or a fault."""
+class StreamEvent(msgspec.Struct):
+    """Event of a stream: new tokens (all so far, from a server that streams cumulatively), or a fault."""
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
     error: WireFault | None = None
 
 
-class RankLoad(msgspec.Struct):
-    """One data-parallel rank's requests and KV cache, the latter in tokens."""
+class RankUse(msgspec.Struct):
+    """Use of a data-parallel rank: requests, and KV cache in tokens."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -77,32 +77,32 @@ class RankLoad(msgspec.Struct):
     max_total_num_tokens: int
 
 
-class Loads(msgspec.Struct):
+class RankUses(msgspec.Struct):
     """The answer of `/v1/loads`."""
 
-    loads: list[RankLoad]
+    loads: list[RankUse]
 
 
 class RankChecksum(msgspec.Struct):
-    """One GPU's weights."""
+    """Hash of the weights on one GPU."""
 
     per_gpu_checksum: str
 
 
-class Checksums(msgspec.Struct):
+class WeightsChecksums(msgspec.Struct):
     """The answer of `/weights_checker`."""
 
     ranks: list[RankChecksum]
 
 
-class Verdict(msgspec.Struct):
+class UpdateAnswer(msgspec.Struct):
     """The answer of a weight update."""
 
     success: bool
     message: str = ""
 
 
-_decode_chunk = msgspec.json.Decoder(Chunk).decode
+_decode_chunk = msgspec.json.Decoder(StreamEvent).decode
 
 
 class EventSplitter:
@@ -132,7 +132,7 @@ class EventSplitter:
                 yield payload
 
 
-def decode_chunk(payload: bytes) -> Chunk:
+def decode_chunk(payload: bytes) -> StreamEvent:
     """A checked chunk; `WireError` if it is none."""
     try:
         chunk = _decode_chunk(payload)
@@ -141,7 +141,7 @@ def decode_chunk(payload: bytes) -> Chunk:
     return chunk
 
 
-def tokens(chunk: Chunk, meta: Meta, *, received: int) -> tuple[IntArray, FloatArray]:
+def tokens(chunk: StreamEvent, meta: Meta, *, received: int) -> tuple[IntArray, FloatArray]:
     """New ids and log-probabilities [n] of a stream of which `received` tokens came before.
 
     Only `completion_tokens` says how many are new: a chunk may bring all tokens so far, and the abort of a

@@ -57,10 +57,10 @@ ADVANTAGES: dict[Advantage, GroupAdvantage] = {
 
 
 def group_advantages(kind: Advantage) -> Callable[[Sequence[float]], tuple[FloatArray, float]]:
-    """Of the K >= 2 rewards of one prompt [K]: their advantages [K], and what a unit of reward is in them.
+    """Function from the K >= 2 rewards of one prompt [K] to advantages [K], and what a unit of reward is in them.
 
     Rewards are those of whole responses; where each token has its own, the advantage of token t is that of its
-    response less `scale * sum_{s < t} r_s`: the return from there on against the same baseline (`repack.packer`).
+    response less `scale * sum_{s < t} r_s`: the return from there on against the same baseline (`packing.packer`).
     """
 
     def advantages(rewards: Sequence[float]) -> tuple[FloatArray, float]:
@@ -72,7 +72,7 @@ def group_advantages(kind: Advantage) -> Callable[[Sequence[float]], tuple[Float
 
 
 def overlong_cost(cap: int, buffer: int | None) -> Callable[[int], float]:
-    """Of a response's length: 0 up to `cap - buffer` tokens, 1 at `cap`, linear between; 0 without a buffer.
+    """Cost of a response's length: 0 up to `cap - buffer` tokens, 1 at `cap`, linear between; 0 without a buffer.
 
     With a cap of 100 and a buffer of 20 a response of 90 tokens loses 0.5. One that is cut says little about its
     answer, and one that ends shortly before is not as welcome as one that ends early.

@@ -1,6 +1,6 @@
 """Weights for tokens that another policy drew than the one the trust region is around. Pure; called by `loss`.
 
-All take `Terms` and give [N] factors on the objective, without gradient; c = exp(x - b) is the ratio of the
+Each takes `Terms` and gives [N] factors on the objective, without gradient; c = exp(x - b) is the ratio of the
 proximal to the behaviour policy: not 1 by staleness, and by what engine and learner compute differently.
 """
 

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from the tokens that were drawn. Pure; called by `loss`.
 
-All take the log-probabilities [T] of the policy (new) and of the reference, and give [T] in nats. On tokens that
-the policy drew, k1 and k3 have the divergence as their mean, and k2 has its gradient.
+Each takes the log-probabilities [T] of the policy (new) and of the reference, and gives [T] in nats. On tokens
+that the policy drew, k1 and k3 have the divergence as their mean, and k2 has its gradient.
 Schulman, "Approximating KL divergence", 2020; gradients: Tang and Munos 2025.
 """
 

@@ -10,19 +10,22 @@ from torch import Tensor
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Proximal
 from laminar_py.learner.losses.corrections import CORRECTIONS
 from laminar_py.learner.losses.divergence import ESTIMATORS, k1
-from laminar_py.learner.losses.objectives import OBJECTIVES, Terms
+from laminar_py.learner.losses.objectives import Terms, objective_of
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 
 
 def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """`-sum_t w_t (c_t J_t - kl_coef k_t)` with objective J, correction c and divergence k from the reference.
 
-    A scalar with a gradient to `terms.logprobs`. k1 is part of the advantages instead, see `regularised`.
+    A scalar with a gradient to `terms.logprobs`. k1 is part of the advantages instead, see `regularised`. Raises
+    `ConfigError` as `objective_of` does.
     """
-    objective = OBJECTIVES[settings.objective](terms, settings)
+    objective = objective_of(terms, settings)
     correction = CORRECTIONS[settings.correction](terms, settings)
     total = correction * objective
-    if terms.reference is not None and settings.kl_coef > 0 and settings.kl_estimator is not Divergence.K1:
-        total = total - settings.kl_coef * ESTIMATORS[settings.kl_estimator](terms.logprobs, terms.reference)
+    if settings.kl_coef > 0 and settings.kl_estimator is not Divergence.K1:
+        divergence = ESTIMATORS[settings.kl_estimator](terms.logprobs, terms.columns[REFERENCE_LOGPROBS])
+        total = total - settings.kl_coef * divergence
     return -(terms.weights * total).sum()
 
 

@@ -1,37 +1,37 @@
 """Policy objectives: what each token adds to the sum that the learner maximises. Pure; called by `loss`.
 
-All take `Terms` of one microbatch and give [N]. With lp the new log-probability, x the proximal one (see
-`algorithm.Proximal`), r = exp(lp - x) and A the advantage of a token. What other policies drew is corrected for
-by `corrections`, how tokens are averaged is in the loss weights.
+Each takes `Terms` of one microbatch and gives [N]. With lp the new log-probability, x the proximal one (see
+`config.algorithm.Proximal`), r = exp(lp - x) and A the advantage of a token. What other policies drew is
+corrected for by `corrections`, how tokens are averaged is in the loss weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from laminar_py.config.algorithm import AlgorithmConfig, Objective
+from laminar_py.config.algorithm import ALGORITHMS, AlgorithmConfig, Objective
+from laminar_py.config.section import ConfigError
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a loss is made of, for the N trained tokens of S sequences.
-
-    Gradients go to `logprobs`, and to `log_partition` where that is learned.
-    """
+    """Inputs of a loss, for the N trained tokens of S sequences. Gradients go to `logprobs`."""
 
     logprobs: Tensor  # [N] of the policy that is trained
     behaviour: Tensor  # [N] of the policy that drew the token
     proximal: Tensor  # [N] that the trust region is around
     advantages: Tensor  # [N]
     weights: Tensor  # [N] loss weights, above 0
+    staleness: Tensor  # [N] versions between the learner and what made the token
     sequence: Tensor  # [N] int64, the sequence that each token is in
-    num_sequences: int
-    reference: Tensor | None = None  # [N] of the model that the policy is to stay near
-    rewards: Tensor | None = None  # [S], as the next
-    log_partition: Tensor | None = None  # estimate for the prompt of each sequence
+    rewards: Tensor  # [S] of whole responses
+    groups: Tensor  # [S] place of each sequence's group in the step
+    columns: Mapping[str, Tensor]  # by name, each [N]: what the algorithm has declared
+    log_partition: Tensor | None = None  # [S] estimate for the prompt of each sequence
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[N] mean of `values` [N] over the trained tokens of each token's sequence."""
@@ -39,7 +39,7 @@ class Terms:
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[S] sum of `values` [N] over the trained tokens of each sequence."""
-        return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values)
+        return values.new_zeros(len(self.rewards)).index_add(0, self.sequence, values)
 
 
 def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
@@ -98,9 +98,8 @@ def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
 
 def imbalance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     """d of each sequence, [S]; see `balance`."""
-    assert terms.reference is not None, "trajectory balance needs a reference model"
-    assert terms.rewards is not None, "trajectory balance needs rewards"
-    return terms.sequence_sum(terms.logprobs - terms.reference) - terms.rewards / settings.beta
+    reference = terms.columns[REFERENCE_LOGPROBS]
+    return terms.sequence_sum(terms.logprobs - reference) - terms.rewards / settings.beta
 
 
 def clipped_ratio(terms: Terms, settings: AlgorithmConfig) -> Tensor:
@@ -116,3 +115,26 @@ OBJECTIVES: dict[Objective, PolicyObjective] = {
     Objective.WEIGHTED: weighted,
     Objective.BALANCE: balance,
 }
+
+
+def objective_of(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+    """[N] of the algorithm's own objective, or of the built-in one that its settings name.
+
+    Raises `ConfigError` if an algorithm's own objective fails, or gives anything else.
+    """
+    own = ALGORITHMS.get(settings.name).objective
+    if own is None:
+        return OBJECTIVES[settings.objective](terms, settings)
+    try:
+        found: object = own(terms, settings)
+    except Exception as error:  # a package of somebody else's may raise anything
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"algorithm.name={settings.name}: its objective raised {line}; mend that package"
+        ) from error
+    if not isinstance(found, Tensor) or found.shape != terms.logprobs.shape:
+        raise ConfigError(
+            f"algorithm.name={settings.name}: its objective gives no tensor of {len(terms.logprobs)} numbers;"
+            " return one for each trained token"
+        )
+    return found

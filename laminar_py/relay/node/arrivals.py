@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from enum import Enum
 
 from laminar_py.relay.node.downlink import Downlink
-from laminar_py.relay.node.intake import BrokenVersionError, Intake, Verdict, window_of
+from laminar_py.relay.node.intake import BrokenVersionError, ChunkOutcome, Intake, window_of
 from laminar_py.relay.store.digests import version_digest
 from laminar_py.relay.store.version import NoRoomError, StoredVersion
 from laminar_py.relay.store.versions import Store
@@ -21,7 +21,7 @@ MOST_DOUBLINGS = 10  # of the pause before what failed is tried again: an hour a
 
 
 class Answer(Enum):
-    """What a node does about an announced version."""
+    """Answer of a node to an announced version."""
 
     BEGIN = "begin"
     GO_ON = "go on"  # it arrives here: what is missing is asked for anew
@@ -38,7 +38,7 @@ def answer(
     wanted: bool,
     overtook: int | None,
 ) -> Answer:
-    """What to do about a version, given those that are `complete` and `arriving`.
+    """Decide about a version, given those that are `complete` and `arriving`.
 
     `waiting`: one that comes later. `wanted`: somebody below asked for this one by number. `overtook`: the one for
     which another was abandoned.
@@ -55,7 +55,7 @@ def answer(
 
 
 class Arrivals:
-    """All intakes of a node, by version.
+    """Versions that arrive at one node.
 
     `tell` speaks to the parent, `is_wanted` is asked of a version number, `finished` gets what is complete and
     verified, `discard` the folder of what will not come, `give_up` a version and why it cannot be had.
@@ -107,7 +107,7 @@ class Arrivals:
         return {intake.stored.base for intake in self._intakes.values() if intake.stored.base is not None}
 
     def find(self, version: int) -> StoredVersion | None:
-        """One that arrives."""
+        """The version, if it arrives."""
         return self._intakes[version].stored if version in self._intakes else None
 
     def greet(self) -> None:
@@ -127,7 +127,7 @@ class Arrivals:
                 self._tell(fetch)
 
     def gave_up(self, version: int) -> None:
-        """It cannot be had here now; perhaps later, when there is room again."""
+        """Note that a version cannot be had here now; perhaps later, when there is room again."""
         if version >= self._given_up:
             self._failures = self._failures + 1 if version == self._given_up else 1
             self._given_up = version
@@ -217,15 +217,15 @@ class Arrivals:
             raise BrokenVersionError(f"version {manifest.version}: two of its files have one name")
         if manifest.chunk_bytes > self._chunk_bytes:
             raise BrokenVersionError(
-                f"relay.chunk_bytes={self._chunk_bytes} is below the {manifest.chunk_bytes} that version"
-                f" {manifest.version} was cut with; set the same for the publisher and all nodes"
+                f"version {manifest.version} was cut into chunks of {manifest.chunk_bytes} bytes, above the"
+                f" {self._chunk_bytes} of this node; start the publisher and all nodes with the same"
             )
 
     def _take(self, intake: Intake, chunk: m.Chunk) -> None:
-        verdict = intake.accept(chunk, keep_delta=self._downlink.has_children)
-        if verdict is Verdict.DAMAGED:
+        outcome = intake.accept(chunk, keep_delta=self._downlink.has_children)
+        if outcome is ChunkOutcome.DAMAGED:
             self._tell(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
-        if verdict is not Verdict.WRITTEN:
+        if outcome is not ChunkOutcome.WRITTEN:
             return
         self._downlink.forward(intake.stored, chunk.file, chunk.index)
         if intake.stored.has_file(chunk.file):

@@ -1,4 +1,4 @@
-"""Where a node serves the subscribers of its host: who listens, who waits for which version, who holds one.
+"""Desk at which a node serves its host's subscribers: who listens, who waits for a version, who holds one.
 
 Used by the node alone. Invariant: a version is pinned before its subscriber learns of it, so retention cannot
 take it away in between.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from laminar_py.relay.store.version import NoRoomError
 from laminar_py.relay.store.versions import Store
-from laminar_py.relay.wire.messages import Downward, Failed, Newest, Pull, Pulled, Refused, Release
+from laminar_py.relay.wire.messages import Downward, Failed, Granted, Newest, Pull, Refused, Release
 
 Send = Callable[[bytes, Downward], bool]  # (connection, record) -> False if the connection is gone
 
@@ -25,7 +25,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Answered:
     """The version that a pull was answered with; None once it was released."""
 
     id: int
@@ -49,7 +49,7 @@ class Desk:
         self._waiting: dict[str, _Waiting] = {}  # by name of the subscriber
         self._sessions: dict[str, list[int]] = {}  # by name, in the order of their coming
         self._last: dict[str, int] = {}  # by name, id of the last pull of the newest session
-        self._given: dict[str, _Given] = {}  # by name, the last answer of that session
+        self._given: dict[str, _Answered] = {}  # by name, the last answer of that session
         self._failed: Failed | None = None  # why there is not even a first version
 
     def awaited(self) -> set[int]:
@@ -71,7 +71,7 @@ class Desk:
         given = self._given.get(pull.name)
         if given is not None and given.id == pull.id:  # asked again before it had read the answer
             if given.version is not None:
-                self._tell(sender, self._pulled_answer(pull.id, given.version))
+                self._tell(sender, self._granted(pull.id, given.version))
             return True
         before = self._waiting.get(pull.name)
         since = before.since if before is not None and before.pull == pull else self._now()
@@ -87,7 +87,7 @@ class Desk:
         session = self._sessions.get(release.name, [release.session])[-1]
         if session == release.session and (given is None or given.id == release.id):
             self._store.unpin(release.name)
-            self._given[release.name] = _Given(release.id, None)
+            self._given[release.name] = _Answered(release.id, None)
 
     def completed(self, version: int) -> None:
         """A version is complete here: answer whoever waits for it, and tell all if it is the newest."""
@@ -105,7 +105,7 @@ class Desk:
                 self._refuse(name, lost=True, reason=f"version {version} is on no relay any more")
 
     def failed(self, failed: Failed) -> None:
-        """This node cannot hold the version: answer who asked for it or, if there is no other, for any."""
+        """Answer who asked for a version that this node cannot hold or, if there is no other, for any."""
         first = not self._store.complete
         for name, waiting in list(self._waiting.items()):
             if waiting.pull.version == failed.version or (first and waiting.pull.version is None):
@@ -116,7 +116,7 @@ class Desk:
                 self._tell(sender, failed)
 
     def _is_stale(self, pull: Pull) -> bool:
-        """Whether it came late, over a connection that broke: what was pulled since is held now."""
+        """True if it came late, over a connection that broke: what was pulled since is held now."""
         sessions = self._sessions.setdefault(pull.name, [])
         if pull.session not in sessions:
             sessions[:] = [*sessions[-SESSIONS_KNOWN:], pull.session]
@@ -138,14 +138,14 @@ class Desk:
             self._refuse(pull.name, lost=False, reason=str(error))
             return True
         del self._waiting[pull.name]
-        self._given[pull.name] = _Given(pull.id, version)
+        self._given[pull.name] = _Answered(pull.id, version)
         self._pulled(pull.name, version, self._now() - waiting.since)
-        self._tell(waiting.sender, self._pulled_answer(pull.id, version))
+        self._tell(waiting.sender, self._granted(pull.id, version))
         return True
 
-    def _pulled_answer(self, id: int, version: int) -> Pulled:
+    def _granted(self, id: int, version: int) -> Granted:
         stored = self._store.complete[version]  # it is pinned
-        return Pulled(id, version, str(stored.folder), stored.manifest.digest)
+        return Granted(id, version, str(stored.folder), stored.manifest.digest)
 
     def _refuse(self, name: str, *, lost: bool, reason: str) -> None:
         waiting = self._waiting.pop(name)

@@ -1,4 +1,4 @@
-"""What a node owes those below: its children, the versions they want, and the chunks promised to them.
+"""Debts of a node to those below: its children, the versions they want, and the chunks promised to them.
 
 Used by the node alone. Invariant: nothing is kept for a connection that was found gone, and a promise ends with
 its chunk's arrival or with its version. Chunks keep to a pace, each in its turn; all other records go at once.
@@ -7,7 +7,7 @@ its chunk's arrival or with its version. Chunks keep to a pace, each in its turn
 import asyncio
 from collections import defaultdict
 
-from laminar_py.relay.node.pace import Line, Owed, Pace
+from laminar_py.relay.node.pace import ChunkQueue, Owed, Pace
 from laminar_py.relay.store.version import StoredVersion
 from laminar_py.relay.wire.messages import Announce, Downward
 from laminar_py.relay.wire.transport import Listener
@@ -19,8 +19,8 @@ class Downlink:
     def __init__(self, pace: Pace) -> None:
         self.listener: Listener | None = None
         self._pace = pace
-        self._line = Line()
-        self._in_line = asyncio.Event()  # set while anything waits there
+        self._queue = ChunkQueue()
+        self._queued = asyncio.Event()  # set while anything waits there
         self._children: set[bytes] = set()
         self._holds: defaultdict[int, set[bytes]] = defaultdict(set)  # version -> children that want it
         # (version, file, chunk) -> children it goes to on arrival, with the base that they have; bounded by their
@@ -34,7 +34,7 @@ class Downlink:
 
     @property
     def has_children(self) -> bool:
-        """Whether a node takes this one for its parent."""
+        """True if a node takes this one for its parent."""
         return bool(self._children)
 
     def attach(self, child: bytes) -> None:
@@ -48,7 +48,7 @@ class Downlink:
 
     def release(self, child: bytes, version: int) -> None:
         """A child has it, or needs it no longer."""
-        self._line.drop(version, child)
+        self._queue.drop(version, child)
         holders = self._holds.get(version, set())
         holders.discard(child)
         if not holders:
@@ -76,17 +76,17 @@ class Downlink:
     async def keep_pace(self) -> None:
         """Send what waits for its turn, until cancelled."""
         while True:
-            await self._in_line.wait()
+            await self._queued.wait()
             await asyncio.sleep(self._pace.wait_s)
-            while self._line and not self._pace.wait_s:
-                self._send_chunk(*self._line.take())
-            if not self._line:
-                self._in_line.clear()
+            while self._queue and not self._pace.wait_s:
+                self._send_chunk(*self._queue.take())
+            if not self._queue:
+                self._queued.clear()
 
     def _give(self, child: bytes, owed: Owed) -> None:
-        if self._line or self._pace.wait_s:
-            self._line.put(child, owed)
-            self._in_line.set()
+        if self._queue or self._pace.wait_s:
+            self._queue.put(child, owed)
+            self._queued.set()
         else:
             self._send_chunk(child, owed)
 
@@ -101,7 +101,7 @@ class Downlink:
 
     def forget(self, version: int) -> None:
         """The version is given up here: drop its promises."""
-        self._line.drop(version)
+        self._queue.drop(version)
         for key in [key for key in self._promised if key[0] == version]:
             del self._promised[key]
 
@@ -111,13 +111,13 @@ class Downlink:
         if self.listener.send(to, message):
             return True
         self._children.discard(to)
-        self._line.leave(to)
+        self._queue.leave(to)
         for version in self.held:
             self.release(to, version)
         return False
 
-    def probe(self, message: Downward) -> None:
-        """Say something to all who hold a version, so that those are found that are gone."""
+    def greet_holders(self, message: Downward) -> None:
+        """Say something to all who hold a version, so that connections which are gone are found."""
         self._tell(message, set().union(*self._holds.values()))
 
     def _tell(self, message: Downward, children: set[bytes]) -> None:

@@ -27,8 +27,8 @@ def window_of(chunk_bytes: int) -> int:
     return min(MAX_WINDOW, max(MIN_WINDOW, _WINDOW_BYTES // chunk_bytes))
 
 
-class Verdict(Enum):
-    """What became of a chunk."""
+class ChunkOutcome(Enum):
+    """Fate of a chunk that came."""
 
     WRITTEN = "written"
     DAMAGED = "damaged"  # ask for it again
@@ -40,7 +40,7 @@ class BrokenVersionError(Exception):
 
 
 class Intake:
-    """One arriving version, e.g. `Intake(store.begin(manifest), window=8, now=time.monotonic)`.
+    """An arriving version, e.g. `Intake(store.begin(manifest), window=8, now=time.monotonic)`.
 
     With `base`, a complete version of the same layout, chunks may come as deltas against it.
     """
@@ -74,7 +74,7 @@ class Intake:
 
     @property
     def verified(self) -> bool:
-        """Whether every file has its digest."""
+        """True if every file has its digest."""
         return self._num_verified == len(self.stored.manifest.files)
 
     def overdue(self) -> list[Fetch]:
@@ -87,7 +87,7 @@ class Intake:
         return self._fetches(late)
 
     def restart(self) -> None:
-        """What was asked for will not come (a new parent): begin again at the first missing chunk."""
+        """Begin again at the first missing chunk: what was asked for will not come (a new parent)."""
         self._asked.clear()
         self._unasked = self.stored.missing()
 
@@ -111,18 +111,18 @@ class Intake:
             for file, first, count in runs
         ]
 
-    def accept(self, chunk: Chunk, *, keep_delta: bool) -> Verdict:
+    def accept(self, chunk: Chunk, *, keep_delta: bool) -> ChunkOutcome:
         """Check and store a chunk; `keep_delta` to pass it on as it came.
 
         Raises `NoRoomError`, or `BrokenVersionError` at the last damaged copy.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         if not stored.knows(file, index) or stored.has(file, index):
-            return Verdict.USELESS
+            return ChunkOutcome.USELESS
         data = self._content(chunk)
         if data is None or len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
             self._refuse(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
-            return Verdict.DAMAGED
+            return ChunkOutcome.DAMAGED
         try:
             stored.write(msgspec.structs.replace(chunk, data=data, base=None))
         except FileNotFoundError as error:
@@ -132,7 +132,7 @@ class Intake:
         self.wire_bytes += len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self._asked.pop((file, index), None)
-        return Verdict.WRITTEN
+        return ChunkOutcome.WRITTEN
 
     def _content(self, chunk: Chunk) -> memoryview | None:
         """The piece itself; None for a delta that makes none."""

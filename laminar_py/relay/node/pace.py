@@ -47,8 +47,8 @@ class Owed:
 Place: TypeAlias = tuple[int, int, int]  # version, file, chunk
 
 
-class Line:
-    """What waits to be sent: one chunk of each child in turn, of one child as it asked.
+class ChunkQueue:
+    """Chunks that wait to be sent: one of each child in turn, of one child as it asked.
 
     Bounded by the children's windows: a chunk that is asked for again keeps its place.
     """
@@ -74,7 +74,7 @@ class Line:
         return child, owed
 
     def drop(self, version: int, child: bytes | None = None) -> None:
-        """This version's chunks are wanted no more, by one child or by all."""
+        """Forget chunks of a version that is wanted no more, by one child or by all."""
         for one in list(self._waiting) if child is None else self._waiting.keys() & {child}:
             left = {place: owed for place, owed in self._waiting[one].items() if place[0] != version}
             if left:

@@ -1,4 +1,4 @@
-"""Which parent a node follows: the nearest that is there, else the next, after the last the first again.
+"""The parent that a node follows: the nearest that is there, else the next, after the last the first again.
 
 Used by the node and the subscriber. Invariant: at most one link is open, and whoever is at its other end has been
 greeted since it came up, so a parent that died and came back is treated as a new one.
@@ -7,10 +7,11 @@ greeted since it came up, so a parent that died and came back is treated as a ne
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
-from laminar_py.relay.wire.messages import ParentLost, RelayEvent, ToChild, Upward
+from laminar_py.relay.wire.messages import ToChild, Upward
 from laminar_py.relay.wire.transport import CONTROL_BYTES, Link, LinkState, Wire
 
 log = logging.getLogger(__name__)
@@ -26,40 +27,55 @@ class _Farewell(Enum):
     HOME = "home"  # the nearest may be back
 
 
-class Uplink:
-    """The way up from one node.
+class Follower(Protocol):
+    """A party that follows parents: a node, or a subscriber."""
 
-    `greet` is called whenever a parent is there, `remind` every `timeout_s` from then on, `handle` with all that
-    it sends; `handle` returns False if this parent is of no use and the next one should be tried. A parent that is
-    silent for `timeout_s` is left; a connection that breaks, after less. After `visit_s` with another than the
-    nearest it looks for that, while `is_idle`.
+    @property
+    def is_idle(self) -> bool:
+        """True while another parent may be looked for."""
+        ...
+
+    def greet(self) -> None:
+        """Called whenever a parent is there."""
+        ...
+
+    def remind(self) -> None:
+        """Called every `timeout_s` from then on."""
+        ...
+
+    def handle(self, message: ToChild) -> bool:
+        """Called with all that the parent sends; False if it is of no use and the next one should be tried."""
+        ...
+
+    def left_parent(self, old: str, new: str) -> None:
+        """Called with the endpoints of the parent that is left and of the next."""
+        ...
+
+
+class Uplink:
+    """The way up from `follower`.
+
+    A parent that is silent for `timeout_s` is left; a connection that breaks, after less. After `visit_s` with
+    another than the nearest an idle follower looks for that.
     """
 
     def __init__(
         self,
         name: str,
         parents: Sequence[str],
+        follower: Follower,
         *,
         wire: Wire,
         timeout_s: float,
         chunk_bytes: int,
-        emit: Callable[[RelayEvent], None],
-        greet: Callable[[], None],
-        remind: Callable[[], None],
-        handle: Callable[[ToChild], bool],
-        is_idle: Callable[[], bool],
         visit_s: float = VISIT_S,
     ) -> None:
+        self.name = name
         self.parents = tuple(parents)
-        self._name = name
+        self._follower = follower
         self._wire = wire
         self._timeout_s = timeout_s
         self._max_frame_bytes = chunk_bytes + CONTROL_BYTES
-        self._emit = emit
-        self._greet = greet
-        self._remind = remind
-        self._handle = handle
-        self._is_idle = is_idle
         self._visit_s = visit_s
         self.parent = ""  # endpoint of the one that is followed, or was last
         self._link: Link | None = None
@@ -82,8 +98,8 @@ class Uplink:
                 self._link.close()
                 self._link = None
             place = 0 if farewell is _Farewell.HOME else (place + 1) % len(self.parents)
-            log.warning("%s leaves its parent at %s and turns to %s", self._name, endpoint, self.parents[place])
-            self._emit(ParentLost(self._name, endpoint, self.parents[place]))
+            log.warning("%s leaves its parent at %s and turns to %s", self.name, endpoint, self.parents[place])
+            self._follower.left_parent(endpoint, self.parents[place])
 
     async def _follow(self, link: Link, *, visiting: bool) -> _Farewell:
         now = asyncio.get_running_loop().time
@@ -95,7 +111,7 @@ class Uplink:
             match await link.receive(None if until == math.inf else max(0.0, until - now())):
                 case None if now() >= deadline:
                     return _Farewell.LOST
-                case None if now() >= home and self._is_idle():
+                case None if now() >= home and self._follower.is_idle:
                     self._hurries = len(self.parents)
                     return _Farewell.HOME
                 case None if now() >= home:
@@ -110,13 +126,13 @@ class Uplink:
                 case LinkState.UP:
                     deadline, again = math.inf, now() + self._timeout_s
                     self._hurries = 0
-                    self._greet()
+                    self._follower.greet()
                 case message:
-                    if not self._handle(message):
+                    if not self._follower.handle(message):
                         return _Farewell.LOST
             if now() >= again:
                 again = now() + self._timeout_s
-                self._remind()
+                self._follower.remind()
 
     def _patience_s(self) -> float:
         """How long this parent may be away; a lone one, or one of many that are all away, for the whole time."""

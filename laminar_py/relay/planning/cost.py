@@ -1,6 +1,6 @@
 """How long a version takes through a tree, the tree and chunk size that take least, and a store's room. Pure.
 
-Used by the runtime when a run starts and by `laminar relay plan`. The model: a node sends one chunk at a time,
+Used when a run starts and by `laminar relay plan`. The model: a node sends one chunk at a time,
 to its children in turn, each as soon as it has arrived; a send takes `overhead_s + bytes / bytes_per_s`. Then the
 chunks of a version follow each other at the pace of the slowest node above a receiver, and its time is that of its
 first chunk and one such pace for each further chunk: `(p + k - 1)(a + M / (k W))` in a chain of `p` hops. This is
@@ -29,7 +29,7 @@ FANOUTS = (*range(1, 9), ALL)  # that `choose` tries: chain, k-ary trees, star
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What the network gives, e.g. 100 Gb/s a host and 25 between racks: `Links(12.5e9, 2e-4, 3.125e9)`."""
+    """Speed of the network, e.g. 100 Gb/s a host and 25 between racks: `Links(12.5e9, 2e-4, 3.125e9)`."""
 
     bytes_per_s: float  # from a host to another of its zone
     overhead_s: float  # per chunk and hop, whatever its size
@@ -45,8 +45,8 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
-    """A version on its way, e.g. 15 GB as a delta of 1.1 %: `Payload(15 * 10**9, 0.011, 1.5e9, 5e9)`.
+class Broadcast:
+    """A version on its way, e.g. 15 GB as a delta of 1.1 %: `Broadcast(15 * 10**9, 0.011, 1.5e9, 5e9)`.
 
     Its chunks are those of the full version, each shorter on the wire.
     """
@@ -80,17 +80,17 @@ class Route:
     first: Sends  # until its first chunk is there
     paces: frozenset[Sends]  # by every node above it, for each chunk
 
-    def seconds(self, payload: Payload, links: Links, chunk_bytes: int) -> float:
+    def seconds(self, broadcast: Broadcast, links: Links, chunk_bytes: int) -> float:
         """Until its last chunk is there and applied."""
-        size = min(chunk_bytes, payload.num_bytes)
-        num_chunks = -(-payload.num_bytes // size)
-        on_wire, codec_s = size * payload.wire_share, payload.codec_s(size)
+        size = min(chunk_bytes, broadcast.num_bytes)
+        num_chunks = -(-broadcast.num_bytes // size)
+        on_wire, codec_s = size * broadcast.wire_share, broadcast.codec_s(size)
         pace_s = max(*codec_s, *(pace.seconds(links, on_wire) for pace in self.paces))
         return self.first.seconds(links, on_wire) + sum(codec_s) + (num_chunks - 1) * pace_s
 
 
 def routes(tree: Topology, zones: Sequence[str]) -> tuple[Route, ...]:
-    """Those receivers of a tree ([N] zones) of which one is last, on any network; none for a lone root."""
+    """Receivers of a tree ([N] zones) of which one is last, on any network; none for a lone root."""
     firsts, paces = {0: Sends(0, 0)}, {0: frozenset[Sends]()}
     last: dict[frozenset[Sends], dict[int, int]] = {}  # of equal paces: far sends -> near sends, at most
     for node in tree.downward:
@@ -108,7 +108,7 @@ def routes(tree: Topology, zones: Sequence[str]) -> tuple[Route, ...]:
 
 
 def _latest(most: Mapping[int, int]) -> Iterator[Sends]:
-    """Those that no other one exceeds both in far and in near sends."""
+    """Sends that no other exceeds both in far and in near ones."""
     seen = -1
     for far, near in sorted(most.items(), reverse=True):
         if near > seen:
@@ -116,14 +116,14 @@ def _latest(most: Mapping[int, int]) -> Iterator[Sends]:
             seen = near
 
 
-def broadcast_s(ways: Sequence[Route], payload: Payload, links: Links, *, chunk_bytes: int) -> float:
+def broadcast_s(ways: Sequence[Route], broadcast: Broadcast, links: Links, *, chunk_bytes: int) -> float:
     """Seconds until the last receiver has all of a version; 0 if there is none."""
-    return max((way.seconds(payload, links, chunk_bytes) for way in ways), default=0.0)
+    return max((way.seconds(broadcast, links, chunk_bytes) for way in ways), default=0.0)
 
 
-def best_chunk_bytes(ways: Sequence[Route], payload: Payload, links: Links) -> int:
+def best_chunk_bytes(ways: Sequence[Route], broadcast: Broadcast, links: Links) -> int:
     """The smallest of `CHUNK_SIZES` with which a broadcast takes the least time, or hardly more."""
-    took_s = {size: broadcast_s(ways, payload, links, chunk_bytes=size) for size in CHUNK_SIZES}
+    took_s = {size: broadcast_s(ways, broadcast, links, chunk_bytes=size) for size in CHUNK_SIZES}
     limit_s = NEAR_BEST * min(took_s.values())
     return next(size for size in CHUNK_SIZES if took_s[size] <= limit_s)
 
@@ -140,21 +140,21 @@ def versions_at_peak(*, keep_versions: int, num_replicas: int, num_nodes: int = 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `choose` found, e.g. `Choice(Shape(1), chunk_bytes=1048576, seconds=0.31)`."""
+    """Shape and chunk size for a fleet, e.g. `Choice(Shape(1), chunk_bytes=1048576, seconds=0.31)`."""
 
     shape: Shape
     chunk_bytes: int
-    seconds: float  # until the last receiver has a payload
+    seconds: float  # until the last receiver has all
 
 
-def weigh(shape: Shape, zones: Sequence[str], payload: Payload, links: Links) -> Choice:
+def weigh(shape: Shape, zones: Sequence[str], broadcast: Broadcast, links: Links) -> Choice:
     """A shape with its best chunk size over nodes of these zones ([N] labels)."""
     ways = routes(grow(shape, zones), zones)
-    chunk_bytes = best_chunk_bytes(ways, payload, links)
-    return Choice(shape, chunk_bytes, broadcast_s(ways, payload, links, chunk_bytes=chunk_bytes))
+    chunk_bytes = best_chunk_bytes(ways, broadcast, links)
+    return Choice(shape, chunk_bytes, broadcast_s(ways, broadcast, links, chunk_bytes=chunk_bytes))
 
 
-def choose(zones: Sequence[str], payload: Payload, links: Links) -> Choice:
+def choose(zones: Sequence[str], broadcast: Broadcast, links: Links) -> Choice:
     """The shape that takes least time, of equals the one with the least depth.
 
     Tried are chain, trees of fan-out 2 to 8 and star, among zones and within them, and both ways out of a zone.
@@ -166,17 +166,17 @@ def choose(zones: Sequence[str], payload: Payload, links: Links) -> Choice:
         for members, heads, short in product(FANOUTS, FANOUTS[: 1 if one_zone else None], (False, True))
         if not (one_zone and short)
     ]
-    choices = [weigh(shape, zones, payload, links) for shape in shapes]
+    choices = [weigh(shape, zones, broadcast, links) for shape in shapes]
     least = min(choice.seconds for choice in choices)
     equals = [choice for choice in choices if choice.seconds == least]
     return min(equals, key=lambda choice: grow(choice.shape, zones).depth)
 
 
-def settle(kind: TopologyKind, *, fanout: int, zones: Sequence[str], payload: Payload, links: Links) -> Choice:
+def settle(kind: TopologyKind, *, fanout: int, zones: Sequence[str], broadcast: Broadcast, links: Links) -> Choice:
     """The shape of a config: its own, or with `auto` what `choose` finds. Raises `ValueError` as `shape_of` does.
 
     Settle once in a run: over more nodes `grow` makes a longer tree of the same shape.
     """
     if kind is TopologyKind.AUTO:
-        return choose(zones, payload, links)
-    return weigh(shape_of(kind, fanout=fanout), zones, payload, links)
+        return choose(zones, broadcast, links)
+    return weigh(shape_of(kind, fanout=fanout), zones, broadcast, links)

@@ -43,7 +43,7 @@ def _run(tree: Topology, zones: Sequence[str], node: int) -> list[int]:
 
 
 def _rows(tree: Topology, zones: Sequence[str], node: int) -> Iterator[list[int]]:
-    """Its children, those that are leaves of its own zone and follow each other together."""
+    """Children of a node; neighbours that are leaves of its own zone share a row."""
     leaves: list[int] = []
     for child in tree.children(node):
         if not tree.children(child) and zones[child] == zones[node]:

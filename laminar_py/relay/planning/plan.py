@@ -16,8 +16,8 @@ from laminar_py.config.relay import TopologyKind
 from laminar_py.config.section import ConfigError, Count, Section, Share
 from laminar_py.relay.planning.cost import (
     PAGE_BYTES,
+    Broadcast,
     Links,
-    Payload,
     broadcast_s,
     routes,
     settle,
@@ -108,22 +108,22 @@ class TreeSpec(Section):
         return Links(bytes_per_s, self.overhead_us * 1e-6, zone_bytes_per_s)
 
     @property
-    def full(self) -> Payload:
+    def full(self) -> Broadcast:
         """A version as a whole."""
-        return Payload(self.parameters * self.bytes_per_parameter)
+        return Broadcast(self.parameters * self.bytes_per_parameter)
 
     @property
-    def delta(self) -> Payload | None:
+    def delta(self) -> Broadcast | None:
         """A version against the one before."""
         if self.delta_share is None:
             return None
         rates = (self.encode_gbyte_per_s * 1e9, self.apply_gbyte_per_s * 1e9)
-        return Payload(self.full.num_bytes, self.delta_share, *rates)
+        return Broadcast(self.full.num_bytes, self.delta_share, *rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPlan:
-    """What a `TreeSpec` gives, e.g. `make_relay_plan(read_spec(Path("configs/relay/rack.yaml"), []))`."""
+    """The tree of a `TreeSpec`, e.g. `make_relay_plan(read_spec(Path("configs/relay/rack.yaml"), []))`."""
 
     spec: TreeSpec
     zones: tuple[str, ...]  # [N] label of each host
@@ -153,7 +153,7 @@ def make_relay_plan(spec: TreeSpec) -> RelayPlan:
     """Settle shape and chunk size, and predict. Raises `ConfigError` where versions do not fit into memory."""
     zones, links = spec.labels, spec.links
     peak_bytes = _peak_bytes(spec)
-    choice = settle(spec.topology, fanout=spec.fanout, zones=zones, payload=spec.full, links=links)
+    choice = settle(spec.topology, fanout=spec.fanout, zones=zones, broadcast=spec.full, links=links)
     tree = grow(choice.shape, zones)
     ways, chunk_bytes = routes(tree, zones), spec.chunk_bytes or choice.chunk_bytes
     full_s = broadcast_s(ways, spec.full, links, chunk_bytes=chunk_bytes)

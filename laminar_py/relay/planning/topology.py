@@ -1,4 +1,4 @@
-"""Shape of the relay tree: who is whose parent, and whom a replica attaches to. Pure; the runtime calls it.
+"""Shape of the relay tree: who is whose parent, and whom a replica attaches to. Pure.
 
 Invariant: node 0 is the root and every other node is below it. All shapes over the same zones agree on an order
 (zones by their first node, nodes of a zone by number) in which parents come first, so that nodes which were
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from laminar_py.config.relay import TopologyKind
+from laminar_py.config.section import ConfigError
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Topology:
         return self._children[node]
 
     def ancestors(self, node: int) -> tuple[int, ...]:
-        """Its parent and that one's ancestors up to the root: the order in which it looks for a parent."""
+        """The parent and its ancestors up to the root: the order in which a node looks for a parent."""
         path: list[int] = []
         parent = self.parents[node]
         while parent is not None:
@@ -100,7 +101,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if min(self.members, self.heads) < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"relay.fanout={min(self.members, self.heads)}: a node needs room for a child; set at least 1"
             )
 
@@ -119,7 +120,7 @@ def _tell(fanout: int) -> str:
 def shape_of(kind: TopologyKind, *, fanout: int) -> Shape:
     """The shape of a config, the same among zones and within them; `cost.choose` finds that of `auto`.
 
-    Raises `ValueError` if a node could have no child.
+    Raises `ConfigError` if a node could have no child.
     """
     match kind:
         case TopologyKind.STAR:  # everyone below the root: good for few receivers and small models
@@ -134,10 +135,10 @@ def shape_of(kind: TopologyKind, *, fanout: int) -> Shape:
 def grow(shape: Shape, zones: Sequence[str]) -> Topology:
     """The tree over nodes of these zones ([N] labels), e.g. `grow(Shape(1), ["a", "b", "a"])`: 0 > 2 > 1.
 
-    Raises `ValueError` without nodes.
+    Raises `ConfigError` without nodes.
     """
     if not zones:
-        raise ValueError("relay.nodes=0: a tree needs its root; set at least 1")
+        raise ConfigError("relay.nodes=0: a tree needs its root; set at least 1")
     members: dict[str, list[int]] = {}
     for node, zone in enumerate(zones):
         members.setdefault(zone, []).append(node)
@@ -154,5 +155,5 @@ def grow(shape: Shape, zones: Sequence[str]) -> Topology:
 
 
 def build(kind: TopologyKind, *, num_nodes: int, fanout: int) -> Topology:
-    """The tree of a config without zones. Raises `ValueError` if it would be empty, or a node without room."""
+    """The tree of a config without zones. Raises `ConfigError` if it would be empty, or a node without room."""
     return grow(shape_of(kind, fanout=fanout), [""] * num_nodes)

@@ -77,7 +77,7 @@ class TensorCopier:
             self._device_copier.wait()
 
     def drop(self) -> None:
-        """What has not arrived is not needed any more: returns when nothing is on its way."""
+        """Give up what has not arrived: returns when nothing is on its way."""
         if self._device_copier is not None:
             self._device_copier.drop()
 
@@ -102,7 +102,7 @@ class DeviceCopier:
         self._free: list[Tensor] = []
 
     def copy(self, tensor: Tensor, pages: Pages, position: int, *, filled: Filled) -> None:
-        """As that of `TensorCopier`."""
+        """See `TensorCopier`."""
         self.device = tensor.device
         while self._flying and self._held_bytes + tensor.nbytes > HELD_BYTES:
             self._land()
@@ -137,12 +137,12 @@ class DeviceCopier:
                     self._land()
 
     def wait(self) -> None:
-        """As that of `TensorCopier`."""
+        """See `TensorCopier`."""
         while self._flying:
             self._land()
 
     def drop(self) -> None:
-        """As that of `TensorCopier`."""
+        """See `TensorCopier`."""
         try:
             for piece in self._flying:
                 piece.arrived.synchronize()

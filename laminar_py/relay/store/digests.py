@@ -1,4 +1,4 @@
-"""What proves that bytes are the same: checksums of chunks, and digests of files and versions made of these.
+"""Proofs that bytes are the same: checksums of chunks, and digests of files and versions made of these.
 
 Used wherever chunks are written or checked. A chunk has a checksum, made once, where it enters the tree, a file
 the digest of those of its chunks, a version that of its files; what was checked chunk by chunk is not read again.

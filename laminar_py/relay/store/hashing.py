@@ -38,7 +38,7 @@ class _Run:
 
 
 class Checksums:
-    """Of the chunks of one file, which is written from front to back, but for the header at its front.
+    """Checksums of the chunks of one file, which is written from front to back, but for its header.
 
     E.g. `Checksums(pages, chunk_bytes=4194304, threads=hashing_threads())`. Queues no more than one task per
     `PART_BYTES` of the file.
@@ -53,7 +53,7 @@ class Checksums:
         self._runs: list[_Run] = []
 
     def filled(self, end: int) -> None:
-        """All is written up to `end`, but for the header."""
+        """Hash what is written up to `end`, but for the header."""
         run_bytes = RUN_PARTS * self._part_bytes
         while self._handed + run_bytes <= end:
             self._hash(self._handed, self._handed + run_bytes)
@@ -71,7 +71,7 @@ class Checksums:
         return b"".join(here[run.begin] if run.begin in here else run.checksums.result() for run in self._runs)
 
     def drop(self) -> None:
-        """They are not needed any more: returns when nobody reads the file for their sake."""
+        """Give them up: returns when nobody reads the file for their sake."""
         for run in self._runs:
             run.checksums.cancel()
         wait([run.checksums for run in self._runs])

@@ -29,7 +29,7 @@ def allow_many_files() -> None:
 
 
 class Pages:
-    """One file, new or kept, e.g. `Pages(folder / "model-00001.safetensors")`.
+    """A file, new or kept, e.g. `Pages(folder / "model-00001.safetensors")`.
 
     Threads may read while one writes elsewhere in it; `cut`, `keep` and `close` are for when nobody does.
     """
@@ -41,7 +41,7 @@ class Pages:
 
     @property
     def inode(self) -> int:
-        """Its number in the file system, whatever its name is by now."""
+        """Number in the file system, whatever the name is by now."""
         return os.fstat(self._descriptor).st_ino
 
     @property
@@ -51,12 +51,12 @@ class Pages:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether it has no name any more; its memory is free once it is closed here."""
+        """True if the file has no name any more; its memory is free once it is closed here."""
         return os.fstat(self._descriptor).st_nlink == 0
 
     @property
     def is_unused(self) -> bool:
-        """Whether nobody else has it open or mapped: only then does the kernel grant a lease for writing."""
+        """True if nobody else has it open or mapped: only then does the kernel grant a lease for writing."""
         # Whoever opens it in between makes the kernel send a signal, whose default, SIGIO, ends the process.
         fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
         try:
@@ -68,7 +68,7 @@ class Pages:
 
     @property
     def is_locked(self) -> bool:
-        """Whether a device may write into what is mapped by itself."""
+        """True if a device may write into what is mapped by itself."""
         return self._unlock is not None
 
     def mapped(self, position: int, size: int) -> memoryview | None:
@@ -113,7 +113,7 @@ class Pages:
             log.warning("cannot map %d bytes of a version, so the next will be written slower: %s", size, error)
 
     def locked(self, unlock: Callable[[], None]) -> None:
-        """What is mapped was locked for a device; `unlock` is called before it is unmapped."""
+        """Note that what is mapped was locked for a device; `unlock` is called before it is unmapped."""
         self._unlock = unlock
 
     def close(self) -> None:

@@ -76,18 +76,18 @@ class VersionFile:
         return self._size
 
     def write(self, data: bytes) -> None:
-        """All that it holds. Raises `OSError` on a full file system."""
+        """Write the whole content. Raises `OSError` on a full file system."""
         self.pages.write(0, np.frombuffer(data, np.uint8))
         self._size = len(data)
 
-    def seal(self) -> tuple[FileEntry, bytes]:
+    def entry(self) -> tuple[FileEntry, bytes]:
         """The finished file and the checksums of its chunks, once they are made."""
         checksums = self._checksums.result(self.size)
         self.pages.cut(self.size)
         return FileEntry(self.path.name, self.size, digest_of(checksums), self._width), checksums
 
     def drop(self) -> None:
-        """It is given up: returns when nobody reads it any more."""
+        """Give the file up: returns when nobody reads it any more."""
         self._checksums.drop()
 
     @property
@@ -97,7 +97,7 @@ class VersionFile:
 
 
 class Shard(VersionFile):
-    """One of safetensors, with `header_bytes` for its header, e.g. `Shard(path, pages, checksums, copier)`."""
+    """A safetensors file, with `header_bytes` for its header, e.g. `Shard(path, pages, checksums, copier)`."""
 
     def __init__(
         self,
@@ -141,11 +141,11 @@ class Shard(VersionFile):
 
     @property
     def _num_bytes(self) -> int:
-        """Of tensors."""
+        """Bytes of tensors."""
         return self._size - self._room
 
     @property
     def _width(self) -> Literal[2, 4]:
-        """That of most of its bytes."""
+        """Width of the elements that take most of its bytes."""
         halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
         return 2 if 2 * sum(end - begin for begin, end in halves) >= self._num_bytes else 4

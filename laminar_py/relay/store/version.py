@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_py.config.section import ConfigError
 from laminar_py.relay.store.delta import encode
 from laminar_py.relay.store.digests import digest_of
 from laminar_py.relay.wire.messages import CHECKSUM_BYTES, Chunk, Manifest
@@ -22,7 +23,7 @@ MANIFEST = "manifest.json"
 CHECKSUMS = "checksums"  # of all chunks of all files, one after the other
 
 
-class NoRoomError(Exception):
+class NoRoomError(ConfigError):
     """The file system of a store cannot hold a version; the message names relay.shm and the bytes needed."""
 
 
@@ -38,7 +39,7 @@ def writing(store: Path, version: int, num_bytes: int) -> Iterator[None]:
 
 
 def no_room(store: Path, version: int, num_bytes: int) -> NoRoomError:
-    """Says what to do about it."""
+    """The error for a version that does not fit, with the remedy."""
     free = shutil.disk_usage(store).free
     return NoRoomError(
         f"relay.shm={store}: version {version} needs at least {num_bytes} bytes and {free} are free;"
@@ -51,14 +52,14 @@ def folder_name(version: int) -> str:
     return f"v{version}"
 
 
-def seal(folder: Path, manifest: Manifest, checksums: Sequence[bytes | bytearray]) -> None:
+def describe(folder: Path, manifest: Manifest, checksums: Sequence[bytes | bytearray]) -> None:
     """Put into a folder what makes it a version: `manifest.json`, and the checksums of each file's chunks."""
     (folder / CHECKSUMS).write_bytes(b"".join(checksums))
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 
 class StoredVersion:
-    """One version in a store, complete or arriving, chunk by chunk.
+    """Version in a store, complete or arriving, chunk by chunk.
 
     Files are mapped when they are first read, for as long as this object lives or a chunk of it is on its way;
     writing opens them for each chunk, which costs microseconds beside megabytes.
@@ -94,15 +95,15 @@ class StoredVersion:
         return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
 
     def knows(self, file: int, index: int) -> bool:
-        """Whether the version has such a chunk at all."""
+        """True if the version has such a chunk at all."""
         return file < len(self._present) and index < len(self._present[file])
 
     def has(self, file: int, index: int) -> bool:
-        """Whether the chunk is here."""
+        """True if the chunk is here."""
         return bool(self._present[file][index])
 
     def has_file(self, file: int) -> bool:
-        """Whether all chunks of the file are here."""
+        """True if all chunks of the file are here."""
         return self._missing[file] == 0
 
     def missing(self) -> Iterator[tuple[int, int]]:
@@ -118,11 +119,11 @@ class StoredVersion:
         return min(self.manifest.chunk_bytes, self.manifest.files[file].size - index * self.manifest.chunk_bytes)
 
     def file_path(self, file: int) -> Path:
-        """Where the file lies now."""
+        """Path of the file now."""
         return self.folder / self.manifest.files[file].name
 
     def is_ready(self, file: int, index: int, *, base: int | None) -> bool:
-        """Whether it can be sent: it is here, and as a delta, if one against `base` is to be had."""
+        """True if the chunk can be sent: it is here, and as a delta, if one against `base` is to be had."""
         waits = base is not None and base == self.base and (file, index) in self.unencoded
         return self.has(file, index) and not waits
 
@@ -179,7 +180,7 @@ class StoredVersion:
         self.unencoded.clear()
 
     def forget(self) -> None:
-        """It is given up: let go of its memory."""
+        """Let go of the memory of a version that is given up."""
         self.forget_deltas()
         self._mapped.clear()
         self._fresh = None
@@ -204,7 +205,7 @@ class StoredVersion:
             os.close(descriptor)
 
     def is_whole(self) -> bool:
-        """Whether all files are there in full length: nobody deleted one while it arrived."""
+        """True if all files are there in full length: nobody deleted one while it arrived."""
         paths = map(self.file_path, range(len(self.manifest.files)))
         return all(
             path.is_file() and path.stat().st_size == entry.size
@@ -212,18 +213,18 @@ class StoredVersion:
         )
 
     def file_digest(self, file: int) -> str:
-        """Of a file whose chunks are all here."""
+        """Digest of a file whose chunks are all here."""
         return digest_of(self._checksums[file])
 
     def forget_file(self, file: int) -> None:
-        """Its chunks count as missing again."""
+        """Count the chunks of a file as missing again."""
         self._missing[file] = len(self._present[file])
         self._present[file] = bytearray(self._missing[file])
         self.deltas = {key: delta for key, delta in self.deltas.items() if key[0] != file}
         self._fresh = None
 
-    def seal(self) -> None:
-        """Its checksums go beside its files, once all are here. Raises `NoRoomError`."""
+    def describe(self) -> None:
+        """Put manifest and checksums beside the files, once all are here. Raises `NoRoomError`."""
         with writing(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
-            seal(self.folder, self.manifest, self._checksums)
+            describe(self.folder, self.manifest, self._checksums)
         self._fresh = None

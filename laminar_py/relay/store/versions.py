@@ -112,8 +112,8 @@ class Store:
         return StoredVersion(manifest, folder, complete=False)
 
     def commit(self, arrived: StoredVersion) -> None:
-        """All digests hold: the version gets its name. Raises `NoRoomError`."""
-        arrived.seal()
+        """Give a version its name, once all digests hold. Raises `NoRoomError`."""
+        arrived.describe()
         arrived.folder = arrived.folder.rename(self.path / folder_name(arrived.manifest.version))
         self.complete[arrived.manifest.version] = arrived
 

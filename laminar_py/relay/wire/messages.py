@@ -17,7 +17,7 @@ A node and its parent:
     failed:     Failed(v)                                            the parent cannot have v: try the next parent
 A subscriber and its node:
     subscribed: Subscribe               -> Newest*                   now and whenever a version is complete
-    pulling:    Pull(id)                -> Pulled(id) | Refused(id)
+    pulling:    Pull(id)                -> Granted(id) | Refused(id)
     done:       Release                                              what it pulled last need not be held
 The publisher and the root:
     Written                                                          a version is complete in the folder they share
@@ -45,7 +45,7 @@ Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=C
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a version, e.g. `FileEntry("model-00001.safetensors", 2147483648, "9f2c...")`."""
+    """A file of a version, e.g. `FileEntry("model-00001.safetensors", 2147483648, "9f2c...")`."""
 
     name: FileName
     size: Positive  # bytes
@@ -54,7 +54,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a version consists of; also `manifest.json` in its folder.
+    """Contents of a version; also `manifest.json` in its folder.
 
     E.g. `Manifest(7, "ab12...", 4194304, (FileEntry("model-00001.safetensors", 8500000, "9f2c..."),))`, whose
     file has 3 chunks. Chunk sizes are the publisher's, so every node cuts a version in the same way.
@@ -67,11 +67,11 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """All files together."""
+        """Bytes of the files together."""
         return sum(entry.size for entry in self.files)
 
     def fits(self, base: "Manifest") -> bool:
-        """Whether its chunks can be deltas against those of `base`: the same files of the same sizes."""
+        """True if its chunks can be deltas against those of `base`: the same files of the same sizes."""
         layout, other = ([(entry.name, entry.size) for entry in m.files] for m in (self, base))
         return layout == other and self.chunk_bytes == base.chunk_bytes
 
@@ -131,7 +131,7 @@ class Pull(Upward, frozen=True):
 
 
 class Release(Upward, frozen=True):
-    """What this subscriber was given by its pull of that id need not be held for it any more."""
+    """A subscriber needs no longer what it was given by its pull of that id."""
 
     id: int
     session: int
@@ -150,7 +150,7 @@ class Announce(Downward, frozen=True):
 
 
 class Chunk(Downward, frozen=True, kw_only=True):
-    """One piece of a file. `checksum` is made where the version entered the tree and travels unchanged."""
+    """Piece of a file. `checksum` is made where the version entered the tree and travels unchanged."""
 
     version: Version
     file: Index
@@ -168,7 +168,7 @@ class Lost(Downward, frozen=True):
 
 
 class Failed(Downward, frozen=True):
-    """This node cannot hold the version, e.g. for want of shared memory; those below turn to the next parent."""
+    """Refusal: the node cannot hold the version, e.g. for want of shared memory; children try the next parent."""
 
     version: Version
     reason: str
@@ -180,7 +180,7 @@ class Newest(Downward, frozen=True):
     version: Version
 
 
-class Pulled(Downward, frozen=True):
+class Granted(Downward, frozen=True):
     """Answer to the `Pull` of that id: a verified folder on this host."""
 
     id: int
@@ -198,7 +198,7 @@ class Refused(Downward, frozen=True):
 
 
 ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Release | Written
-ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Pulled | Refused
+ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Granted | Refused
 
 
 class VersionComplete(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -19,6 +19,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from laminar_py.config.section import ConfigError
 from laminar_py.records import codec
 from laminar_py.relay.cores import num_cores
 from laminar_py.relay.wire.messages import NOTHING, Chunk, Downward, ToChild, ToParent, Upward
@@ -52,7 +53,7 @@ class RelayKeys(msgspec.Struct, frozen=True):
 
 
 class LinkState(Enum):
-    """What `Link.receive` tells of the connection itself. DOWN -> UP -> DOWN -> UP ... ; starts DOWN."""
+    """State of a connection, told by `Link.receive`. DOWN -> UP -> DOWN -> UP ... ; starts DOWN."""
 
     UP = "up"
     DOWN = "down"
@@ -65,7 +66,7 @@ class _OneKey:
         self._public = public.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this key may connect."""
+        """True if a client with this key may connect."""
         return key == self._public
 
 
@@ -127,7 +128,7 @@ def _error_of(sent: Awaitable[zmq.MessageTracker | None]) -> BaseException | Non
 
 
 class Listener:
-    """Where nodes and subscribers below connect (ROUTER). Each connection has a sender id of its own."""
+    """Socket for nodes and subscribers below (ROUTER). Each connection has a sender id of its own."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
@@ -210,7 +211,7 @@ class Link:
 
 
 class Wire:
-    """All sockets of one asyncio party. A peer that is silent for `heartbeat_s` is taken for gone."""
+    """Sockets of one asyncio party. A peer that is silent for `heartbeat_s` is taken for gone."""
 
     def __init__(self, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
         self._keys = keys
@@ -221,11 +222,11 @@ class Wire:
     def listen(self, host: str, port: int, *, max_queue: int) -> Listener:
         """A listener on `host:port`, port 0 for a free one, or on a host that is an `ipc://` address.
 
-        At most `max_queue` records wait for a connection that does not read. Raises `ValueError` if the address
+        At most `max_queue` records wait for a connection that does not read. Raises `ConfigError` if the address
         cannot be had.
         """
         if self._keys is None and not is_local(host):
-            raise ValueError(f"relay.host={host}: without keys a node listens on 127.0.0.1 only; give it keys")
+            raise ConfigError(f"relay.host={host}: without keys a node listens on 127.0.0.1 only; give it keys")
         if self._authenticator is None and self._keys is not None:
             # Without it libzmq would encrypt, but let in every key.
             self._authenticator = AsyncioAuthenticator(self._context)
@@ -281,13 +282,13 @@ class Notifier:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """True if only this machine reaches an address."""
     return host == "localhost" or host.startswith((IPC, "127."))
 
 
-def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ValueError:
+def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ValueError(
+        return ConfigError(
             f"relay.base_port={port}: in use on {host}; choose a free range, or leave it out for free ports"
         )
-    return ValueError(f"relay.host={host}: cannot listen there ({error}); name an address of this machine")
+    return ConfigError(f"relay.host={host}: cannot listen there ({error}); name an address of this machine")

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config.cluster import Device
 from laminar_py.config.emulated_profile import read_profile
-from laminar_py.config.engine import EngineKind
 from laminar_py.config.run import RunConfig
 from laminar_py.repack.signals import EngineSpeed
 
@@ -27,14 +25,14 @@ CACHE = Path(".cache/engine_speed")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured; on an engine that had other work too it is not kept."""
+    """A measurement, which is not kept if the engine had other work too."""
 
     speed: EngineSpeed
     alone: bool
 
 
 async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
-    """Of one replica on this host; `repack.roofline_batch` overrides what was measured."""
+    """Speed of one replica on this host; `repack.roofline_batch` overrides what was measured."""
     speed = _emulated(config) if config.emulation is not None else await _measured(config, measure)
     given = config.repack.roofline_batch
     return speed if given is None else msgspec.structs.replace(speed, roofline_batch=given)
@@ -84,8 +82,7 @@ def _key(config: RunConfig) -> str:
 
 def _device(config: RunConfig) -> str:
     """The name of what the engine runs on."""
-    engine = config.rollout.engine
-    if engine.kind is EngineKind.SGLANG and engine.device is Device.CUDA:
+    if config.rollout.engine.gpus:
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         try:
             return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -1,7 +1,6 @@
-"""What runs in a learner process: one rank's model, optimizer and checkpoints, and on rank 0 the publisher.
+"""Work of a learner process: one rank's model, optimizer and checkpoints, and on rank 0 the publisher.
 
-Called by `runtime.actors.LearnerActor`. Every rank makes every call, in the same order, since each of them is
-a collective.
+Called by `workers.processes.learner`. Every rank makes every call, in the same order, since each is a collective.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,9 +14,9 @@ from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import Source
+from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.engines.opening import served_dtype
+from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.emulated import EmulatedLearner
@@ -32,7 +31,7 @@ from laminar_py.workers.specs import LearnerSpec, LearnerStarted, StepOutcome, S
 
 
 class LearnerPart:
-    """One rank, ready to step."""
+    """A rank of the learner, ready to step."""
 
     def __init__(self, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
         config = RunConfig.model_validate_json(spec.config)
@@ -53,11 +52,11 @@ class LearnerPart:
             )
 
     def started(self) -> LearnerStarted:
-        """Sizes."""
+        """Sizes of the model."""
         return self._started
 
     def step(self, request: StepRequest) -> StepOutcome:
-        """One optimizer step, then the new weights as the version asked for, if any."""
+        """Take an optimizer step, then publish the new weights as the version asked for, if any."""
         metrics = self._learner.step(MicroBatches(request.bundles, request.terms))
         stall_s = 0.0 if request.version is None else self.publish(request.version)
         return StepOutcome(metrics, request.version, stall_s)
@@ -71,10 +70,10 @@ class LearnerPart:
             continue
         return 0.0
 
-    def sealed(self, version: int) -> Published:
-        """That version, once it is complete; asked of rank 0 alone."""
+    def completed(self, version: int) -> Published:
+        """A published version, once it is complete; asked of rank 0 alone."""
         assert self._publisher is not None, "rank 0 publishes"
-        return self._publisher.sealed(version)
+        return self._publisher.completed(version)
 
     def save(self, path: Path) -> None:
         """Begin a checkpoint; the next step may begin at once."""
@@ -112,7 +111,7 @@ def _real_learner(
 
 
 def start_model(config: RunConfig) -> ModelConfig:
-    """What RL begins with: the model, or its warm start, which must be in the cache."""
+    """Model that RL begins with: the configured one, or its warm start, which must be in the cache."""
     if config.warm_start is None:
         return config.model
     key = cache_key(config.model, config.warm_start, seed=config.seed)
@@ -130,7 +129,7 @@ def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> N
     settings = config.warm_start
     assert settings is not None, "called only where a warm start is configured"
     tokenizer = load_tokenizer(config.model.path)
-    source = Source(settings.data, "warm_start.data")
+    source = JsonlFile(settings.data, "warm_start.data")
     demonstrations = read_demonstrations(source, tokenizer=tokenizer, max_tokens=settings.tokens_per_step)
     examples = [Example(item.prompt_ids, item.response_ids) for item in demonstrations]
 

@@ -19,9 +19,9 @@ class OneThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Do it in the background, before all that is given later; what it raises is lost: that meets it too."""
+        """Do work in the background, before all that is given later, which meets its error too."""
         self._executor.submit(work)
 
     def run(self, work: Callable[[], T]) -> T:
-        """What it returns, or raises, after all that was given before."""
+        """Do work after all that was given before, and return its result or raise its error."""
         return self._executor.submit(work).result()

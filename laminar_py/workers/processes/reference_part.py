@@ -1,4 +1,4 @@
-"""What runs in the process of the reference model. Called by `runtime.actors.ReferenceActor`."""
+"""What runs in the process of the reference model. Called by `processes.reference`."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class ReferencePart:
         )
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> ReferenceAnswer:
-        """Those of one packed pass."""
+        """Log-probabilities of one packed pass."""
         started = time.perf_counter()
         logprobs = self._model.logprobs(trajectories)
         return ReferenceAnswer(logprobs, time.perf_counter() - started)

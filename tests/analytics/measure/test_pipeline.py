@@ -7,15 +7,16 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from laminar_py.analytics.measure.pipeline import read_record
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading
+from laminar_py.analytics.measure.pipeline import measure_pipeline
+from laminar_py.analytics.read.snapshot import read_snapshot
+from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.records.events import RolledBack, RunStarted, Undone
 from tests.analytics.scripted import scripted
 
 
 def pipeline_of(run):
-    with reading(run) as connection:
-        return read_record(run, connection).pipeline
+    snapshot = read_snapshot(run)
+    return measure_pipeline(snapshot.config, snapshot.trajectories, snapshot.stays, snapshot.history)
 
 
 async def one_step(run, *overrides, **step):

@@ -5,9 +5,8 @@ import pytest
 
 from laminar_py.analytics.measure.stragglers import measure_stragglers
 from laminar_py.analytics.measure.tails import MOST_ROWS, Measure, distribution, group_wait, measure_tails
-from laminar_py.analytics.read.samples import FleetSamples
 from laminar_py.records.trajectory import DropReason, Status
-from tests.analytics.builders import make_trajectories
+from tests.analytics.builders import make_fleet_row, make_trajectories
 
 NAN = float("nan")
 
@@ -89,19 +88,17 @@ def test_replicas_versions_and_tasks_are_told_apart_where_there_are_several():
 
 def test_time_lost_to_stragglers_is_what_the_formulas_say():
     trajectories = make_trajectories(4, group=[0, 0, 1, 1], scored_s=[3.0, 4.0, 3.0, 3.0], ended_s=5.0)
-    running = np.array([[8, 8], [8, 8], [1, 8], [0, 8]], np.int32)
-    kv_use = np.array([[0.5, 0.4], [0.5, 0.4], [0.25, 0.4], [0.0, 0.4]])
-    fleet = FleetSamples(np.array([1.0, 1.0, 2.0, 1.0]), running, kv_use)
-    found = measure_stragglers(trajectories, group_wait(trajectories), fleet)
+    running, kv_use = ([8, 8], [8, 8], [1, 8], [0, 8]), ([0.5, 0.4], [0.5, 0.4], [0.25, 0.4], [0.0, 0.4])
+    fleet = [make_fleet_row(*row) for row in zip((1.0, 2.0, 4.0, 5.0), running, kv_use, strict=True)]
+    found = measure_stragglers(trajectories, fleet)
     assert found.group_wait == pytest.approx(1.0 / 20.0)
     assert found.slots == pytest.approx(2.0 * 7 / (5.0 * 16)), "an empty replica is not held by a straggler"
     assert found.kv == pytest.approx(2.0 * 0.25 / (5.0 * 0.9))
 
 
 def test_without_samples_of_the_fleet_no_share_of_its_slots_is_told():
-    nothing = FleetSamples(np.zeros(0), np.zeros((0, 0), np.int32), np.zeros((0, 0)))
     trajectories = make_trajectories(1, status=Status.DROPPED, drop=DropReason.STALE)
-    found = measure_stragglers(trajectories, group_wait(trajectories), nothing)
+    found = measure_stragglers(trajectories, [])
     assert (found.slots, found.kv) == (None, None)
 
 

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.analytics.measure.tokens import account_tokens
-from laminar_py.analytics.read.columns import read_trajectories
-from laminar_py.analytics.read.scan import scan_events
+from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.audit.verify import verify
-from laminar_py.ledger.database import reading
 from laminar_py.ledger.machine import IllegalEventError
-from laminar_py.records.events import Probed
+from laminar_py.records.events import CounterfactualScored
 from laminar_py.records.trajectory import DropReason, FinishReason
+from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.ledgers import live, random_ledger, useful, write_small_run
 from tests.ledger.runs import open_ledger
 
@@ -29,14 +28,14 @@ DRAWS = st.lists(
 
 
 def account(run):
-    with reading(run) as connection:
-        return account_tokens(read_trajectories(connection), scan_events(connection), undone=5, rl_s=10.0)
+    write_rows(run / "metrics.jsonl", [make_step_row(1, 10.0)])
+    return account_tokens(read_snapshot(run))
 
 
 async def test_every_token_of_a_small_run_is_where_it_belongs(tmp_path):
     await write_small_run(tmp_path)
     found = account(tmp_path)
-    assert {part.name: part.tokens for part in found.parts} == {
+    assert {loss.name: loss.tokens for loss in found.losses} == {
         "group deadline": 12,
         "scoring failed": 6,
         "stale": 11,
@@ -47,17 +46,18 @@ async def test_every_token_of_a_small_run_is_where_it_belongs(tmp_path):
         "weighed less for staleness": 10,
     }
     assert (found.issued, found.useful, found.goodput) == (103, 25, 2.5)
-    assert (found.recomputed, found.probed, found.cut) == (3 + 15, 40 - 12, 0)
+    assert (found.recomputed, found.counterfactual, found.cut) == (3 + 15, 40 - 12, 0)
+    assert found.undone == 5
 
 
-async def test_a_probe_breaks_no_law(tmp_path):
+async def test_a_counterfactual_score_breaks_no_law(tmp_path):
     await write_small_run(tmp_path)
     assert [str(finding.subject) for finding in verify(tmp_path)] == []
 
 
 @given(DRAWS)
 @settings(max_examples=30, deadline=None)
-def test_issued_is_the_sum_of_the_parts_and_what_is_useful(draws):
+def test_issued_is_the_sum_of_the_losses_and_what_is_useful(draws):
     async def write(run):
         async with open_ledger(run) as ledger:
             random_ledger(draws)(ledger)
@@ -66,17 +66,19 @@ def test_issued_is_the_sum_of_the_parts_and_what_is_useful(draws):
         asyncio.run(write(Path(folder)))
         found = account(Path(folder))
     assert found.issued == sum(length for _, length, _, _ in draws)
-    assert found.issued == found.useful + sum(part.tokens for part in found.parts)
+    assert found.issued == found.useful + sum(loss.tokens for loss in found.losses)
     assert abs(found.useful - useful(draws)) <= 1, "rounded once"
     assert len(draws) == found.useful_trajectories + sum(
-        part.trajectories for part in found.parts if part.name != "weighed less for staleness"
+        loss.trajectories for loss in found.losses if loss.name != "weighed less for staleness"
     )
 
 
-async def test_only_what_was_dropped_is_probed(tmp_path):
+async def test_only_what_was_dropped_has_a_counterfactual_score(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         live(ledger, "g0.0", 3)
         with pytest.raises(IllegalEventError, match="it is live"):
             ledger.append(
-                Probed(trajectory_id="g0.0", length=9, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0)
+                CounterfactualScored(
+                    trajectory_id="g0.0", length=9, finish_reason=FinishReason.STOP, reward=1.0, generate_s=3.0
+                )
             )

@@ -36,7 +36,7 @@ async def test_every_column_is_that_of_the_rows(tmp_path):
     assert found.is_status(Status.CONSUMED).sum() == 4
 
 
-async def test_kinds_are_read_apart_and_tasks_are_told(tmp_path):
+async def test_kinds_are_told_apart_and_so_are_tasks(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
         issue(ledger, "e0.0", kind=Kind.EVAL)
@@ -46,9 +46,11 @@ async def test_kinds_are_read_apart_and_tasks_are_told(tmp_path):
                     id=f"q{index}", index=index, text="?", ids=np.arange(3, dtype=np.int32), answer="4", task=task
                 )
             )
-            ledger.append(Issued(f"g{index}.0", f"g{index}", f"q{index}", index, 0, Kind.TRAIN))
+            of = {"group_id": f"g{index}", "prompt_id": f"q{index}", "prompt_index": index, "sample_index": 0}
+            ledger.append(Issued(trajectory_id=f"g{index}.0", kind=Kind.TRAIN, **of))
     with reading(tmp_path) as connection:
-        found, evaluations = read_trajectories(connection), read_trajectories(connection, kind=Kind.EVAL)
+        everyone = read_trajectories(connection)
+    found, evaluations = (everyone.where(everyone.is_kind(kind)) for kind in (Kind.TRAIN, Kind.EVAL))
     assert [found.tasks[code] for code in found.task] == ["algebra", "geometry", "algebra"]
     assert (found.number.tolist(), evaluations.number.tolist()) == ([2, 3, 4], [1])
 

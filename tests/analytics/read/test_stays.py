@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.read.stays import StayEnd, Stays
 from laminar_py.analytics.show.lanes import lanes_of, occupancy
-from laminar_py.analytics.show.snapshot import read_snapshot
 from laminar_py.records.events import Assigned, Dropped, Interrupted
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.synthetic import simulate

@@ -15,15 +15,17 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
+from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.show.dashboard import Reader, check_binding, make_app
 from laminar_py.analytics.show.gauges import expose
-from laminar_py.analytics.show.panels import WallPanel
-from laminar_py.analytics.show.snapshot import read_snapshot
+from laminar_py.analytics.triage.report import RunReport
+from laminar_py.config.loading import dump_config, load_config
 from laminar_py.records.events import PartDied
 from laminar_py.records.trajectory import Status
+from tests.analytics.scripted import CONFIG
 from tests.analytics.show.browser import PATIENCE_S, browsing, needs_browser
 from tests.analytics.synthetic import simulate
-from tests.ledger.runs import begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.runs import begin, checkpoint, consume, make_ready, open_ledger, undo_since
 
 GRAFANA = Path(__file__).parents[3] / "configs/grafana/laminar.json"
 TOKEN = "a-secret-of-some-length"
@@ -32,6 +34,7 @@ TOKEN = "a-secret-of-some-length"
 @pytest.fixture
 async def run(tmp_path):
     await simulate(tmp_path / "run", steps=5)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(load_config(CONFIG, [])))
     return tmp_path / "run"
 
 
@@ -129,21 +132,21 @@ async def test_the_record_is_read_again_only_when_it_has_grown(run):
 
 
 async def test_metrics_agree_with_the_ledger(run):
-    snapshot = read_snapshot(run)
-    train, found = snapshot.trajectories, samples(expose(snapshot, WallPanel(name="generation")).decode())
+    report = RunReport(read_snapshot(run))
+    train, found = report.snapshot.trajectories, samples(expose(report).decode())
     assert found[("laminar_issued_total",)] == len(train)
     for status in Status:
         assert found["laminar_trajectories", status] == train.is_status(status).sum()
     consumed = train.is_status(Status.CONSUMED)
     assert found[("laminar_tokens_trained_total",)] == train.length[consumed].sum()
     assert found[("laminar_version_published",)] == found[("laminar_learner_step",)] == 5
-    assert found["laminar_wall_info", "generation"] == 1
+    assert found["laminar_wall_info", report.diagnosis.binding.wall] == 1
     assert found[("laminar_live",)] == 0
-    assert found[("laminar_last_event_timestamp_seconds",)] == pytest.approx(snapshot.heard_s)
+    assert found[("laminar_last_event_timestamp_seconds",)] == pytest.approx(report.snapshot.heard_s)
 
 
 async def test_metrics_have_the_types_and_units_that_their_names_say(run):
-    text = expose(read_snapshot(run), WallPanel(name="generation")).decode()
+    text = expose(RunReport(read_snapshot(run))).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families) > 30
     for family in families:
@@ -164,10 +167,10 @@ async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
         ledger.append(checkpoint(0, 0))
         ledger.append_all(consume(1, 1, "g0.0", "g0.1"))
         await ledger.commit()
-        before = samples(expose(read_snapshot(tmp_path)).decode())
-        ledger.append_all(await ledger.undo_since(0, reason="learner_died"))
+        before = samples(expose(RunReport(read_snapshot(tmp_path))).decode())
+        ledger.append_all(await undo_since(ledger, 0, reason="learner_died"))
         await ledger.commit()
-        after = samples(expose(read_snapshot(tmp_path)).decode())
+        after = samples(expose(RunReport(read_snapshot(tmp_path))).decode())
     counters = {name: value for name, value in before.items() if name[0].endswith("_total")}
     assert counters
     assert all(after[name] >= value for name, value in counters.items())
@@ -177,7 +180,7 @@ async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
 async def test_all_that_the_grafana_dashboard_draws_is_exported(run):
     board = json.loads(GRAFANA.read_text())
     named = set(re.findall(r"laminar_[a-z_]+", json.dumps([panel["targets"] for panel in board["panels"]])))
-    text = expose(read_snapshot(run), WallPanel(name="generation")).decode()
+    text = expose(RunReport(read_snapshot(run))).decode()
     exported = {name for name, *_ in samples(text)} | set(re.findall(r"# TYPE (\w+)", text))
     assert len(named) > 20
     assert named <= exported

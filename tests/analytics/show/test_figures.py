@@ -1,22 +1,21 @@
 """What the panels draw is what the record says, also where a step brought nothing."""
 
-import json
 from contextlib import asynccontextmanager
 from math import isnan
 
+from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.show.figures import curves
-from laminar_py.analytics.show.snapshot import read_snapshot
-from laminar_py.analytics.show.timeline import read_timeline
+from laminar_py.analytics.show.timeline import make_timeline
 from laminar_py.ledger.database import reading
 from laminar_py.records.events import RunEnded
+from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.scripted import scripted
 
 
 @asynccontextmanager
 async def three_steps(run):
     """Rewards 1 and 0 are scored before the first step, none before the second, 0.5 before the third."""
-    lines = [{"step": step, "rl_s": 10.0 * step, "reward": 0.0} for step in (1, 2, 3)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(run / "metrics.jsonl", [make_step_row(step, 10.0 * step) for step in (1, 2, 3)])
     async with scripted(run) as script:
         for id, scored_s, reward in (("g1.0", 3, 1.0), ("g2.0", 4, 0.0), ("g3.0", 25, 0.5)):
             script.issue(0, id)
@@ -40,8 +39,7 @@ async def test_a_step_in_whose_time_nothing_was_scored_has_no_reward_and_not_the
 async def test_the_bar_of_a_step_has_the_reward_of_what_it_trained_on(tmp_path):
     async with three_steps(tmp_path):
         pass
-    with reading(tmp_path) as connection:
-        steps = read_timeline(connection, read_snapshot(tmp_path)).steps
+    steps = make_timeline(read_snapshot(tmp_path)).steps
     assert [step.reward for step in steps] == [1.0, 0.0, 0.5]
 
 
@@ -50,10 +48,10 @@ async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event
         script.at(31, RunEnded(1, "finished"))
     with reading(tmp_path) as connection:
         (last,) = connection.execute("SELECT max(wall) FROM event").fetchone()
-    assert not read_snapshot(tmp_path).live
+    assert not read_snapshot(tmp_path).history.live
     assert read_snapshot(tmp_path).heard_s == last
     killed = tmp_path / "killed"
     killed.mkdir()
     async with three_steps(killed):
         pass
-    assert read_snapshot(killed).live
+    assert read_snapshot(killed).history.live

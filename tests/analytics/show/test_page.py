@@ -6,25 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.show import timeline
-from laminar_py.analytics.show.page import write_report
-from laminar_py.analytics.show.panels import RemedyLine, StageBar, WallPanel
-from laminar_py.analytics.show.snapshot import read_snapshot
+from laminar_py.analytics.show.page import write_page
 from laminar_py.analytics.show.timeline import draw
+from laminar_py.analytics.show.walls import MEANINGS
+from laminar_py.analytics.triage.report import RunReport
+from laminar_py.config.loading import dump_config, load_config
 from laminar_py.records.events import Dropped, Pulled, Relayed
 from laminar_py.records.trajectory import DropReason
+from tests.analytics.scripted import CONFIG
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, issue, open_ledger
 
-WALL = WallPanel(
-    name="generation",
-    evidence=("replicas are busy",),
-    remedies=(RemedyLine("rollout.replicas", "a half"),),
-    stages=(StageBar(name="generation", start_s=0, seconds=3.0),),
-    step_s=3.0,
-    meaning="The rest waits for it.",
-)
 MARKS = """JSON.stringify(Object.fromEntries(
   ['lengths', 'latencies', 'staleness', 'step', 'curves'].map((id) => {
     const box = document.getElementById(id), size = box.querySelector('svg').getBoundingClientRect();
@@ -44,6 +39,10 @@ async def run(tmp_path):
     return tmp_path / "run"
 
 
+def write_report(run):
+    return write_page(RunReport(read_snapshot(run)))
+
+
 def local_only(tab):
     return [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
@@ -51,7 +50,9 @@ def local_only(tab):
 @needs_browser
 @pytest.mark.parametrize("dark", [False, True])
 async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, dark):
-    report = write_report(run, wall=WALL)
+    (run / "config.yaml").write_text(dump_config(load_config(CONFIG, [])))
+    wall = RunReport(read_snapshot(run)).diagnosis.binding
+    report = write_report(run)
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(report.as_uri(), dark=dark)
         await tab.until("document.querySelectorAll('#curves .js-line').length >= 2")
@@ -65,8 +66,10 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
         assert await tab.look(INK) > 10  # colours
         assert await tab.look("document.querySelectorAll('#relays circle').length") == 6
         assert await tab.look("document.querySelectorAll('#drop-rows tbody tr').length") > 0
-        assert await tab.look("document.getElementById('wall-name').textContent") == "generation"
-        assert "waits for it" in await tab.look("document.getElementById('wall').textContent")
+        assert await tab.look("document.getElementById('wall-name').textContent") == wall.wall
+        told = await tab.look("document.getElementById('wall').textContent")
+        for words in (MEANINGS[wall.wall], wall.evidence, *(remedy.change for remedy in wall.remedies)):
+            assert words in told
         assert await tab.look("document.documentElement.scrollWidth <= innerWidth")
         await tab.screenshot(tmp_path / "report.png")
         assert tab.errors == []

@@ -4,27 +4,32 @@ import json
 import shutil
 from io import StringIO
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from laminar_py.analytics.measure.tails import Distribution, Measure, Tails
-from laminar_py.analytics.read.samples import read_fleet, read_rl_seconds, read_steps
-from laminar_py.analytics.show.run_report import read_report
+from laminar_py.analytics.read.samples import read_samples
 from laminar_py.analytics.show.run_tables import NAMES, tail_table
+from laminar_py.analytics.triage.report import read_report
 from laminar_py.cli import app
 from laminar_py.cli.report import print_limits
+from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
 from tests.analytics.ledgers import live, write_small_run
 from tests.ledger.runs import open_ledger
 from tests.runs.runs import REPO
 
 STEPS = [
-    {"step": 1, "rl_s": 1.0, "reward": 0.25, "generated_tokens": 50, "trained_tokens": 30},
-    {"step": 2, "rl_s": 2.0, "reward": 0.5, "generated_tokens": 60, "trained_tokens": 35},
-    {"step": 2, "rl_s": 2.5, "reward": 0.5, "generated_tokens": 80, "trained_tokens": 35},
-    {"step": 3, "rl_s": 4.0, "reward": 0.75, "generated_tokens": 98, "trained_tokens": 42},
+    make_step_row(step, rl_s, reward=reward, generated_tokens=generated, trained_tokens=trained)
+    for step, rl_s, reward, generated, trained in (
+        (1, 1.0, 0.25, 50, 30),
+        (2, 2.0, 0.5, 60, 35),
+        (2, 2.5, 0.5, 80, 35),
+        (3, 4.0, 0.75, 98, 42),
+    )
 ]
-FLEET = [{"rl_s": float(at), "running": [4, 4], "kv_use": [0.5, 0.5]} for at in (1, 2, 3)]
+FLEET = [make_fleet_row(float(at), [4, 4], [0.5, 0.5]) for at in (1, 2, 3)]
 
 
 @pytest.fixture
@@ -34,8 +39,10 @@ async def run(tmp_path):
     folder.mkdir()
     await write_small_run(folder)
     shutil.copy(REPO / "configs/quickstart.yaml", folder / "config.yaml")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in STEPS) + '{"step": 4, "rl')
-    (folder / "fleet.jsonl").write_text("".join(json.dumps(line) + "\n" for line in FLEET))
+    write_rows(folder / "metrics.jsonl", STEPS)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rl')
+    write_rows(folder / "fleet.jsonl", FLEET)
     return folder
 
 
@@ -44,11 +51,12 @@ def invoke(*arguments):
 
 
 async def test_half_a_line_counts_for_nothing_and_a_step_counts_as_last_done(run):
-    assert [(line.step, line.generated_tokens) for line in read_steps(run)] == [(1, 50), (2, 80), (3, 98)]
-    assert read_rl_seconds(run) == 4.0
-    assert read_fleet(run).running.tolist() == [[4, 4]] * 3
+    found = read_samples(run)
+    assert [(row.step, row.generated_tokens) for row in found.steps] == [(1, 50), (2, 80), (3, 98)]
+    assert found.rl_s == 4.0
+    assert [row.running for row in found.fleet] == [[4, 4]] * 3
     (run / "summary.json").write_text('{"rl_seconds": 5.5, "finished": true}')
-    assert read_rl_seconds(run) == 5.5
+    assert read_samples(run).rl_s == 5.5
 
 
 async def test_a_report_says_where_tokens_and_time_went(run):
@@ -88,16 +96,17 @@ def test_long_responses_are_told_in_digits():
 
 
 async def test_what_a_crash_tore_counts_for_nothing_and_another_form_is_named(run):
+    lines = [
+        msgspec.json.encode(row).decode() + "\n" for row in (FLEET[0], make_fleet_row(7.0, [4, 4], [0.5, 0.5]))
+    ]
     with (run / "fleet.jsonl").open("a") as file:
-        file.write(
-            '{"rl_s": 3.5, "run' + json.dumps(FLEET[0]) + "\n" + json.dumps({**FLEET[0], "rl_s": 7.0}) + "\n"
-        )
-    assert read_rl_seconds(run) == 7.0
+        file.write('{"rl_s": 3.5, "run' + "".join(lines))
+    assert read_samples(run).rl_s == 7.0
     (run / "metrics.jsonl").write_text('{"step": "one", "rl_s": 1.0}\n')
     with pytest.raises(
         ValueError, match=r"metrics.jsonl: line 1: Expected `int`.*; use the release that wrote it$"
     ):
-        read_steps(run)
+        read_samples(run)
 
 
 async def test_a_run_without_a_whole_step_ends_with_words_too(run, capsys):

@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.show import trace
 from laminar_py.analytics.show.trace import write_trace
+from laminar_py.analytics.triage.report import RunReport
 from laminar_py.records.events import Relayed
 from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, open_ledger
@@ -22,10 +24,14 @@ NEEDS = {  # keys of each kind of event, beside those that all have
 }
 
 
+def written_trace(run):
+    return json.loads(write_trace(RunReport(read_snapshot(run))).read_text())
+
+
 @pytest.fixture
 async def events(tmp_path):
     await simulate(tmp_path, steps=5)
-    written = json.loads(write_trace(tmp_path).read_text())
+    written = written_trace(tmp_path)
     assert set(written) == {"traceEvents", "otherData", "displayTimeUnit"}
     return written["traceEvents"]
 
@@ -84,7 +90,7 @@ async def test_every_process_and_lane_has_a_name(events):
 async def test_a_long_run_is_thinned_by_whole_trajectories(tmp_path, monkeypatch):
     await simulate(tmp_path, steps=5)
     monkeypatch.setattr(trace, "MOST_STAYS", 100)
-    written = json.loads(write_trace(tmp_path).read_text())
+    written = written_trace(tmp_path)
     stays = [e for e in written["traceEvents"] if e["ph"] == "X" and e["pid"] >= trace.REPLICAS and e["tid"]]
     shown, _, of = written["otherData"]["trajectories"].partition(" of ")
     assert 0 < len(stays) < 200 < int(of)
@@ -108,7 +114,7 @@ async def test_versions_that_a_relay_takes_at_a_time_lie_beside_each_other(tmp_p
                     parent="relay-0",
                 )
             )
-    events = json.loads(write_trace(tmp_path).read_text())["traceEvents"]
+    events = written_trace(tmp_path)["traceEvents"]
     lanes = {
         e["tid"]: e["args"]["name"] for e in events if e["pid"] == trace.RELAYS and e["name"] == "thread_name"
     }

@@ -115,6 +115,18 @@ def test_the_emulated_engine_keeps_the_law(law, folders):
     virtually(law(make))
 
 
+def test_a_dead_engine_says_so_in_every_method(folders):
+    @asynccontextmanager
+    async def make():
+        async with serving(folders[0], QUICK) as engine:
+            yield Rig(engine, folders, VOCAB, 8, 2048)
+
+    def kill(engine):
+        engine._scheduler.advance = lambda now: 1 / 0
+
+    virtually(conformance.a_dead_engine_says_so_in_every_method(make, kill))
+
+
 def test_versions_of_tokens_and_of_their_kv_cache_are_told(folders):
     async def spans(mode):
         async with serving(folders[0]) as engine:

@@ -24,9 +24,20 @@ from transformers import (
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.model import LocalModel
 from laminar_py.records.engine import PauseMode
+from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import FinishReason
-from tests.engines.engine_conformance import LAWS, PATIENCE_S, Response, Rig, caught, collect, make_request, until
+from tests.engines.engine_conformance import (
+    LAWS,
+    PATIENCE_S,
+    Response,
+    Rig,
+    a_dead_engine_says_so_in_every_method,
+    caught,
+    collect,
+    make_request,
+    until,
+)
 from tests.engines.recording_conformance import RECORDING_LAWS, experts_of, own_choice
 
 torch.set_num_threads(1)
@@ -138,6 +149,13 @@ def factory(folders, **room):
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 async def test_the_embedded_engine_keeps_the_law(law, kind, folders, mixtures):
     await law(factory(folders if kind == "dense" else mixtures))
+
+
+async def test_a_dead_engine_says_so_in_every_method(folders):
+    def kill(engine):
+        engine._scheduler.step = lambda: 1 / 0
+
+    await a_dead_engine_says_so_in_every_method(factory(folders), kill)
 
 
 @pytest.mark.parametrize("law", RECORDING_LAWS, ids=lambda law: law.__name__)
@@ -358,12 +376,12 @@ async def test_weights_that_diverged_end_the_engine_with_their_version(folders, 
     engine = LocalEngine(folders[0], **ROOM)
     await engine.start()
     await engine.load_weights(tmp_path, 3)
-    with pytest.raises(RuntimeError, match="r1"):
-        await collect(engine, make_request("r1"))
-    with pytest.raises(FloatingPointError, match="version 3"):
-        await engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        await collect(engine, make_request("r2"))
+    for name in ("r1", "r2"):
+        with pytest.raises(
+            EngineLostError, match="FloatingPointError: version 3 gives logits that are not finite"
+        ):
+            await collect(engine, make_request(name))
+    await engine.close()
 
 
 async def test_closing_ends_streams_with_their_partial(folders):

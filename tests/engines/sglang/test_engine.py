@@ -18,7 +18,7 @@ from laminar_py.records.engine import PauseMode
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.recordings import Recording
 from tests.engines import engine_conformance as laws
-from tests.engines.engine_conformance import LAWS, Caught, Rig, caught, collect, make_request
+from tests.engines.engine_conformance import LAWS, Rig, caught, collect, make_request
 from tests.engines.recording_conformance import RECORDING_LAWS
 from tests.engines.sglang.rig import make_model, make_spec
 
@@ -174,18 +174,11 @@ async def test_a_cut_vocabulary_comes_with_its_mask_and_renormalised_log_probabi
 # ---- loss; last, because it ends a server
 
 
-async def test_a_server_that_is_killed_ends_its_streams_and_says_so(servers):
-    async with client(servers.exact) as engine:
-        await engine.load_weights(servers.weights[0], 1)
-        streams = [Caught(engine, make_request(f"r{i}", length=1900)) for i in range(8)]
-        await streams[0].running()
-        watching = asyncio.create_task(engine.watch())
-        kill_server(servers.exact)
-        for stream in streams:
-            with pytest.raises(EngineLostError):
-                await stream.response()
-        with pytest.raises(EngineLostError):
-            await watching
+async def test_a_server_that_is_killed_is_lost_to_every_call_and_stream(servers):
+    async with asyncio.timeout(LAW_S):
+        await laws.a_dead_engine_says_so_in_every_method(
+            factory(servers.exact, servers.weights), lambda _: kill_server(servers.exact)
+        )
 
 
 def kill_server(server):

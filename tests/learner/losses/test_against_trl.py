@@ -10,11 +10,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from laminar_py.config.algorithm import AlgorithmConfig, Correction
-from laminar_py.learner.metrics import TokenSums
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import assign, step_terms
 from tests.builders import make_trajectory
-from tests.learner.builders import VOCAB, make_learner, make_model_folder, referred
+from tests.learner.builders import VOCAB, backward, make_learner, make_model_folder, referred
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -115,8 +114,7 @@ def test_loss_and_gradients_are_those_of_trl(model_folder: Path, tmp_path: Path,
     bins = fit([make_entry(item) for item in items], max_tokens=48)
     terms = step_terms(bins, aggregation=algorithm.aggregation, constant=LONGEST)
     batches = assign(bins, terms, max_tokens=48, ranks=1, attention_share=0.0).microbatches(0)
-    sums = TokenSums(learner.model.device)
-    loss = sum(float(learner._accumulate(batch, sums)) for batch in referred(learner, batches))
+    loss = backward(learner, referred(learner, batches))
     assert loss == pytest.approx(expected, rel=0.0, abs=1e-6)
     for name, parameter in learner.model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=0.0, atol=1e-6)

@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Correction, Divergence, Objective, Proximal
+from laminar_py.config.algorithm import (
+    ALGORITHMS,
+    PRESETS,
+    Algorithm,
+    AlgorithmConfig,
+    Correction,
+    Divergence,
+    Objective,
+    Proximal,
+)
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.losses.divergence import ESTIMATORS
 from laminar_py.learner.losses.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.losses.objectives import Terms
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 
 LENGTHS = (7, 1, 12, 4)
 TOKENS = sum(LENGTHS)
@@ -28,7 +39,13 @@ CLIPPED = {
 }
 
 
-def make_terms(logprobs, others, sequence, **more):
+def unused(num_sequences, *, columns=None):
+    """What these losses take nothing from, but for columns."""
+    zeros = torch.zeros(num_sequences)
+    return {"staleness": zeros, "rewards": zeros, "groups": zeros, "columns": columns or {}}
+
+
+def make_terms(logprobs, others, sequence, *, columns=None):
     behaviour, proximal, advantages, weights = others
     return Terms(
         logprobs=logprobs,
@@ -37,8 +54,7 @@ def make_terms(logprobs, others, sequence, **more):
         advantages=advantages,
         weights=weights,
         sequence=torch.tensor(sequence),
-        num_sequences=len(LENGTHS),
-        **more,
+        **unused(len(LENGTHS), columns=columns),
     )
 
 
@@ -53,7 +69,7 @@ def one_token(ratio, advantage, weight, settings):
         advantages=torch.tensor([advantage]),
         weights=torch.tensor([weight]),
         sequence=sequence,
-        num_sequences=1,
+        **unused(1),
     )
     loss = policy_loss(terms, settings)
     loss.backward()
@@ -122,13 +138,13 @@ def reference(settings, own, behaviour, proximal, advantages, weights, sequence)
     return loss, grad
 
 
-ALGORITHMS = [AlgorithmConfig(name=name) for name in PRESETS if name != "tba"]  # see `test_packed_gradients`
+NAMED = [AlgorithmConfig(name=name) for name in PRESETS if name != "tba"]  # see `test_packed_gradients`
 BOUNDS = {"proximal": Proximal.RECOMPUTE, "correction_low": 0.8, "correction_high": 1.3}
 CORRECTED = [AlgorithmConfig(correction=kind, **BOUNDS) for kind in Correction]
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("settings", ALGORITHMS + CORRECTED, ids=lambda s: f"{s.name}-{s.correction}")
+@pytest.mark.parametrize("settings", NAMED + CORRECTED, ids=lambda s: f"{s.name}-{s.correction}")
 def test_a_loss_is_what_plain_float64_says(settings: AlgorithmConfig, seed: int):
     own, *others, sequence = arrays = random_terms(seed)
     logprobs = torch.tensor(own, requires_grad=True)
@@ -155,7 +171,7 @@ def test_gspo_has_the_gradient_of_the_geometric_mean_of_its_ratios():
         advantages=advantages[sequence],
         weights=weights,
         sequence=torch.tensor(sequence),
-        num_sequences=len(LENGTHS),
+        **unused(len(LENGTHS)),
     )
     (found,) = torch.autograd.grad(policy_loss(terms, settings), logprobs)
     ratios = [part.mean().exp() for part in (logprobs - drawn).split(LENGTHS)]
@@ -182,7 +198,7 @@ def test_a_teacher_adds_the_reverse_kl():
 def test_the_divergence_from_a_reference_is_part_of_the_loss(kind: Divergence):
     own, *others, sequence = random_terms(0)
     logprobs, reference = torch.tensor(own), torch.tensor(others[0] + 0.3)
-    terms = make_terms(logprobs, map(torch.tensor, others), sequence, reference=reference)
+    terms = make_terms(logprobs, map(torch.tensor, others), sequence, columns={REFERENCE_LOGPROBS: reference})
     found = policy_loss(terms, AlgorithmConfig(kl_coef=0.7, kl_estimator=kind))
     without = policy_loss(terms, AlgorithmConfig())
     gap = others[0] + 0.3 - own
@@ -223,9 +239,43 @@ def test_k2_has_the_gradient_of_the_divergence():
             {"correction": Correction.ICEPOP, "proximal": Proximal.RECOMPUTE, "correction_low": 3.0},
             "correction_low=3.0",
         ),
-        ({"name": "ppo"}, "name=ppo"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, field):
     with pytest.raises(ValueError, match=f"algorithm.{field}"):
         AlgorithmConfig(**settings)
+
+
+def credited(terms, settings):
+    return terms.columns["credit"] * terms.advantages * terms.logprobs
+
+
+def broken(terms, settings):
+    raise KeyError("credits")
+
+
+OWN = Algorithm(objective=credited)
+BROKEN = Algorithm(objective=broken)
+SCALAR = Algorithm(objective=lambda terms, settings: credited(terms, settings).sum())
+
+
+def own_loss(monkeypatch, name):
+    """The loss and its gradient, of an algorithm of this module."""
+    monkeypatch.setitem(ALGORITHMS._built_in, "own", f"{__name__}:{name}")
+    own, *others, sequence = random_terms(0)
+    logprobs, credit = torch.tensor(own, requires_grad=True), torch.arange(float(TOKENS), dtype=torch.float64)
+    terms = make_terms(logprobs, map(torch.tensor, others), sequence, columns={"credit": credit})
+    loss = policy_loss(terms, AlgorithmConfig(name="own"))
+    return torch.autograd.grad(loss, logprobs)[0], -terms.weights * credit * terms.advantages
+
+
+def test_an_algorithms_own_objective_takes_the_place_of_the_built_in_one(monkeypatch):
+    torch.testing.assert_close(*own_loss(monkeypatch, "OWN"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("BROKEN", "raised KeyError: 'credits'"), ("SCALAR", "gives no tensor")]
+)
+def test_an_objective_that_fails_is_the_fault_of_its_package(monkeypatch, name, words):
+    with pytest.raises(ConfigError, match=f"algorithm.name=own: its objective {words}"):
+        own_loss(monkeypatch, name)

@@ -77,7 +77,9 @@ async def give(parent: HandParent, stored: StoredVersion, number: int) -> int:
     sent, done = 0, False
     while not done:
         match await parent.receive(object):
-            case Fetch(version, file, first, count, base) if version == number:
+            case Fetch(version=version, file=file, first_chunk=first, credits=count, base=base) if (
+                version == number
+            ):
                 for index in range(first, first + count):
                     chunk = msgspec.structs.replace(stored.read(file, index), version=number)
                     if base == number - 1:  # nothing has changed
@@ -131,7 +133,7 @@ async def test_holding_what_arrives_brings_no_announcement_and_nothing_twice(tmp
             done = False
             while not done:
                 match await parent.receive(object):
-                    case Fetch(2, file, first, count):
+                    case Fetch(version=2, file=file, first_chunk=first, credits=count):
                         asked += [(file, index) for index in range(first, first + count)]
                         for index in range(first, first + count):
                             parent.send_chunk(versions[2], index)
@@ -195,15 +197,17 @@ async def test_what_a_subscriber_has_done_with_is_held_no_longer(tmp_path: Path)
 
 
 async def test_a_version_that_was_given_up_is_begun_again_ever_more_rarely(tmp_path: Path) -> None:
-    broken = write_version(tmp_path / "relay-0", 1, CHUNK)
+    broken, good = (write_version(tmp_path / "origin", version, CHUNK) for version in (1, 2))
     manifest = msgspec.structs.replace(broken.manifest, digest="00" * 32)
-    (broken.folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    async with running(root := make_node(tmp_path, "relay-0")):
-        node = make_node(tmp_path, "relay-1", root.endpoint, parent_timeout_s=0.1, emit=(events := Events()))
+    async with ByHand() as hand:
+        parent = hand.parent()
+        node = make_node(tmp_path, "relay-1", parent.endpoint, parent_timeout_s=0.1, emit=(events := Events()))
         async with running(node):
-            await events.first(VersionFailed, version=1)
-            await asyncio.sleep(2.0)  # twenty reminders, of which few let it be announced
-            write_version(tmp_path / "relay-0", 2, CHUNK)
+            for _ in range(12):  # the greeting and reminders, of which few let it be announced
+                if (await parent.receive(Attach)).newest < 1:
+                    parent.send(Announce(manifest))
+            parent.send(Announce(good.manifest))
+            parent.send_all(good)
             await events.first(VersionComplete, version=2)
     assert 2 <= len([event for event in events.seen if isinstance(event, VersionFailed)]) <= 5
 

@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.relay.node.intake import Intake, Verdict
+from laminar_py.relay.node.intake import ChunkOutcome, Intake
 from laminar_py.relay.store.version import StoredVersion
 from laminar_py.relay.store.versions import Store
 from tests.relay.tree import CHUNK, write_version
@@ -39,8 +39,8 @@ def test_every_chunk_is_asked_for_once_and_never_more_than_the_window(
             if not wanted:
                 break
             chunk = origin.read(*wanted.pop(data.draw(st.integers(0, len(wanted) - 1))))
-            assert intake.accept(chunk, keep_delta=True) is Verdict.WRITTEN
-            assert intake.accept(chunk, keep_delta=True) is Verdict.USELESS
+            assert intake.accept(chunk, keep_delta=True) is ChunkOutcome.WRITTEN
+            assert intake.accept(chunk, keep_delta=True) is ChunkOutcome.USELESS
         assert asked == sum(origin.manifest.num_chunks(file) for file in range(len(sizes)))
         assert all(
             intake.stored.file_path(file).read_bytes() == origin.file_path(file).read_bytes()
@@ -52,10 +52,14 @@ def test_a_chunk_that_is_damaged_short_or_foreign_is_not_written(tmp_path: Path)
     origin = write_version(tmp_path / "origin", 1, 2 * CHUNK)
     intake = intake_of(origin, tmp_path, window=WINDOW)
     chunk = origin.read(0, 0)
-    assert intake.accept(msgspec.structs.replace(chunk, checksum=b"0" * 32), keep_delta=True) is Verdict.DAMAGED
-    assert intake.accept(msgspec.structs.replace(chunk, data=chunk.data[1:]), keep_delta=True) is Verdict.DAMAGED
-    assert intake.accept(msgspec.structs.replace(chunk, index=2), keep_delta=True) is Verdict.USELESS
-    assert intake.accept(msgspec.structs.replace(chunk, file=1), keep_delta=True) is Verdict.USELESS
+    assert (
+        intake.accept(msgspec.structs.replace(chunk, checksum=b"0" * 32), keep_delta=True) is ChunkOutcome.DAMAGED
+    )
+    assert (
+        intake.accept(msgspec.structs.replace(chunk, data=chunk.data[1:]), keep_delta=True) is ChunkOutcome.DAMAGED
+    )
+    assert intake.accept(msgspec.structs.replace(chunk, index=2), keep_delta=True) is ChunkOutcome.USELESS
+    assert intake.accept(msgspec.structs.replace(chunk, file=1), keep_delta=True) is ChunkOutcome.USELESS
     assert not intake.stored.has(0, 0)
 
 

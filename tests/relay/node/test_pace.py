@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.relay.node.pace import SLACK_S, Line, Owed, Pace
+from laminar_py.relay.node.pace import SLACK_S, ChunkQueue, Owed, Pace
 from laminar_py.relay.wire.messages import (
     Announce,
     Chunk,
@@ -88,31 +88,31 @@ def test_without_a_cap_nothing_waits() -> None:
 
 
 def test_children_take_turns_and_each_gets_its_chunks_as_it_asked(tmp_path: Path) -> None:
-    stored, line = write_version(tmp_path, 1, 20 * CHUNK), Line()
+    stored, queue = write_version(tmp_path, 1, 20 * CHUNK), ChunkQueue()
     for child, index in [(A, 0), (A, 1), (A, 2), (B, 7), (B, 0), (A, 1)]:  # the last one again
-        line.put(child, Owed(stored, 0, index, None))
-    taken = [(child, owed.index) for child, owed in iter_line(line)]
+        queue.put(child, Owed(stored, 0, index, None))
+    taken = [(child, owed.index) for child, owed in iter_queue(queue)]
     assert taken == [(A, 0), (B, 7), (A, 1), (B, 0), (A, 2)]
 
 
-def test_what_nobody_wants_any_more_leaves_the_line(tmp_path: Path) -> None:
+def test_what_nobody_wants_any_more_leaves_the_queue(tmp_path: Path) -> None:
     old, new = (write_version(tmp_path, version, 20 * CHUNK) for version in (1, 2))
-    line = Line()
+    queue = ChunkQueue()
     for child in (A, B, b"gone"):
         for stored in (old, new):
-            line.put(child, Owed(stored, 0, 3, None))
-    line.leave(b"gone")
-    line.drop(1, A)
-    assert [(child, owed.stored.manifest.version) for child, owed in iter_line(line)] == [(A, 2), (B, 1), (B, 2)]
-    line.put(A, Owed(old, 0, 3, None))
-    line.drop(1)
-    assert not line
+            queue.put(child, Owed(stored, 0, 3, None))
+    queue.leave(b"gone")
+    queue.drop(1, A)
+    assert [(child, owed.stored.manifest.version) for child, owed in iter_queue(queue)] == [(A, 2), (B, 1), (B, 2)]
+    queue.put(A, Owed(old, 0, 3, None))
+    queue.drop(1)
+    assert not queue
 
 
-def iter_line(line: Line) -> list[tuple[bytes, Owed]]:
+def iter_queue(queue: ChunkQueue) -> list[tuple[bytes, Owed]]:
     taken = []
-    while line:
-        taken.append(line.take())
+    while queue:
+        taken.append(queue.take())
     return taken
 
 
@@ -148,7 +148,7 @@ async def test_two_children_share_the_cap_of_their_parent(tmp_path: Path) -> Non
             assert 2 * number * CHUNK <= SLOW * (passed_s + SLACK_S) + CHUNK
 
 
-async def test_records_pass_chunks_that_wait_and_an_overtaken_version_leaves_the_line(tmp_path: Path) -> None:
+async def test_records_pass_chunks_that_wait_and_an_overtaken_version_leaves_the_queue(tmp_path: Path) -> None:
     clock, rate = Clock(), CHUNK / 0.1
     old = write_version(tmp_path / "relay-0", 1, 20 * CHUNK)
     root = make_node(tmp_path, "relay-0", max_bytes_per_s=rate, now=clock)

@@ -14,8 +14,8 @@ from laminar_py.relay.planning.cost import (
     NEAR_BEST,
     PAGE_BYTES,
     SMALLEST_CHUNK_BYTES,
+    Broadcast,
     Links,
-    Payload,
     best_chunk_bytes,
     broadcast_s,
     choose,
@@ -40,9 +40,9 @@ LINKS = st.builds(
 SIZES = st.sampled_from(CHUNK_SIZES)
 
 
-def simulate(tree: Topology, zones: list[str], payload: Payload, links: Links, chunk_bytes: int) -> float:
+def simulate(tree: Topology, zones: list[str], broadcast: Broadcast, links: Links, chunk_bytes: int) -> float:
     """Events of a broadcast in the order of time; an uplink carries a chunk at a time, first come first served."""
-    chunks = [min(chunk_bytes, payload.num_bytes - at) for at in range(0, payload.num_bytes, chunk_bytes)]
+    chunks = [min(chunk_bytes, broadcast.num_bytes - at) for at in range(0, broadcast.num_bytes, chunk_bytes)]
     ticket = count()
     arrivals = [(0.0, next(ticket), 0, chunk) for chunk in range(len(chunks))]
     free_at = [0.0] * tree.num_nodes
@@ -52,7 +52,7 @@ def simulate(tree: Topology, zones: list[str], payload: Payload, links: Links, c
         for child in tree.children(node):
             far = zones[child] != zones[node]
             speed = min(links.bytes_per_s, links.zone_bytes_per_s) if far else links.bytes_per_s
-            took = links.overhead_s + chunks[chunk] * payload.wire_share / speed
+            took = links.overhead_s + chunks[chunk] * broadcast.wire_share / speed
             free_at[node] = max(now, free_at[node]) + took
             heapq.heappush(arrivals, (free_at[node], next(ticket), child, chunk))
     return now
@@ -63,10 +63,10 @@ def simulate(tree: Topology, zones: list[str], payload: Payload, links: Links, c
 def test_a_broadcast_of_equal_chunks_takes_what_the_model_says(
     shape: Shape, zones: list[str], links: Links, chunk_bytes: int, num_chunks: int, share: float
 ) -> None:
-    payload = Payload(num_chunks * chunk_bytes, share)
+    broadcast = Broadcast(num_chunks * chunk_bytes, share)
     tree = grow(shape, zones)
-    told = broadcast_s(routes(tree, zones), payload, links, chunk_bytes=chunk_bytes)
-    assert told == pytest.approx(simulate(tree, zones, payload, links, chunk_bytes), rel=1e-6)
+    told = broadcast_s(routes(tree, zones), broadcast, links, chunk_bytes=chunk_bytes)
+    assert told == pytest.approx(simulate(tree, zones, broadcast, links, chunk_bytes), rel=1e-6)
 
 
 @settings(deadline=None)
@@ -74,11 +74,11 @@ def test_a_broadcast_of_equal_chunks_takes_what_the_model_says(
 def test_a_shorter_last_chunk_makes_the_model_no_more_than_cautious(
     shape: Shape, zones: list[str], links: Links, chunk_bytes: int, num_chunks: int, cut: float
 ) -> None:
-    tree, payload = grow(shape, zones), Payload(int((num_chunks - cut) * chunk_bytes))
+    tree, broadcast = grow(shape, zones), Broadcast(int((num_chunks - cut) * chunk_bytes))
     ways = routes(tree, zones)
-    took = simulate(tree, zones, payload, links, chunk_bytes)
-    told = broadcast_s(ways, payload, links, chunk_bytes=chunk_bytes)
-    one_chunk = broadcast_s(ways, Payload(chunk_bytes), links, chunk_bytes=chunk_bytes)
+    took = simulate(tree, zones, broadcast, links, chunk_bytes)
+    told = broadcast_s(ways, broadcast, links, chunk_bytes=chunk_bytes)
+    one_chunk = broadcast_s(ways, Broadcast(chunk_bytes), links, chunk_bytes=chunk_bytes)
     assert took * (1 - 1e-9) <= told <= (took + one_chunk) * (1 + 1e-9)
     assert told <= 1.05 * took or num_chunks < 25
 
@@ -87,7 +87,7 @@ def test_a_shorter_last_chunk_makes_the_model_no_more_than_cautious(
 def test_more_bytes_never_take_less_time(
     shape: Shape, zones: list[str], links: Links, num_bytes: int, more: int
 ) -> None:
-    less, greater = (weigh(shape, zones, Payload(size), links).seconds for size in (num_bytes, num_bytes + more))
+    less, greater = (weigh(shape, zones, Broadcast(size), links).seconds for size in (num_bytes, num_bytes + more))
     assert less <= greater * (1 + 1e-9)
 
 
@@ -97,22 +97,22 @@ def test_a_chain_takes_p_plus_k_minus_1_chunks(
 ) -> None:
     zones, links = [""] * num_nodes, Links(speed, overhead_s)
     num_chunks = -(-num_bytes // MIB)
-    payload = Payload(num_chunks * MIB)
-    told = broadcast_s(routes(grow(Shape(1), zones), zones), payload, links, chunk_bytes=MIB)
+    broadcast = Broadcast(num_chunks * MIB)
+    told = broadcast_s(routes(grow(Shape(1), zones), zones), broadcast, links, chunk_bytes=MIB)
     assert told == pytest.approx((num_nodes - 1 + num_chunks - 1) * (overhead_s + MIB / speed))
 
 
 @given(st.integers(2, 300), st.floats(1e8, 5e10))
 def test_a_chain_tends_to_one_pass_through_a_link(num_nodes: int, speed: float) -> None:
     links = Links(speed, overhead_s=0.01 * LARGEST_CHUNK_BYTES / speed)
-    payload = Payload(200 * num_nodes * LARGEST_CHUNK_BYTES)
-    chain = weigh(Shape(1), [""] * num_nodes, payload, links)
-    assert 1 <= chain.seconds / (payload.num_bytes / speed) <= 1.02 * NEAR_BEST
+    broadcast = Broadcast(200 * num_nodes * LARGEST_CHUNK_BYTES)
+    chain = weigh(Shape(1), [""] * num_nodes, broadcast, links)
+    assert 1 <= chain.seconds / (broadcast.num_bytes / speed) <= 1.02 * NEAR_BEST
 
 
 @given(st.integers(2, 300), st.integers(10**8, 10**10))
 def test_a_star_sends_everything_to_each(num_nodes: int, num_bytes: int) -> None:
-    star = weigh(Shape(ALL), [""] * num_nodes, Payload(num_bytes), Links(1e9, overhead_s=0))
+    star = weigh(Shape(ALL), [""] * num_nodes, Broadcast(num_bytes), Links(1e9, overhead_s=0))
     assert star.seconds == pytest.approx((num_nodes - 1) * num_bytes / 1e9, rel=0.003)
 
 
@@ -120,7 +120,7 @@ def test_a_star_sends_everything_to_each(num_nodes: int, num_bytes: int) -> None
 def test_a_binary_tree_waits_for_the_node_whose_way_has_most_sends(num_nodes: int, sends: int) -> None:
     zones = [""] * num_nodes
     ways = routes(grow(Shape(2), zones), zones)
-    assert broadcast_s(ways, Payload(MIB), Links(1e9, 0), chunk_bytes=MIB) == pytest.approx(sends * MIB / 1e9)
+    assert broadcast_s(ways, Broadcast(MIB), Links(1e9, 0), chunk_bytes=MIB) == pytest.approx(sends * MIB / 1e9)
 
 
 @given(ZONES, LINKS, st.integers(1, 10**11))
@@ -128,20 +128,20 @@ def test_a_binary_tree_waits_for_the_node_whose_way_has_most_sends(num_nodes: in
 def test_auto_is_never_slower_than_chain_star_or_binary_tree(
     zones: list[str], links: Links, num_bytes: int
 ) -> None:
-    payload = Payload(num_bytes)
-    chosen = choose(zones, payload, links)
+    broadcast = Broadcast(num_bytes)
+    chosen = choose(zones, broadcast, links)
     for kind in (TopologyKind.CHAIN, TopologyKind.STAR, TopologyKind.KARY):
-        assert chosen.seconds <= weigh(shape_of(kind, fanout=2), zones, payload, links).seconds
+        assert chosen.seconds <= weigh(shape_of(kind, fanout=2), zones, broadcast, links).seconds
 
 
 def test_of_equally_fast_shapes_auto_takes_the_flattest() -> None:
-    chosen = choose([""] * 3, Payload(MIB), Links(1e9, overhead_s=1e3))  # any is two sends of one chunk
+    chosen = choose([""] * 3, Broadcast(MIB), Links(1e9, overhead_s=1e3))  # any is two sends of one chunk
     assert grow(chosen.shape, [""] * 3).depth == 1
 
 
 def test_auto_pipelines_what_is_large_and_branches_for_what_is_small() -> None:
     zones, links = [""] * 64, Links(1e9, overhead_s=1e-4)
-    large, small = (choose(zones, Payload(num_bytes), links).shape.members for num_bytes in (10**11, 10**5))
+    large, small = (choose(zones, Broadcast(num_bytes), links).shape.members for num_bytes in (10**11, 10**5))
     assert large == 1
     assert 1 < small < ALL
 
@@ -149,8 +149,8 @@ def test_auto_pipelines_what_is_large_and_branches_for_what_is_small() -> None:
 def test_a_slow_link_between_zones_costs_one_pass_and_not_one_per_host() -> None:
     zones = ["home"] * 16 + ["away"] * 16
     links = Links(1e10, 1e-4, zone_bytes_per_s=1e9)
-    assert choose(zones, Payload(10**11), links).seconds < 1.05 * 10**11 / 1e9
-    assert choose([""] * 32, Payload(10**11), Links(1e9, 1e-4)).seconds >= 10**11 / 1e9
+    assert choose(zones, Broadcast(10**11), links).seconds < 1.05 * 10**11 / 1e9
+    assert choose([""] * 32, Broadcast(10**11), Links(1e9, 1e-4)).seconds >= 10**11 / 1e9
 
 
 @given(SHAPES, ZONES, LINKS, st.integers(1, 10**11))
@@ -158,7 +158,7 @@ def test_the_best_chunk_is_of_whole_pages_within_bounds(
     shape: Shape, zones: list[str], links: Links, num_bytes: int
 ) -> None:
     ways = routes(grow(shape, zones), zones)
-    best = best_chunk_bytes(ways, Payload(num_bytes), links)
+    best = best_chunk_bytes(ways, Broadcast(num_bytes), links)
     assert best % PAGE_BYTES == 0
     assert SMALLEST_CHUNK_BYTES <= best <= LARGEST_CHUNK_BYTES
     assert (CHUNK_SIZES[0], CHUNK_SIZES[-1]) == (SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES)
@@ -167,7 +167,7 @@ def test_the_best_chunk_is_of_whole_pages_within_bounds(
 def test_of_chunks_that_are_nearly_as_fast_the_smallest_is_taken() -> None:
     free = Links(1e9, overhead_s=0)  # one hop: any size takes as long
     ways = routes(grow(Shape(1), [""] * 2), [""] * 2)
-    assert best_chunk_bytes(ways, Payload(10**9), free) == SMALLEST_CHUNK_BYTES
+    assert best_chunk_bytes(ways, Broadcast(10**9), free) == SMALLEST_CHUNK_BYTES
 
 
 @given(st.integers(3, 200), st.integers(2, 1000), st.floats(1e8, 5e10), st.floats(2**19, 2**23))
@@ -177,26 +177,26 @@ def test_the_best_chunk_of_a_chain_is_that_of_the_formula(
     hops, num_bytes = num_nodes - 1, round(num_chunks * chunk_bytes)
     overhead_s = (hops - 1) * num_bytes / (num_chunks**2 * speed)  # what k* = sqrt((p - 1) M / (a W)) says
     least = (hops + num_chunks - 1) * (overhead_s + num_bytes / num_chunks / speed)
-    chain = weigh(Shape(1), [""] * num_nodes, Payload(num_bytes), Links(speed, overhead_s))
+    chain = weigh(Shape(1), [""] * num_nodes, Broadcast(num_bytes), Links(speed, overhead_s))
     most = least * 1.01 * NEAR_BEST + overhead_s + chain.chunk_bytes / speed
     assert least * (1 - 1e-9) <= chain.seconds <= most
 
 
 def test_a_delta_is_as_fast_as_its_slowest_stage() -> None:
     zones, links = [""] * 8, Links(1e9, 0)
-    delta = Payload(1000 * MIB, 0.01, encode_bytes_per_s=2e9, apply_bytes_per_s=5e9)
+    delta = Broadcast(1000 * MIB, 0.01, encode_bytes_per_s=2e9, apply_bytes_per_s=5e9)
     told = broadcast_s(routes(grow(Shape(1), zones), zones), delta, links, chunk_bytes=MIB)
     first = MIB / 2e9 + MIB / 5e9 + 7 * 0.01 * MIB / 1e9
     assert told == pytest.approx(first + 999 * MIB / 2e9)
 
 
 def test_a_lone_root_waits_for_nothing() -> None:
-    assert choose(["rack-1"], Payload(10**9), Links(1e9, 1e-4)).seconds == 0
+    assert choose(["rack-1"], Broadcast(10**9), Links(1e9, 1e-4)).seconds == 0
 
 
 @pytest.mark.parametrize("kind", [TopologyKind.STAR, TopologyKind.CHAIN, TopologyKind.KARY])
 def test_a_named_topology_is_taken_as_it_is(kind: TopologyKind) -> None:
-    settled = settle(kind, fanout=3, zones=["a", "a", "b"], payload=Payload(10**9), links=Links(1e9, 1e-4))
+    settled = settle(kind, fanout=3, zones=["a", "a", "b"], broadcast=Broadcast(10**9), links=Links(1e9, 1e-4))
     assert settled.shape == shape_of(kind, fanout=3)
 
 

@@ -67,7 +67,7 @@ function drawWall(page) {
   byId("wall-meaning").textContent = page.wall.meaning;
   byId("wall-evidence").replaceChildren(...page.wall.evidence.map((line) => element("li", line)));
   byId("wall-remedies").replaceChildren(...page.wall.remedies.map((remedy) =>
-    element("li", remedy.gain ? `${remedy.change}: ${remedy.gain}` : remedy.change)));
+    element("li", `${remedy.key}: ${remedy.change}: ${remedy.why}`)));
 }
 
 function logTicks(low, high) {

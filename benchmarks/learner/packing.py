@@ -1,0 +1,90 @@
+"""Whether packing is right, and what it saves: rows `packed_vs_single_grad` and `packed_over_*`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from benchmarks.learner.agreement import MIXTURE
+from laminar_py.bench.learner.parts import draw_lengths, gradient, make_learner, make_trajectories, pack_here
+from laminar_py.bench.learner.speed import StepBatches, packed_tokens_per_s
+from laminar_py.bench.models import SMALL, write_model
+from laminar_py.bench.report import Row
+from laminar_py.bench.turns import Ratio, cpu_s, in_turn
+from laminar_py.learner.losses.logprob import token_logprobs
+from laminar_py.records.trajectory import Trajectory
+
+LLAMA = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    max_position_embeddings=2048,
+)
+MODELS: Mapping[str, PretrainedConfig] = {"qwen3": SMALL, "llama": LLAMA, "mixture": MIXTURE}
+PADDED_ROWS = 8
+
+
+def gradient_row(folder: Path, models: Mapping[str, PretrainedConfig] = MODELS) -> Row:
+    """Largest deviation of a parameter's gradient on packed sequences from that on single ones."""
+    worst = 0.0
+    items = make_trajectories(draw_lengths(12, median=40, seed=1))
+    for name, config in models.items():
+        learner = make_learner(write_model(folder / name, config))
+        alone = gradient(learner, pack_here(items, max_tokens=1))
+        for max_tokens in (sum(item.num_tokens for item in items), max(item.num_tokens for item in items)):
+            packed = gradient(learner, pack_here(items, max_tokens=max_tokens))
+            gaps = [(one - other).norm() / other.norm() for one, other in zip(packed, alone, strict=True)]
+            worst = max(worst, float(torch.stack(gaps).max()))
+    setting = "12 sequences in one microbatch and in several, Qwen3, Llama, Qwen3-MoE; largest over parameters"
+    return Row("packed_vs_single_grad", worst, "of its norm", setting)
+
+
+def padded_rows(folder: Path, batches: StepBatches) -> list[Row]:
+    """Real tokens a CPU second, packed over padded, in turns."""
+    model = write_model(folder / "padded", batches.model)
+    learner = make_learner(model)
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa", dtype=torch.float32)
+
+    def padded(order: Callable[[Sequence[Trajectory]], Sequence[Trajectory]], number: int) -> float:
+        items = order(batches.draw(number))
+        return sum(item.num_tokens for item in items) / cpu_s(lambda: _train_padded(plain, items))
+
+    sides = {
+        "packed": lambda number: packed_tokens_per_s(learner, batches.draw(number)),
+        "padded": lambda number: padded(list, number),
+        "sorted": lambda number: padded(_by_length, number),
+    }
+    rates = in_turn(sides, rounds=batches.repeats)
+    over = {name: Ratio.of(rates["packed"], rates[name]) for name in ("padded", "sorted")}
+    setting = f"{batches.tell()}; padded: {PADDED_ROWS} rows each to its longest"
+    return [
+        Row("packed_over_padded", over["padded"].median, "x, in order of arrival", setting),
+        Row("packed_over_sorted", over["sorted"].median, "x, padded rows sorted by length", setting),
+    ]
+
+
+def _by_length(items: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    return sorted(items, key=lambda item: item.num_tokens)
+
+
+def _train_padded(model: PreTrainedModel, items: Sequence[Trajectory]) -> None:
+    """Forward and backward of the packed side's loss, on rows that are filled up to the longest of them."""
+    for first in range(0, len(items), PADDED_ROWS):
+        rows = items[first : first + PADDED_ROWS]
+        longest = max(item.num_tokens for item in rows)
+        ids, mask = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+        weights = torch.zeros(len(rows), longest)
+        for row, item in enumerate(rows):
+            both = np.concatenate([item.prompt_ids, item.response_ids])
+            ids[row, : len(both)], mask[row, : len(both)] = torch.tensor(both), 1
+            weights[row, len(item.prompt_ids) - 1 : len(both) - 1] = 1
+        hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        labels = torch.roll(ids, -1, dims=1).flatten()
+        logprobs, _ = token_logprobs(hidden.flatten(0, 1), model.get_output_embeddings().weight, labels)
+        (weights.flatten() * logprobs).sum().backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()

@@ -1,0 +1,105 @@
+"""A diagnosis laid out: rows of words for the terminal; a panel and the bars of a mean step for the page. Pure."""
+
+from collections.abc import Iterator
+
+from laminar_py.analytics.show.panels import StageBar, WallPanel
+from laminar_py.analytics.triage.diagnosis import STAGE_OF, Diagnosis, what_if
+from laminar_py.analytics.triage.goodput import StageTimes, StepStage
+from laminar_py.analytics.triage.mean_step import MeanStep
+from laminar_py.analytics.triage.remedies import Wall
+from laminar_py.config.staleness import Schedule
+
+NO_STEP = "no learner step was completed, so what limits the run cannot be told"
+TOLD_S = 0.005  # of a stage: less is not worth a word
+DRAWN_S = 1e-4  # of a stage: less has no bar
+NEXT_REMEDIES = 2
+HOW = {
+    Schedule.SYNC: "one after another",
+    Schedule.ONE_STEP: "a batch ahead",
+    Schedule.ASYNC: "side by side",
+}
+MEANINGS = {
+    Wall.GENERATION: "Replicas generate as fast as they can, and the rest of the run waits for them.",
+    Wall.LONG_TAIL: "A few long responses keep replicas nearly empty while everybody waits for the last of them.",
+    Wall.REWARD: "Responses are finished faster than they are scored.",
+    Wall.REFERENCE: "The reference model's pass takes more of a step than anything that could go on beside it.",
+    Wall.WEIGHTS: "New weights are so long on their way to the replicas that these stand empty meanwhile.",
+    Wall.LEARNER: "Trajectories are there faster than the learner trains on them.",
+    Wall.FRESHNESS: "The bound on staleness keeps the replicas from beginning new work, though nothing is busy.",
+    Wall.SPARSE_REWARD: "Most of what is generated never succeeds, and teaches nothing.",
+}
+
+
+def wall_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    """Rows of a heading and its words."""
+    binding, following, step = diagnosis.binding, diagnosis.next, diagnosis.mean_step
+    yield "limited by", f"{str(binding.wall).upper()}: {binding.evidence}"
+    first, *others = binding.remedies
+    yield "change first", str(first)
+    if others:
+        yield "or instead", ", or ".join(f"{remedy.key} {remedy.change}" for remedy in others[:NEXT_REMEDIES])
+    yield "without it", f"{_gain(binding.gain)}; then {following.wall} limits, now: {following.evidence}"
+    stages = f"its stages, {HOW[step.schedule]} (schedule={step.schedule}): {_stages(step)}"
+    yield "a step", f"takes {step.measured_s:.2f} s; {stages}"
+    twice = ", ".join(_twice(step))
+    if twice:
+        yield "it would take", f"with twice {twice}"
+    others_s = (schedule for schedule in Schedule if schedule is not step.schedule)
+    words = (f"schedule={s} {diagnosis.under[s]:.2f} s (most of it {diagnosis.walls_under[s]})" for s in others_s)
+    yield "", f"with {', with '.join(words)}"
+
+
+def _gain(gain: float) -> str:
+    times = f"at most {gain:.2f} x" if gain < 100 else "more than 100 x"
+    return f"{times} the goodput (useful trained tokens per second)"
+
+
+def _stages(step: MeanStep) -> str:
+    times = {stage: step.times.of(stage) for stage in StepStage}
+    shown = {stage: f"{stage} {seconds:.2f} s" for stage, seconds in times.items() if seconds >= TOLD_S}
+    if StepStage.GENERATION in shown and step.times.tail_s >= TOLD_S:
+        shown[StepStage.GENERATION] += f" ({step.times.tail_s:.2f} s of it with the last few responses)"
+    if StepStage.LEARNER in shown and step.reference_in_learner and step.reference_s >= TOLD_S:
+        shown[StepStage.LEARNER] += f" ({step.reference_s:.2f} s of it the reference model)"
+    return ", ".join(shown.values()) or f"none takes {TOLD_S} s"
+
+
+def _twice(step: MeanStep) -> Iterator[str]:
+    names = {
+        StepStage.GENERATION: "the replicas",
+        StepStage.REWARD: "the scorers",
+        StepStage.LEARNER: "the learner ranks",
+    }
+    for stage, name in names.items():
+        if step.times.of(stage) >= TOLD_S:
+            yield f"{name} {what_if(step, stage):.2f} s"
+
+
+def wall_panel(diagnosis: Diagnosis) -> WallPanel:
+    """Panel of the page on what limits the run."""
+    binding, following = diagnosis.binding, diagnosis.next
+    evidence = (
+        binding.evidence,
+        f"without it, goodput would be at most {binding.gain:.3g} times as high",
+        f"the next wall is then {following.wall}: {following.evidence}",
+    )
+    meaning = MEANINGS[binding.wall]
+    return WallPanel(name=str(binding.wall), meaning=meaning, evidence=evidence, remedies=binding.remedies)
+
+
+def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> list[StageBar]:
+    """Bars of a mean step: stages that wait for each other one after another, see `goodput.compose`."""
+    rollout = max(times.generation_s, times.reward_s, times.reference_s)
+    match schedule:
+        case Schedule.SYNC:
+            begin = {StepStage.LEARNER: rollout, StepStage.WEIGHTS: rollout + times.learner_s}
+        case Schedule.ONE_STEP:
+            begin = {StepStage.WEIGHTS: max(rollout, times.learner_s)}
+        case Schedule.ASYNC:
+            begin = {StepStage.WEIGHTS: times.generation_s}
+    of_wall = StepStage.GENERATION if wall is Wall.LONG_TAIL else STAGE_OF.get(wall)
+    return [
+        StageBar(name=str(stage), start_s=begin.get(stage, 0.0), seconds=times.of(stage), binding=stage is of_wall)
+        for stage in StepStage
+        if times.of(stage) >= DRAWN_S
+    ]

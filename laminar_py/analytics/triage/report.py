@@ -1,0 +1,112 @@
+"""Figures of one reading of a run, and the diagnosis that follows from them. Called by every view.
+
+A figure is computed when it is first asked for, so that a view pays for what it shows, and all show the same.
+"""
+
+from functools import cached_property
+from pathlib import Path
+
+from laminar_py.analytics.measure.drops import DropTable, measure_drops
+from laminar_py.analytics.measure.pipeline import measure_pipeline
+from laminar_py.analytics.measure.quality import Quality, measure_quality
+from laminar_py.analytics.measure.staleness import Staleness, measure_staleness
+from laminar_py.analytics.measure.stragglers import Stragglers, measure_stragglers
+from laminar_py.analytics.measure.tails import Tails, measure_tails
+from laminar_py.analytics.measure.tokens import TokenAccount, account_tokens
+from laminar_py.analytics.read.snapshot import Snapshot, read_snapshot
+from laminar_py.analytics.triage.diagnosis import Diagnosis, diagnose
+from laminar_py.analytics.triage.dropping import tell_dropping
+from laminar_py.analytics.triage.mean_step import mean_step
+from laminar_py.config.section import ConfigError
+
+
+class RunReport:
+    """Figures of one run."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    @property
+    def run(self) -> str:
+        """Folder of the run."""
+        return str(self.snapshot.run)
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis | None:
+        """Limits of the run; None before the first whole step, or without its config."""
+        snapshot, config = self.snapshot, self.snapshot.config
+        if config is None:
+            return None
+        pipeline = measure_pipeline(config, snapshot.trajectories, snapshot.stays, snapshot.history)
+        found = mean_step(config, snapshot.trajectories, pipeline)
+        return None if found is None else diagnose(found, config)
+
+    @property
+    def steps(self) -> int:
+        """Number of the last step that counts."""
+        return max((step.step for _, step in self.snapshot.history.steps), default=0)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Response tokens in learner steps, whatever their weight."""
+        steps = self.snapshot.samples.steps
+        return steps[-1].trained_tokens if steps else 0
+
+    @cached_property
+    def tokens(self) -> TokenAccount:
+        """Use and loss of generated tokens."""
+        return account_tokens(self.snapshot)
+
+    @cached_property
+    def tails(self) -> Tails:
+        """Distributions of lengths and times."""
+        return measure_tails(self.snapshot.trajectories)
+
+    @cached_property
+    def stragglers(self) -> Stragglers:
+        """Costs of waiting for the last ones."""
+        return measure_stragglers(self.snapshot.trajectories, self.snapshot.samples.fleet)
+
+    @cached_property
+    def drops(self) -> DropTable:
+        """Drops by reason and length."""
+        return measure_drops(self.snapshot.trajectories, self.snapshot.counterfactuals)
+
+    @cached_property
+    def dropping(self) -> list[str]:
+        """Meaning of the drops, in words."""
+        return tell_dropping(self.drops)
+
+    @cached_property
+    def staleness(self) -> Staleness | None:
+        """Staleness of what was consumed; None before anything was."""
+        return measure_staleness(self.snapshot.trajectories)
+
+    @cached_property
+    def quality(self) -> Quality:
+        """Curves of learning; needs the config."""
+        config, samples = self.snapshot.config, self.snapshot.samples
+        assert config is not None, f"{self.run}: a report of figures needs the config"
+        return measure_quality(config, samples.steps, self.snapshot.history.evaluations)
+
+    @property
+    def rl_s(self) -> float:
+        """Seconds of RL so far."""
+        return self.snapshot.samples.rl_s
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        """Trained tokens over seconds of RL."""
+        return self.trained_tokens / self.rl_s if self.rl_s else 0.0
+
+
+def read_report(run: Path) -> RunReport:
+    """Report of a run folder. Raises `ConfigError` if `run` is none, or nothing has finished in it."""
+    if run.is_file():
+        raise ConfigError(f"run={run}: is a file; name the folder of a run, e.g. runs/quickstart-1")
+    snapshot = read_snapshot(run)
+    if not (snapshot.trajectories.finish >= 0).any():
+        raise ConfigError(f"run={run}: no trajectory has finished yet, so nothing can be said; wait for one")
+    if snapshot.config is None:
+        raise ConfigError(f"config={run / 'config.yaml'}: no such file; put the config of the run back there")
+    return RunReport(snapshot)

@@ -1,0 +1,154 @@
+"""Tasks of the proof, each of which one process does with a connection of its own. Driven by `audit.verify`.
+
+Invariant: a task reads one state of the ledger, and its result holds of that state.
+"""
+
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.audit import log
+from laminar_py.audit.checks import Check, ChecksumCheck, DrainCheck, StalenessCheck, StepCheck, WeightsCheck
+from laminar_py.audit.replay import Replay
+from laminar_py.audit.responses import ResponseCheck
+from laminar_py.audit.violations import Rule, Violation
+from laminar_py.ledger.database import LedgerError, ledger_path, reading, unlike_schema
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.digests import column_digest, file_digest, prompt_digest
+from laminar_py.records.events import Archived, Event
+
+_NAMED = 20  # trajectories whose loss is told one by one
+
+
+class TaskResult(msgspec.Struct, frozen=True):
+    """Result of one task."""
+
+    violations: list[Violation] = []
+    notes: list[str] = []
+    missing: list[int] = []  # trajectories that have tokens, and none in SQLite
+    seen: list[int] = []  # trajectories that have some in the archive
+
+
+def check_file(run: Path) -> TaskResult:
+    """Check that SQLite finds the file whole, and its tables laid out as they should be."""
+    with reading(run) as connection:
+        said = [message for (message,) in connection.execute("PRAGMA integrity_check(10)") if message != "ok"]
+        found = [Violation(Rule.LOG, "file", message) for message in said]
+        found += [
+            Violation(Rule.LOG, name, "is not laid out as it should be") for name in unlike_schema(connection)
+        ]
+        return TaskResult(found)
+
+
+def check_events(run: Path) -> TaskResult:
+    """Replay all events: every rule along the log, and the tables that follow from it."""
+    checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck()]
+    watching: dict[type[Event], list[Check]] = {}
+    for check in checks:
+        for kind in check.sees:
+            watching.setdefault(kind, []).append(check)
+    found: list[Violation] = []
+    with reading(run) as connection:
+        replay, entries = Replay(connection), log.Log(connection)
+        for seq, wall, mono, event in entries:
+            for check in watching.get(type(event), ()):
+                found += check.see(event, replay.row_before(event))
+            replay.see(seq, event, wall=wall, mono=mono)
+        replay.end()
+        found += _check_archived(run, connection)
+    for check in checks:
+        found += check.end()
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(entries.unknown.items()))
+    notes = [f"events of a later release, passed over: {kinds}"] if kinds else []
+    return TaskResult(entries.violations + found + replay.violations, notes)
+
+
+def check_chain(run: Path, first: int, last: int | None) -> TaskResult:
+    """Check the hashes of events `first` to `last`."""
+    with reading(run) as connection:
+        return TaskResult(list(log.check_chain(connection, first, last)))
+
+
+def check_prompts(run: Path) -> TaskResult:
+    """Check prompts and columns of tokens against their digests."""
+    with reading(run) as connection:
+        return TaskResult([*_check_prompts(connection), *_check_columns(connection)])
+
+
+def check_stored(run: Path, first: int, last: int) -> TaskResult:
+    """Check responses in SQLite of trajectories `first` to `last`."""
+    with reading(run) as connection:
+        check = ResponseCheck(connection)
+        missing = check.see_stored(first, last)
+        return TaskResult(check.violations, missing=missing)
+
+
+def check_archive(run: Path, path: Path) -> TaskResult:
+    """Check responses in one file of the archive."""
+    with reading(run) as connection:
+        check = ResponseCheck(connection)
+        try:
+            check.see_file(path)
+        except LedgerError as error:
+            check.violations.append(Violation(Rule.ARCHIVE, path.name, str(error)))
+        return TaskResult(check.violations, seen=check.numbers)
+
+
+def find_nowhere(run: Path, missing: Collection[int]) -> Iterator[Violation]:
+    """Violations by trajectories no piece of which is anywhere."""
+    with reading(run) as connection:
+        for number in islice(sorted(missing), _NAMED):
+            query = "SELECT id, length FROM trajectory WHERE number = ?"
+            for id, length in connection.execute(query, (number,)):
+                yield Violation(Rule.SPANS, id, f"none of its {length} tokens is stored")
+    if len(missing) > _NAMED:
+        yield Violation(
+            Rule.SPANS, "archive", f"has no tokens of {len(missing) - _NAMED} more trajectories either"
+        )
+
+
+def _check_archived(run: Path, connection: sqlite3.Connection) -> Iterator[Violation]:
+    """Compare the files of the archive with those on record."""
+    folder = ledger_path(run).parent
+    for (body,) in connection.execute("SELECT CAST(body AS BLOB) FROM event WHERE kind = 'archived'"):
+        try:
+            event = decode_event(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue  # the log says so
+        if not isinstance(event, Archived):
+            continue
+        path = folder / event.path
+        if not path.is_file():
+            yield Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")
+        elif path.stat().st_size != event.num_bytes or file_digest(path) != event.digest:
+            yield Violation(Rule.ARCHIVE, event.path, "was changed")
+
+
+def _check_prompts(connection: sqlite3.Connection) -> Iterator[Violation]:
+    for id, ids, text, answer, task, digest in connection.execute(
+        "SELECT id, ids, text, answer, task, digest FROM prompt"
+    ):
+        if prompt_digest(id, text, ids, answer, task) != digest:
+            yield Violation(Rule.ROWS, f"prompt {id}", "was changed")
+    missing = connection.execute(
+        "SELECT id, prompt_id FROM trajectory WHERE prompt_id NOT IN (SELECT id FROM prompt)"
+    )
+    for id, prompt_id in missing:
+        yield Violation(Rule.ROWS, id, f"its prompt {prompt_id} is not stored")
+    misplaced = connection.execute(
+        "SELECT id, idx, first FROM prompt JOIN"
+        " (SELECT prompt_id, prompt_index AS first, min(number) FROM trajectory GROUP BY prompt_id)"
+        " ON prompt_id = id WHERE idx != first"
+    )
+    for id, index, first in misplaced:
+        yield Violation(Rule.ROWS, f"prompt {id}", f"stands at place {index}, it was first issued from {first}")
+
+
+def _check_columns(connection: sqlite3.Connection) -> Iterable[Violation]:
+    rows = connection.execute("SELECT trajectory, name, dtype, data, digest FROM token_column")
+    for number, name, dtype, data, digest in rows:
+        if column_digest(number, name, dtype, data) != digest:
+            yield Violation(Rule.ROWS, f"column {name} of trajectory {number}", "was changed")

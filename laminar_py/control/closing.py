@@ -1,0 +1,173 @@
+"""Closing of groups: finished responses go to scoring and the reference model, groups with all they need go on.
+
+`Closing` is owned by `control.scheduler`; `control.consumption` hands closed groups to the learner. No group waits
+for another.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.control.book import Book
+from laminar_py.control.consumption import Consumption
+from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.groups import Group
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.records.codec import FloatArray
+from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
+from laminar_py.records.protocols import Clock
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Stages that a finished response goes through; results come back as `on_score` and `on_reference`."""
+
+    submit_score: Callable[[Trajectory, Prompt], None]
+    submit_reference: Callable[[Trajectory], None] | None = None  # None: there is no stage for the reference model
+
+    def score(self, lifecycle: Lifecycle) -> None:
+        """Have a response scored."""
+        self.submit_score(lifecycle.trajectory(), lifecycle.prompt)
+
+    def refer(self, lifecycle: Lifecycle) -> None:
+        """Have the reference model's log-probabilities computed, where a training response needs them."""
+        if self.submit_reference is not None and lifecycle.trains:
+            self.submit_reference(lifecycle.trajectory())
+
+    def awaits_reference(self, members: Iterable[Lifecycle]) -> bool:
+        """True where the reference model still has to answer for one of them."""
+        return self.submit_reference is not None and any(REFERENCE_LOGPROBS not in m.columns for m in members)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Advantages of a group's rewards; `advantages(rewards)` gives their scale too: what a unit of reward is."""
+
+    advantages: Callable[[Sequence[float]], tuple[FloatArray, float]]
+    length_cost: Callable[[int], float] = lambda length: (
+        0.0
+    )  # taken from the reward of a response of such a length
+
+    def of(self, members: Sequence[Lifecycle]) -> tuple[list[float], float]:
+        """Advantages of scored members, in their order, and the scale."""
+        rewards = [(member.reward or 0.0) - self.length_cost(member.length) for member in members]
+        advantages, scale = self.advantages(rewards)
+        return advantages.tolist(), scale
+
+
+class Closing:
+    """Scores and reference log-probabilities in, groups with advantages out."""
+
+    def __init__(
+        self,
+        book: Book,
+        *,
+        consumption: Consumption,
+        evaluations: Evaluations,
+        stages: Stages,
+        credit: Credit,
+        clock: Clock,
+    ) -> None:
+        self._book = book
+        self._consumption = consumption
+        self._evaluations = evaluations
+        self._stages = stages
+        self._credit = credit
+        self._clock = clock
+
+    def finished(self, lifecycle: Lifecycle) -> None:
+        """Send a finished response on; the first of a group starts the clock of the group's deadline."""
+        group = self._book.groups.get(lifecycle.group_id)
+        if group is not None and group.first_finished_s is None:
+            group.first_finished_s = self._clock.now()
+        self._stages.score(lifecycle)
+        self._stages.refer(lifecycle)
+
+    async def on_score(self, score: Score) -> None:
+        """Take in a score; it may complete its group."""
+        lifecycle = self._book.followed(score.trajectory_id)
+        if lifecycle is None or lifecycle.status is not Status.FINISHED:
+            return
+        if lifecycle.counterfactual:
+            del self._book.counterfactual[lifecycle.id]
+            self._book.record(lifecycle.score_counterfactual(score.value))
+        elif score.value is None:
+            self._book.drop([lifecycle], score.failure or DropReason.REWARD_FAILED, score.detail)
+        else:
+            if score.columns:
+                self._book.recorder.store_columns(lifecycle.id, score.columns)
+            self._book.record(lifecycle.score(score.value, score.columns, score.elapsed_s))
+        await self.settled(lifecycle)
+
+    async def on_reference(self, trajectory_id: str, logprobs: FloatArray) -> None:
+        """Take in the reference's log-probabilities [L] of a response, for which its group may have waited."""
+        lifecycle = self._book.live.get(trajectory_id)
+        if lifecycle is None:
+            return
+        lifecycle.columns = lifecycle.columns | {REFERENCE_LOGPROBS: token_values(logprobs)}
+        group = self._book.groups[lifecycle.group_id]
+        if group.is_ready:
+            await self._put(group)
+        elif not group.pending:
+            await self.close(group)
+
+    async def settled(self, lifecycle: Lifecycle) -> None:
+        """Close the group, or the evaluation, of a trajectory that was scored or dropped, if it was the last."""
+        if lifecycle.kind is Kind.EVAL:
+            self._evaluations.settle(lifecycle)
+        elif lifecycle.trains:
+            group = self._book.groups[lifecycle.group_id]
+            if not group.pending:
+                await self.close(group)
+
+    async def close(self, group: Group) -> None:
+        """Give a group its advantages, or drop it; where it teaches something it waits for the reference model."""
+        survivors, settings = group.survivors, self._book.settings
+        if len(survivors) < settings.min_group_survivors:
+            self._book.num_generating -= 1
+            self._book.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
+            del self._book.groups[group.id]
+            return
+        rewards = [member.reward or 0.0 for member in survivors]
+        teaches = max(rewards) > min(rewards) or settings.without_signal is WithoutSignal.TRAIN
+        if teaches and self._stages.awaits_reference(survivors):
+            return
+        self._book.num_generating -= 1
+        if not teaches:
+            await self._close_without_signal(group, survivors, f"reward {rewards[0]:g}")
+            return
+        advantages, scale = self._credit.of(survivors)
+        for member, advantage in zip(survivors, advantages, strict=True):
+            self._book.record(member.make_ready(advantage, scale))
+        await self._consumption.put(group)
+
+    async def _close_without_signal(self, group: Group, survivors: Sequence[Lifecycle], detail: str) -> None:
+        self._book.drop(survivors, DropReason.NO_SIGNAL, detail)
+        if self._book.settings.without_signal is WithoutSignal.SKIP:
+            oldest = min(member.spans[0].version for member in survivors)
+            await self._consumption.put_placeholder(group.id, oldest_version=oldest)
+        else:
+            del self._book.groups[group.id]
+
+    async def restore(self, group: Group) -> None:
+        """Take up a group that a dead controller left, and close it if nothing of it is pending."""
+        if group.is_ready:
+            await self._put(group)
+            return
+        self._book.num_generating += 1
+        group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
+        if not group.pending:
+            await self.close(group)
+
+    def restore_member(self, lifecycle: Lifecycle) -> None:
+        """Ask the stages again for what the dead controller did not come to record."""
+        if lifecycle.status is Status.FINISHED:
+            self._stages.score(lifecycle)
+        self._stages.refer(lifecycle)  # no record has the reference's answers
+
+    async def _put(self, group: Group) -> None:
+        """Hand over a group whose members are ready, once the reference model has answered for all."""
+        if not self._stages.awaits_reference(group.members.values()):
+            await self._consumption.put(group)

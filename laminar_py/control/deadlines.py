@@ -1,0 +1,63 @@
+"""Deadlines of groups: stragglers are dropped, their groups close without them. Owned by `control.scheduler`.
+
+A straggler is DROPPED for good. To learn what dropping costs, a share of them, chosen by a hash of their ids, goes
+on counterfactually: the replica is told nothing, progress and score are taken in like any other's, and the score
+ends it as `CounterfactualScored`. No group, no learner and no accounting knows it, it is never handed to another
+replica, and at most `max_counterfactual` go on at a time.
+"""
+
+from hashlib import blake2b
+
+from laminar_py.control.book import Book
+from laminar_py.control.closing import Closing
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.control.waiting import WaitingQueue
+from laminar_py.records.protocols import Clock
+from laminar_py.records.trajectory import DropReason, Status
+
+_UNIT = 2.0**64
+
+
+class Deadlines:
+    """Drops stragglers, and keeps what their replicas are to be told."""
+
+    def __init__(self, book: Book, *, waiting: WaitingQueue, closing: Closing, clock: Clock) -> None:
+        self._book = book
+        self._waiting = waiting
+        self._closing = closing
+        self._clock = clock
+        self._aborts: dict[int, list[str]] = {}
+
+    async def enforce(self) -> None:
+        """Close groups whose stragglers are past the deadline."""
+        now = self._clock.now()
+        for group in list(self._book.groups.values()):
+            if group.overdue(now, self._book.settings.group_deadline_s):
+                for member in group.pending:
+                    self._book.moves.ends(member.id)
+                    self._end(member)
+                self._waiting.remove_group(group.id)
+                self._book.drop(group.pending, DropReason.GROUP_DEADLINE)
+                await self._closing.close(group)
+
+    def take_aborts(self) -> dict[int, list[str]]:
+        """Dropped trajectories that replicas still run, by replica; each is told once."""
+        aborts, self._aborts = self._aborts, {}
+        return aborts
+
+    def _end(self, member: Lifecycle) -> None:
+        """Have a straggler aborted, or let it go on counterfactually."""
+        settings, others = self._book.settings, self._book.counterfactual
+        has_place = len(others) < settings.max_counterfactual
+        can_end = member.status is Status.RUNNING or member.finish_reason is not None
+        if has_place and can_end and is_chosen(member.id, settings.counterfactual_share):
+            others[member.id] = member.go_on_counterfactually()
+        elif member.replica is not None:
+            self._book.views.returned(member.replica, member.id)
+            self._aborts.setdefault(member.replica, []).append(member.id)
+
+
+def is_chosen(trajectory_id: str, share: float) -> bool:
+    """True for a share of all ids: always the same ones, and with a larger share more of them."""
+    digest = blake2b(f"probe/{trajectory_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / _UNIT < share

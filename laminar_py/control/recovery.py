@@ -1,0 +1,66 @@
+"""Recovery of the control plane: a new controller takes up what a dead one left in the ledger.
+
+Called once by `control.scheduler`, before anything is handed out. Partial responses wait for a replica, everything
+else goes on where it was.
+"""
+
+from laminar_py.control.book import Book
+from laminar_py.control.closing import Closing
+from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.groups import Group
+from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
+from laminar_py.control.waiting import WaitingQueue
+from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.records.trajectory import Kind, Status
+
+
+async def restore(
+    recovered: Recovered, book: Book, *, waiting: WaitingQueue, evaluations: Evaluations, closing: Closing
+) -> None:
+    """Fill an empty book with what was live; evaluations under way are dropped."""
+    book.next_prompt = recovered.next_prompt
+    evaluations.next_index = recovered.next_evaluation
+    for entry in recovered.live:
+        lifecycle = _revive(entry, book)
+        if lifecycle.kind is Kind.EVAL:
+            evaluations.abandon(lifecycle)
+            continue
+        book.live[lifecycle.id] = lifecycle
+        next_sample = recovered.next_sample[entry.group_id]
+        group = book.groups.setdefault(
+            entry.group_id, Group(id=entry.group_id, prompt=entry.prompt, next_sample=next_sample)
+        )
+        group.members[lifecycle.id] = lifecycle
+        if lifecycle.status is Status.RUNNING:
+            book.record(lifecycle.interrupt("controller_died"))
+        if lifecycle.status in DISPATCHABLE:
+            waiting.append(lifecycle)
+        else:
+            closing.restore_member(lifecycle)
+    for group in list(book.groups.values()):
+        await closing.restore(group)
+
+
+def _revive(entry: LiveTrajectory, book: Book) -> Lifecycle:
+    response = entry.response
+    return Lifecycle(
+        id=entry.id,
+        group_id=entry.group_id,
+        sample_index=entry.sample_index,
+        prompt=entry.prompt,
+        kind=entry.kind,
+        sampling=book.sampling(entry.id, entry.kind),
+        status=entry.status,
+        epoch=entry.epoch,
+        replica=entry.replica if entry.status is Status.RUNNING else None,
+        ids=[response.ids] if len(response.ids) else [],
+        logprobs=[response.logprobs] if len(response.ids) else [],
+        spans=response.spans,
+        length=len(response.ids),
+        finish_reason=entry.finish_reason,
+        reward=entry.reward,
+        columns=entry.columns,
+        advantage=entry.advantage or 0.0,
+        advantage_scale=1.0 if entry.advantage_scale is None else entry.advantage_scale,
+        routed=0 if response.routed_experts is None else response.routed_experts.positions,
+    )

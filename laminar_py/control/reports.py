@@ -1,0 +1,149 @@
+"""Reports of replicas on their way in: progress, interruptions, ends, losses. Owned by `control.scheduler`.
+
+Every change of a trajectory goes through its `Lifecycle`. A counterfactual one changes like any other, but nothing
+of it is recorded before its score, and it ends where another would wait for a new replica.
+"""
+
+from collections.abc import Callable
+
+from laminar_py.control.book import Book
+from laminar_py.control.closing import Closing
+from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.control.waiting import WaitingQueue
+from laminar_py.records.events import Cut, VersionLoaded
+from laminar_py.records.replica import Progress, ReplicaReport
+from laminar_py.records.spans import clip_spans
+from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Status
+
+
+class Reports:
+    """Takes in what replicas did; whatever goes on elsewhere is queued, whatever finished goes on to its group."""
+
+    def __init__(self, book: Book, *, waiting: WaitingQueue, evaluations: Evaluations, closing: Closing) -> None:
+        self._book = book
+        self._waiting = waiting
+        self._evaluations = evaluations
+        self._closing = closing
+
+    async def on_report(self, report: ReplicaReport) -> None:
+        """Take in what a replica did."""
+        for load in report.loads:
+            self._book.record(
+                VersionLoaded(
+                    replica=report.replica,
+                    version=load.version,
+                    digest=load.digest,
+                    elapsed_s=load.elapsed_s,
+                    checksum=load.checksum,
+                )
+            )
+        for progress in report.progress:
+            lifecycle = self._book.followed(progress.trajectory_id)
+            if lifecycle is not None and lifecycle.accepts(progress):
+                await self._on_progress(report.replica, lifecycle, progress)
+        for trajectory_id in report.lost:
+            lifecycle = self._book.followed(trajectory_id)
+            if lifecycle is not None and lifecycle.replica == report.replica:
+                self._book.views.returned(report.replica, trajectory_id)
+                await self._lose_version(lifecycle)
+        self._book.views.reported(
+            report.replica,
+            version=report.status.version,
+            admissible=report.admissible,
+            received=report.received,
+        )
+
+    async def on_replica_lost(self, replica: int) -> None:
+        """Interrupt all that a dead replica had; each keeps its stored prefix and waits for another replica."""
+        for trajectory_id in sorted(self._book.views.forget(replica)):
+            lifecycle = self._book.followed(trajectory_id)
+            if lifecycle is not None and lifecycle.status is Status.RUNNING:
+                self._requeue(lifecycle, "replica_died", self._waiting.append_displaced)
+
+    async def drop_unreachable(self) -> None:
+        """Drop waiting trajectories that can go on nowhere any more."""
+        for lifecycle in self._waiting.take_unreachable():
+            await self._lose_version(lifecycle)
+
+    async def _on_progress(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
+        self._grow(lifecycle, progress)
+        if progress.broken is not None:
+            self._on_break(replica, lifecycle, progress.broken)
+        elif progress.refusal:
+            await self._on_refusal(replica, lifecycle, progress.refusal)
+        elif progress.finish_reason is not None:
+            self._on_end(replica, lifecycle, progress)
+
+    def _grow(self, lifecycle: Lifecycle, progress: Progress) -> None:
+        """Append new tokens, in memory and on record."""
+        restamped = lifecycle.grow(progress)
+        if lifecycle.counterfactual:
+            return
+        if lifecycle.trains:
+            self._book.generated_tokens += len(progress.ids)
+        elif lifecycle.version is not None:
+            self._evaluations.runs_under(lifecycle, lifecycle.version)
+        if len(progress.ids) or progress.routed_experts is not None:
+            self._book.recorder.store_segment(
+                lifecycle.id,
+                progress.start,
+                clip_spans(progress.spans, progress.start),
+                progress.ids,
+                progress.logprobs,
+                sampling_mask=progress.sampling_mask,
+                routed_experts=progress.routed_experts,
+            )
+        if restamped is not None:
+            self._book.record(restamped)
+
+    def _on_break(self, replica: int, lifecycle: Lifecycle, broken: Break) -> None:
+        """Note that a stream broke off, or was interrupted for new weights and goes on where it is."""
+        if broken is Break.CUT:
+            self._book.record_of(lifecycle, lifecycle.cut_off())
+        elif not lifecycle.counterfactual:
+            self._book.record(lifecycle.interrupt("new_weights"))
+            self._book.record(lifecycle.resume(replica))
+
+    async def _on_refusal(self, replica: int, lifecycle: Lifecycle, words: str) -> None:
+        """Drop a trajectory whose request the engine never takes."""
+        self._book.views.returned(replica, lifecycle.id)
+        self._book.moves.ends(lifecycle.id)
+        self._book.drop([lifecycle], DropReason.REFUSED, words)
+        await self._closing.settled(lifecycle)
+
+    def _on_end(self, replica: int, lifecycle: Lifecycle, progress: Progress) -> None:
+        """Take in that a stream is over: the trajectory is finished, or handed back."""
+        self._book.views.returned(replica, lifecycle.id)
+        if progress.finish_reason is FinishReason.ABORT:
+            moving = self._book.moves.destination(lifecycle.id) is not None
+            self._requeue(lifecycle, "repacked" if moving else "returned", self._waiting.append)
+        else:
+            self._book.moves.ends(lifecycle.id)
+            self._finish(lifecycle, progress)
+
+    def _requeue(self, lifecycle: Lifecycle, reason: str, queue: Callable[[Lifecycle], None]) -> None:
+        """Interrupt a trajectory for another replica to take up; a counterfactual one ends instead."""
+        if lifecycle.counterfactual:
+            self._book.drop([lifecycle], DropReason.GROUP_DEADLINE)
+        else:
+            self._book.record(lifecycle.interrupt(reason))
+            queue(lifecycle)
+
+    def _finish(self, lifecycle: Lifecycle, progress: Progress) -> None:
+        settings = self._book.settings
+        if progress.wall_cut:
+            self._book.record_of(lifecycle, Cut(lifecycle.id, "seconds", settings.max_seconds or 0.0))
+        elif progress.finish_reason is FinishReason.LENGTH:
+            self._book.record_of(lifecycle, Cut(lifecycle.id, "tokens", settings.sampling.max_new_tokens))
+        self._book.record_of(lifecycle, lifecycle.finish(progress))
+        self._closing.finished(lifecycle)
+
+    async def _lose_version(self, lifecycle: Lifecycle) -> None:
+        """Drop a trajectory that can go on under no version it knows, and issue its prompt anew."""
+        self._book.drop([lifecycle], DropReason.VERSION_LOST, f"version {self._waiting.pin(lifecycle)}")
+        if lifecycle.kind is Kind.EVAL:
+            self._evaluations.lose(lifecycle)
+        elif lifecycle.trains:
+            self._waiting.append(self._book.issue_member(self._book.groups[lifecycle.group_id]))
+        await self._closing.settled(lifecycle)

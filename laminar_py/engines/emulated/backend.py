@@ -1,0 +1,58 @@
+"""The emulated engine as a backend, which the section `emulation` of a config chooses and describes."""
+
+from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.engine import EngineConfig
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.engines.registry import Backend, EngineLaunch
+from laminar_py.records.protocols import InferenceEngine
+from laminar_py.records.recordings import Recording
+
+
+class EmulatedEngineConfig(EngineConfig):
+    """An engine that computes nothing; its times are in the section `emulation`."""
+
+    @property
+    def yields_cpus(self) -> bool:
+        """False: what it does must happen on time."""
+        return False
+
+
+def check(config: RunConfig) -> None:
+    """Refuse an engine without its times, and what only one that computes has."""
+    if config.emulation is None:
+        raise ConfigError("rollout.engine.kind=emulated: is chosen by the section emulation; add that section")
+    if Recording.ROUTED_EXPERTS in config.rollout.record:
+        raise ConfigError("rollout.record=routed_experts: emulated engines have no experts; leave it out")
+
+
+def check_start(config: RunConfig) -> None:
+    """Look at the profile."""
+    assert config.emulation is not None, "it chose this backend"
+    read_profile(config.emulation.profile)
+
+
+async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
+    """A started `EmulatedEngine`, later than its neighbours by its share of `emulation.start_spread_s`."""
+    from laminar_py.engines.emulated.engine import EmulatedEngine
+    from laminar_py.engines.emulated.responses import Responses
+
+    rollout, emulation = config.rollout, config.emulation
+    assert emulation is not None, "it chose this backend"
+    vocab = read_sizes(launch.model_dir).vocab_size
+    engine = EmulatedEngine(
+        read_profile(emulation.profile).engine,
+        Responses(vocab, max_len=rollout.max_len, median=emulation.median_tokens, sigma=emulation.sigma),
+        vocab=vocab,
+        max_batch=rollout.max_batch,
+        max_len=rollout.max_len,
+        kv_capacity=config.kv_capacity,
+        compression=emulation.compression,
+        late_s=emulation.start_spread_s * launch.index / rollout.replicas,
+    )
+    await engine.start()
+    return engine
+
+
+EMULATED = Backend(settings=EmulatedEngineConfig, open=open_engine, check=check, check_start=check_start)

@@ -1,0 +1,28 @@
+"""The embedded engine as a backend: no setting of its own, one thread of the replica's process."""
+
+from laminar_py.config.engine import EngineConfig
+from laminar_py.config.run import RunConfig
+from laminar_py.engines.registry import Backend, EngineLaunch
+from laminar_py.records.protocols import InferenceEngine
+
+
+async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
+    """A started `LocalEngine`, which computes on one core."""
+    import torch
+
+    from laminar_py.engines.local.engine import LocalEngine
+
+    torch.set_num_threads(1)
+    rollout = config.rollout
+    engine = LocalEngine(
+        launch.model_dir,
+        max_batch=rollout.max_batch,
+        max_len=rollout.max_len,
+        kv_capacity=config.kv_capacity,
+        record=rollout.record,
+    )
+    await engine.start()
+    return engine
+
+
+LOCAL = Backend(settings=EngineConfig, open=open_engine)

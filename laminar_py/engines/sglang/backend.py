@@ -1,0 +1,144 @@
+"""SGLang as a backend: one server for each replica, which the run launches or which runs already.
+
+Owns every check of such a run: by its config alone, of a host that launches servers, of servers that run already.
+"""
+
+import asyncio
+import socket
+import subprocess
+from urllib.parse import urlsplit
+
+import psutil
+
+from laminar_py.config.lora import LoraConfig, LoraTarget
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.engines.registry import Backend, EngineLaunch, secret_of
+from laminar_py.engines.sglang.settings import SGLangConfig, section_of
+from laminar_py.records.protocols import InferenceEngine
+
+_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+
+
+# ---- what a server cannot do
+
+
+def check(config: RunConfig) -> None:
+    """Refuse a config that no server could serve."""
+    rollout, sampling, urls = config.rollout, config.rollout.sampling, section_of(config).urls
+    if sampling.cuts_vocabulary and not sampling.top_k:
+        raise ConfigError(
+            f"rollout.sampling.top_k=0 top_p={sampling.top_p} min_p={sampling.min_p}: SGLang records sampling"
+            " masks of bounded size alone; set top_k"
+        )
+    if urls and len(urls) != rollout.replicas:
+        raise ConfigError(
+            f"rollout.engine.urls has {len(urls)} servers for rollout.replicas={rollout.replicas}; name one for"
+            " each"
+        )
+    if config.learner.lora is not None:
+        _check_lora(config, config.learner.lora)
+
+
+def _check_lora(config: RunConfig, lora: LoraConfig) -> None:
+    rollout, urls = config.rollout, section_of(config).urls
+    if config.warm_start is not None:
+        raise ConfigError(
+            f"warm_start.data={config.warm_start.data}: with learner.lora SGLang servers begin with model.path"
+            " as it is; name a folder that is warm already and leave warm_start out"
+        )
+    if urls:
+        raise ConfigError(
+            f"rollout.engine.urls={','.join(urls)}: servers that run already have a base of their own; leave urls"
+            " out or learner.lora"
+        )
+    if rollout.on_new_weights in (OnNewWeights.RETRACT, OnNewWeights.IN_PLACE):
+        raise ConfigError(
+            f"rollout.on_new_weights={rollout.on_new_weights}: a request on SGLang keeps the adapter that it"
+            " began with; set it to drain or resume"
+        )
+    targets = set(lora.targets)
+    attention = {LoraTarget.Q_PROJ, LoraTarget.K_PROJ, LoraTarget.V_PROJ} & targets
+    lone_up = LoraTarget.UP_PROJ in targets and LoraTarget.GATE_PROJ not in targets
+    if (attention and not attention >= {LoraTarget.Q_PROJ, LoraTarget.V_PROJ}) or lone_up:
+        raise ConfigError(
+            f"learner.lora.targets={','.join(lora.targets)}: SGLang has q_proj, k_proj and v_proj in one matrix"
+            " and gate_proj and up_proj in another; name q_proj and v_proj together, k_proj only with both, and"
+            " up_proj only with gate_proj"
+        )
+
+
+# ---- what a host lacks
+
+
+def check_start(config: RunConfig) -> None:
+    """Look at the model's positions, and at the servers in `urls` or what launches them."""
+    max_len, positions = config.rollout.max_len, read_sizes(config.model.path).max_position_embeddings
+    if positions is not None and max_len > positions:
+        raise ConfigError(
+            f"rollout.max_len={max_len}: the model in model.path has {positions} positions; lower max_len"
+        )
+    if section_of(config).urls:
+        asyncio.run(_check_servers(config))
+    else:
+        check_node(config)
+
+
+def check_node(config: RunConfig) -> None:
+    """Look for an SGLang that will do in the interpreter that launches servers on this host, if any are."""
+    section = section_of(config)
+    if section.urls:
+        return
+    from laminar_py.engines.sglang.attach import MIN_VERSION, version_numbers
+
+    python = section.interpreter
+    remedy = "name the interpreter of an environment with SGLang (for a CPU `make test-sglang` makes .venv-sglang)"
+    try:
+        asked = subprocess.run(
+            [str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"rollout.engine.python={python}: does not run ({error}); {remedy}") from None
+    if asked.returncode:
+        raise ConfigError(f"rollout.engine.python={python}: has no SGLang; {remedy}")
+    version = asked.stdout.strip()
+    if version_numbers(version) < MIN_VERSION:
+        oldest = ".".join(map(str, MIN_VERSION))
+        raise ConfigError(f"rollout.engine.python={python}: has SGLang {version}; install {oldest} or newer")
+
+
+async def _check_servers(config: RunConfig) -> None:
+    from laminar_py.engines.sglang.attach import check_server
+
+    section = section_of(config)
+    for url in section.urls:
+        if config.cluster.address is None and not _is_here(urlsplit(url).hostname or ""):
+            raise ConfigError(
+                f"rollout.engine.urls={url}: is on another host, and a server reads weights from its own host's"
+                " memory; join the Ray cluster that has it (cluster.address)"
+            )
+        await check_server(url, secret_of(config), model_dir=config.model.path, rollout=config.rollout)
+
+
+def _is_here(host: str) -> bool:
+    """True for a name of this host, and for one that nobody knows, which its first call finds out."""
+    try:
+        found = {address[4][0] for address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return True
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return bool(found & own) or any(str(address).startswith("127.") for address in found)
+
+
+async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
+    """A client of the replica's server, see `opening`."""
+    from laminar_py.engines.sglang.opening import open_server
+
+    return await open_server(config, launch)
+
+
+SGLANG = Backend(
+    settings=SGLangConfig, open=open_engine, check=check, check_node=check_node, check_start=check_start
+)

@@ -1,0 +1,93 @@
+"""The settings of `rollout.engine` for `kind: sglang`, and what a run must know of them."""
+
+import sys
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from laminar_py.config.cluster import Device
+from laminar_py.config.engine import EngineConfig
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import Count, Seconds
+
+KEY_ENV = "SGLANG_API_KEY"
+
+
+class SGLangConfig(EngineConfig):
+    """SGLang servers, which the run launches or attaches to."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that are already running, one per replica, e.g. `[http://10.0.0.5:30000]`; none: launch them. They
+    must see `relay.shm` under the same path. Their key is in the environment variable SGLANG_API_KEY; without one
+    a server beyond loopback is refused. Launched servers get a key of their own."""
+    python: Path | None = None
+    """Interpreter of the environment that has SGLang; default: the run's own."""
+    device: Device = Device.CUDA
+    """What launched servers run on."""
+    tensor_parallel: Count = 1
+    """GPUs of one launched server."""
+    flags: dict[str, str | int | float | bool | tuple[str | int | float, ...]] = Field(default={})
+    """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
+    one that takes no value, a list for one that takes several."""
+    start_timeout_s: Seconds = 900.0
+    """Longest start of a launched server."""
+    stall_timeout_s: Seconds = 60.0
+    """A server that has requests and sends no token, or leaves a call unanswered, for so long is lost."""
+    stream_interval: Count = 8
+    """Tokens in one message of a stream of a launched server: more cost less CPU, fewer tell sooner."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(
+                f"rollout.engine.urls={','.join(self.urls)}: a server is named twice, and each replica has its own"
+                " weights; name one for each"
+            )
+        if self.device is Device.CPU and self.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.engine.tensor_parallel={self.tensor_parallel} needs GPUs; set"
+                " rollout.engine.device=cuda, or tensor_parallel to 1"
+            )
+        return self
+
+    @property
+    def interpreter(self) -> Path:
+        """Interpreter that launches servers, on every host that has replicas."""
+        return self.python or Path(sys.executable)
+
+    @property
+    def gpus(self) -> int:
+        """See `EngineConfig.gpus`."""
+        return self.tensor_parallel if self.device is Device.CUDA else 0
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """See `EngineConfig.hosts`."""
+        return tuple(urlsplit(url).hostname or "" for url in self.urls)
+
+    @property
+    def start_limit_s(self) -> float:
+        """See `EngineConfig.start_limit_s`."""
+        return self.start_timeout_s
+
+    @property
+    def secret_env(self) -> str:
+        """See `EngineConfig.secret_env`."""
+        return KEY_ENV
+
+    def remedies(self) -> tuple[tuple[str, str, str], ...]:
+        """See `EngineConfig.remedies`."""
+        change = f"{self.tensor_parallel} -> {2 * self.tensor_parallel}"
+        return (
+            ("tensor_parallel", change, "faster replicas in place of more"),
+            ("flags", "speculative-algorithm", "several tokens for one pass"),
+        )
+
+
+def section_of(config: RunConfig) -> SGLangConfig:
+    """The section `rollout.engine` of a run on SGLang."""
+    section = config.rollout.engine
+    assert isinstance(section, SGLangConfig), section
+    return section

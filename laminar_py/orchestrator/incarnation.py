@@ -1,0 +1,50 @@
+"""One incarnation of a run: what its parts share from a start of the controller to its end."""
+
+import socket
+from dataclasses import dataclass
+
+from laminar_py.cluster.placement import Placement
+from laminar_py.config.run import RunConfig
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.preflight.inputs import Inputs
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.events import Checkpointed
+from laminar_py.telemetry.stats import Stats, read_totals
+from laminar_py.workers.site import Site
+from laminar_py.workers.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incarnation(Site):
+    """Made by `open_incarnation`, handed to the factories of the parts."""
+
+    inputs: Inputs
+    clock: SystemClock
+    ledger: Ledger
+    stats: Stats
+    number: int = 1
+    checkpoint: Checkpointed | None = None  # where the learner goes on
+
+
+def open_incarnation(
+    config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, recovered: Recovered | None
+) -> Incarnation:
+    """A run's first incarnation, or the next one after what was `recovered` from its ledger."""
+    clock = SystemClock()
+    checkpoint = recovered.checkpoint if recovered else None
+    ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)
+    totals = read_totals(run.metrics, checkpoint.step if checkpoint else 0)
+    return Incarnation(
+        config=config,
+        run=run,
+        placement=placement,
+        inputs=inputs,
+        clock=clock,
+        ledger=ledger,
+        stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
+        supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
+        number=recovered.incarnation if recovered else 1,
+        checkpoint=checkpoint,
+    )

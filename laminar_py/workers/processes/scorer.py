@@ -1,0 +1,38 @@
+"""The process of a scorer."""
+
+import os
+
+import msgspec
+
+from laminar_py.config.run import RunConfig
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.scoring import ScoringRequest
+from laminar_py.workers.processes.setup import log_to
+from laminar_py.workers.specs import ScorerSpec
+
+
+class ScorerActor:
+    """Shell of a scorer; single-threaded, so that a reward function runs in its main thread."""
+
+    def start(self, data: bytes) -> int:
+        """Load the reward function; the id of its process."""
+        from laminar_py.data.tokenizer import load_tokenizer
+        from laminar_py.reward.registry import load_reward
+        from laminar_py.reward.worker import ScoringWorker
+
+        spec = decode(ScorerSpec, data)
+        log_to(spec.run_dir, f"scorer-{spec.index}")
+        config = RunConfig.model_validate_json(spec.config)
+        reward = config.reward
+        function = load_reward(reward.function, pattern=reward.pattern)
+        self._tokenizer = load_tokenizer(config.model.path)
+        self._worker = ScoringWorker(function, timeout_s=reward.timeout_s, columns=config.algorithm.scored_columns)
+        return os.getpid()
+
+    def score(self, data: bytes) -> bytes:
+        """A list of `Score` for a list of `ScoringRequest`, whose texts are made here."""
+        requests = [
+            msgspec.structs.replace(request, response=self._tokenizer.decode(request.response_ids))
+            for request in decode(list[ScoringRequest], data)
+        ]
+        return encode(self._worker.score(requests))

@@ -1,0 +1,182 @@
+"""What a run tells its trackers, and the processes that they are in. Owned by the controller.
+
+Invariant: nothing in a run waits for a tracker, and none can end it. What is told waits in a bounded queue; a
+tracker that is slow or gone costs its own messages, which are counted. A tracker's process that dies is started
+anew, and goes on with the tracker's run.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.part import Part
+from laminar_py.records.codec import encode
+from laminar_py.records.events import Evaluated
+from laminar_py.records.metrics import StepRow
+from laminar_py.telemetry.summary import Summary
+from laminar_py.telemetry.trackers import Ending, Message, Opening, Rewound, Values
+from laminar_py.telemetry.tracking import flat_row, flat_settings, flat_summary
+from laminar_py.workers.keeper import Keeper, Kept
+from laminar_py.workers.processes.tracker import TrackerActor
+from laminar_py.workers.site import Site
+from laminar_py.workers.specs import TrackerSpec
+from laminar_py.workers.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+QUEUED = 1000  # messages of some 5 kB; when it is full the newest is dropped, so nobody ever waits to put one in
+RETRY_S = 60.0  # after a death
+START_S = 600.0  # a server may be slow to answer
+CLOSE_S = 30.0  # for all that is queued and the tracker's own end
+FAILED_CLOSE_S = 5.0
+
+
+class TrackerLink:
+    """A tracker in a process of its own on the controller's node; messages go one by one, each is answered."""
+
+    def __init__(self, opening: Opening, site: Site, *, queued: int = QUEUED, retry_s: float = RETRY_S) -> None:
+        self._opening = opening
+        self._retry_s = retry_s
+        self._queue: asyncio.Queue[Message] = asyncio.Queue(queued)
+        self._told = self._delivered = 0  # messages
+        self._warned = False
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        kept = Kept(
+            names=[f"tracker-{opening.kind}"],
+            actor=TrackerActor,
+            concurrency=1,
+            timeout_s=START_S,
+            places=lambda: [site.placement.here],
+            start=self._open,
+            rest=self._rest,
+        )
+        # Its deaths are no business of the run's: they are neither on record nor too many.
+        supervisor = Supervisor(record=lambda event: None, max_restarts=sys.maxsize)
+        self._keeper = Keeper(kept, site, supervisor=supervisor)
+
+    @property
+    def undelivered(self) -> int:
+        """Messages that were dropped, or wait."""
+        return self._told - self._delivered
+
+    def start(self) -> None:
+        """Begin to deliver. Not a task of the run's group: its fate must not be the run's."""
+        self._task = asyncio.create_task(self._run(), name=f"tracker-{self._opening.kind}")
+
+    def tell(self, message: Message) -> None:
+        """Never waits."""
+        self._told += 1
+        try:
+            self._queue.put_nowait(message)
+        except asyncio.QueueFull:
+            self._warn(f"{self._queue.qsize()} wait for it")
+
+    async def settled(self) -> None:
+        """Until each message of before has arrived or is lost."""
+        await self._queue.join()
+
+    async def close(self, summary: dict[str, float] | None, *, limit_s: float) -> None:
+        """Deliver what is queued and the summary, in this time at most; then its process is gone."""
+        assert self._task is not None, "a tracker is started before it is closed"
+        self._closing.set()
+        self._told += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._queue.put(Ending(summary))
+                await asyncio.wait([self._task])
+        except TimeoutError:
+            self._warn(f"it was not done {limit_s:g} s after the run")
+        finally:
+            self._task.cancel()
+            self._keeper.kill()
+        if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
+            log.warning("tracker %s: %s: %s", self._opening.kind, type(error).__name__, error)
+        if self.undelivered:
+            log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
+
+    async def _run(self) -> None:
+        message: Message | None = None
+        while not isinstance(message, Ending):
+            message = await self._queue.get()
+            try:
+                (part,) = await self._keeper.begin()
+                await part.call("tell", encode(message), timeout_s=math.inf)
+                self._delivered += 1
+            except PartDiedError as error:
+                self._warn(f"its process died ({error.reason}), see logs/{error.part}.log")
+                await self._keeper.lost(error)
+                if self._closing.is_set():
+                    return
+            finally:
+                self._queue.task_done()
+
+    async def _open(self, parts: Sequence[Part]) -> Sequence[int]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        pid = await parts[0].call("start", encode(TrackerSpec(self._opening, environment)))
+        assert isinstance(pid, int)
+        return [pid]
+
+    async def _rest(self, failures: int) -> None:
+        """Wait a while after a death; not once the run is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._retry_s):
+                await self._closing.wait()
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            log.warning("tracker %s: messages are dropped: %s", self._opening.kind, reason)
+        self._warned = True
+
+
+class Trackers:
+    """Trackers of a run."""
+
+    def __init__(self, site: Site, *, resumed: bool) -> None:
+        config, run = site.config, site.run
+        project = config.tracking.project or config.name
+        settings = flat_settings(config.model_dump(mode="json"))
+        self._links = [
+            TrackerLink(
+                Opening(kind=kind, folder=str(run.path), name=run.name, project=project, settings=settings),
+                site,
+            )
+            for kind in config.tracking.kinds
+        ]
+        self._next = 0 if resumed else 1  # the step that comes if nothing is undone; 0: none does
+
+    def start(self) -> None:
+        """Begin to deliver."""
+        for link in self._links:
+            link.start()
+
+    def step(self, row: StepRow) -> None:
+        """Tell a committed step. One that is not the next was rolled back to, or resumed from."""
+        if row.step != self._next:
+            self._tell(Rewound(row.step - 1))
+        self._next = row.step + 1
+        self._tell(Values(row.step, flat_row(row)))
+
+    def evaluated(self, result: Evaluated) -> None:
+        """Tell a held-out accuracy, at the step of its version, which may be long past."""
+        values = {"eval/accuracy": result.accuracy, "eval/version": result.version, "eval/rl_s": result.rl_s}
+        self._tell(Values(result.step, values))
+
+    async def settled(self) -> None:
+        """Until each message of before has arrived or is lost."""
+        await asyncio.gather(*(link.settled() for link in self._links))
+
+    async def close(self, summary: Summary | None) -> None:
+        """End all; without a summary the run failed."""
+        values = None if summary is None else flat_summary(summary)
+        limit_s = FAILED_CLOSE_S if summary is None else CLOSE_S
+        await asyncio.gather(*(link.close(values, limit_s=limit_s) for link in self._links))
+
+    def _tell(self, message: Message) -> None:
+        for link in self._links:
+            link.tell(message)

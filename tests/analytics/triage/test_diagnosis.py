@@ -1,0 +1,179 @@
+"""The wall that binds, and what a change of a stage would give."""
+
+from dataclasses import replace
+
+import pytest
+
+from laminar_py.analytics.show.walls import wall_rows
+from laminar_py.analytics.triage.diagnosis import diagnose, what_if
+from laminar_py.analytics.triage.goodput import StageTimes, StepStage, compose, predict
+from laminar_py.analytics.triage.mean_step import MeanStep, expected_longest
+from laminar_py.analytics.triage.remedies import Wall
+from laminar_py.config.loading import load_config
+from laminar_py.config.staleness import Schedule
+from tests.analytics.scripted import CONFIG
+
+
+def mean_step_of(schedule=Schedule.ASYNC, *, measured_s=10.0, held_s=0.0, **times):
+    """A run whose stages take these seconds, and where nothing else is wrong."""
+    stages = StageTimes(**{"generation_s": 0.1, "learner_s": 0.1, **times})
+    return MeanStep(
+        schedule=schedule,
+        steps=20,
+        measured_s=measured_s,
+        times=stages,
+        reference_s=stages.reference_s,
+        reference_in_learner=False,
+        waited_s=max(0.0, measured_s - stages.learner_s),
+        held_s=held_s,
+        longest_s=stages.generation_s,
+        stale_share=0.0,
+        hopeless_share=0.0,
+        length_ratio=4.0,
+        crowded_share=0.0,
+        group_p90_s=0.5,
+        reward_p95_s=0.2,
+        transfer_s=0.0,
+        load_s=0.0,
+        microbatches=2.0,
+    )
+
+
+def diagnosis(step, *overrides):
+    return diagnose(step, load_config(CONFIG, [f"schedule={step.schedule}", *overrides]))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ASYNC, Schedule.ONE_STEP])
+def test_where_generation_is_95_percent_of_34_s_twice_the_learner_leaves_34_s(schedule):
+    step = mean_step_of(schedule, measured_s=34.0, generation_s=0.95 * 34.0, learner_s=1.7)
+    assert what_if(step, StepStage.LEARNER) == pytest.approx(34.0)
+    assert what_if(step, StepStage.GENERATION) < 18.0
+    assert diagnosis(step).binding.wall is Wall.GENERATION
+
+
+def test_under_sync_the_same_saves_what_the_learner_took():
+    step = mean_step_of(Schedule.SYNC, measured_s=34.0, generation_s=0.95 * 34.0, learner_s=1.7)
+    assert what_if(step, StepStage.LEARNER) == pytest.approx(34.0 - 0.85)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step_s"), [(Schedule.SYNC, 5 + 3 + 1), (Schedule.ONE_STEP, 5 + 1), (Schedule.ASYNC, 5 + 1)]
+)
+def test_stages_add_up_or_hide_each_other_as_the_schedule_has_it(schedule, step_s):
+    times = StageTimes(generation_s=5.0, reward_s=2.0, learner_s=3.0, weights_s=1.0)
+    assert compose(schedule, times) == step_s
+
+
+def test_slack_stays_when_a_stage_is_faster():
+    now = StageTimes(generation_s=4.0, learner_s=2.0)
+    then = now.faster(StepStage.GENERATION, 2)
+    assert predict(Schedule.ASYNC, measured_s=5.0, now=now, then=then) == pytest.approx(2.0 + 1.0)
+
+
+@pytest.mark.parametrize("stage", list(StepStage))
+def test_where_stages_overlapped_more_than_the_schedule_says_less_of_one_is_never_a_loss(stage):
+    now = StageTimes(generation_s=4.0, reward_s=1.0, learner_s=4.0, weights_s=1.0)
+    assert predict(Schedule.SYNC, measured_s=6.0, now=now, then=now) == 6.0
+    then = predict(Schedule.SYNC, measured_s=6.0, now=now, then=now.without(stage))
+    assert 0.0 < then <= 6.0
+
+
+def test_more_replicas_do_not_shorten_the_tail():
+    times = StageTimes(generation_s=4.0, tail_s=3.0)
+    assert times.faster(StepStage.GENERATION, 2).generation_s == pytest.approx(3.5)
+    assert times.without(StepStage.GENERATION).generation_s == 3.0
+    assert times.without_tail().generation_s == 1.0
+
+
+WALLS = {
+    Wall.GENERATION: {"generation_s": 9.8},
+    Wall.LONG_TAIL: {"generation_s": 9.8, "tail_s": 7.0},
+    Wall.REWARD: {"reward_s": 9.8},
+    Wall.REFERENCE: {"reference_s": 9.8},
+    Wall.WEIGHTS: {"weights_s": 9.5},
+    Wall.LEARNER: {"learner_s": 9.8},
+    Wall.FRESHNESS: {"generation_s": 3.0, "learner_s": 4.0, "held_s": 7.0},
+}
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_the_stage_that_fills_the_step_is_named(wall):
+    found = diagnosis(mean_step_of(**WALLS[wall]))
+    assert found.binding.wall is wall
+    assert found.binding.gain > 1.5
+    assert found.next.wall is not wall
+
+
+def test_what_is_dropped_as_stale_counts_for_freshness():
+    step = replace(mean_step_of(generation_s=9.8, learner_s=9.0), stale_share=0.6)
+    assert diagnosis(step, "staleness.policies=[drop]").binding.wall is Wall.FRESHNESS
+
+
+def test_groups_without_any_success_are_a_wall_once_they_are_most():
+    step = mean_step_of(generation_s=9.8, learner_s=9.0)
+    assert diagnosis(replace(step, hopeless_share=0.8)).binding.wall is Wall.SPARSE_REWARD
+    assert diagnosis(replace(step, hopeless_share=0.4)).binding.wall is Wall.GENERATION
+
+
+def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
+    inside = replace(mean_step_of(learner_s=9.8), reference_in_learner=True, reference_s=5.0)
+    found = diagnosis(inside, "algorithm.kl_coef=0.01").binding
+    assert found.wall is Wall.LEARNER
+    assert found.remedies[0].key == "algorithm.reference_pass"
+
+
+@pytest.mark.parametrize(
+    ("wall", "overrides", "key"),
+    [
+        (Wall.REWARD, (), "reward.workers"),
+        (Wall.LEARNER, ("learner.recompute=all",), "learner.recompute"),
+        (Wall.LEARNER, (), "learner.world_size"),
+        (Wall.WEIGHTS, ("relay.max_bytes_per_s=1e5",), "relay.max_bytes_per_s"),
+        (Wall.WEIGHTS, (), "relay.topology"),
+        (Wall.LONG_TAIL, (), "rollout.on_new_weights"),
+        (Wall.FRESHNESS, (), "staleness.max_staleness"),
+        (Wall.REWARD, ("schedule=sync",), "schedule"),
+    ],
+)
+def test_the_first_remedy_is_a_key_of_the_config(wall, overrides, key):
+    assert diagnosis(mean_step_of(**WALLS[wall]), *overrides).binding.remedies[0].key == key
+
+
+def test_every_remedy_names_a_setting_that_exists():
+    for wall, times in WALLS.items():
+        found = diagnosis(mean_step_of(**times), "learner.recompute=all", "relay.max_bytes_per_s=1e5")
+        for remedy in (*found.binding.remedies, *found.next.remedies):
+            section = type(load_config(CONFIG, []))
+            for name in remedy.key.split("."):
+                assert name in section.model_fields, f"{wall}: {remedy.key}"
+                section = section.model_fields[name].annotation
+                section = next(
+                    (kind for kind in getattr(section, "__args__", ()) if kind is not type(None)), section
+                )
+
+
+def test_the_longest_of_many_is_that_of_the_order_statistics():
+    assert expected_longest([], 4) == 0.0
+    assert expected_longest([7, 7, 7], 4) == pytest.approx(7.0)
+    assert expected_longest([0, 1], 3) == pytest.approx(1 - 0.5**3)
+
+
+def test_a_diagnosis_is_told_in_lines_that_name_wall_remedy_and_schedule():
+    told = dict(wall_rows(diagnosis(mean_step_of(learner_s=9.8, generation_s=2.0), "learner.recompute=all")))
+    assert told["limited by"].startswith("LEARNER: the learner is busy 98%")
+    assert told["change first"].startswith("learner.recompute: all -> none")
+    assert "with schedule=sync 11.80 s" in told[""]
+    assert told["it would take"] == "with twice the replicas 10.00 s, the learner ranks 5.10 s"
+
+
+def test_a_step_in_which_no_stage_is_busy_is_told_too():
+    told = dict(wall_rows(diagnosis(mean_step_of(generation_s=0.0, learner_s=0.0, held_s=10.0))))
+    assert told["limited by"].startswith("FRESHNESS: replicas are idle 100%")
+    assert "with twice" not in told
+
+
+def test_a_limit_on_scoring_is_advised_only_where_it_is_shorter():
+    found = diagnosis(mean_step_of(**WALLS[Wall.REWARD]), "reward.timeout_s=0.3").binding
+    assert "reward.timeout_s" not in [remedy.key for remedy in found.remedies]
+    found = diagnosis(mean_step_of(**WALLS[Wall.REWARD]), "reward.timeout_s=5").binding
+    assert "reward.timeout_s" in [remedy.key for remedy in found.remedies]

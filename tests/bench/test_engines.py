@@ -1,0 +1,49 @@
+"""The engines' benchmarks: the embedded engine in the smallest form, and what is made of the times of tokens."""
+
+import pytest
+from transformers import Qwen3Config
+
+from laminar_py.bench.engines.local import ResponseLengths, Traffic, rows
+from laminar_py.bench.engines.sglang import Crowd
+
+TINY = Qwen3Config(
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    intermediate_size=16,
+    max_position_embeddings=128,
+)
+LENGTHS = ResponseLengths(median=4, p95=10, cap=12)
+TRAFFIC = (Traffic(1, 2, LENGTHS), Traffic(4, 6, LENGTHS))
+
+
+def test_the_embedded_engine_has_a_rate_at_each_concurrency():
+    heard = []
+    found = rows(repeats=2, tell=heard.append, model=TINY, traffic=TRAFFIC)
+    assert [row.name for row in found] == ["local_useful_tokens_c1", "local_useful_tokens_c4"]
+    assert all(row.value > 0 for row in found)
+    assert sum(line.startswith("round") for line in heard) == 4
+
+
+def crowd(*streams):
+    crowd = Crowd(engine=None, length=0)
+    crowd.times = dict(enumerate(streams))
+    return crowd
+
+
+def test_a_pause_is_the_gap_around_the_load_less_the_usual_gap_and_the_mean_of_all_streams():
+    late = crowd([1.0, 2.0, 3.0, 9.0, 10.0], [1.5, 2.5, 3.5, 7.5, 8.5])
+    assert late.pause_s(5.0) == pytest.approx((5.0 + 3.0) / 2)
+
+
+def test_an_earlier_pause_does_not_count_as_the_usual_gap():
+    twice = crowd([0.0, 1.0, 2.0, 12.0, 13.0, 14.0, 20.0, 21.0])
+    assert twice.pause_s(15.0) == pytest.approx(5.0)
+
+
+def test_streams_that_begin_after_the_load_waited_since_the_round_before_ended():
+    new = crowd([6.0, 7.0, 8.0], [8.0, 9.0, 10.0])
+    assert new.pause_s(5.0, since=4.0) == pytest.approx((1.0 + 3.0) / 2)

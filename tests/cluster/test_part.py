@@ -1,0 +1,61 @@
+"""What a part's error means for its run: it is started anew, the user mends something, or we do."""
+
+import asyncio
+
+import pytest
+
+from laminar_py.cluster.errors import PartBugError, PartDiedError
+from laminar_py.cluster.part import Part
+from laminar_py.cluster.ray_cluster import open_cluster
+from laminar_py.config.section import ConfigError
+from laminar_py.records.protocols import RefusedError
+from laminar_py.relay.store.version import NoRoomError
+
+PATIENCE_S = 60.0
+BUG, DIED, USER = PartBugError, PartDiedError, ConfigError
+
+
+class Faulty:
+    """Raises what it is told to."""
+
+    def call(self, name):
+        raise {kind.__name__: kind for kind in RAISED}[name]("why")
+
+    def answer(self):
+        return 1
+
+
+RAISED = {
+    TypeError: BUG,
+    ValueError: BUG,
+    RuntimeError: DIED,
+    RefusedError: DIED,
+    NoRoomError: USER,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with open_cluster(None):
+        yield
+
+
+async def test_a_bug_is_neither_a_death_nor_the_users_fault(cluster, caplog):
+    async def fails(kind):
+        part = Part(f"part-{kind.__name__}", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+        try:
+            await part.call("call", kind.__name__)
+        except (PartBugError, PartDiedError, ConfigError) as error:
+            return type(error)
+
+    found = await asyncio.gather(*map(fails, RAISED))
+    assert dict(zip(RAISED, found, strict=True)) == RAISED
+    assert "in call" in caplog.text, "the traceback is in the log"
+
+
+async def test_a_bug_in_what_was_sent_without_waiting_shows_at_the_next_call(cluster):
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    part.send("call", "TypeError")
+    calls = (await part.call("answer") for _ in iter(int, 1))
+    with pytest.raises(PartBugError, match="part-0: TypeError: why"):
+        _ = [answer async for answer in calls]

@@ -1,0 +1,95 @@
+"""Registries: names open what they stand for, and every fault of a package is one line that names it."""
+
+import sys
+
+import pytest
+
+from laminar_py.config.registry import Registry
+from laminar_py.config.section import ConfigError
+
+GROUP = "laminar_py.test_counts"
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package with entry points `name -> value`, and a module of its name beside them."""
+
+    def install(package, source, **points):
+        (tmp_path / f"{package}.py").write_text(source)
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{name} = {value}" for name, value in points.items()]
+        (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
+        monkeypatch.delitem(sys.modules, package, raising=False)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def counts():
+    return Registry(int, field="some.count", group=GROUP, built_in={"pad": "tests.config.test_registry:PAD"})
+
+
+PAD = 7
+
+
+def test_a_built_in_name_opens_its_attribute():
+    assert counts().get("pad") == 7
+
+
+def test_names_of_installed_packages_come_after_the_built_in_ones(install):
+    install("countpack", "TEN = 10", ten="countpack:TEN")
+    assert counts().names() == ("pad", "ten")
+    assert counts().get("ten") == 10
+
+
+def test_nothing_is_imported_before_it_is_asked_for(install):
+    install("lazypack", "raise RuntimeError", lazy="lazypack:X")
+    assert counts().get("pad") == 7
+    assert "lazypack" not in sys.modules
+
+
+def test_an_unknown_name_is_told_with_the_known_ones(install):
+    install("countpack2", "TEN = 10", ten="countpack2:TEN")
+    with pytest.raises(
+        ConfigError, match=r"^some\.count=best: unknown; choose one of pad, ten, or install [^\n]*$"
+    ):
+        counts().get("best")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise ValueError('two\\nlines')", r"ValueError: two lines"),
+        ("OTHER = 1", r"AttributeError: module 'broken' has no attribute 'X'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named_with_its_error(install, source, message):
+    install("broken", source, x="broken:X")
+    with pytest.raises(
+        ConfigError, match=rf"^some\.count=x: broken:X of package broken cannot .*{message}[^\n]*$"
+    ):
+        counts().get("x")
+
+
+def test_what_is_opened_must_be_of_the_kind(install):
+    install("wordpack", "WORD = 'ten'", ten="wordpack:WORD")
+    with pytest.raises(
+        ConfigError, match=r"^some\.count=ten: wordpack:WORD of package wordpack is a str and no int;"
+    ):
+        counts().get("ten")
+
+
+def test_a_package_cannot_take_a_built_in_name(install):
+    install("thief", "PAD = 8", pad="thief:PAD")
+    with pytest.raises(ConfigError, match=r"^some\.count=pad: package thief announces a name that is built in;"):
+        counts().get("pad")
+
+
+def test_two_packages_cannot_share_a_name(install):
+    install("one", "X = 1", x="one:X")
+    install("two", "X = 2", x="two:X")
+    with pytest.raises(ConfigError, match=r"^some\.count=x: package one and package two announce it;"):
+        counts().get("x")

@@ -1,0 +1,235 @@
+"""Counts of how the code is built: `python -m tests.house [ROOT] [--places]` prints a table for a checkout.
+
+`test_house.py` holds the limits. Everything is read from the syntax trees of `laminar_py` and `benchmarks`, so a
+checkout of any age can be counted without installing it.
+"""
+
+import argparse
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+FOLDERS = ("laminar_py", "benchmarks")
+LEANING = re.compile(
+    r"(it|its|they|their|them|these|those|this|that|what|who|whose|which|of|whether|where|when|as|one|he|she|there|both"
+    r"|all|some|same|the same)\b",
+    re.IGNORECASE,
+)  # first words of a docstring that need its neighbours to be understood
+MOST_POSITIONAL, MOST_FIELDS = 7, 4
+MOST_LINES, MOST_FUNCTION_LINES, MOST_CONSTRUCTOR_LINES = 400, 50, 40
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Places = dict[str, list[str]]  # by row of the table: where it was found
+
+
+class Checkout:
+    """The modules of a checkout by path, e.g. `Checkout(Path("."))`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+        self.texts = {path.relative_to(root): path.read_text() for path in paths}
+        self.trees = {path: ast.parse(text) for path, text in self.texts.items()}
+
+    def nodes(self, *kinds) -> Iterator[tuple[Path, ast.AST]]:
+        """Syntax nodes of these kinds in all modules."""
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, kinds):
+                    yield path, node
+
+
+def count(root: Path) -> dict[str, int]:
+    """The table of a checkout."""
+    code = Checkout(root)
+    sizes = {row: len(found) for row, found in places(code).items()}
+    constructors = [size for _, node in code.nodes(Function) if node.name == "__init__" and (size := lines(node))]
+    return {
+        **sizes,
+        "longest constructor, lines": max(constructors),
+        "lines": sum(text.count("\n") for text in code.texts.values()),
+    }
+
+
+def places(code: Checkout) -> Places:
+    """Where each row of the table finds something."""
+    return {
+        "classes that share a name": shared_names(code),
+        "docstrings that lean on their neighbours": leaning(code),
+        "calls with eight or more positional arguments": positional(code),
+        "settings": settings(code),
+        "files above 400 lines": long_files(code),
+        "functions above 50 lines": long_functions(code, MOST_FUNCTION_LINES),
+        "constructors above 40 lines": long_functions(code, MOST_CONSTRUCTOR_LINES, named="__init__"),
+        "import cycles between rooms": room_cycles(code),
+        "records of more than four fields that are not keyword-only": positional_records(code),
+        "calls of setattr": [
+            place(path, node) for path, node in code.nodes(ast.Call) if called(node) == "setattr"
+        ],
+    }
+
+
+def shared_names(code: Checkout) -> list[str]:
+    """Names that two classes or more have."""
+    owners: Places = defaultdict(list)
+    for path, node in code.nodes(ast.ClassDef):
+        owners[node.name].append(place(path, node))
+    return [f"{name}: {', '.join(where)}" for name, where in sorted(owners.items()) if len(where) > 1]
+
+
+def leaning(code: Checkout) -> list[str]:
+    """Docstrings of functions and classes whose first word points at something outside."""
+    found = []
+    for path, node in code.nodes(Function, ast.ClassDef):
+        docstring = ast.get_docstring(node) or ""
+        if LEANING.match(docstring):
+            found.append(f"{place(path, node)} {node.name}: {docstring.splitlines()[0]}")
+    return found
+
+
+def positional(code: Checkout) -> list[str]:
+    """Calls whose arguments only their order tells apart."""
+    return [place(path, node) for path, node in code.nodes(ast.Call) if len(node.args) > MOST_POSITIONAL]
+
+
+def settings(code: Checkout) -> list[str]:
+    """Leaves of a run's configuration: fields of sections that are no sections themselves.
+
+    Counted are `RunConfig`, the sections of backends and algorithms, and what these name; profiles and fleet files
+    are sections too, but no settings.
+    """
+    sections = {node.name: (path, node) for path, node in section_classes(code)}
+    reached, ahead = set(), ["RunConfig"]
+    ahead += [name for name in sections if name.endswith(("Config", "Settings"))]
+    found = []
+    while ahead:
+        name = ahead.pop()
+        if name in reached or name not in sections:
+            continue
+        reached.add(name)
+        path, node = sections[name]
+        ahead += [base.id for base in node.bases if isinstance(base, ast.Name)]
+        for field in fields(node):
+            inner = {
+                part.id for part in ast.walk(field.annotation) if isinstance(part, ast.Name)
+            } & sections.keys()
+            ahead += inner
+            if not inner:
+                found.append(f"{place(path, field)} {name}.{ast.unparse(field.target)}")
+    return sorted(found)
+
+
+def section_classes(code: Checkout) -> Iterator[tuple[Path, ast.ClassDef]]:
+    """Classes that derive from `Section`, directly or not."""
+    classes = list(code.nodes(ast.ClassDef))
+    known = {"Section"}
+    grown = True
+    while grown:
+        more = {n.name for _, n in classes if any(isinstance(b, ast.Name) and b.id in known for b in n.bases)}
+        grown = not more <= known
+        known |= more
+    return ((path, node) for path, node in classes if node.name in known)
+
+
+def long_files(code: Checkout) -> list[str]:
+    """Modules of more than 400 lines."""
+    sizes = {path: text.count("\n") for path, text in code.texts.items()}
+    return [f"{path} {size}" for path, size in sizes.items() if size > MOST_LINES]
+
+
+def long_functions(code: Checkout, most: int, *, named: str = "") -> list[str]:
+    """Functions of more than `most` lines, the signature included; of that name alone, if one is given."""
+    found = [(path, node) for path, node in code.nodes(Function) if not named or node.name == named]
+    return [f"{place(path, node)} {node.name} {lines(node)}" for path, node in found if lines(node) > most]
+
+
+def room_cycles(code: Checkout) -> list[str]:
+    """Rings of rooms, which are the folders of the package, that import each other."""
+    uses: dict[str, set[str]] = defaultdict(set)
+    for path, node in code.nodes(ast.ImportFrom, ast.Import):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+        for name in names:
+            parts = name.split(".")
+            if path.parts[0] == parts[0] == FOLDERS[0] and len(parts) > 1:
+                uses[room(path)].add(parts[1])
+    found = []
+    while True:
+        try:
+            TopologicalSorter({own: others - {own} for own, others in uses.items()}).prepare()
+            return found
+        except CycleError as error:
+            ring = error.args[1]
+            found.append(" <-> ".join(ring[1:]))
+            uses[ring[1]].discard(ring[0])
+
+
+def positional_records(code: Checkout) -> list[str]:
+    """Structs and dataclasses that a long row of values can make; those made from rows of SQL are exempt."""
+    starred = {
+        called(node) for _, node in code.nodes(ast.Call) if node.args and isinstance(node.args[0], ast.Starred)
+    }
+    found = []
+    for path, node in code.nodes(ast.ClassDef):
+        number = len([field for field in fields(node) if "ClassVar" not in ast.unparse(field.annotation)])
+        if number > MOST_FIELDS and is_positional(node) and node.name not in starred:
+            found.append(f"{place(path, node)} {node.name} {number}")
+    return found
+
+
+def is_positional(node: ast.ClassDef) -> bool:
+    """True for a struct or dataclass without `kw_only=True`."""
+    decorators = [one for one in node.decorator_list if "dataclass" in ast.unparse(one)]
+    if not decorators and not any(
+        ast.unparse(base) in ("msgspec.Struct", "Struct", "Event") for base in node.bases
+    ):
+        return False
+    options = node.keywords + [
+        option for one in decorators if isinstance(one, ast.Call) for option in one.keywords
+    ]
+    return not any(option.arg == "kw_only" and ast.unparse(option.value) == "True" for option in options)
+
+
+def fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
+    """Annotated names of a class body."""
+    return [item for item in node.body if isinstance(item, ast.AnnAssign)]
+
+
+def called(node: ast.Call) -> str:
+    """The name of a function that is called by name, else nothing."""
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def lines(node: Function) -> int:
+    """Lines from `def` to the end."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def room(path: Path) -> str:
+    """The folder of a module in the package, or the module itself where it stands in none."""
+    return path.parts[1].removesuffix(".py")
+
+
+def place(path: Path, node: ast.stmt | ast.expr) -> str:
+    """File and line."""
+    return f"{path}:{node.lineno}"
+
+
+def main() -> None:
+    """Print the table, and with `--places` what stands behind its numbers."""
+    parser = argparse.ArgumentParser(description="How the code of a checkout is built, in numbers.")
+    parser.add_argument("root", nargs="?", type=Path, default=Path("."))
+    parser.add_argument("--places", action="store_true", help="list where each row finds something")
+    options = parser.parse_args()
+    for row, number in count(options.root).items():
+        print(f"{number:>7,}  {row}")  # noqa: T201
+    if options.places:
+        for row, found in places(Checkout(options.root)).items():
+            if row != "settings":
+                print(f"\n{row}", *found, sep="\n  ")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The embedded engine dies inside: the last report has everything that it gave, and others go on from there."""
+
+import asyncio
+
+import pytest
+
+from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.trajectory import Break
+from tests.rollout.test_replica import assignment, folders, serving  # noqa: F401 (`folders` is a fixture)
+
+
+async def dies_with(story, *names):
+    """A replica whose engine fails at a step while all of these run; what it had reported by then."""
+    await story.until(lambda s: s.admissible > 0)
+    story.replica.submit([assignment(name, length=1500, temperature=0.0) for name in names])
+    await story.until(lambda s: all(s.ids[name] for name in names))
+    given = {name: running.length for name, running in story.replica._streams.running.items()}
+    story.replica._engine._scheduler.step = lambda: 1 / 0
+    return given
+
+
+async def test_the_last_report_of_a_dead_engine_has_all_that_it_gave(folders):  # noqa: F811
+    async with serving(folders) as (story, _):
+        given = await dies_with(story, "a", "b")
+        with pytest.raises(EngineLostError, match="embedded engine: ZeroDivisionError: division by zero"):
+            await story.until(lambda s: False)
+        assert set(story.broken[Break.CUT]) == {"a", "b"}
+        assert all(len(story.ids[name]) >= length > 0 for name, length in given.items())
+        assert not story.task.done(), "the loss is the replica's to tell, and ends none of its tasks"
+
+
+async def test_a_trajectory_of_a_dead_engine_goes_on_elsewhere_as_if_nothing_had_happened(folders):  # noqa: F811
+    async with serving(folders) as (whole, _):
+        await whole.until(lambda s: s.admissible > 0)
+        whole.replica.submit([assignment("a", length=1500, temperature=0.0)])
+        await whole.until(lambda s: "a" in s.ended)
+    async with serving(folders) as (story, _):
+        await dies_with(story, "a")
+        with pytest.raises(EngineLostError):
+            await story.until(lambda s: False)
+        partial = story.ids["a"]
+    assert 0 < len(partial) < 1500
+    async with serving(folders) as (other, _):
+        await other.until(lambda s: s.admissible > 0)
+        rest = assignment("a", length=1500, prefix=partial, temperature=0.0)
+        other.ids["a"] += partial
+        other.replica.submit([rest])
+        await other.until(lambda s: "a" in s.ended)
+        assert other.ids["a"] == whole.ids["a"]
+
+
+async def test_a_replica_whose_engine_died_answers_until_its_last_report_was_taken(folders):  # noqa: F811
+    async with serving(folders) as (story, _):
+        await dies_with(story, "a")
+        await asyncio.wait([asyncio.create_task(story.replica._engine.watch())])
+        assert (await story.replica.survey()).running == ()
+        await story.replica.abort(["a"])
+        await story.replica.give_up(["a"])
+        with pytest.raises(EngineLostError):
+            await story.until(lambda s: False)

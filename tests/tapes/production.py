@@ -1,0 +1,939 @@
+"""Everything that the tapes know of the package: how its classes are built, and plain values to and from them.
+
+A refactor of the package edits this module and no other of `tests/tapes`; the tapes stay as they are.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from laminar_py.config.algorithm import Advantage, Aggregation
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.config.staleness import Schedule, StalePolicy
+from laminar_py.control.book import ControlSettings
+from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.evaluation import EvaluationLostError
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.staleness import Admission, StalenessBound
+from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
+from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.recovery import recover
+from laminar_py.packing.balance import attention_share, fit, make_entry
+from laminar_py.packing.packer import assign, pack, step_terms
+from laminar_py.packing.stage import Packing
+from laminar_py.packing.stream import StreamPacker
+from laminar_py.packing.window import choose
+from laminar_py.records.columns import (
+    REFERENCE_LOGPROBS,
+    TEACHER_LOGPROBS,
+    TOKEN_REWARDS,
+    Column,
+    Source,
+    TokenValues,
+    token_values,
+)
+from laminar_py.records.engine import EngineStatus, SamplingParams
+from laminar_py.records.events import (
+    Checkpointed,
+    Evaluated,
+    PartDied,
+    PartStarted,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    Stepped,
+    VersionPublished,
+)
+from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey, WeightLoad
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Prompt, Span, Trajectory
+from laminar_py.repack.migration import Migration, MigrationSettings
+from laminar_py.repack.planner import PlanningContext
+from laminar_py.repack.registry import PLANNERS
+from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
+from tests.builders import make_experts, make_mask
+from tests.ledger.runs import undo_since
+from tests.tapes.plain import Given, Look, Said, Tape, Told, Verdict, number
+from tests.tapes.plans import Plan
+
+SPEED = EngineSpeed(
+    step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-6, prefill_tokens_per_s=25_000.0, roofline_batch=6
+)
+ATTENTION_SHARE = 0.002
+SHORT = 5  # characters of a digest that a tape has
+TAGS = {"counterfactualscored": "probed"}  # words of the tapes for tags that are others
+DELAYED = frozenset({"repacked"})  # recorded by a task of its own
+
+
+class Clock:
+    """Clock of the virtual loop."""
+
+    def now(self) -> float:
+        """Seconds since the incarnation began."""
+        return asyncio.get_running_loop().time()
+
+
+# ---- plain values
+
+
+def plain(value: object) -> object:
+    """Lists, strings and numbers; floats of twelve digits, digests and bytes cut short."""
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return [[plain(key), plain(value[key])] for key in sorted(value)]
+    if isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef"):
+        return value[:SHORT]
+    return value
+
+
+def event_line(event: msgspec.Struct) -> list:
+    """The tag under which it goes to disk, and its fields in order."""
+    fields = msgspec.to_builtins(msgspec.structs.astuple(event))
+    tag = event.__struct_config__.tag
+    return [TAGS.get(tag, tag), *plain(fields)]
+
+
+def token_ids(seed: int, start: int, count: int) -> np.ndarray:
+    """Tokens [start, start + count) of a response."""
+    return ((seed % 8191 + np.arange(start, start + count) * 31) % 997).astype(np.int32)
+
+
+def token_logprobs(seed: int, start: int, count: int) -> np.ndarray:
+    """Log-probabilities of them, exact in binary."""
+    return (-((seed % 127 + np.arange(start, start + count)) % 32) / 16.0).astype(np.float32)
+
+
+def prompt_at(index: int) -> Prompt:
+    """The prompt at a place of the stream; lengths vary."""
+    ids = np.arange(2, 5 + index * 7 % 11, dtype=np.int32)
+    return Prompt(id=f"p{index}", index=index, text=f"prompt {index}", ids=ids, answer="4")
+
+
+def held_out(index: int) -> Prompt:
+    """A prompt of an evaluation."""
+    ids = np.arange(4, 9 + index, dtype=np.int32)
+    return Prompt(id=f"h{index}", index=index, text=f"held out {index}", ids=ids, answer="7")
+
+
+def given(assignment: object) -> Given:
+    """An assignment in plain values."""
+    sampling = assignment.sampling
+    return Given(
+        assignment.trajectory_id,
+        assignment.epoch,
+        assignment.group_id,
+        assignment.kind.value,
+        len(assignment.prompt_ids),
+        len(assignment.prefix_ids),
+        crc32(assignment.prefix_ids.tobytes()),
+        sampling.seed,
+        sampling.max_new_tokens,
+        sampling.temperature == 0.0,
+        assignment.version,
+        assignment.used_s,
+        assignment.routed,
+    )
+
+
+def progress(said: Said) -> Progress:
+    """Progress as a replica reports it."""
+    ids = token_ids(said.seed, said.start, said.count)
+    return Progress(
+        trajectory_id=said.id,
+        epoch=said.epoch,
+        start=said.start,
+        ids=ids,
+        logprobs=token_logprobs(said.seed, said.start, said.count),
+        spans=tuple(Span(*span) for span in said.spans),
+        finish_reason=None if said.end is None else FinishReason(said.end),
+        wall_cut=said.wall_cut,
+        queue_s=said.queue_s,
+        generate_s=said.generate_s,
+        sampling_mask=make_mask(ids) if said.masked and said.count else None,
+        routed_experts=None if said.experts is None else make_experts(*said.experts),
+        broken=None if said.broken is None else Break(said.broken),
+        refusal=said.refusal,
+    )
+
+
+def report(told: Told) -> ReplicaReport:
+    """Report of a replica."""
+    return ReplicaReport(
+        replica=told.replica,
+        status=EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=told.version),
+        admissible=told.admissible,
+        received=told.received,
+        progress=tuple(progress(said) for said in told.said),
+        loads=tuple(
+            WeightLoad(version, f"digest{version}", seconds, checksum) for version, seconds, checksum in told.loads
+        ),
+        lost=told.lost,
+    )
+
+
+def survey(look: Look) -> Survey:
+    """Survey of a replica."""
+    running, waiting = (tuple(Held(*held) for held in some) for some in (look.running, look.waiting))
+    return Survey(
+        replica=look.replica,
+        version=look.version,
+        slots=look.slots,
+        kv_used=look.kv_used,
+        kv_capacity=look.kv_capacity,
+        running=running,
+        waiting=waiting,
+        settled=look.settled,
+    )
+
+
+def move_line(move: Move) -> list:
+    """Trajectory, from where, where to, tokens computed anew."""
+    return [move.trajectory_id, move.source, move.destination, move.prefill]
+
+
+# ---- recovery
+
+
+class Left:
+    """State that a dead controller left in a run folder."""
+
+    def __init__(self, run: Path, *, loses_checkpoint: bool = False) -> None:
+        self.state = recover(run)
+        if loses_checkpoint and self.step:
+            lost = self.step
+            self.state = recover(run, there=lambda checkpoint: checkpoint.step != lost)
+
+    @property
+    def incarnation(self) -> int:
+        """Number of the controller that starts now."""
+        return self.state.incarnation
+
+    @property
+    def step(self) -> int:
+        """Step of the checkpoint to go on from."""
+        return self.state.checkpoint.step if self.state.checkpoint else 0
+
+    @property
+    def version(self) -> int | None:
+        """Version whose weights that checkpoint has."""
+        return self.state.checkpoint.version if self.state.checkpoint else None
+
+    def write(self, tape: Tape) -> None:
+        """Put down the whole state."""
+        state = self.state
+        tape.write(
+            "recovered",
+            state.incarnation,
+            self.step,
+            self.version,
+            state.highest_version,
+            state.next_prompt,
+            state.next_evaluation,
+            plain(state.next_sample),
+        )
+        for event in state.events:
+            tape.write("to-append", *event_line(event))
+        for entry in state.live:
+            response = entry.response
+            tape.write(
+                "left",
+                entry.id,
+                entry.group_id,
+                entry.sample_index,
+                entry.kind.value,
+                entry.prompt.id,
+                entry.status.value,
+                len(response.ids),
+                crc32(response.ids.tobytes()),
+                [list(msgspec.structs.astuple(span)) for span in response.spans],
+                entry.epoch,
+                entry.replica,
+                entry.finish_reason.value if entry.finish_reason else None,
+                number(entry.reward),
+                next((len(values.array) for values in entry.columns.values()), None),
+                number(entry.advantage),
+                number(entry.advantage_scale),
+                None if response.sampling_mask is None else len(response.sampling_mask.counts),
+                None if response.routed_experts is None else response.routed_experts.positions,
+            )
+
+
+# ---- the controller's parts
+
+
+class Listener:
+    """The recorder of the scheduler: all goes to the tape, and on to the real ledger."""
+
+    def __init__(self, ledger: Ledger, tape: Tape) -> None:
+        self.ledger = ledger
+        self._tape = tape
+
+    def append(self, event: msgspec.Struct) -> None:
+        """Take an event."""
+        line = event_line(event)
+        (self._tape.later if line[0] in DELAYED else self._tape.write)(*line)
+        self.ledger.append(event)
+
+    def store_prompt(self, prompt: Prompt) -> None:
+        """Take a prompt."""
+        self._tape.write("prompt", prompt.id, len(prompt.ids))
+        self.ledger.store_prompt(prompt)
+
+    def store_segment(
+        self, trajectory_id, start, spans, ids, logprobs, *, sampling_mask=None, routed_experts=None
+    ) -> None:
+        """Take a piece of a response."""
+        self._tape.write(
+            "segment",
+            trajectory_id,
+            start,
+            [list(msgspec.structs.astuple(span)) for span in spans],
+            len(ids),
+            int(ids.sum()) % 9973,
+            None if sampling_mask is None else len(sampling_mask.ids),
+            None if routed_experts is None else [routed_experts.start, routed_experts.positions],
+        )
+        self.ledger.store_segment(
+            trajectory_id, start, spans, ids, logprobs, sampling_mask=sampling_mask, routed_experts=routed_experts
+        )
+
+    def store_columns(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> None:
+        """Scores of tokens."""
+        (values,) = (values.array for values in columns.values())
+        self._tape.write("token-rewards", trajectory_id, len(values), number(float(values.sum())))
+        self.ledger.store_columns(trajectory_id, columns)
+
+
+class Replicas(Protocol):
+    """Answers of the script's replicas to rounds of repacking."""
+
+    async def survey(self, replica: int) -> Look | None:
+        """Tell what a replica has."""
+        ...
+
+    async def expect(self, replica: int, version: int, names: Sequence[str]) -> bool:
+        """Promise to keep the version for these, or not."""
+        ...
+
+    def give_up(self, replica: int, names: Sequence[str]) -> None:
+        """End these."""
+        ...
+
+    async def published(self, known: int) -> int:
+        """Tell the newest version, once there is a newer one."""
+        ...
+
+
+class Batch:
+    """Groups that the learner took, and what they are packed to."""
+
+    def __init__(self, taken: object) -> None:
+        self.taken = taken
+
+    @property
+    def is_empty(self) -> bool:
+        """Say that no group has signal."""
+        return not self.taken.trajectories
+
+    def write(self, tape: Tape, plan: Plan) -> None:
+        """Put down groups, trajectories with weights, bins and which rank gets what."""
+        taken = self.taken
+        groups = [[group.group_id, group.oldest_version, group.passes] for group in taken.groups]
+        weights = [[t.id, number(t.weight), number(t.advantage)] for t in taken.trajectories]
+        tape.write("batch", taken.version, groups, weights, sorted(taken.reweighted))
+        tape.write("bins", bin_ids(taken.bins))
+        if not self.is_empty:
+            compares = plan.packs and plan.overlong is not None
+            _write_packed(tape, plan, self._packed(plan), compares=compares)
+
+    def _packed(self, plan: Plan) -> object:
+        if not plan.packs:
+            return pack(
+                self.taken.trajectories,
+                max_tokens=plan.max_tokens,
+                ranks=plan.ranks,
+                aggregation=Aggregation(plan.aggregation),
+                attention_share=ATTENTION_SHARE,
+            )
+        terms = step_terms(
+            self.taken.bins,
+            aggregation=Aggregation(plan.aggregation),
+            version=self.taken.version,
+            constant=plan.cap,
+            normalises=plan.advantage == "batch_std",
+            columns=_columns(plan),
+        )
+        return assign(
+            self.taken.bins,
+            terms,
+            max_tokens=plan.max_tokens,
+            ranks=plan.ranks,
+            attention_share=ATTENTION_SHARE,
+            stand_ins=self.taken.reweighted,
+        )
+
+
+def bin_ids(bins: Iterable[object]) -> list[list[str]]:
+    """Ids of the trajectories that share a bin."""
+    return [[entry.trajectory.id for entry in item.entries] for item in bins]
+
+
+def _columns(plan: Plan) -> tuple[Column, ...]:
+    teacher = (Column(name=TEACHER_LOGPROBS),) if plan.teaches else ()
+    reference = (Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE),) if plan.refers else ()
+    return (*teacher, *reference)
+
+
+def _write_packed(tape: Tape, plan: Plan, packed: object, *, compares: bool = False) -> None:
+    terms = packed.terms
+    tape.write(
+        "terms",
+        terms.aggregation.value,
+        terms.num_trajectories,
+        terms.num_trained,
+        terms.version,
+        number(round(terms.advantage_mean, 9)),
+        number(round(terms.advantage_scale, 7)),
+        list(terms.groups) if compares else None,
+    )
+    for rank in range(plan.ranks):
+        tape.write("rank", rank, [[t.id for t in bundle] for bundle in packed.bundles[rank]])
+        tape.write("microbatches", rank, [_microbatch_line(batch) for batch in packed.microbatches(rank)])
+
+
+def _microbatch_line(batch: object) -> list:
+    loss = round(float(batch.loss_weights.astype(np.float64).sum()), 6)
+    largest = round(float(np.abs(batch.advantages).max()), 5)
+    support = None if batch.support is None else [int(batch.support.counts.sum()), len(batch.support.ids)]
+    experts = None if batch.experts is None else int(batch.experts.sum())
+    return [batch.lengths, loss, int(batch.staleness.sum()), largest, support, experts]
+
+
+class Control:
+    """One incarnation of the controller: scheduler, ledger, repacking. Build it inside its event loop."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: Path,
+        tape: Tape,
+        *,
+        score: Callable[[str, int, str], None],
+        refer: Callable[[str, int], None],
+    ) -> None:
+        self._plan, self._tape, self._score, self._refer = plan, tape, score, refer
+        self.clock = Clock()
+        self.ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=self.clock)
+        self.listener = Listener(self.ledger, tape)
+        self.scheduler = TrajectoryScheduler(
+            _settings(plan),
+            prompt_at=prompt_at,
+            recorder=self.listener,
+            stages=Stages(
+                submit_score=self._submit_score,
+                submit_reference=self._submit_reference if plan.refers else None,
+            ),
+            credit=Credit(group_advantages(Advantage(plan.advantage)), overlong_cost(plan.cap, plan.overlong)),
+            clock=self.clock,
+        )
+        if plan.packs:
+            self.scheduler.consumption.pack(_packing(plan))
+        self._repacker = Repacker(plan.cap)
+        self._migration: Migration | None = None
+        self._evaluations: dict[int, asyncio.Future] = {}
+
+    def _submit_score(self, trajectory: Trajectory, prompt: Prompt) -> None:
+        if trajectory.kind is Kind.TRAIN:
+            self._repacker.finished(trajectory)
+            if self._migration is not None:
+                self._migration.finished(trajectory)
+        self._score(trajectory.id, len(trajectory.response_ids), prompt.id)
+
+    def _submit_reference(self, trajectory: Trajectory) -> None:
+        self._refer(trajectory.id, len(trajectory.response_ids))
+
+    # ---- life
+
+    async def start(self, left: Left | None) -> None:
+        """Open the ledger; record that the incarnation begins; take up what is left."""
+        await self.ledger.start()
+        incarnation = left.incarnation if left else 1
+        step = left.step if left and left.state.checkpoint else None
+        drains = self._plan.on_new_weights == "drain"
+        enforced = self._plan.max_staleness if "drop" in self._plan.policies else None
+        started = RunStarted(
+            incarnation=incarnation,
+            host="host-1",
+            pid=7,
+            schema=1,
+            config_digest="c0",
+            drain=drains,
+            max_staleness=enforced,
+            resumed_step=step,
+        )
+        events = [started, *(left.state.events if left else ())]
+        for event in events:
+            self._tape.write(*event_line(event))
+        self.ledger.append_all(events)
+        await self.ledger.commit()
+        if left is not None:
+            await self.scheduler.restore(left.state)
+            self.scheduler.continue_live()
+
+    async def finish(self, incarnation: int) -> None:
+        """Put down that the run ends by itself."""
+        self.listener.append(RunEnded(incarnation, "finished"))
+        account = self.ledger.accounting()
+        for kind in (account.train, account.eval):
+            dropped = {reason.value: count for reason, count in kind.dropped.items()}
+            self._tape.write("account", kind.issued, kind.consumed, plain(dropped), kind.live)
+        await self.ledger.commit()
+        await self.ledger.close()
+
+    def go_on(self) -> None:
+        """Hand out training."""
+        self.scheduler.admit()
+
+    def pause(self) -> None:
+        """Hand out nothing of training."""
+        self.scheduler.pause()
+
+    # ---- replicas
+
+    def dispatch(self) -> dict[int, list[Given]]:
+        """Assignments by replica."""
+        return {replica: [given(a) for a in some] for replica, some in self.scheduler.dispatch().items()}
+
+    def adopt(self, replica: int) -> list[Given]:
+        """Assignments for a replica that starts."""
+        return [given(assignment) for assignment in self.scheduler.for_starting(replica)]
+
+    def aborts(self) -> dict[int, list[str]]:
+        """Trajectories that were dropped and that replicas still run."""
+        return self.scheduler.take_aborts()
+
+    def called_off(self) -> dict[int, list[str]]:
+        """Trajectories that destinations need not expect any more."""
+        return self.scheduler.moves.take_called_off()
+
+    async def reported(self, told: Told) -> None:
+        """Take in a report."""
+        await self.scheduler.on_report(report(told))
+
+    def started(self, replica: int) -> None:
+        """Put down that a replica runs."""
+        self.listener.append(PartStarted(f"replica-{replica}", 7))
+
+    async def lost(self, replica: int) -> None:
+        """Take in that a replica died."""
+        self.listener.append(PartDied(f"replica-{replica}", "killed"))
+        await self.scheduler.on_replica_lost(replica)
+
+    def retire(self, replica: int) -> None:
+        """Send nothing more to a replica."""
+        self.scheduler.views.retire(replica)
+
+    async def deadlines(self) -> None:
+        """Keep house."""
+        await self.scheduler.enforce_deadlines()
+
+    def in_flight(self) -> int:
+        """Trajectories that are at replicas, as the dispatcher sees it."""
+        return self.scheduler.views.in_flight
+
+    # ---- scores and references
+
+    async def scored(self, verdict: Verdict) -> None:
+        """Take in a score."""
+        columns = {}
+        if verdict.by_token and verdict.value is not None:
+            name = TEACHER_LOGPROBS if self._plan.teaches else TOKEN_REWARDS
+            columns[name] = token_values(np.full(verdict.length, verdict.value / 4 - 0.5, np.float32))
+        value, failure = verdict.value, None if verdict.failure is None else DropReason(verdict.failure)
+        detail = "it raised" if failure else ""
+        if self._plan.teaches and value is not None and not columns and verdict.id in self.scheduler.book.live:
+            value, failure = None, DropReason.REWARD_FAILED  # what the scoring worker says of a missing column
+            detail = "no score of each token from the teacher"
+        await self.scheduler.on_score(
+            Score(
+                trajectory_id=verdict.id,
+                value=value,
+                columns=columns,
+                elapsed_s=0.125,
+                failure=failure,
+                detail=detail,
+            )
+        )
+
+    async def referred(self, id: str, length: int) -> None:
+        """Take in what the reference model found."""
+        await self.scheduler.on_reference(id, np.full(length, -1.5, np.float32))
+
+    def wanted(self, id: str) -> list[bool]:
+        """Say if it is live, and if its score would tell anything."""
+        return [self.scheduler.is_live(id), self.scheduler.awaits_score(id)]
+
+    # ---- evaluations
+
+    def evaluate(self, index: int, prompts: int, version: int | None) -> None:
+        """Ask for an evaluation of so many prompts."""
+        asked = self.scheduler.evaluate([held_out(n) for n in range(prompts)], version)
+        self._evaluations[index] = asked
+
+    def evaluated(self, step: int) -> list[list]:
+        """Results that are there: number, version, accuracy; None where the version was lost."""
+        out = []
+        for index, future in sorted(self._evaluations.items()):
+            if future.done():
+                del self._evaluations[index]
+                out.append([index, *self._result(future, step)])
+        return out
+
+    def abandon(self) -> None:
+        """Cancel all evaluations."""
+        for index, future in sorted(self._evaluations.items()):
+            self._tape.write("abandoned", index, future.cancel())
+        self._evaluations = {}
+
+    def _result(self, future: asyncio.Future, step: int) -> list:
+        try:
+            done = future.result()
+        except EvaluationLostError:
+            return [None, None]
+        self.listener.append(
+            Evaluated(
+                version=done.version, step=step, num_prompts=len(done.prompts), accuracy=done.accuracy, rl_s=1.0
+            )
+        )
+        return [done.version, number(done.accuracy)]
+
+    # ---- learner
+
+    @property
+    def buffered(self) -> int:
+        """Groups that are ready."""
+        return len(self.scheduler.consumption.buffer)
+
+    async def take(self, *, version: int) -> Batch | None:
+        """Take a batch, if one is there."""
+        asked = self.scheduler.consumption.next_batch(groups=self._plan.batch, version=version)
+        taking = asyncio.create_task(asked)
+        await asyncio.sleep(1e-4)
+        if not taking.done():
+            taking.cancel()
+            await asyncio.wait([taking])
+            return None
+        return Batch(taking.result())
+
+    async def put_back(self, batch: Batch) -> None:
+        """Return a batch that the learner died over."""
+        await self.scheduler.consumption.put_back(batch.taken)
+
+    def commit(self, batch: Batch, *, step: int, incarnation: int) -> None:
+        """Commit a step."""
+        self.scheduler.consumption.commit(batch.taken, step)
+        tokens = sum(len(trajectory.response_ids) for trajectory in batch.taken.trajectories)
+        count = len(batch.taken.trajectories)
+        self.listener.append(
+            Stepped(
+                step=step,
+                incarnation=incarnation,
+                num_trajectories=count,
+                num_tokens=tokens,
+                loss=0.5,
+                grad_norm=1.0,
+                reward=0.25,
+                elapsed_s=1.0,
+            )
+        )
+
+    def publish(self, *, above: int) -> int:
+        """Give new weights their version, beyond all that anybody spoke of."""
+        version = max(above, self.ledger.newest_version) + 1
+        self.scheduler.published(version)
+        return version
+
+    def published(self, version: int, *, step: int, parent: int | None, incarnation: int) -> None:
+        """Put on record that weights are complete."""
+        self.listener.append(
+            VersionPublished(
+                version=version,
+                step=step,
+                incarnation=incarnation,
+                parent=parent,
+                digest=f"digest{version}",
+                num_bytes=10,
+                stall_s=0.0,
+            )
+        )
+
+    async def adopt_versions(self, *, step: int, incarnation: int) -> int:
+        """Put on record what replicas have and a dead controller did not come to say; the newest version."""
+        for orphan in await self.ledger.unpublished():
+            self.published(orphan.version, step=step, parent=None, incarnation=incarnation)
+        return self.ledger.newest_version
+
+    async def checkpoint(self, *, step: int, version: int) -> None:
+        """Put on record a checkpoint."""
+        self.listener.append(
+            Checkpointed(step=step, version=version, path=f"checkpoints/step-{step}", stall_s=0.1, elapsed_s=0.4)
+        )
+        self.scheduler.consumption.checkpointed(step)
+        await self.ledger.commit()
+
+    async def roll_back(self, *, step: int) -> int:
+        """Go back to the checkpoint of a step; how many trajectories are ready again."""
+        for event in await undo_since(self.ledger, step, reason="learner_died"):
+            self._tape.write("to-undo", *event_line(event))
+        self.listener.append(RolledBack(step, "learner_died"))
+        return await self.scheduler.consumption.roll_back()
+
+    # ---- repacking
+
+    def peers(self) -> list[tuple[int, list[int]]]:
+        """Replicas by the version that they serve."""
+        return [(version, sorted(some)) for version, some in sorted(self.scheduler.views.by_version().items())]
+
+    def plan_moves(self, kind: str, looks: Sequence[Look], *, max_stall_s: float) -> list[list]:
+        """Moves among replicas of one version."""
+        return [
+            move_line(move) for move in self._repacker.plan(kind, looks, self.scheduler, max_stall_s=max_stall_s)
+        ]
+
+    def seen(self, looks: Sequence[Look]) -> None:
+        """End a round of plans."""
+        self._repacker.seen(looks)
+
+    def move(self, version: int, moves: Sequence[list]) -> list[tuple[int, list[str]]]:
+        """Carry out moves that were planned; what sources are asked to give up."""
+        moving = self.scheduler.move(version, [Move(*move) for move in moves])
+        return list(moving.asked.items())
+
+    def rounds(self, replicas: Replicas) -> Awaitable[None]:
+        """Run the real rounds of repacking, until cancelled."""
+        kind = self._plan.repack.removeprefix("migration-")
+        self._migration = Migration(
+            MigrationSettings(kind, self._plan.repack_s, self._plan.max_stall_s, self._plan.cap),
+            scheduler=self.scheduler,
+            fleet=_Fleet(replicas),
+            published=replicas.published,
+            clock=self.clock,
+        )
+        return self._migration.run(SPEED)
+
+    # ---- state
+
+    def look(self) -> list:
+        """Numbers of the moment."""
+        scheduler, admission = self.scheduler, _admission(self._plan)
+        newest = scheduler.book.newest_version
+        return [
+            scheduler.has_demand,
+            scheduler.book.versions_alive(),
+            len(scheduler.book.live),
+            len(scheduler.book.groups),
+            len(scheduler.consumption.buffer),
+            scheduler.book.generated_tokens,
+            newest,
+            [admission.limit, admission.oldest(newest), admission.share(self._plan.replicas)],
+            self.peers(),
+        ]
+
+    def siblings(self) -> object:
+        """Lengths that are finished beside each one that goes on."""
+        return plain(self.scheduler.book.finished_by_group())
+
+
+class _Fleet:
+    """The script's replicas as rounds of repacking know them."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.expect = replicas.expect
+        self.give_up = replicas.give_up
+
+    async def survey(self, replica: int) -> Survey | None:
+        look = await self._replicas.survey(replica)
+        return None if look is None else survey(look)
+
+
+def _settings(plan: Plan) -> ControlSettings:
+    return ControlSettings(
+        seed=plan.seed,
+        replicas=plan.replicas,
+        group_size=plan.group_size,
+        sampling=SamplingParams(max_new_tokens=plan.cap, stop_ids=(1,)),
+        without_signal=WithoutSignal(plan.without_signal),
+        one_version=plan.on_new_weights == "drain",
+        admission=_admission(plan),
+        bound=StalenessBound(plan.max_staleness, tuple(StalePolicy(policy) for policy in plan.policies)),
+        group_deadline_s=plan.deadline_s,
+        counterfactual_share=plan.counterfactual_share,
+        max_counterfactual=plan.max_counterfactual,
+        min_group_survivors=plan.min_survivors,
+        max_seconds=plan.max_seconds,
+    )
+
+
+def _admission(plan: Plan) -> Admission:
+    waits = "wait" in plan.policies
+    return Admission(
+        schedule=Schedule(plan.schedule),
+        batch=plan.batch,
+        capacity=plan.capacity,
+        max_staleness=plan.max_staleness,
+        wait=waits,
+    )
+
+
+def _packing(plan: Plan) -> Packing:
+    return Packing(
+        groups=plan.batch,
+        max_tokens=plan.max_tokens,
+        ranks=plan.ranks,
+        look_ahead=plan.look_ahead,
+        max_passes=plan.max_passes,
+        by_id=plan.by_id,
+    )
+
+
+# ---- planners and packers on their own
+
+
+class Repacker:
+    """Planners, both, with what they learn of a run."""
+
+    def __init__(self, cap: int) -> None:
+        self._cap = cap
+        self._remaining = RemainingTokens(cap)
+        self._previous: dict[int, int] = {}
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """Learn from a response that ended."""
+        self.ended(len(trajectory.response_ids), capped=trajectory.finish_reason is FinishReason.LENGTH)
+
+    def ended(self, length: int, *, capped: bool) -> None:
+        """Learn from a length."""
+        self._remaining.finished(length, capped=capped)
+
+    def seen(self, looks: Sequence[Look]) -> None:
+        """Remember the KV tokens of each."""
+        self._previous |= {look.replica: look.kv_used for look in looks}
+
+    def plan(
+        self, kind: str, looks: Sequence[Look], scheduler: TrajectoryScheduler, *, max_stall_s: float
+    ) -> list[Move]:
+        """Moves by what the scheduler knows."""
+        finished = scheduler.book.finished_by_group()
+        return self.moves(kind, looks, finished, hungry=scheduler.has_demand, max_stall_s=max_stall_s, growth=6)
+
+    def moves(
+        self,
+        kind: str,
+        looks: Sequence[Look],
+        siblings: dict[str, list[int]],
+        *,
+        hungry: bool,
+        max_stall_s: float,
+        growth: int,
+        roofline: int = SPEED.roofline_batch,
+        per_token_s: float = SPEED.step_s_per_token,
+        prefill_per_s: float = SPEED.prefill_tokens_per_s,
+    ) -> list[Move]:
+        """Moves of one planner."""
+        self._remaining.look([length for look in looks for _, _, length in look.running])
+        context = PlanningContext(
+            speed=EngineSpeed(
+                step_s=SPEED.step_s,
+                step_s_per_sequence=0.0,
+                step_s_per_token=per_token_s,
+                prefill_tokens_per_s=prefill_per_s,
+                roofline_batch=roofline,
+            ),
+            forecast=GroupForecast(self._remaining, siblings),
+            max_stall_s=max_stall_s,
+            max_new_tokens=self._cap,
+            growth=growth,
+            has_demand=hungry,
+            previous_kv=self._previous,
+        )
+        return PLANNERS.get(kind)(context).plan([survey(look) for look in looks])
+
+
+def chosen(tokens: Sequence[int], due: Sequence[bool], *, count: int, unit: int) -> list[int]:
+    """Groups of a window that make up a step."""
+    return choose(tokens, due=due, count=count, unit=unit)
+
+
+def made(
+    id: str,
+    length: int,
+    *,
+    prompt: int = 4,
+    version: int = 0,
+    advantage: float = 0.0,
+    weight: float = 1.0,
+    recorded: bool = False,
+) -> Trajectory:
+    """A finished trajectory."""
+    group, _, index = id.partition(".")
+    return Trajectory(
+        id=id,
+        prompt_id=f"p{group[1:]}",
+        group_id=group,
+        sample_index=int(index),
+        kind=Kind.TRAIN,
+        prompt_ids=np.arange(2, 2 + prompt, dtype=np.int32),
+        response_ids=token_ids(length, 0, length),
+        logprobs=token_logprobs(length, 0, length),
+        loss_mask=np.arange(length) % 7 != 3,
+        spans=(Span(version, 0, length),),
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+        advantage=advantage,
+        weight=weight,
+        sampling_mask=make_mask(token_ids(length, 0, length)) if recorded else None,
+        routed_experts=make_experts(0, prompt + length - 1) if recorded else None,
+    )
+
+
+def shares(shapes: Sequence[tuple[int, int, int]]) -> list[float | None]:
+    """Costs of attention in models of these hidden sizes, layers and parameters."""
+    return [number(attention_share(hidden_size=h, num_layers=n, num_parameters=p)) for h, n, p in shapes]
+
+
+def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, version: int) -> None:
+    """Put down how a whole step is packed."""
+    bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=plan.max_tokens)
+    tape.write("fit", bin_ids(bins))
+    terms = step_terms(bins, aggregation=Aggregation(plan.aggregation), version=version, constant=plan.cap)
+    packed = assign(bins, terms, max_tokens=plan.max_tokens, ranks=plan.ranks, attention_share=ATTENTION_SHARE)
+    _write_packed(tape, plan, packed)
+
+
+class Stream:
+    """A packer that takes sequences one by one."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._packer = StreamPacker(max_tokens=max_tokens)
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Add a sequence."""
+        self._packer.add(trajectory)
+
+    def remove(self, id: str) -> None:
+        """Remove a sequence."""
+        self._packer.remove(id)
+
+    def bins(self) -> list[list[str]]:
+        """Ids that share a bin now."""
+        return bin_ids(self._packer.bins())

@@ -1,0 +1,21 @@
+"""Rows of `metrics.jsonl` as a run makes them."""
+
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.metrics import Mismatch, StepMetrics, TokenMetrics, Work
+from laminar_py.telemetry.stats import Stats, Totals
+
+
+def make_row(step, *, entropy=1.0):
+    tokens = TokenMetrics(num_tokens=10, entropy=entropy, ratio=1.01, ratio_max=3.0, advantage_max=2.0)
+    metrics = StepMetrics(
+        loss=0.5,
+        grad_norm=0.1,
+        elapsed_s=2.0,
+        tokens=tokens,
+        by_staleness={"3-4": tokens, "9+": tokens},
+        mismatch=Mismatch(0.1, 0.2, 0.3),
+        work=Work(1000, 4e12, 8e12),
+    )
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    facts = {"version": step, "batch": [], "generated_tokens": 0, "versions_alive": 1, "stall_s": 0.0}
+    return stats.row(step=step, metrics=metrics, **facts)

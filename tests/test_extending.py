@@ -1,0 +1,68 @@
+"""docs/extending.md: each of its examples is installed as it stands there, and trains."""
+
+import re
+import shlex
+import tomllib
+
+import pytest
+
+from tests.runs.runs import REPO, TrainProcess
+
+PAGE = (REPO / "docs/extending.md").read_text()
+EXAMPLES = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+MAX_LINES = 60
+
+
+def blocks(title, kind):
+    """Fenced blocks of an example."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", EXAMPLES[title], re.M | re.S)
+
+
+def install(title, folder):
+    """Write its files, and what an installer leaves beside them; the names of the files."""
+    files = {text.partition("\n")[0].removeprefix("# "): text for text in blocks(title, "python")}
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for text in blocks(title, "toml"):
+        project = tomllib.loads(text)["project"]
+        info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        )
+        groups = project["entry-points"].items()
+        lines = [
+            [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())] for group, points in groups
+        ]
+        (info / "entry_points.txt").write_text("\n".join(line for group in lines for line in group))
+    return list(files)
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example_is_short(title):
+    texts = [*blocks(title, "python"), *blocks(title, "toml")]
+    assert sum(bool(line.strip()) for text in texts for line in text.splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example_trains_for_two_steps_as_the_page_has_it(title, tmp_path, monkeypatch):
+    files = install(title, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (command,) = blocks(title, "console")
+    laminar, train, config, *settings = shlex.split(command)
+    assert (laminar, train) == ("laminar", "train")
+    for name in files:  # a setting may name a file of the example
+        settings = [setting.replace(name, str(tmp_path / name)) for setting in settings]
+    alone = [
+        "rollout.replicas=1",
+        "relay.nodes=1",
+        "steps=2",
+        "learner.checkpoint_every=10",
+        "eval.every_steps=10",
+    ]
+    with TrainProcess(tmp_path / "runs", *alone, *settings, config=REPO / config) as training:
+        code, output = training.finish()
+        assert code == 0, output
+        assert len((training.run / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,57 @@
+"""Limits on how the code is built; `python -m tests.house --places` says where one is broken."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.house import Checkout, count, places
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def found():
+    return places(Checkout(ROOT))
+
+
+@pytest.mark.parametrize(
+    ("row", "limit"),
+    [
+        ("classes that share a name", 0),
+        ("docstrings that lean on their neighbours", 9),
+        ("calls with eight or more positional arguments", 0),
+        ("records of more than four fields that are not keyword-only", 0),
+        ("calls of setattr", 0),
+        ("files above 400 lines", 0),
+        ("functions above 50 lines", 3),
+        ("constructors above 40 lines", 0),
+        ("import cycles between rooms", 0),
+    ],
+)
+def test_no_more_of_these_than_the_house_allows(found, row, limit):
+    assert len(found[row]) <= limit, "\n".join(found[row])
+
+
+def test_each_row_finds_what_it_counts(tmp_path):
+    code = tmp_path / "laminar_py" / "left"
+    code.mkdir(parents=True)
+    (tmp_path / "laminar_py" / "right").mkdir()
+    (code / "a.py").write_text(
+        "from laminar_py.right import b\n"
+        "class Twice:\n    '''One of two.'''\n"
+        "@dataclass(frozen=True)\nclass Row:\n"
+        + "".join(f"    f{i}: int\n" for i in range(5))
+        + "f(1, 2, 3, 4, 5, 6, 7, 8)\n"
+        "setattr(a, 'b', 1)\n"
+        "class RunConfig(Section):\n    steps: int\n    inner: Inner\n"
+        "class Inner(Section):\n    x: int\n"
+    )
+    (tmp_path / "laminar_py" / "right" / "b.py").write_text(
+        "from laminar_py.left import a\nclass Twice:\n"
+        "    def __init__(self):\n" + "        pass\n" * 60 + "x = 1\n" * 400
+    )
+    table = count(tmp_path)
+    assert table.pop("lines") > 400
+    assert table.pop("longest constructor, lines") == 61
+    assert table.pop("settings") == 2
+    assert set(table.values()) == {1}

@@ -1,0 +1,50 @@
+"""The page of laws: every module and test that it names exists, and code cites only laws that stand on it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from laminar_py.audit.violations import Rule
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "laws.md").read_text()
+ROWS = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.*?)\|$", PAGE, re.MULTILINE)
+FINDINGS = re.findall(r"^\| (`.+?`) \| (\d+) \|$", PAGE, re.MULTILINE)
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_laws_are_numbered_from_1():
+    assert [int(number) for number, *_ in ROWS] == list(range(1, len(ROWS) + 1))
+
+
+@pytest.mark.parametrize(("number", "modules", "tests"), [(row[0], row[2], row[3]) for row in ROWS])
+def test_a_law_names_modules_and_tests_that_exist(number, modules, tests):
+    if modules == "not built":
+        return
+    assert quoted(modules)
+    assert quoted(tests)
+    for module in quoted(modules):
+        assert (ROOT / "laminar_py" / module).is_file(), module
+    for test in quoted(tests):
+        path, name = test.split("::")
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        nodes = ast.parse((ROOT / path).read_text()).body
+        assert name in {node.name for node in nodes if isinstance(node, kinds)}, test
+
+
+def test_code_cites_only_laws_of_the_page():
+    numbers = {number for number, *_ in ROWS}
+    for path in (ROOT / "laminar_py").rglob("*.py"):
+        for cited in re.findall(r"\b[Ll]aws? (\d+)", path.read_text()):
+            assert cited in numbers, f"{path} cites law {cited}"
+
+
+def test_every_finding_of_the_audit_speaks_against_one_law():
+    listed = sorted((name, int(number)) for names, number in FINDINGS for name in quoted(names))
+    assert listed == sorted((rule.value, rule.law) for rule in Rule)
+    assert {number for _, number in FINDINGS} <= {number for number, *_ in ROWS}

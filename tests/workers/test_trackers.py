@@ -1,0 +1,186 @@
+"""What a run tells its trackers, and that it waits for none of them. Real processes of a real Ray cluster."""
+
+import asyncio
+import importlib.util
+import logging
+import socket
+
+import psutil
+import pytest
+
+from laminar_py.cluster.placement import Needs, Placement
+from laminar_py.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.config.loading import parse_config
+from laminar_py.config.tracking import TrackerKind
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.events import Evaluated
+from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.telemetry.summary import summarise
+from laminar_py.telemetry.trackers import Opening, Values
+from laminar_py.workers.site import Site
+from laminar_py.workers.supervisor import Supervisor
+from laminar_py.workers.trackers import TrackerLink, Trackers
+from tests.ledger.runs import begin, open_ledger
+from tests.telemetry.rows import make_row
+
+ENOUGH_S = 60.0
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
+needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+
+
+@pytest.fixture(scope="module")
+def placement():
+    """Where the trackers' processes go."""
+    with open_cluster(None):
+        yield Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0), nodes)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "small-1")
+    folder.logs.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def site(run, placement):
+    supervisor = Supervisor(record=print, max_restarts=0)
+    return Site(config=SMALL, run=run, placement=placement, supervisor=supervisor)
+
+
+def make_link(site, *, kind=TrackerKind.TENSORBOARD, **limits):
+    opening = Opening(kind=kind, folder=str(site.run.path), name="math-1", project="math", settings={})
+    return TrackerLink(opening, site, **limits)
+
+
+def scalars(run, name):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in found.Scalars(name)]
+
+
+def tracker_processes():
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "TrackerActor" in child.name()]
+
+
+async def until_gone():
+    """Ray ends a killed actor's process a moment later."""
+    _, left = await asyncio.to_thread(psutil.wait_procs, tracker_processes(), timeout=ENOUGH_S)
+    assert left == []
+
+
+SMALL = parse_config(
+    {
+        "name": "small",
+        "steps": 3,
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "tracking": {"kinds": ["tensorboard"]},
+    }
+)
+
+
+async def settled(trackers):
+    async with asyncio.timeout(ENOUGH_S):
+        await trackers.settled()
+
+
+@needs_tensorboard
+async def test_a_run_with_a_roll_back_is_in_its_tracker_as_it_went_in_the_end(run, site):
+    trackers = Trackers(site, resumed=False)
+    trackers.start()
+    for step, entropy in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
+        trackers.step(make_row(step, entropy=entropy))
+    trackers.evaluated(Evaluated(version=1, step=1, num_prompts=100, accuracy=0.75, rl_s=12.0))
+    async with open_ledger(run.path) as ledger:
+        begin(ledger, versions=(0,))
+    summary = summarise(run, Stats(SystemClock(), replicas=1, totals=Totals()), finished=True, restarts={})
+    await trackers.close(summary)
+    assert scalars(run, "tokens/entropy") == [(1, 1.0), (2, 2.5), (3, 3.5)]
+    assert scalars(run, "staleness_3-4/entropy") == [(1, 1.0), (2, 2.5), (3, 3.5)]
+    assert scalars(run, "run/mfu") == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert scalars(run, "eval/accuracy") == [(1, 0.75)]
+    assert scalars(run, "summary/finished") == [(3, 1.0)]
+    await until_gone()
+
+
+@needs_tensorboard
+async def test_a_run_that_resumes_from_its_beginning_has_every_step_once(run, site):
+    for resumed, last in ((False, 2), (True, 3)):
+        trackers = Trackers(site, resumed=resumed)
+        trackers.start()
+        for step in range(1, last + 1):
+            trackers.step(make_row(step, entropy=float(last)))
+        await settled(trackers)
+        await trackers.close(None)
+    assert scalars(run, "tokens/entropy") == [(1, 3.0), (2, 3.0), (3, 3.0)]
+
+
+@needs_tensorboard
+async def test_what_does_not_fit_the_queue_is_dropped_with_one_warning(run, site, caplog):
+    link = make_link(site, queued=2)
+    with caplog.at_level(logging.WARNING):
+        for step in range(5):
+            link.tell(Values(step, {}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracker tensorboard: messages are dropped: 2 wait for it"
+    ]
+    link.start()
+    await link.close({}, limit_s=ENOUGH_S)
+    assert link.undelivered == 3
+
+
+@needs_mlflow
+async def test_a_server_that_never_answers_holds_nothing_up(run, site, monkeypatch, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        link = make_link(site, kind=TrackerKind.MLFLOW, queued=3)
+        link.start()
+        for step in range(4):
+            link.tell(Values(step, {}))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(ENOUGH_S):
+            await asyncio.get_running_loop().sock_accept(set_nonblocking(silent))  # it has asked, and waits
+        await link.close({"summary/finished": 1.0}, limit_s=0.1)
+    assert link.undelivered == 5, "four rows and the end"
+    assert "5 messages did not arrive" in caplog.text
+    await until_gone()
+
+
+def set_nonblocking(server):
+    server.setblocking(False)
+    return server
+
+
+@needs_tensorboard
+async def test_a_tracker_that_is_killed_comes_back_and_goes_on(run, site):
+    link = make_link(site, retry_s=0.05)
+    link.start()
+    link.tell(Values(1, {"tokens/entropy": 1.0}))
+    await settled(link)
+    (child,) = tracker_processes()
+    child.kill()
+    link.tell(Values(2, {"tokens/entropy": 2.0}))  # lost with it
+    await settled(link)
+    link.tell(Values(3, {"tokens/entropy": 3.0}))
+    await link.close({}, limit_s=ENOUGH_S)
+    assert link.undelivered == 1
+    assert scalars(run, "tokens/entropy") == [(1, 1.0), (3, 3.0)]
+
+
+@needs_tensorboard
+async def test_a_tracker_that_cannot_begin_costs_its_own_messages_alone(run, site, caplog):
+    (run.path / "tensorboard").write_text("a file where a folder should be")
+    link = make_link(site, retry_s=0.05)
+    link.start()
+    for step in range(3):
+        link.tell(Values(step, {}))
+    await link.close({}, limit_s=ENOUGH_S)
+    assert link.undelivered == 4
+    assert "its process died (TrackerError: FileExistsError" in caplog.text
+    assert caplog.text.count("messages are dropped") == 1
