@@ -1,10 +1,9 @@
 """Rooms and imports: who may import whom, and where heavy libraries may live (docs/design.md has the table)."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "laminar_py"
 
@@ -62,6 +61,7 @@ LIBRARIES = {  # heavy library: where it may be imported
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -72,46 +72,53 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def room(parts: tuple[str, ...]) -> str:
-    return parts[0].removesuffix(".py")
+def all_imports():
+    """Path in the package, as text and parts, and each name that it imports."""
+    for path in MODULES:
+        where = path.relative_to(PACKAGE)
+        for name in sorted(imports(path)):
+            yield str(where), where.parts, name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_rooms_that_its_own_may(path):
-    own = room(path.relative_to(PACKAGE).parts)
-    for name in imports(path):
+def test_a_module_imports_only_rooms_that_its_own_may():
+    wrong = []
+    for where, parts, name in all_imports():
+        own = parts[0].removesuffix(".py")
         if not name.startswith("laminar_py.") or own in TOP or own == "__init__":
             continue
         other = name.split(".")[1]
-        assert other == own or other in RULES[own].split(), f"{own} imports {name}"
+        if other != own and other not in RULES[own].split():
+            wrong.append(f"{where} imports {name}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_sub_rooms_before_its_own(path):
-    own, *inner = path.relative_to(PACKAGE).parts
-    floors = FLOORS.get(own, ())
-    if inner and inner[0] in floors:
-        later = tuple(f"laminar_py.{own}.{floor}" for floor in floors[floors.index(inner[0]) + 1 :])
-        for name in imports(path):
-            assert not name.startswith(later), f"{inner[0]} imports {name}"
+def test_a_module_imports_only_sub_rooms_before_its_own():
+    wrong = []
+    for where, (own, *inner), name in all_imports():
+        floors = FLOORS.get(own, ())
+        if inner and inner[0] in floors:
+            later = tuple(f"laminar_py.{own}.{floor}" for floor in floors[floors.index(inner[0]) + 1 :])
+            if name.startswith(later):
+                wrong.append(f"{where} imports {name}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_in_the_package_imports_benchmarks_tests_or_experiments(path):
-    for name in imports(path):
-        assert name.split(".")[0] not in ("benchmarks", "tests", "experiments"), name
+def test_nothing_in_the_package_imports_benchmarks_tests_or_experiments():
+    outside = ("benchmarks", "tests", "experiments")
+    assert not [f"{where} imports {name}" for where, _, name in all_imports() if name.split(".")[0] in outside]
 
 
 def test_no_two_rooms_import_each_other():
     assert list(TopologicalSorter({own: may.split() for own, may in RULES.items()}).static_order())
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_heavy_libraries_stay_in_their_rooms(path):
-    where = str(path.relative_to(PACKAGE))
-    for library, rooms in LIBRARIES.items():
-        if any(name == library or name.startswith(f"{library}.") for name in imports(path)):
-            assert where.startswith(rooms), f"{where} imports {library}"
+def test_heavy_libraries_stay_in_their_rooms():
+    wrong = []
+    for where, _, name in all_imports():
+        rooms = LIBRARIES.get(name.split(".")[0])
+        if rooms is not None and not where.startswith(rooms):
+            wrong.append(f"{where} imports {name}")
+    assert not wrong
 
 
 def test_there_is_no_import_cycle():

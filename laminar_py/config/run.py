@@ -116,11 +116,6 @@ class RunConfig(Section):
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
-    def kv_capacity(self) -> int:
-        """Tokens of KV cache in one engine."""
-        return self.rollout.kv_tokens
-
-    @property
     def capacity(self) -> int:
         """Live trajectories at most."""
         in_flight = self.rollout.replicas * self.rollout.batch_per_replica

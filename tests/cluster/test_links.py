@@ -1,4 +1,4 @@
-"""Links of a run: measured by real probes between Ray nodes of several addresses, or assumed."""
+"""Links of a run: measured between Ray nodes of several addresses, or assumed."""
 
 import logging
 import math
@@ -18,8 +18,8 @@ from laminar_py.cluster.links import (
     find_links,
     links_of,
     pairs,
-    send_to_measure,
     receive_to_measure,
+    send_to_measure,
 )
 from laminar_py.cluster.placement import Needs, Placement
 from laminar_py.cluster.ray_cluster import nodes

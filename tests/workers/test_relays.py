@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from laminar_py.cluster.placement import Needs, Placement
 from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES
+from laminar_py.relay.planning.cost import SMALLEST_CHUNK_BYTES, settle
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.workers import relays as relays_module
@@ -20,11 +21,10 @@ from laminar_py.workers.supervisor import Supervisor
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 
 PATIENCE_S = 60.0
-CHUNK = 4096
 
 
 @asynccontextmanager
-async def kept(folder, placement, record=lambda event: None, chunk_bytes=CHUNK):
+async def kept(folder, placement, record=lambda event: None):
     """Relays of this placement, up and watched."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2}')
@@ -34,7 +34,7 @@ async def kept(folder, placement, record=lambda event: None, chunk_bytes=CHUNK):
             "steps": 1,
             "model": {"path": str(folder)},
             "data": {"train": "t"},
-            "relay": {"chunk_bytes": chunk_bytes, "shm": str(folder)},
+            "relay": {"shm": str(folder)},
         }
     )
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
@@ -102,12 +102,17 @@ async def test_a_host_that_hangs_counts_like_one_that_died_when_versions_are_loo
             assert "relay-0: no answer in 0.2 s" in caplog.text
 
 
-async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a_resume(tmp_path):
+async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a_resume(tmp_path, monkeypatch):
+    def settle_four_times(*arguments, **others):
+        return replace(settle(*arguments, **others), chunk_bytes=4 * SMALLEST_CHUNK_BYTES)
+
     with joined(FakeCluster(0)):
         placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, relays=2), nodes)
-        async with kept(tmp_path, placement, chunk_bytes=4 * SMALLEST_CHUNK_BYTES) as relays:
-            await publish(relays, 0)
-        async with kept(tmp_path, placement, chunk_bytes=None) as relays:
+        with monkeypatch.context() as before:
+            before.setattr(relays_module, "settle", settle_four_times)
+            async with kept(tmp_path, placement) as relays:
+                await publish(relays, 0)
+        async with kept(tmp_path, placement) as relays:
             assert relays.chunk_bytes == 4 * SMALLEST_CHUNK_BYTES, "versions of before can still be carried"
             digest = await publish(relays, 1)
             subscriber = Subscriber(await relays.attach(0), "replica-0", relays.keys)
@@ -116,5 +121,5 @@ async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a
             assert (await subscriber.pull(1)).digest == digest
             await subscriber.close()
             await listening
-        async with kept(tmp_path / "new", placement, chunk_bytes=None) as relays:
+        async with kept(tmp_path / "new", placement) as relays:
             assert relays.chunk_bytes == SMALLEST_CHUNK_BYTES, "of sizes that are as good"

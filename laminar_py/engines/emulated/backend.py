@@ -47,7 +47,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         vocab=vocab,
         max_batch=rollout.max_batch,
         max_len=rollout.max_len,
-        kv_capacity=config.kv_capacity,
+        kv_capacity=rollout.kv_tokens,
         compression=emulation.compression,
         late_s=emulation.start_spread_s * launch.index / rollout.replicas,
     )

@@ -18,7 +18,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         launch.model_dir,
         max_batch=rollout.max_batch,
         max_len=rollout.max_len,
-        kv_capacity=config.kv_capacity,
+        kv_capacity=rollout.kv_tokens,
         record=rollout.record,
     )
     await engine.start()

@@ -50,7 +50,7 @@ def server_spec(config: RunConfig, *, model_dir: Path, log: Path) -> ServerSpec:
         log=log,
         max_batch=rollout.max_batch,
         max_len=rollout.max_len,
-        kv_capacity=config.kv_capacity if chosen else None,
+        kv_capacity=rollout.kv_tokens if chosen else None,
         device=section.device,
         dtype=served_dtype(model_dir),
         tensor_parallel=section.tensor_parallel,

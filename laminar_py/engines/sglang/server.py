@@ -48,7 +48,7 @@ RESERVED = {  # every spelling -> remedy
     **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
     **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
     "device": "set rollout.engine.device",
-    "dtype": "set rollout.engine.dtype",
+    "dtype": "set dtype in the config.json of model.path",
 }
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

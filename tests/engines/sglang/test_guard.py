@@ -204,7 +204,7 @@ def test_long_masks_get_room_for_top_k_and_its_ties(top_k, words, tmp_path):
         ("nnodes", "a server is one replica"),
         ("base-gpu-id", "the cluster chooses the GPUs"),
         ("device", "set rollout.engine.device"),
-        ("dtype", "set rollout.engine.dtype"),
+        ("dtype", "set dtype in the config.json of model.path"),
     ],
 )
 def test_what_the_run_chooses_is_no_flag_in_any_spelling(name, remedy, tmp_path):
