@@ -1,11 +1,18 @@
-"""Choice of a replica for a trajectory, within what admission and moves allow. Owned by `control.scheduler`."""
+"""Choice of a replica for a trajectory, within what admission and moves allow. Owned by `control.scheduler`.
+
+Invariant: a replica is never given more new samples than it said it admits; a trajectory pinned to a version goes
+only to a replica that serves it, or that is idle and can load it, since an engine's versions never go back; and a
+group's new samples go to one replica, which prefills their prompt once.
+"""
+
+from collections.abc import Collection
 
 from laminar_py.control.book import Book, Phase
 from laminar_py.control.views import ReplicaView
 
 
 class Router:
-    """Admission applied to the replicas of the moment; changes nothing."""
+    """Rules by which a replica is chosen of those there are at the moment; changes nothing."""
 
     def __init__(self, book: Book) -> None:
         self._book = book
@@ -24,15 +31,38 @@ class Router:
         return self._admission.oldest(self._book.newest_version)
 
     def for_new(self, size: int) -> ReplicaView | None:
-        """A replica that admits `size` more under a version that is new enough."""
-        groups = self._admission.share(len(self._book.views.by_index))
+        """The least loaded replica that admits `size` more under a version that is new enough.
+
+        Where whole batches are waited for, each replica has a share, so that one that reports early does not take a
+        whole batch before the others have the weights for it.
+        """
+        groups = self._admission.share(len(self._views))
         share = None if groups is None else groups * self._book.settings.group_size
-        return self._book.views.for_group(size, at_least=self._oldest, share=share)
+        fitting = [
+            view
+            for view in self._views
+            if view.admissible >= size
+            and view.loading is None
+            and (self._oldest is None or view.version >= self._oldest)
+            and (share is None or len(view.in_flight) + size <= share)
+        ]
+        return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)
 
     def for_displaced(self) -> ReplicaView | None:
         """A replica for one trajectory of a replica that died: if none admits more, the least loaded."""
-        return self.for_new(1) or self._book.views.least_loaded(at_least=self._oldest)
+        serving = [view for view in self._views if view.version >= (self._oldest or 0) and view.loading is None]
+        return self.for_new(1) or min(serving, key=lambda view: len(view.in_flight), default=None)
 
     def for_pinned(self, version: int) -> ReplicaView | None:
-        """A replica that can take up work of `version`; none that is promised to another version."""
-        return self._book.views.for_pinned(version, bound=self._book.moves.expected)
+        """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
+
+        A replica that expects moves does not leave the version that it serves.
+        """
+        expected = self._book.moves.expected
+        serving = [view for view in self._views if view.version >= 0 and view.serving == version]
+        idle = [view for view in self._views if view.idle and view.version < version and not expected(view.index)]
+        return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
+
+    @property
+    def _views(self) -> Collection[ReplicaView]:
+        return self._book.views.by_index.values()

@@ -1,11 +1,8 @@
-"""Views of the replicas and the choice among them. Pure: no clock, no socket; shared by the parts of `control`.
+"""What the controller knows of each replica. Pure: no clock, no socket; shared by the parts of `control`.
 
-Invariant: a replica is never given more new samples than it said it admits; a trajectory pinned to a version goes
-only to a replica that serves it, or that is idle and can load it, since an engine's versions never go back; and a
-group's new samples go to one replica, which prefills their prompt once.
+Invariant: a view is a replica's last report, less what was sent since.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -107,40 +104,3 @@ class ReplicaViews:
         """View of a replica that has reported since it started, else None."""
         view = None if replica is None else self.by_index[replica]
         return view if view is not None and view.version >= 0 else None
-
-    # ---- choices
-
-    def for_pinned(
-        self, version: int, *, bound: Callable[[int], bool] = lambda replica: False
-    ) -> ReplicaView | None:
-        """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
-
-        `bound` ones do not leave the version that they serve.
-        """
-        views = self.by_index.values()
-        serving = [view for view in views if view.version >= 0 and view.serving == version]
-        idle = [view for view in views if view.idle and view.version < version and not bound(view.index)]
-        return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
-
-    def for_group(self, size: int, *, at_least: int | None = None, share: int | None = None) -> ReplicaView | None:
-        """The least loaded replica that admits `size` more, at version `at_least` or newer.
-
-        `share` is the most that one replica may have in flight, so that one that reports early does not take a
-        whole batch before the others have the weights for it.
-        """
-        fitting = [
-            view
-            for view in self.by_index.values()
-            if view.admissible >= size
-            and view.loading is None
-            and (at_least is None or view.version >= at_least)
-            and (share is None or len(view.in_flight) + size <= share)
-        ]
-        return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)
-
-    def least_loaded(self, *, at_least: int | None = None) -> ReplicaView | None:
-        """The replica with the fewest in flight at version `at_least` or newer, whatever it admits."""
-        serving = [
-            view for view in self.by_index.values() if view.version >= (at_least or 0) and view.loading is None
-        ]
-        return min(serving, key=lambda view: len(view.in_flight), default=None)

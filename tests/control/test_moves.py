@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from laminar_py.control.routing import Router
 from laminar_py.records.events import Assigned, Interrupted
 from laminar_py.records.replica import Move
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
@@ -161,7 +162,7 @@ async def test_a_promised_replica_gets_no_work_of_another_version():
     await fleet.report(2, admissible=0)
 
     def taking(version):
-        return fleet.scheduler.views.for_pinned(version, bound=fleet.scheduler.moves.expected)
+        return Router(fleet.scheduler.book).for_pinned(version)
 
     assert taking(1).index == 2
     await fleet.scheduler.on_replica_lost(2)
