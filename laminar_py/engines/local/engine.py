@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -55,17 +55,9 @@ class LocalEngine:
         router_noise: torch.Tensor | None = None,
         device: str = "cpu",
     ) -> None:
-        if kv_capacity < max_len:
-            raise ConfigError(
-                f"rollout.kv_capacity={kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
-                " raise kv_capacity"
-            )
         self._max_len = max_len
         self._spec = ModelSpec.read(model_dir)
-        if Recording.ROUTED_EXPERTS in record and self._spec.mixture is None:
-            raise ConfigError(
-                f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"
-            )
+        _check(self._spec, model_dir, max_len=max_len, kv_capacity=kv_capacity, record=record)
         self._scheduler = Scheduler(
             self._spec,
             num_slots=max_batch,
@@ -264,3 +256,17 @@ def _resolve(done: asyncio.Future[None], error: BaseException | None) -> None:
         done.set_result(None)
     else:
         done.set_exception(error)
+
+
+def _check(
+    spec: ModelSpec, model_dir: Path, *, max_len: int, kv_capacity: int, record: Collection[Recording]
+) -> None:
+    if kv_capacity < max_len:
+        raise ConfigError(
+            f"rollout.kv_capacity={kv_capacity} cannot hold one trajectory of rollout.max_len={max_len};"
+            " raise kv_capacity"
+        )
+    if Recording.ROUTED_EXPERTS in record and spec.mixture is None:
+        raise ConfigError(
+            f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"
+        )
