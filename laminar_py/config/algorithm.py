@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self, TypeAlias
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
 from laminar_py.config.registry import Registry
-from laminar_py.config.section import Section, Share
+from laminar_py.config.section import ConfigError, Section, Share
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Column, Source
 
 
@@ -215,7 +215,7 @@ class AlgorithmConfig(Section):
         faults = (self._fault_of_ratios, self._fault_of_balance, self._fault_of_teaching, self._fault_of_reference)
         for fault in faults:
             if fault is not None:
-                raise ValueError(fault)
+                raise ConfigError(fault)
         return self
 
     @property
@@ -310,7 +310,7 @@ def read_algorithm(given: object) -> AlgorithmConfig:
     if isinstance(given, AlgorithmConfig):
         return given
     if not isinstance(given, dict):
-        raise ValueError("Input should be a section that names an algorithm")
+        raise ConfigError("Input should be a section that names an algorithm")
     settings = ALGORITHMS.get(str(given.get("name", GRPO))).settings
     return settings.model_validate_json(json.dumps(given, default=str))
 

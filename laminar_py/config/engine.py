@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema
 
 from laminar_py.config.registry import find_registry
-from laminar_py.config.section import Section
+from laminar_py.config.section import ConfigError, Section
 
 BACKENDS = "laminar_py.engines.registry:BACKENDS"
 
@@ -61,7 +61,7 @@ def read_engine(given: object) -> EngineConfig:
     if isinstance(given, EngineConfig):
         return given
     if not isinstance(given, dict):
-        raise ValueError("Input should be a section that names a `kind`")
+        raise ConfigError("Input should be a section that names a `kind`")
     kind = given.get("kind", EngineConfig.model_fields["kind"].default)
     section: type[EngineConfig] = find_registry(BACKENDS).get(str(kind)).settings
     return section.model_validate_json(json.dumps(given, default=str))

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from laminar_py.config.emulation import choose_engine
 from laminar_py.config.run import RunConfig
@@ -43,24 +44,33 @@ def _read(path: Path, overrides: list[str]) -> dict[str, object]:
         raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
     try:
         tree = _read_yaml(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"config={path}: not YAML ({line}); mend the file") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path}: holds no settings; write `key: value` lines")
-    first = [override for override in overrides if override.partition("=")[0] in BEGINNINGS]
-    for override in first:
-        _apply(tree, f"{override.partition('=')[0].rpartition('.')[0]}={{}}")
-    for override in [*first, *overrides]:
+    for override in overrides:
+        if override.partition("=")[0] in BEGINNINGS:
+            _begin(tree, override)
+    for override in overrides:
         _apply(tree, override)
     return tree
 
 
+def read_config(data: str) -> RunConfig:
+    """The config that a process of a run is sent, as JSON. `ConfigError` where a plugin of it is not here."""
+    return _check_json(RunConfig, data, help_at="docs/config.md")
+
+
 def _check(kind: type[Settings], tree: object, *, help_at: str) -> Settings:
+    return _check_json(kind, json.dumps(tree, default=str), help_at=help_at)
+
+
+def _check_json(kind: type[Settings], data: str, *, help_at: str) -> Settings:
     try:
-        return kind.model_validate_json(json.dumps(tree, default=str))
+        return kind.model_validate_json(data)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, help_at)) from None
+        raise _cause(error, help_at) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -98,12 +108,30 @@ def _apply(tree: dict[str, object], override: str) -> None:
         raise ConfigError(f"override={override}: its value is not YAML; quote it") from None
 
 
-def _one_line(error: ValidationError, help_at: str) -> str:
+def _begin(tree: dict[str, object], override: str) -> None:
+    """Empty the section that this override gives another meaning."""
+    key, _, value = override.partition("=")
+    *parents, leaf = key.split(".")
+    node: object = tree
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, dict) else None
+    if isinstance(node, dict) and str(node.get(leaf)) != value:
+        node.clear()
+
+
+def _cause(error: ValidationError, help_at: str) -> Exception:
+    """The user's fault as a `ConfigError` of one line; an error of ours, which a validator ran into, as it is."""
     first = error.errors()[0]
     where = first["loc"]
     while isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):  # of a section's own reader
         first = inner.errors()[0]
         where += first["loc"]
+    if isinstance(inner, Exception) and not isinstance(inner, ConfigError):
+        return inner
+    return ConfigError(_one_line(first, where, help_at))
+
+
+def _one_line(first: ErrorDetails, where: tuple[int | str, ...], help_at: str) -> str:
     field = ".".join(str(name) for name in where) or "config"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

@@ -35,7 +35,7 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"learner.lora.targets={','.join(self.targets)}: one is named twice; name each once")
+            raise ConfigError(f"learner.lora.targets={','.join(self.targets)}: one is named twice; name each once")
         return self
 
 

@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.counterfactual_share and self.group_deadline_s is None:
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.counterfactual_share={self.counterfactual_share:g}: without rollout.group_deadline_s no"
                 " deadline drops anything; set that, or leave counterfactual_share at 0"
             )

@@ -36,9 +36,9 @@ class StalenessConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if {StalePolicy.DROP, StalePolicy.REWEIGHT} <= set(self.policies):
-            raise ValueError("staleness.policies has both drop and reweight; keep one of them")
+            raise ConfigError("staleness.policies has both drop and reweight; keep one of them")
         if self.max_staleness is not None and not self.policies:
-            raise ValueError(
+            raise ConfigError(
                 "staleness.policies is empty although staleness.max_staleness is set; name wait, drop or reweight"
             )
         return self

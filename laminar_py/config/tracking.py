@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.section import Section
+from laminar_py.config.section import ConfigError, Section
 
 
 class TrackerKind(StrEnum):
@@ -28,5 +28,5 @@ class TrackingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(set(self.kinds)) < len(self.kinds):
-            raise ValueError(f"tracking.kinds={','.join(self.kinds)}: one is named twice; name each once")
+            raise ConfigError(f"tracking.kinds={','.join(self.kinds)}: one is named twice; name each once")
         return self

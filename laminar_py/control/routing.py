@@ -33,8 +33,8 @@ class Router:
     def for_new(self, size: int) -> ReplicaView | None:
         """The least loaded replica that admits `size` more under a version that is new enough.
 
-        Where whole batches are waited for, each replica has a share, so that one that reports early does not take a
-        whole batch before the others have the weights for it.
+        Where whole batches are waited for, each replica has a share, so that one that reports early does not
+        take a whole batch before the others have the weights for it.
         """
         groups = self._admission.share(len(self._views))
         share = None if groups is None else groups * self._book.settings.group_size

@@ -1,6 +1,6 @@
 """Response pieces that no rollback can need, in Parquet: `archive/*.parquet`, one file per call.
 
-ArchiveFile by the ledger after a checkpoint, for what is older than all that are kept; it deletes the pieces from
+Written by the ledger after a checkpoint, for what is older than all that are kept; it deletes the pieces from
 SQLite only when the file is complete. A crash in between leaves some pieces in both places, equal byte for byte.
 pyarrow is imported by the functions that need it: a controller that archives nothing is spared its memory.
 """

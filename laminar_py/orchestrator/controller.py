@@ -13,7 +13,7 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from hashlib import blake2b
 
 from laminar_py.cluster.placement import Placement
@@ -101,8 +101,8 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work, name=name) for name, work in self._background().items()]
                 await self._trainer.start()
-                late = await self._late()
-                background += [tasks.create_task(work, name=name) for name, work in late.items()]
+                async for name, work in self._late():
+                    background.append(tasks.create_task(work, name=name))
                 summary = await self._lead_rl()
                 for task in background:
                     task.cancel()
@@ -136,18 +136,16 @@ class Controller:
             "keep-replicas": self._replicas.keep(),
         }
 
-    async def _late(self) -> dict[str, Coroutine[object, object, None]]:
-        """Work beside the trainer that needs weights."""
-        late: dict[str, Coroutine[object, object, None]] = {}
+    async def _late(self) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
+        """Work beside the trainer that needs weights, each as soon as its part is ready."""
         if self._reference is not None:
             await self._reference.start()
             wanted, deliver = self._scheduler.is_live, self._scheduler.on_reference
-            late["reference"] = self._reference.run(wanted=wanted, deliver=deliver)
+            yield "reference", self._reference.run(wanted=wanted, deliver=deliver)
         if self._shared.config.repacks:
             speed = await self._replicas.speed()
             log.info("engine: %s", speed)
-            late["repack"] = self._migration.run(speed)
-        return late
+            yield "repack", self._migration.run(speed)
 
     async def _lead_rl(self) -> Summary:
         trainer, stats, scheduler = self._trainer, self._shared.stats, self._scheduler

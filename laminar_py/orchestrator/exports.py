@@ -19,8 +19,7 @@ from laminar_py.records.events import Checkpointed
 def export(source: Path, out: Path, *, dtype: str | None = None) -> Path:
     """Write `out` from a run's newest checkpoint, or from the checkpoint that `source` is; which one it was.
 
-    Without a `dtype` it has that of the model, in which the run served it. Raises ConfigError, or a `ValueError`
-    with one line as well.
+    Without a `dtype` it has that of the model, in which the run served it. Raises ConfigError.
     """
     if out.exists():
         raise ConfigError(f"out={out}: is there already; name a folder that is not, or delete it")
@@ -33,7 +32,7 @@ def export(source: Path, out: Path, *, dtype: str | None = None) -> Path:
         newest = _newest(run)
         try:
             return _export(run, run.path / newest.path, out, dtype)
-        except (ValueError, OSError):
+        except (ConfigError, OSError):
             if _newest(run) == newest:
                 raise
             # else the run may have deleted it for the newer one while it was read

@@ -120,6 +120,7 @@ class Keeper:
                 raise RunFailedError(f"{death.part} does not start: {death.reason}; see logs/{death.part}.log")
         self._placement.refresh()
         await self._kept.rest(self._failures)
+        self._placement.refresh()  # a node may have gone meanwhile
 
     def kill(self) -> None:
         """End all processes; their keeper notices like any other death."""

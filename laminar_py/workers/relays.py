@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from ray.exceptions import RayError
 
+from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.links import find_links
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.placement import Place
@@ -100,9 +101,15 @@ class Relays:
         """Endpoint of the root."""
         return self._endpoints[0]
 
-    async def attach(self, replica: int) -> str:
-        """Endpoint of the relay that replica `replica` pulls from, once that is up."""
+    async def attach(self, replica: int, place: Place) -> str:
+        """Endpoint of the relay that a replica at this place pulls from, once that is up.
+
+        Raises PartDiedError where the plan has the replica elsewhere by now, since its node is gone.
+        """
         while True:
+            planned = self._placement.plan.replicas[replica]
+            if planned is None or planned.node != place.node:
+                raise PartDiedError(f"replica-{replica}", "its node is gone")
             node = self._placement.plan.relay_of(replica, self.tree)
             if self._is_up(node):
                 return self._endpoints[node]
@@ -121,7 +128,7 @@ class Relays:
         for node in range(len(self._placement.plan.relays)):
             self._keeper(node).spawn()
         for node in self.tree.downward:
-            await self._keeper(node).up()
+            await self._bring_up(node)
 
     async def keep(self) -> None:
         """Watch every node until cancelled."""
@@ -200,14 +207,28 @@ class Relays:
                 self._tasks.create_task(self._keepers[node].keep(), name=f"keep-relay-{node}")
         return self._keepers[node]
 
+    async def _bring_up(self, node: int) -> None:
+        """Have it up, as often as it dies over that; not where the plan has no host for it any more."""
+        keeper = self._keeper(node)
+        while self._places(node) is not None and not keeper.is_up:
+            try:
+                await keeper.begin()
+            except PartDiedError as error:
+                await keeper.lost(error)
+
     def _places(self, node: int) -> list[Place] | None:
         """Beside replicas; nowhere once its host has died and no replica needs it any more."""
         host = self._placement.plan.relays[node]
+        if host is None:
+            self._notify()  # who waits for it has to look elsewhere
         return None if host is None else [Place(host)]
 
-    async def _watch(self, parts: Sequence[Part]) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def _watch(self, parts: Sequence[Part]) -> None:
+        self._notify()
         while True:
             await self._ask(parts[0])
             await asyncio.sleep(PING_S)

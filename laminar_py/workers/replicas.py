@@ -165,7 +165,7 @@ class Replicas:
             run_dir=str(self._run_dir),
             index=index,
             model_dir=str(self._config.model.path),
-            relay=await self._relays.attach(index),
+            relay=await self._relays.attach(index, parts[0].place),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
             assignments=self._scheduler.for_starting(index),

@@ -50,7 +50,9 @@ class Scorers:
 
     async def start(self) -> list[Scorer]:
         """Start what runs in the processes, in all at once."""
-        return list(await asyncio.gather(*map(self._scorer, self._keepers)))
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(self._scorer(keeper)) for keeper in self._keepers]
+        return [task.result() for task in started]
 
     async def restart(self, index: int) -> Scorer:
         """End process `index` and start another in its place."""

@@ -110,8 +110,9 @@ class TrackerLink:
                 self._delivered += 1
             except PartDiedError as error:
                 self._warn(f"its process died ({error.reason}), see logs/{error.part}.log")
+                over = self._closing.is_set()
                 await self._keeper.lost(error)
-                if self._closing.is_set():
+                if over:
                     return
             finally:
                 self._queue.task_done()

@@ -202,3 +202,34 @@ def test_what_cannot_be_learned_from_is_refused_by_name(change, words):
         parse_config({**MINIMAL, **change})
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mistake", [AssertionError("ours"), ValueError("ours")])
+def test_a_mistake_of_ours_in_a_check_is_no_complaint_about_a_setting(monkeypatch, mistake):
+    def check(packer, rollout):
+        raise mistake
+
+    monkeypatch.setattr("laminar_py.config.run.check_microbatches", check)
+    with pytest.raises(type(mistake), match="ours") as caught:
+        parse_config(MINIMAL)
+    assert not isinstance(caught.value, ConfigError)
+
+
+def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"\xff\xfe\x00name: t")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_config(path, [])
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "10.0.0.5:30000", "http://", "http://a:port"])
+def test_an_address_that_is_none_is_refused_by_name(url):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.urls=.*no address of a server"):
+        parse_config({**MINIMAL, "rollout": {"engine": {**SGLANG, "urls": [url, "http://b"]}}})
+
+
+def test_an_override_with_the_engine_that_the_file_has_keeps_its_section(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "rollout": {"engine": {**SGLANG, "tensor_parallel": 2}}}))
+    assert load_config(path, ["rollout.engine.kind=sglang"]).rollout.engine.tensor_parallel == 2
+    assert load_config(path, ["rollout.engine.kind=local"]).rollout.engine.kind == "local"

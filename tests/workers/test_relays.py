@@ -5,9 +5,11 @@ import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 
-from laminar_py.cluster.placement import Needs, Placement
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.placement import Needs, Place, Placement
 from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
@@ -64,8 +66,10 @@ async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the
         placement = Placement(Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=0), nodes)
         home = placement.plan.relays[0]
         async with kept(tmp_path, placement) as relays:
-            endpoints = [await relays.attach(replica) for replica in (0, 1)]
+            endpoints = [await relays.attach(replica, placement.plan.replicas[replica]) for replica in (0, 1)]
             assert len({*endpoints, relays.root}) == 3, "one relay on each host"
+            with pytest.raises(PartDiedError, match="its node is gone"):
+                await relays.attach(0, Place("a-node-that-died"))
             subscriber = Subscriber(endpoints[1], "replica-1", relays.keys)
             listening = asyncio.create_task(subscriber.run())
             digest = await publish(relays, 0)
@@ -115,7 +119,7 @@ async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a
         async with kept(tmp_path, placement) as relays:
             assert relays.chunk_bytes == 4 * SMALLEST_CHUNK_BYTES, "versions of before can still be carried"
             digest = await publish(relays, 1)
-            subscriber = Subscriber(await relays.attach(0), "replica-0", relays.keys)
+            subscriber = Subscriber(await relays.attach(0, placement.plan.replicas[0]), "replica-0", relays.keys)
             listening = asyncio.create_task(subscriber.run())
             await subscriber.wait_newer(0)
             assert (await subscriber.pull(1)).digest == digest

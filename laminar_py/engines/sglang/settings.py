@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import EngineConfig
 from laminar_py.config.run import RunConfig
-from laminar_py.config.section import Count, Seconds
+from laminar_py.config.section import ConfigError, Count, Seconds
 
 KEY_ENV = "SGLANG_API_KEY"
 
@@ -40,13 +40,18 @@ class SGLangConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for url in self.urls:
+            if not is_address(url):
+                raise ConfigError(
+                    f"rollout.engine.urls={url}: no address of a server; write one such as http://10.0.0.5:30000"
+                )
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.engine.urls={','.join(self.urls)}: a server is named twice, and each replica has its own"
                 " weights; name one for each"
             )
         if self.device is Device.CPU and self.tensor_parallel > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.engine.tensor_parallel={self.tensor_parallel} needs GPUs; set"
                 " rollout.engine.device=cuda, or tensor_parallel to 1"
             )
@@ -91,3 +96,13 @@ def section_of(config: RunConfig) -> SGLangConfig:
     section = config.rollout.engine
     assert isinstance(section, SGLangConfig), section
     return section
+
+
+def is_address(url: str) -> bool:
+    """True for a URL with scheme, host and, where it has one, a numeric port."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+    return named and parts.scheme in ("http", "https")

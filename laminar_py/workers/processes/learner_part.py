@@ -11,6 +11,7 @@ import torch
 from laminar_py.cluster.placement import learner_device
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.emulation import EmulationConfig
+from laminar_py.config.loading import read_config
 from laminar_py.config.model import ModelConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.data.demonstrations import read_demonstrations
@@ -34,7 +35,7 @@ class LearnerPart:
     """A rank of the learner, ready to step."""
 
     def __init__(self, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
-        config = RunConfig.model_validate_json(spec.config)
+        config = read_config(spec.config)
         self._learner: Learner | EmulatedLearner
         if config.emulation is None:
             self._learner, self._started = _real_learner(config, spec, note)

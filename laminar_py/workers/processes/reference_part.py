@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from laminar_py.cluster.placement import learner_device
-from laminar_py.config.run import RunConfig
+from laminar_py.config.loading import read_config
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.reference import ReferenceModel
@@ -17,7 +17,7 @@ class ReferencePart:
     """The model that the config names, or the one that RL begins with, which a warm start has made by then."""
 
     def __init__(self, spec: ReferenceSpec) -> None:
-        config = RunConfig.model_validate_json(spec.config)
+        config = read_config(spec.config)
         device = learner_device(config).value
         self._model = ReferenceModel(
             config.algorithm.reference or start_model(config).path,

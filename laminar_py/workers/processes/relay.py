@@ -4,7 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from laminar_py.config.run import RunConfig
+from laminar_py.config.loading import read_config
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.wire.messages import RelayEvent
 from laminar_py.workers.processes.setup import log_to
@@ -23,7 +23,7 @@ class RelayActor:
         allow_many_files()
         spec = decode(RelaySpec, data)
         log_to(spec.run_dir, f"relay-{spec.node}")
-        relay = RunConfig.model_validate_json(spec.config).relay
+        relay = read_config(spec.config).relay
         self._news: list[RelayEvent] = []
         self._node = RelayNode(
             f"relay-{spec.node}",

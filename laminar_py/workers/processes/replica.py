@@ -5,8 +5,8 @@ import logging
 import os
 from pathlib import Path
 
+from laminar_py.config.loading import read_config
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.config.run import RunConfig
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.replica import Assignment
@@ -31,7 +31,7 @@ class ReplicaActor:
 
         spec = decode(ReplicaSpec, data)
         log_to(spec.run_dir, f"replica-{spec.index}")
-        config = RunConfig.model_validate_json(spec.config)
+        config = read_config(spec.config)
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)

@@ -4,7 +4,7 @@ import os
 
 import msgspec
 
-from laminar_py.config.run import RunConfig
+from laminar_py.config.loading import read_config
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.workers.processes.setup import log_to
@@ -22,7 +22,7 @@ class ScorerActor:
 
         spec = decode(ScorerSpec, data)
         log_to(spec.run_dir, f"scorer-{spec.index}")
-        config = RunConfig.model_validate_json(spec.config)
+        config = read_config(spec.config)
         reward = config.reward
         function = load_reward(reward.function, pattern=reward.pattern)
         self._tokenizer = load_tokenizer(config.model.path)
