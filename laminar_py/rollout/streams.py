@@ -105,6 +105,8 @@ class Streams:
                 await self._engine.abort(name)
 
     async def _abort(self, running: Running) -> None:
+        if running.state is StreamState.ENDED:
+            return  # by itself, or by another abort, since this one was asked for
         if running.state is StreamState.IN_ENGINE:
             await self._engine.abort(running.assignment.trajectory_id)
             return

@@ -452,3 +452,29 @@ async def test_the_speed_of_an_engine_is_measured_while_new_weights_wait(folders
         assert speed.prefill_tokens_per_s > 0
         assert 1 <= speed.roofline_batch <= 8
         await story.until(lambda s: s.loads == [0, 1])
+
+
+async def test_a_trajectory_that_is_ended_twice_at_a_time_is_reported_once(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda story: story.loads)
+        story.replica.submit([assignment("inside", length=2000), assignment("other", length=2000)])
+        await story.until(lambda story: story.ids["inside"])
+        story.replica.submit([assignment("outside", length=2000, version=9)])
+        names = ["inside", "outside"]
+        await asyncio.gather(story.replica.abort(names), story.replica.give_up(names), story.replica.abort(names))
+        await story.until(lambda story: {"inside", "outside"} <= set(story.ended))
+        assert not story.task.done()
+
+
+async def test_what_ends_by_itself_while_it_is_aborted_is_reported_once(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda story: story.loads)
+        story.replica.submit([assignment("a", length=2000)])
+        await story.until(lambda story: story.ids["a"])
+        streams = story.replica._streams
+        aborting = asyncio.create_task(streams.abort(["a"]))
+        await asyncio.sleep(0)  # it has chosen whom to end
+        streams._ended(streams.running["a"], FinishReason.STOP)
+        await aborting
+        await story.until(lambda story: "a" in story.ended)
+        assert story.ended["a"].finish_reason is FinishReason.STOP
