@@ -56,7 +56,11 @@ class Replicas:
         for index, trajectory_ids in self._scheduler.take_aborts().items():
             self._tell(index, "abort", trajectory_ids)
         for index, assignments in self._scheduler.dispatch().items():
-            self._keepers[index].parts[0].send("submit", encode(assignments))
+            parts = self._keepers[index].parts
+            if parts:
+                parts[0].send("submit", encode(assignments))
+            else:  # its process has just died: they wait for another
+                await self._scheduler.on_replica_lost(index)
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
             self._tell(index, "call_off", trajectory_ids)
         self._stats.generating(self._scheduler.views.in_flight > 0)

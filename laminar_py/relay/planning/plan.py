@@ -36,7 +36,7 @@ def _parameters(value: object) -> object:
         try:
             return round(float(value[:-1]) * _POWERS[value[-1].upper()])
         except (ValueError, OverflowError):
-            raise ValueError("write a number and K, M, B or T, such as 7B") from None
+            raise ConfigError("write a number and K, M, B or T, such as 7B") from None
     return value
 
 
@@ -82,13 +82,13 @@ class TreeSpec(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.hosts is not None and self.zones:
-            raise ValueError(
+            raise ConfigError(
                 f"hosts={self.hosts}: the zones have {sum(self.zones.values())}; leave one of them out"
             )
         if self.hosts is None and not self.zones:
-            raise ValueError("hosts: missing; say how many, or name the hosts of each zone in zones")
+            raise ConfigError("hosts: missing; say how many, or name the hosts of each zone in zones")
         if self.zone_gbit_per_s is not None and len(self.zones) < 2:
-            raise ValueError(
+            raise ConfigError(
                 f"zone_gbit_per_s={self.zone_gbit_per_s:g}: there is only one zone; name others in zones, or leave"
                 " it out"
             )
