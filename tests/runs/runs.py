@@ -63,13 +63,18 @@ class TrainProcess:
         except psutil.NoSuchProcess:
             return []
 
+    def wait_until(self, look):
+        """What `look` finds, once it finds something while the run goes on."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := look()):
+            assert self.process.poll() is None, self.process.stdout.read()
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.05)
+        return found
+
     def wait_for_step(self, step: int) -> None:
         metrics = self.run / "metrics.jsonl"
-        deadline = time.monotonic() + PATIENCE_S
-        while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < step:
-            assert self.process.poll() is None, self.process.stdout.read()
-            assert time.monotonic() < deadline, f"no step {step}"
-            time.sleep(0.05)
+        self.wait_until(lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) >= step)
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)

@@ -100,7 +100,7 @@ def test_a_dead_replica_relay_learner_and_scorer_come_back_while_the_run_goes_on
     with TrainProcess(tmp_path, "steps=12") as train:
         for step, part in ((1, "replica-1"), (2, "relay-1"), (3, "scorer-0"), (5, "learner-0")):
             train.wait_for_step(step)
-            os.kill(pids_of(train.run)[part], signal.SIGKILL)
+            os.kill(train.wait_until(lambda part=part: pids_of(train.run).get(part)), signal.SIGKILL)
         code, output = train.finish()
     assert code == 0, output
     summary = summary_of(train.run)
