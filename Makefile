@@ -4,8 +4,8 @@ SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/installed
 SGLANG := .venv-sglang/installed
-# a worker for each core; a whole run under test takes 1.6 GiB and more than one core
-WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
+# one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
+WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 
 .PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test schedules repack vs-trl docs clean
 

@@ -6,9 +6,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from laminar_py.config.engine import BACKENDS
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import Section
-from laminar_py.engines.registry import BACKENDS
 
 HEAD = """# Settings
 

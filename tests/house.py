@@ -6,6 +6,7 @@ checkout of any age can be counted without installing it.
 
 import argparse
 import ast
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ def places(code: Checkout) -> Places:
         "constructors above 40 lines": long_functions(code, MOST_CONSTRUCTOR_LINES, named="__init__"),
         "import cycles between rooms": room_cycles(code),
         "records of more than four fields that are not keyword-only": positional_records(code),
+        "examples that give keyword-only fields by their place": positional_examples(code),
         "calls of setattr": [
             place(path, node) for path, node in code.nodes(ast.Call) if called(node) == "setattr"
         ],
@@ -81,12 +83,13 @@ def shared_names(code: Checkout) -> list[str]:
 
 
 def leaning(code: Checkout) -> list[str]:
-    """Docstrings of functions and classes whose first word points at something outside."""
+    """Docstrings of modules, classes and functions whose first word points at something outside."""
     found = []
-    for path, node in code.nodes(Function, ast.ClassDef):
+    for path, node in code.nodes(ast.Module, ast.ClassDef, Function):
         docstring = ast.get_docstring(node) or ""
         if LEANING.match(docstring):
-            found.append(f"{place(path, node)} {node.name}: {docstring.splitlines()[0]}")
+            where = str(path) if isinstance(node, ast.Module) else f"{place(path, node)} {node.name}"
+            found.append(f"{where}: {docstring.splitlines()[0]}")
     return found
 
 
@@ -179,6 +182,19 @@ def positional_records(code: Checkout) -> list[str]:
     return found
 
 
+def positional_examples(code: Checkout) -> list[str]:
+    """Calls in docstrings that no keyword-only record takes; what is no whole expression is no example."""
+    records = {node.name for _, node in code.nodes(ast.ClassDef) if is_keyword_only(node)}
+    found = []
+    for path, node in code.nodes(Function, ast.ClassDef):
+        for text in re.findall("`([^`]+)`", ast.get_docstring(node) or ""):
+            with contextlib.suppress(SyntaxError):
+                tree = ast.parse(" ".join(text.split()))
+                calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and call.args]
+                found += [f"{place(path, node)} {text}" for call in calls if called(call) in records]
+    return found
+
+
 def is_positional(node: ast.ClassDef) -> bool:
     """True for a struct or dataclass without `kw_only=True`."""
     decorators = [one for one in node.decorator_list if "dataclass" in ast.unparse(one)]
@@ -186,10 +202,15 @@ def is_positional(node: ast.ClassDef) -> bool:
         ast.unparse(base) in ("msgspec.Struct", "Struct", "Event") for base in node.bases
     ):
         return False
+    return not is_keyword_only(node)
+
+
+def is_keyword_only(node: ast.ClassDef) -> bool:
+    """True for a class that says `kw_only=True`, in its own line or in a decorator's."""
     options = node.keywords + [
-        option for one in decorators if isinstance(one, ast.Call) for option in one.keywords
+        option for one in node.decorator_list if isinstance(one, ast.Call) for option in one.keywords
     ]
-    return not any(option.arg == "kw_only" and ast.unparse(option.value) == "True" for option in options)
+    return any(option.arg == "kw_only" and ast.unparse(option.value) == "True" for option in options)
 
 
 def fields(node: ast.ClassDef) -> list[ast.AnnAssign]:

@@ -46,23 +46,25 @@ def test_an_example_is_short(title):
     assert sum(bool(line.strip()) for text in texts for line in text.splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("title", EXAMPLES)
-def test_an_example_trains_for_two_steps_as_the_page_has_it(title, tmp_path, monkeypatch):
-    files = install(title, tmp_path)
+@pytest.mark.parametrize("titles", [["A reward"], ["An algorithm", "A backend", "A planner"]], ids=" and ".join)
+def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (command,) = blocks(title, "console")
-    laminar, train, config, *settings = shlex.split(command)
-    assert (laminar, train) == ("laminar", "train")
-    for name in files:  # a setting may name a file of the example
-        settings = [setting.replace(name, str(tmp_path / name)) for setting in settings]
-    alone = [
-        "rollout.replicas=1",
-        "relay.nodes=1",
-        "steps=2",
-        "learner.checkpoint_every=10",
-        "eval.every_steps=10",
-    ]
-    with TrainProcess(tmp_path / "runs", *alone, *settings, config=REPO / config) as training:
+    settings, configs = ["relay.nodes=1", "steps=2", "learner.checkpoint_every=10", "eval.every_steps=10"], set()
+    for title in titles:
+        files = install(title, tmp_path)
+        (command,) = blocks(title, "console")
+        laminar, train, config, *chosen = shlex.split(command)
+        assert (laminar, train) == ("laminar", "train")
+        configs.add(config)
+        for name in files:  # a setting may name a file of the example
+            chosen = [setting.replace(name, str(tmp_path / name)) for setting in chosen]
+        settings += chosen
+    (config,) = configs
+    with TrainProcess(tmp_path / "runs", *settings, config=REPO / config) as training:
         code, output = training.finish()
         assert code == 0, output
         assert len((training.run / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_every_example_trains():
+    assert list(EXAMPLES) == ["A reward", "An algorithm", "A backend", "A planner"]

@@ -1,4 +1,4 @@
-"""How near engines and learner are: the ratio of the learner's probability of a sampled token to the engine's.
+"""Distance between engines and learner: the ratio of the learner's probability of a sampled token to the engine's.
 
 Rows `engine_mismatch_max`, `mask_replay_ratio_error*` and `router_replay_ratio_error*`: over the whole vocabulary,
 a cut one, and with recorded experts, replayed and not.
@@ -6,7 +6,6 @@ a cut one, and with recorded experts, replayed and not.
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
-from benchmarks.learner.samples import MAX_LEN, Draw, sample_embedded, sample_sglang
+from benchmarks.learner.samples import MAX_LEN, Draw, find_sglang, sample_embedded, sample_sglang
 from laminar_py.bench.learner.parts import make_learner, pack_here
-from laminar_py.bench.models import write_model
+from laminar_py.bench.models import SMALL, write_model
 from laminar_py.bench.report import Row
+from laminar_py.bench.turns import Tell
+from laminar_py.bench.workplace import workplace
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.batch import MicroBatch
@@ -39,19 +40,23 @@ MIXTURE = Qwen3MoeConfig(
     initializer_range=0.1,
 )
 ROUTER_NOISE = 0.02  # on the logits that choose experts, not on those that weigh them
+TOKENS = 10_000  # sampled of each engine, at least
 CUT = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}
 
 
-def mismatch_rows(folder: Path, config: PretrainedConfig, *, tokens: int, python: Path | None) -> list[Row]:
-    """Engines against learner over the whole vocabulary, and over a cut one; `python` has SGLang."""
+def mismatch_rows(
+    *, tell: Tell, config: PretrainedConfig = SMALL, tokens: int = TOKENS, sglang: bool = True
+) -> list[Row]:
+    """Engines against learner over the whole vocabulary, and over a cut one; SGLang, too, where there is one."""
     peaked = copy(config)
     peaked.initializer_range = PEAKED
-    model = write_model(folder / "engine", peaked)
-    learner = make_learner(model)
     draws = (Draw(), Draw((Recording.SAMPLING_MASK,), CUT))
-    sampled = {"embedded": sample_embedded(model, draws, tokens=tokens)}
-    if python is not None:
-        sampled["SGLang"] = sample_sglang(model, draws, tokens=tokens, python=python)
+    with workplace() as folder:
+        model = write_model(folder / "model", peaked)
+        learner = make_learner(model)
+        sampled = {"embedded": sample_embedded(model, draws, tokens=tokens)}
+        if sglang and (python := find_sglang(tell)) is not None:
+            sampled["SGLang"] = sample_sglang(model, draws, tokens=tokens, python=python)
     whole, replayed, ignored = {}, {}, {}
     for engine, (plain, cut) in sampled.items():
         whole[engine] = float(np.abs(_gaps(learner, plain)).max())
@@ -72,18 +77,19 @@ def mismatch_rows(folder: Path, config: PretrainedConfig, *, tokens: int, python
     ]
 
 
-def routing_rows(folder: Path, *, tokens: int, python: Path | None) -> list[Row]:
+def routing_rows(*, tell: Tell, tokens: int = TOKENS, sglang: bool = True) -> list[Row]:
     """The embedded engine chooses experts by noisy logits, SGLang by its own, which may be the learner's."""
-    model = write_model(folder / "routed", MIXTURE)
-    learner = make_learner(model)
     shape = (MAX_LEN, MIXTURE.num_hidden_layers, MIXTURE.num_experts)
     noise = ROUTER_NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     draw = Draw((Recording.ROUTED_EXPERTS,))
-    [noisy] = sample_embedded(model, [draw], tokens=tokens, router_noise=noise)
-    replayed = {"embedded": float(deviations(learner, noisy).max())}
-    if python is not None:
-        [own] = sample_sglang(model, [draw], tokens=tokens, python=python)
-        replayed["SGLang (no noise)"] = float(deviations(learner, own).max())
+    with workplace() as folder:
+        model = write_model(folder / "model", MIXTURE)
+        learner = make_learner(model)
+        [noisy] = sample_embedded(model, [draw], tokens=tokens, router_noise=noise)
+        replayed = {"embedded": float(deviations(learner, noisy).max())}
+        if sglang and (python := find_sglang(tell)) is not None:
+            [own] = sample_sglang(model, [draw], tokens=tokens, python=python)
+            replayed["SGLang (no noise)"] = float(deviations(learner, own).max())
     ignored = deviations(learner, [msgspec.structs.replace(item, routed_experts=None) for item in noisy])
     setting = (
         f"{tokens:,} sampled tokens, fp32; Qwen3-MoE, {MIXTURE.num_experts_per_tok} of {MIXTURE.num_experts}"

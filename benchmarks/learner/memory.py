@@ -9,9 +9,10 @@ from laminar_py.bench.report import Row
 from laminar_py.learner.losses.logprob import token_logprobs
 
 Sizes = tuple[int, int, int]  # tokens T, entries of the vocabulary V, width H
+FULL: Sizes = (8192, 32_768, 512)
 
 
-def memory_row(sizes: Sizes) -> Row:
+def rows(*, sizes: Sizes = FULL) -> list[Row]:
     """Peak of the chunked log-probabilities over that of all logits."""
     naive, chunked = (_peak_bytes(naive, sizes) for naive in (True, False))
     tokens, vocab, width = sizes
@@ -19,7 +20,7 @@ def memory_row(sizes: Sizes) -> Row:
         f"log-probability and entropy, forward and backward, T {tokens:,}, V {vocab:,}, H {width}, fp32; above"
         " what the inputs take"
     )
-    return Row("logprob_memory_over_naive", chunked / naive, "of peak memory", setting)
+    return [Row("logprob_memory_over_naive", chunked / naive, "of peak memory", setting)]
 
 
 def _peak_bytes(naive: bool, sizes: Sizes) -> int:

@@ -1,7 +1,6 @@
-"""Whether packing is right, and what it saves: rows `packed_vs_single_grad` and `packed_over_*`."""
+"""Correctness of packing, and its savings: rows `packed_vs_single_grad` and `packed_over_*`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,10 +8,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from benchmarks.learner.agreement import MIXTURE
 from laminar_py.bench.learner.parts import draw_lengths, gradient, make_learner, make_trajectories, pack_here
-from laminar_py.bench.learner.speed import StepBatches, packed_tokens_per_s
+from laminar_py.bench.learner.speed import FULL, StepBatches, packed_tokens_per_s
 from laminar_py.bench.models import SMALL, write_model
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Ratio, cpu_s, in_turn
+from laminar_py.bench.workplace import workplace
 from laminar_py.learner.losses.logprob import token_logprobs
 from laminar_py.records.trajectory import Trajectory
 
@@ -29,26 +29,27 @@ MODELS: Mapping[str, PretrainedConfig] = {"qwen3": SMALL, "llama": LLAMA, "mixtu
 PADDED_ROWS = 8
 
 
-def gradient_row(folder: Path, models: Mapping[str, PretrainedConfig] = MODELS) -> Row:
+def gradient_rows(*, models: Mapping[str, PretrainedConfig] = MODELS) -> list[Row]:
     """Largest deviation of a parameter's gradient on packed sequences from that on single ones."""
     worst = 0.0
     items = make_trajectories(draw_lengths(12, median=40, seed=1))
-    for name, config in models.items():
-        learner = make_learner(write_model(folder / name, config))
+    for config in models.values():
+        with workplace() as folder:
+            learner = make_learner(write_model(folder, config))
         alone = gradient(learner, pack_here(items, max_tokens=1))
         for max_tokens in (sum(item.num_tokens for item in items), max(item.num_tokens for item in items)):
             packed = gradient(learner, pack_here(items, max_tokens=max_tokens))
             gaps = [(one - other).norm() / other.norm() for one, other in zip(packed, alone, strict=True)]
             worst = max(worst, float(torch.stack(gaps).max()))
     setting = "12 sequences in one microbatch and in several, Qwen3, Llama, Qwen3-MoE; largest over parameters"
-    return Row("packed_vs_single_grad", worst, "of its norm", setting)
+    return [Row("packed_vs_single_grad", worst, "of its norm", setting)]
 
 
-def padded_rows(folder: Path, batches: StepBatches) -> list[Row]:
+def padded_rows(*, batches: StepBatches = FULL) -> list[Row]:
     """Real tokens a CPU second, packed over padded, in turns."""
-    model = write_model(folder / "padded", batches.model)
-    learner = make_learner(model)
-    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa", dtype=torch.float32)
+    with workplace() as folder:
+        learner = make_learner(write_model(folder, batches.model))
+        plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
 
     def padded(order: Callable[[Sequence[Trajectory]], Sequence[Trajectory]], number: int) -> float:
         items = order(batches.draw(number))

@@ -19,26 +19,26 @@ from torch import Tensor
 
 from benchmarks.relay.peers import Gloo, here, http_side, load, make_tensors
 from laminar_py.bench.processes import READY, Worker
+from laminar_py.bench.relay.hop import VERSION_BYTES
 from laminar_py.bench.relay.tree import WARM_VERSIONS, Tree, copy_s, raw
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Ratio, Side, Tell, in_turn
+from laminar_py.bench.workplace import workplace
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire.transport import RelayKeys
 
-OTHERS = {
-    "ray": "ray.put, ray.get in actors, arrays not copied",
-    "gloo": "broadcast from and into memory that is not shared",
-    "http": "http.server with sendfile, http.client, connections left open, into mapped shared memory",
-}
+RAY = "ray.put, ray.get in actors, arrays not copied"
 
 
-def rows(folder: Path, *, num_bytes: int, num_replicas: int, repeats: int, tell: Tell) -> list[Row]:
-    """Time of others over ours, medians over `repeats` rounds; `folder` is in shared memory."""
+def rows(
+    *, shm: Path, repeats: int, tell: Tell, num_bytes: int = VERSION_BYTES, num_replicas: int = 7
+) -> list[Row]:
+    """Time of others over ours, medians over `repeats` rounds; versions, and Ray's objects, lie in `shm`."""
     from benchmarks.relay.ray_store import ray_side  # here, since replicas import this module
 
     tensors, count = make_tensors(num_bytes), num_replicas + 1
-    gloo = Gloo(count=count, num_bytes=num_bytes, rendezvous=f"file://{folder}/gloo", interface="lo")
-    with ExitStack() as stack:
+    with workplace(shm) as folder, ExitStack() as stack:
+        gloo = Gloo(count=count, num_bytes=num_bytes, rendezvous=f"file://{folder}/gloo", interface="lo")
         ray = stack.enter_context(ray_side(folder, tensors, num_replicas=num_replicas))
         broadcast = stack.enter_context(gloo.side(here))
         http = stack.enter_context(http_side(here, folder / "http", count=count, num_bytes=num_bytes))
@@ -50,14 +50,15 @@ def rows(folder: Path, *, num_bytes: int, num_replicas: int, repeats: int, tell:
     pairs = [(raw(tensor), raw(tensor).copy()) for tensor in tensors.values()]
     copying_s = median(copy_s(pairs) for _ in range(repeats))
     told = f"{num_bytes / 2**20:g} MiB to {num_replicas} replicas"
-    return [_row(name, seconds, copying_s, told) for name in OTHERS]
+    others = {"ray": RAY, "gloo": broadcast.conditions, "http": http.conditions}
+    return [_row(name, others[name], seconds, copying_s, told) for name in others]
 
 
-def _row(name: str, seconds: dict[str, list[float]], copying_s: float, told: str) -> Row:
+def _row(name: str, how: str, seconds: dict[str, list[float]], copying_s: float, told: str) -> Row:
     ratio = Ratio.of(seconds[name], seconds["ours"])
     conditions = (
         f"{told} on one host, until the last has touched every page of tensors that its engine can load; {name}:"
-        f" {OTHERS[name]}, {median(seconds[name]):.3f} s; ours: encrypted, verified safetensors mapped,"
+        f" {how}, {median(seconds[name]):.3f} s; ours: encrypted, verified safetensors mapped,"
         f" {median(seconds['ours']):.3f} s; one copy of the bytes {copying_s:.3f} s; {ratio}"
     )
     return Row(f"{name}_over_ours", ratio.median, "x", conditions)

@@ -56,7 +56,7 @@ class TimedBroadcast:
 
     seconds: float
     busy: float  # share of this machine's cores, whoever used them
-    own: float  # share that the benchmark's processes used
+    own: float  # share that the processes of the hosts used
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +163,17 @@ def _await_bytes(path: Path, num_bytes: int) -> None:
 
 
 class CpuWatch:
-    """Measures how busy the machine's cores are from construction to `stop`, and with given workers."""
+    """How busy the machine's cores are from construction to `stop`, with whatever and with given workers."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._processes = [psutil.Process(worker.pid) for worker in workers]
-        self._used_s = self._count()
+        self._began, self._used_s = time.monotonic(), self._count()
         psutil.cpu_percent()
 
     def stop(self, seconds: float) -> TimedBroadcast:
-        """Shares of the cores, beside a time that was measured elsewhere."""
-        own = (self._count() - self._used_s) / (seconds * (os.cpu_count() or 1))
+        """Shares of the cores while this watched, beside a time that was measured elsewhere."""
+        watched_s = time.monotonic() - self._began
+        own = (self._count() - self._used_s) / (watched_s * (os.cpu_count() or 1))
         return TimedBroadcast(seconds, busy=psutil.cpu_percent() / 100, own=own)
 
     def _count(self) -> float:

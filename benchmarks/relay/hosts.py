@@ -13,6 +13,7 @@ from benchmarks.relay.fleet import CpuWatch, HostsRig, Recovery, TimedBroadcast,
 from benchmarks.relay.namespaces import INTERFACE, Network, require, shared_folder
 from benchmarks.relay.peers import Gloo, Peers, http_side
 from benchmarks.relay.sockets import bare_socket
+from laminar_py.bench.relay.hop import VERSION_BYTES
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Tell
 from laminar_py.config.relay import TopologyKind
@@ -24,6 +25,7 @@ MIB = 2**20
 SMALL_BYTES = 2 * MIB  # in chunks of the least size, to find what a chunk costs whatever its size
 FANOUT = 2
 SATURATED = 0.9  # share of busy cores above which processes wait for each other
+MOST_ROUNDS = 3  # each takes a minute
 GLOO_PORT = 29500  # in a namespace where nothing else listens
 
 
@@ -49,15 +51,16 @@ class ShapeRounds:
 
 
 def rows(
-    *, repeats: int, tell: Tell, num_hosts: int = 8, num_bytes: int = 256 * MIB, mbit_per_s: int = 400
+    *, repeats: int, tell: Tell, num_hosts: int = 8, num_bytes: int = VERSION_BYTES, mbit_per_s: int = 400
 ) -> list[Row]:
-    """Measure each figure; `tell` gets a line for each part. Takes minutes.
+    """Measure each figure, in `MOST_ROUNDS` rounds at most; `tell` gets a line for each. Takes minutes.
 
     Raises `ConfigError` where there can be no such hosts: without root, iproute2 or network namespaces.
     """
     require((2 * num_hosts + 2) * num_bytes)  # two versions a host, the learner's, a spare
     with Network(num_hosts, mbit_per_s=mbit_per_s) as network, shared_folder() as folder:
-        rig = HostsRig(network=network, folder=folder, num_bytes=num_bytes, repeats=repeats, tell=tell)
+        rounds = min(repeats, MOST_ROUNDS)
+        rig = HostsRig(network=network, folder=folder, num_bytes=num_bytes, repeats=rounds, tell=tell)
         links = _links(rig)
         told = (
             f"{num_hosts} hosts (network namespaces on one machine of {os.cpu_count()} cores, load"
@@ -71,8 +74,8 @@ def rows(
             Row("W", links.bytes_per_s / 1e6, "MB/s", told),
             *(_bound_row(kind, shape, told) for kind, shape in shapes.items()),
             *_recovery_rows(shapes, told),
-            _peer_row("gloo", _gloo(rig), auto_s, rig, told),
-            _peer_row("http", _http(rig), auto_s, rig, told),
+            _gloo_row(rig, auto_s, told),
+            _http_row(rig, auto_s, told),
         ]
 
 
@@ -117,16 +120,6 @@ def _tell(shape: ShapeRounds) -> str:
     )
 
 
-def _peer_row(name: str, timed: list[TimedBroadcast], auto_s: float, rig: HostsRig, told: str) -> Row:
-    seconds = median(each.seconds for each in timed)
-    conditions = (
-        f"{told}; {name} {seconds:.2f} s until the last host has the bytes in shared memory, {auto_s:.2f} s with"
-        f" `auto`, CURVE and digests; median of {len(timed)}; {_tell_cores(timed)}"
-    )
-    rig.tell(f"{name} {seconds:.2f} s")
-    return Row(f"{name}_{len(rig.zones)}hosts_over_ours", seconds / auto_s, "x", conditions)
-
-
 # ---- links
 
 
@@ -168,7 +161,7 @@ def _measure(rig: HostsRig, kind: TopologyKind, links: Links) -> ShapeRounds:
 # ---- peers
 
 
-def _gloo(rig: HostsRig) -> list[TimedBroadcast]:
+def _gloo_row(rig: HostsRig, auto_s: float, told: str) -> Row:
     gloo = Gloo(
         count=len(rig.zones),
         num_bytes=rig.num_bytes,
@@ -177,25 +170,33 @@ def _gloo(rig: HostsRig) -> list[TimedBroadcast]:
         interface=INTERFACE,
     )
     with gloo.side(rig.network.start) as peers:
-        return _rounds(peers, rig.repeats)
+        return _peer_row("gloo", peers, rig, auto_s, told, rounds=rig.repeats)
 
 
-def _http(rig: HostsRig) -> list[TimedBroadcast]:
-    with http_side(
+def _http_row(rig: HostsRig, auto_s: float, told: str) -> Row:
+    http = http_side(
         rig.network.start,
         rig.folder / "http",
         count=len(rig.zones),
         num_bytes=rig.num_bytes,
         host=rig.network.address(0),
         with_writing=False,
-    ) as peers:
-        return _rounds(peers, 1)
+    )
+    with http as peers:
+        return _peer_row("http", peers, rig, auto_s, told, rounds=1)
 
 
-def _rounds(peers: Peers, count: int) -> list[TimedBroadcast]:
+def _peer_row(name: str, peers: Peers, rig: HostsRig, auto_s: float, told: str, *, rounds: int) -> Row:
     timed = []
-    for number in range(count):
+    for number in range(rounds):
         watch = CpuWatch(peers.workers)
         timed.append(watch.stop(peers.measure(number)))
     peers.check()
-    return timed
+    seconds = median(each.seconds for each in timed)
+    conditions = (
+        f"{told}; {name}: {peers.conditions}, {seconds:.2f} s until the last host has touched every page; `auto`,"
+        f" CURVE, {auto_s:.2f} s from the root's announcement until the last host has verified it; median of"
+        f" {rounds}; {_tell_cores(timed)}"
+    )
+    rig.tell(f"{name} {seconds:.2f} s")
+    return Row(f"{name}_{len(rig.zones)}hosts_over_ours", seconds / auto_s, "x", conditions)

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from laminar_py.bench.catalog import SHARED_MEMORY
 from laminar_py.bench.processes import Work, Worker
 from laminar_py.config.section import ConfigError
 
 PREFIX = "laminar-hosts-"
 NAMESPACES = Path("/run/netns")
-SHARED_MEMORY = Path("/dev/shm")
 INTERFACE = "eth0"  # of every host
 BURST_BYTES = 128 * 2**10  # two of the largest segments: less drops them, more lets a version start early
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of `setns`

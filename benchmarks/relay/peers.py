@@ -5,6 +5,7 @@ a round begins, and `Peers.check` proves that a round brought the same bytes to 
 """
 
 import hashlib
+import math
 import mmap
 import os
 import time
@@ -29,9 +30,9 @@ from torch import Tensor
 from laminar_py.bench.processes import PATIENCE_S, READY, Work, Worker
 from laminar_py.bench.relay.tree import LOCAL, Bytes, raw
 from laminar_py.bench.turns import Side
+from laminar_py.relay.planning.cost import PAGE_BYTES
 
 TENSOR_BYTES = 8 * 2**20
-PAGE_BYTES = 4096
 DIGEST = "digest"
 GO = "go"
 SOURCE = "source.safetensors"
@@ -78,6 +79,7 @@ class Peers:
 
     workers: list[Worker]
     measure: Side
+    conditions: str  # how the bytes travel and what a round is, for a table
 
     def check(self) -> None:
         """Fail unless every process has the same bytes."""
@@ -141,7 +143,10 @@ class Gloo:
                 began, ended = _span(workers)
                 return ended - began
 
-            yield Peers(workers, measure)
+            told = (
+                "broadcast from and into memory that is not shared, neither encrypted nor digested; a round begins"
+            )
+            yield Peers(workers, measure, f"{told} when every rank is there")
 
     def _run(self, rank: int, pipe: Connection) -> None:
         torch.set_num_threads(1)
@@ -171,7 +176,7 @@ def http_side(
 ) -> Iterator[Peers]:
     """The first of `count` writes its tensors to a file and serves that; the others download it.
 
-    A round begins with the writing, or with the first request.
+    A round begins with the writing, or, where the file is there already, with the first request.
     """
     folder.mkdir()
     source = folder / SOURCE
@@ -187,11 +192,17 @@ def http_side(
             worker.await_ready()
 
         def measure(_: int) -> float:
-            began, _written = server.ask(GO, tuple)
+            written = server.ask(GO, tuple)[0] if with_writing else math.inf
             requested, ended = _span(workers)
-            return ended - (began if with_writing else requested)
+            return ended - min(written, requested)
 
-        yield Peers([server, *workers], measure)
+        told = (
+            "http.server with sendfile, http.client, connections left open, into mapped shared memory, neither"
+            " encrypted nor digested; a round begins with"
+        )
+        yield Peers(
+            [server, *workers], measure, f"{told} {'the writing' if with_writing else 'the first request'}"
+        )
 
 
 class FileHandler(SimpleHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""One hop of the relay beside a bare socket: the same bytes, chunks and checksums from one process to another.
+"""A hop of the relay beside a bare socket: the same bytes, chunks and checksums from one process to another.
 
 Rows `*hop*_over_socket` and `*socket_GBps`. Both sides read a file in shared memory, send it chunk by chunk with
 the BLAKE3 of each, check that at the other end and put the chunk into shared memory. The bare side does nothing
@@ -19,29 +19,33 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.relay.peers import Start, here
-from laminar_py.bench.relay.hop import KINDS, HopKind, hop
+from laminar_py.bench.relay.hop import KINDS, VERSION_BYTES, HopKind, hop
 from laminar_py.bench.relay.tree import CHUNK_BYTES, LOCAL, WARM_VERSIONS
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Ratio, Side, Tell, in_turn
+from laminar_py.bench.workplace import workplace
 from laminar_py.relay.store.digests import chunk_checksum
 from laminar_py.relay.wire.messages import CHECKSUM_BYTES
 
 Address = str | tuple[str, int]
 
 
-def rows(folder: Path, *, num_bytes: int, repeats: int, tell: Tell) -> list[Row]:
-    """Ratio and the socket's rate for each kind of hop, medians over `repeats` rounds; in shared memory."""
+def rows(*, shm: Path, repeats: int, tell: Tell, num_bytes: int = VERSION_BYTES) -> list[Row]:
+    """Ratio and the socket's rate for each kind of hop, medians over `repeats` rounds; both sides in `shm`."""
     found: dict[str, Row] = {}
     for kind in KINDS:
-        for row in _compare(folder / kind.name, kind, num_bytes=num_bytes, repeats=repeats):
+        for row in _compare(kind, shm=shm, num_bytes=num_bytes, repeats=repeats):
             found.setdefault(row.name, row)  # TCP comes twice
             tell(f"{row.name} {row.value:.3f} {row.unit}")
     return list(found.values())
 
 
-def _compare(folder: Path, kind: HopKind, *, num_bytes: int, repeats: int) -> list[Row]:
-    folder.mkdir()
-    with hop(folder / "tree", kind, num_bytes) as ours, bare_socket(folder, num_bytes, unix=kind.ipc) as bare:
+def _compare(kind: HopKind, *, shm: Path, num_bytes: int, repeats: int) -> list[Row]:
+    with (
+        workplace(shm) as folder,
+        hop(folder / "tree", kind, num_bytes) as ours,
+        bare_socket(folder, num_bytes, unix=kind.ipc) as bare,
+    ):
         sides = {"ours": ours, "bare": lambda number: num_bytes / bare(number) / 1e9}
         rates = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS)
     ratio = Ratio.of(rates["ours"], rates["bare"])

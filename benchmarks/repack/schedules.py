@@ -5,21 +5,31 @@ makes up `GENERATION_SHARE` of its step. The others have as many devices in all,
 learner as serves each best by what they were seen to do before (`PilotRun`, `best_split`).
 """
 
-from collections.abc import Sequence
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import yaml
 
-from benchmarks.repack.workload import COMPRESSION, CONFIG, SPREAD_S, Window, check_folder, run_arm, settings_of
+from benchmarks.repack.workload import (
+    COMPRESSION,
+    CONFIG,
+    SIGMA,
+    SPREAD_S,
+    Window,
+    check_folder,
+    run_arm,
+    settings_of,
+)
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.bench.turns import Ratio, Tell
+from laminar_py.bench.turns import Tell
 from laminar_py.config.loading import load_config
 from laminar_py.config.repack import DEFAULT_PLANNER, NO_PLANNER
 
 DEVICES = 16
+SEED = 0
+SIGMA_20X = 1.288  # p99 of lengths is 20 times the median
 GENERATION_SHARE = 0.831  # of a synchronous step (Laminar, figure of the motivation)
 PILOT = Window(600.0, 600.0)
 WARM_STEPS = 1
@@ -70,20 +80,23 @@ class PilotRun:
     rates: dict[str, float]  # tokens/s of all devices as replicas, by arm of the workload
 
 
-def schedule_rows(*, seeds: Sequence[int], sigma: float, tell: Tell, folder: Path) -> list[Row]:
-    """The table for lengths with this sigma. 15 minutes a seed, and 5 before."""
+def rows(*, tell: Tell) -> list[Row]:
+    """The table of each length skew, with one seed. 15 minutes for one, and 5 before."""
     check_folder()
-    pilot, profile = _pilot(seeds[0], sigma, folder)
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
+        return [row for sigma in (SIGMA, SIGMA_20X) for row in _compare(sigma, Path(folder), tell)]
+
+
+def _compare(sigma: float, folder: Path, tell: Tell) -> list[Row]:
+    pilot, profile = _pilot(sigma, folder)
     splits = {contender.name: best_split(contender, pilot) for contender in CONTENDERS}
     tell(f"sigma {sigma:g}: {pilot}; replicas {splits}")
-    found: dict[str, list[ScheduleRate]] = {}
-    for seed in seeds:
-        for contender in [SYNC, *CONTENDERS]:
-            replicas = splits.get(contender.name, DEVICES)
-            done = _run(contender, replicas, seed=seed, sigma=sigma, profile=profile, folder=folder)
-            found.setdefault(contender.name, []).append(measured(done))
-            tell(f"seed {seed}, {contender.name} on {replicas} replicas: {found[contender.name][-1]}")
-    return table(found, splits, seeds=seeds, sigma=sigma)
+    found: dict[str, ScheduleRate] = {}
+    for contender in [SYNC, *CONTENDERS]:
+        replicas = splits.get(contender.name, DEVICES)
+        found[contender.name] = measured(_run(contender, replicas, sigma=sigma, profile=profile, folder=folder))
+        tell(f"{contender.name} on {replicas} replicas: {found[contender.name]}")
+    return table(found, splits, sigma=sigma)
 
 
 def best_split(contender: Contender, pilot: PilotRun) -> int:
@@ -99,9 +112,9 @@ def _step_s(contender: Contender, replicas: int, pilot: PilotRun) -> float:
     return max(generate_s, train_s) if contender.schedule == "one_step" else generate_s + train_s
 
 
-def _pilot(seed: int, sigma: float, folder: Path) -> tuple[PilotRun, Path]:
+def _pilot(sigma: float, folder: Path) -> tuple[PilotRun, Path]:
     """Measure the devices; also a profile whose learner takes its share of a synchronous step."""
-    done = _run(SYNC, DEVICES, seed=seed, sigma=sigma, profile=_profile(), folder=folder, steps=2)
+    done = _run(SYNC, DEVICES, sigma=sigma, profile=_profile(), folder=folder, steps=2)
     first, last = done.steps[0], done.steps[-1]
     generated_s = last.rl_s - first.rl_s - (last.learner_busy_s - first.learner_busy_s)
     waits = [row.rl_s - first.rl_s for row in done.fleet if any(row.waiting)]
@@ -117,7 +130,7 @@ def _pilot(seed: int, sigma: float, folder: Path) -> tuple[PilotRun, Path]:
     path = folder / f"profile-{sigma:g}.yaml"
     path.write_text(yaml.safe_dump(settings))
     arms = [contender.arm for contender in CONTENDERS if contender.arm is not None]
-    rates = {arm: run_arm(arm, seed=seed, folder=folder, window=PILOT, sigma=sigma).tokens_per_s for arm in arms}
+    rates = {arm: run_arm(arm, seed=SEED, folder=folder, window=PILOT, sigma=sigma).tokens_per_s for arm in arms}
     step_tokens = last.trained_tokens - first.trained_tokens
     return PilotRun(
         full_s=full_s, tail_s=generate_s - full_s, train_s=train_s, step_tokens=step_tokens, rates=rates
@@ -134,7 +147,6 @@ def _run(
     contender: Contender,
     replicas: int,
     *,
-    seed: int,
     sigma: float,
     profile: Path,
     folder: Path,
@@ -144,7 +156,7 @@ def _run(
     settings = [
         f"name=schedules-{contender.name}",
         f"runs={folder}",
-        *settings_of(contender.planner, seed=seed, replicas=replicas),
+        *settings_of(contender.planner, seed=SEED, replicas=replicas),
         f"schedule={contender.schedule}",
         f"rollout.on_new_weights={'in_place' if contender.arm == 'full' else 'drain'}",
         f"rollout.batch_per_replica={batch}",
@@ -167,24 +179,24 @@ def measured(done: FinishedRun) -> ScheduleRate:
     )
 
 
-def table(
-    found: dict[str, list[ScheduleRate]], splits: dict[str, int], *, seeds: Sequence[int], sigma: float
-) -> list[Row]:
-    """Rows of each contender and of `sync`, which have an entry a seed."""
-    skew = "" if sigma < 1.2 else "_20x"
+def table(found: dict[str, ScheduleRate], splits: dict[str, int], *, sigma: float) -> list[Row]:
+    """Rows of `sync` and of each contender."""
+    skew = "_20x" if sigma == SIGMA_20X else ""
     conditions = (
         f"{DEVICES} devices in all, sync colocated with generation {GENERATION_SHARE:.1%} of its step; replicas of"
         f" the others: {', '.join(f'{name} {replicas}' for name, replicas in splits.items())}; lengths with sigma"
         f" {sigma:g}; steps {WARM_STEPS + 1} to {STEPS} of 3,200 trajectories, compressed {COMPRESSION} times,"
-        f" median of seeds {', '.join(map(str, seeds))}"
+        f" seed {SEED}"
     )
-    rates = {name: [run.tokens_per_s for run in runs] for name, runs in found.items()}
-    generating = median(1 - run.learner_share for run in found["sync"])
-    of_ceiling = Ratio.of(rates["async_repack"], rates["async_full"]).median
-    over = {name: Ratio.of(rates[name], rates["sync"]).median for name in splits}
+    rates = {name: run.tokens_per_s for name, run in found.items()}
+    generating = 1 - found["sync"].learner_share
+    of_ceiling = rates["async_repack"] / rates["async_full"]
     return [
-        Row(f"sync_tokens_per_s{skew}", median(rates["sync"]), "trained tokens/s, emulated", conditions),
+        Row(f"sync_tokens_per_s{skew}", rates["sync"], "trained tokens/s, emulated", conditions),
         Row(f"sync_generation_share{skew}", generating, "of its step, as measured", conditions),
-        *(Row(f"{name}_over_sync{skew}", ratio, "x trained tokens/s", conditions) for name, ratio in over.items()),
+        *(
+            Row(f"{name}_over_sync{skew}", rates[name] / rates["sync"], "x trained tokens/s", conditions)
+            for name in splits
+        ),
         Row(f"async_repack_of_ceiling{skew}", of_ceiling, "of full replicas", conditions),
     ]

@@ -20,8 +20,8 @@ from statistics import median
 
 import msgspec
 import psutil
+from handovers import Handover, handovers
 
-from laminar_py.audit.handovers import Handover, handovers
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
 from laminar_py.bench.report import Row, show

@@ -8,12 +8,12 @@ environment of its own that this script makes once. Progress goes to stderr, the
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import FinishedRun, train
@@ -141,11 +141,6 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
     )
     ratio = median([theirs / mine for mine, theirs in reached])
     return [*rows, Row("time_to_accuracy_trl_over_ours", ratio, "x", conditions)]
-
-
-def median(values: list[float]) -> float:
-    """The middle one."""
-    return statistics.median(values)
 
 
 def parse() -> argparse.Namespace:

@@ -1,58 +1,115 @@
-"""Rows that `laminar bench` prints, by benchmark and by the part of it that `--only` names.
+"""Benchmarks as a table, and the command line that is made of it.
 
-Read by the command line and by the test of docs/performance.md. Invariant: a row stands here once, or once in
-`benchmarks.catalog`, which has what needs a laboratory; importing a catalog imports no heavy library.
+`laminar_py.cli.bench` has the benchmarks that a user runs, `benchmarks.__main__` those that need a laboratory.
+Invariant: a row stands in one of both tables, once; making commands imports no heavy library.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Annotated
+
+import typer
+
+from laminar_py.bench.report import Row, show
+from laminar_py.bench.turns import Tell
 from laminar_py.config.section import ConfigError
 
-Catalog = dict[str, dict[str, str]]  # benchmark -> part -> names of its rows, with spaces between
-
-ROWS: Catalog = {
-    "relay": {
-        "hop": "hop_GBps hop_curve_GBps ipc_hop_GBps",
-        "publish": "stall_over_memcpy",
-        "delta": "delta_bytes_1e6 delta_bytes_3e6 delta_encode_GBps delta_apply_GBps",
-    },
-    "engine": {
-        "local": "local_useful_tokens_c1 local_useful_tokens_c8 local_useful_tokens_c32",
-        "sglang": "client_over_bare_http refresh_in_place_s refresh_in_place_over_bare refresh_drain_s"
-        " refresh_resume_s refresh_retract_s refresh_retract_over_bare",
-    },
-    "learner": {
-        "speed": "packed_tokens_per_s",
-        "lora": "lora_bytes_over_full lora_refresh_over_full",
-        "mfu": "mfu",
-    },
-    "repack": {"plan": "plan_256x8192_ms"},
-    "packer": {
-        "step": "fill capacity_used imbalance pack_2048_ms",
-        "random": "cap_violations",
-        "stream": "stream_fill stream_imbalance stream_us stream_add_us stream_send_us ready_ms",
-        "look_ahead": "look_ahead_0_capacity_used look_ahead_4_capacity_used look_ahead_8_capacity_used"
-        " look_ahead_16_capacity_used",
-        "prefix": "prefix_400_1500_tokens prefix_400_1500_flops prefix_2000_500_tokens prefix_2000_500_flops",
-    },
-    "ledger": {
-        "recording": "accounting accounting_cpu append_cpu writer_cpu archive_cpu accounting_while_read"
-        " read_while_written",
-        "disk": "ledger_bytes archive_bytes",
-        "verify": "verify verify_cpu verify_memory",
-        "show": "show_p50 show_max show_command",
-    },
-}
+SHARED_MEMORY = Path("/dev/shm")
 
 
-def choose(catalog: Catalog, bench: str, only: str | None) -> tuple[str, ...]:
-    """Parts of a benchmark to run: all, or the named one. Raises `ConfigError` where there is no such part."""
-    parts = tuple(catalog[bench])
-    if only is None:
-        return parts
-    if only not in parts:
-        raise ConfigError(f"--only {only}: no such part of {bench}; choose {' or '.join(parts)}")
-    return (only,)
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Rows that `--only` names, e.g. `Measurement("laminar_py.bench.repack:rows", "plan_256x8192_ms")`."""
+
+    function: str  # that measures, imported when it is called; gets `tell` and those options that it names
+    rows: str  # names of its rows, with spaces between
+
+    def measure(self, **options: object) -> list[Row]:
+        """Figures of this measurement."""
+        function = resolve_name(self.function)
+        named = signature(function).parameters
+        rows: list[Row] = function(**{name: value for name, value in options.items() if name in named})
+        return rows
 
 
-def row_names(catalog: Catalog, bench: str, *parts: str) -> list[str]:
-    """Names of the rows of these parts of a benchmark, or of all its parts."""
-    return [name for part in parts or catalog[bench] for name in catalog[bench][part].split()]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """Measurements that one command makes, and the options that it hands on to those that name them."""
+
+    help: str
+    example: str  # arguments
+    options: Sequence[Parameter] = ()
+    measurements: Mapping[str, Measurement]
+
+    def measure(self, only: str | None, *, tell: Tell, **options: object) -> list[Row]:
+        """Figures of all measurements that can be made here, or of the named one.
+
+        Raises `ConfigError` where there is no such measurement, or none that can be made.
+        """
+        names = list(self.measurements)
+        if only is not None and only not in names:
+            raise ConfigError(f"--only {only}: no such measurement; choose {' or '.join(names)}")
+        found: list[Row] = []
+        chosen = names if only is None else [only]
+        for name in chosen:
+            tell(name)
+            try:
+                found += self.measurements[name].measure(tell=tell, **options)
+            except ConfigError as error:
+                if name == chosen[-1] and not found:
+                    raise
+                tell(f"{name} is left out: {error}")
+        return found
+
+
+Catalog = Mapping[str, Benchmark]  # by the name of the command
+
+
+def option(name: str, annotation: object, default: object) -> Parameter:
+    """An option of a command, e.g. `option("seeds", Annotated[int, typer.Option(min=1, help="...")], 3)`."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def repeats(default: int) -> Parameter:
+    """Number of rounds."""
+    kind = Annotated[int, typer.Option(min=1, help="Rounds of each figure; figures are medians")]
+    return option("repeats", kind, default)
+
+
+SHM = option(
+    "shm",
+    Annotated[
+        Path,
+        typer.Option(help="Shared memory for versions on one host", exists=True, file_okay=False, writable=True),
+    ],
+    SHARED_MEMORY,
+)
+
+
+def add_commands(app: typer.Typer, catalog: Catalog, *, program: str) -> None:
+    """Give `app` a command for each benchmark; `program` is what comes before its name on the command line."""
+    for name, benchmark in catalog.items():
+        epilog = f"Example: {program} {name} {benchmark.example}"
+        app.command(name, help=benchmark.help, epilog=epilog)(_command(name, benchmark))
+
+
+def _command(name: str, benchmark: Benchmark) -> Callable[..., None]:
+    def command(*, as_json: bool, only: str | None, **options: object) -> None:
+        show(name, benchmark.measure(only, tell=tell, **options), as_json=as_json)
+
+    rows = "; ".join(f"{only}: {measurement.rows}" for only, measurement in benchmark.measurements.items())
+    json_kind = Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")]
+    common = [
+        option("as_json", json_kind, False),
+        option("only", Annotated[str | None, typer.Option(help=f"Measurement. {rows}")], None),
+    ]
+    command.__signature__ = Signature([*common, *benchmark.options])  # type: ignore[attr-defined]
+    return command
+
+
+def tell(line: str) -> None:
+    """Print a line of progress on standard error."""
+    typer.echo(line, err=True)

@@ -1,4 +1,4 @@
-"""What `laminar bench packer` measures: fill, balance over ranks, and what packing costs while a stream comes in.
+"""Measurements of `laminar bench packer`: fill, balance over ranks, and the cost of packing a stream.
 
 Fill is against the fewest microbatches that equal counts on all ranks allow, ranks * ceil(tokens / (ranks *
 max_tokens)). Imbalance is the sum over microbatch indices of the slowest rank's FLOPs, over the mean of the ranks,
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Tell
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.packing.balance import attention_share, sequence_cost
 from laminar_py.packing.packer import Packed, assign, pack, step_terms
@@ -25,38 +24,13 @@ from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
 
 MAX_TOKENS = 16_384
 RANKS = 8
+SEQUENCES = 2048
 PROMPT = 400
 QWEN_7B = attention_share(hidden_size=3584, num_layers=28, num_parameters=7_615_616_512)
 PEERS = (
     "published by others for the same lengths and budget on 2 cores: slime 15 ms, 97.5 % of capacity over 8 ranks;"
     " AReaL 30 ms, 99.8 %; NeMo-RL 3.4 ms, 99.8 %; prime-rl 1.3 s for 1,024, 98.2 %; verl 0.8 s for 256"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PackerSize:
-    """How much is measured; only tests use another than `FULL`."""
-
-    sequences: int
-    seeds: int
-    random_batches: int
-    steps: int  # with look-ahead
-
-
-FULL = PackerSize(sequences=2048, seeds=100, random_batches=1000, steps=400)
-
-
-def rows(*, tell: Tell, size: PackerSize = FULL) -> list[Row]:
-    """Measure each figure; `tell` hears of each part. About a minute."""
-    tell(f"packing {size.sequences} lengths, {size.seeds} seeds")
-    out = _batches(size)
-    tell(f"{size.random_batches} random batches")
-    out += _violations(size)
-    tell("streaming")
-    out += _streams(size)
-    tell("look-ahead")
-    out += _look_ahead(size)
-    return out + _prefixes(size)
 
 
 def draw_lengths(seed: int, count: int, *, median: float = 2048, cap: int = MAX_TOKENS) -> list[int]:
@@ -132,17 +106,18 @@ def pack_here(trajectories: Sequence[Trajectory], *, max_tokens: int = MAX_TOKEN
     )
 
 
-def _batches(size: PackerSize) -> list[Row]:
+def step_rows(*, sequences: int = SEQUENCES, seeds: int = 100) -> list[Row]:
+    """Whole steps at once."""
     found, times = [], []
-    for seed in range(size.seeds):
-        trajectories = make_trajectories(draw_lengths(seed, size.sequences))
+    for seed in range(seeds):
+        trajectories = make_trajectories(draw_lengths(seed, sequences))
         began = time.perf_counter()
         packed = pack_here(trajectories)
         times.append(time.perf_counter() - began)
         found.append(quality(packed, max_tokens=MAX_TOKENS))
     setting = (
-        f"{size.sequences} log-normal lengths (median 2,048, sigma 0.99, cap 16,384), {MAX_TOKENS} tokens a"
-        f" microbatch, {RANKS} ranks, 7B coefficients, median of {size.seeds} seeds, {_others()}"
+        f"{sequences} log-normal lengths (median 2,048, sigma 0.99, cap 16,384), {MAX_TOKENS} tokens a"
+        f" microbatch, {RANKS} ranks, 7B coefficients, median of {seeds} seeds, {_others()}"
     )
     compared = f"{setting}; planning alone, arrays are written by the ranks; {PEERS}"
     return [
@@ -153,35 +128,35 @@ def _batches(size: PackerSize) -> list[Row]:
     ]
 
 
-def _violations(size: PackerSize) -> list[Row]:
+def random_rows(*, batches: int = 1000) -> list[Row]:
     """Random sizes, budgets and ranks."""
     rng, violations = np.random.default_rng(0), 0
-    for seed in range(size.random_batches):
+    for seed in range(batches):
         cap, ranks, count = (int(rng.integers(*bounds)) for bounds in ((256, 32_768), (1, 17), (1, 300)))
         lengths = draw_lengths(seed, count, median=rng.uniform(8, cap), cap=cap)
         packed = pack_here(make_trajectories(lengths, prompt=1), max_tokens=cap, ranks=ranks)
         sizes = [sum(t.num_tokens for t in bundle) for bundles in packed.bundles for bundle in bundles]
         violations += sum(size > cap for size in sizes) + (sum(sizes) != sum(lengths))
-    setting = f"{size.random_batches} batches of 1 to 299 lengths, 256 to 32,767 tokens, 1 to 16 ranks; seed 0"
+    setting = f"{batches} batches of 1 to 299 lengths, 256 to 32,767 tokens, 1 to 16 ranks; seed 0"
     return [Row("cap_violations", violations, "microbatches", setting)]
 
 
-def _streams(size: PackerSize) -> list[Row]:
-    seeds = max(1, size.seeds // 5)
-    runs = [_stream(make_trajectories(draw_lengths(seed, size.sequences))) for seed in range(seeds)]
-    setting = (
-        f"{size.sequences} sequences as for fill, one by one, {RANKS} ranks, median of {seeds} seeds, {_others()}"
-    )
+def stream_rows(*, sequences: int = SEQUENCES, seeds: int = 20) -> list[Row]:
+    """Sequences that come one by one."""
+    runs = [_stream(make_trajectories(draw_lengths(seed, sequences))) for seed in range(seeds)]
+    setting = f"{sequences} sequences as for fill, one by one, {RANKS} ranks, median of {seeds} seeds, {_others()}"
     added = statistics.median(run.added_s for run in runs)
     written = statistics.median(run.written_s for run in runs)
     sent = statistics.median(run.sent_s for run in runs)
-    unit, per_sequence = "us/sequence", 1e6 / size.sequences
+    unit, per_sequence = "us/sequence", 1e6 / sequences
     return [
         Row("stream_fill", statistics.median(run.quality.fill for run in runs), "of lower bound", setting),
         Row("stream_imbalance", statistics.median(run.quality.imbalance for run in runs), "slowest/mean", setting),
         Row("stream_us", (added + written) * per_sequence, unit, f"added, and arrays written; {setting}"),
         Row("stream_add_us", added * per_sequence, unit, f"added alone; {setting}"),
-        Row("stream_send_us", sent * per_sequence, unit, f"encoded for its rank, and decoded there; {setting}"),
+        Row(
+            "stream_send_us", sent * per_sequence, unit, f"encoded for its rank and decoded, both here; {setting}"
+        ),
         Row(
             "ready_ms",
             statistics.median(run.ready_s for run in runs) * 1e3,
@@ -229,13 +204,14 @@ def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
     )
 
 
-def _look_ahead(size: PackerSize) -> list[Row]:
+def look_ahead_rows(*, steps: int = 400) -> list[Row]:
+    """Small steps that may choose among the next groups."""
     setting = (
-        f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {size.steps} steps, seed 0;"
+        f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {steps} steps, seed 0;"
         " 2 passes at most"
     )
     return [
-        Row(f"look_ahead_{window}_capacity_used", _capacity(window, steps=size.steps), "of tokens", setting)
+        Row(f"look_ahead_{window}_capacity_used", _capacity(window, steps=steps), "of tokens", setting)
         for window in (0, 4, 8, 16)
     ]
 
@@ -264,17 +240,17 @@ def _capacity(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) 
     return tokens / (used * MAX_TOKENS)
 
 
-def _prefixes(size: PackerSize) -> list[Row]:
+def prefix_rows(*, groups: int = SEQUENCES) -> list[Row]:
     """Work that computing the prompt of a group of 8 once would save; nothing here does."""
     out = []
     for prompt, median in ((400, 1500), (2000, 500)):
-        responses = draw_lengths(0, 8 * size.sequences, median=median, cap=MAX_TOKENS - prompt)
+        responses = draw_lengths(0, 8 * groups, median=median, cap=MAX_TOKENS - prompt)
         all_cost = sum(sequence_cost(prompt + length, attention_share=QWEN_7B) for length in responses)
         once = sequence_cost(prompt, attention_share=QWEN_7B)
         setting = (
             f"prompts {prompt}, responses log-normal, median {median}, sigma 0.99, K = 8, 7B; computed, seed 0"
         )
-        saved = 7 * size.sequences
+        saved = 7 * groups
         total = sum(prompt + length for length in responses)
         out += [
             Row(f"prefix_{prompt}_{median}_tokens", saved * prompt / total, "of tokens", setting),

@@ -1,4 +1,4 @@
-"""What `laminar bench repack` measures: how long a round of repacking takes to plan on a large fleet."""
+"""Measurements of `laminar bench repack`: how long a round of repacking takes to plan on a large fleet."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How every benchmark and experiment reports: a table, or one JSON object and nothing else on standard output.
+"""Reports of benchmarks and experiments: a table, or one JSON object and nothing else on standard output.
 
 The object is `{"bench", "machine", "rows": [{"name", "value", "unit", "conditions"}]}`.
 """

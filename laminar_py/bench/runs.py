@@ -4,14 +4,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
+from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.telemetry.summary import Summary
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,6 @@ def read_run(folder: Path) -> FinishedRun:
     return FinishedRun(
         folder,
         msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary),
-        _rows(folder / "metrics.jsonl", StepRow),
-        _rows(folder / "fleet.jsonl", FleetRow),
+        list(read_rows(folder / "metrics.jsonl", StepRow)),
+        list(read_rows(folder / "fleet.jsonl", FleetRow)),
     )
-
-
-def _rows(path: Path, kind: type[T]) -> list[T]:
-    return [msgspec.json.decode(line, type=kind) for line in path.read_bytes().splitlines()]

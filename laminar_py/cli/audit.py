@@ -11,14 +11,13 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from laminar_py.cli.lines import console, say
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 audit = typer.Typer()
-console = Console()
 
 _PRINTED = 100  # violations, or rows of a table
 _COMPARISON = "A comparison, e.g. '>3'"
@@ -43,18 +42,18 @@ def verify(context: typer.Context) -> None:
 
     proof = prove(context.obj)
     for note in proof.notes:
-        _say(note)
+        say(note)
     for violation in proof.violations[:_PRINTED]:
-        console.print(str(violation), style="red", highlight=False, markup=False, soft_wrap=True)
+        say(str(violation), style="red")
     if not proof.violations:
         _print_accounting(context.obj)
-        console.print("every law holds")
+        say("every law holds")
         return
     if len(proof.violations) > _PRINTED:
         others = Counter((found.law, found.rule) for found in proof.violations[_PRINTED:])
-        _say(f"and {', '.join(f'{count} more of law {law}: {rule}' for (law, rule), count in others.items())}")
+        say(f"and {', '.join(f'{count} more of law {law}: {rule}' for (law, rule), count in others.items())}")
     broken = ", ".join(map(str, sorted({found.law for found in proof.violations})))
-    _say(f"{len(proof.violations)} violations: broken are laws {broken}, see docs/laws.md")
+    say(f"{len(proof.violations)} violations: broken are laws {broken}, see docs/laws.md")
     raise typer.Exit(1)
 
 
@@ -64,7 +63,7 @@ def show(context: typer.Context, trajectory: Annotated[str, typer.Argument(help=
     from laminar_py.audit.story import story, tell_story
 
     for line in tell_story(story(context.obj, trajectory)):
-        _say(line)
+        say(line)
 
 
 @audit.command("list", epilog="Example: laminar audit runs/quickstart-1 list --staleness '>3' --status consumed")
@@ -108,7 +107,7 @@ def list_trajectories(
         fate = f"step {row.step}" if row.step is not None else str(row.drop_reason or "")
         versions = "-" if row.oldest_version is None else f"{row.oldest_version}..{row.newest_version}"
         line = f"{row.id:<12} {row.status:<11} versions {versions:<9} tokens {row.length:<5} reward {row.reward}"
-        _say(f"{line}  staleness {row.staleness}  {fate}")
+        say(f"{line}  staleness {row.staleness}  {fate}")
 
 
 @audit.command(
@@ -135,11 +134,7 @@ def export(
     from laminar_py.audit.export import export as write
 
     count = write(context.obj, out, responses=responses)
-    _say(f"{out}: {count} trajectories")
-
-
-def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(f"{out}: {count} trajectories")
 
 
 def _write_json(record: dict[str, object]) -> None:
@@ -158,7 +153,7 @@ def _print_rows(names: list[str], rows: Iterator[tuple[object, ...]]) -> None:
         table.add_row(*(escape(_cell(value)) for value in row))
     console.print(table)
     if next(rows, None) is not None:
-        _say(f"the first {_PRINTED} rows; --json writes all")
+        say(f"the first {_PRINTED} rows; --json writes all")
 
 
 def _cell(value: object) -> str:
@@ -180,4 +175,4 @@ def _print_accounting(run: Path) -> None:
     histogram = staleness_histogram(run)
     most = max(histogram.values(), default=1)
     for staleness, count in histogram.items():
-        console.print(f"staleness {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}", highlight=False)
+        say(f"staleness {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}")

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from laminar_py.cli.lines import say
 
 
 def dashboard(
@@ -19,7 +20,4 @@ def dashboard(
     """Serve the report's page, updating while the run goes on, and /metrics for Prometheus, until Ctrl-C."""
     from laminar_py.analytics.show.dashboard import TOKEN_VARIABLE, serve
 
-    def tell(line: str) -> None:
-        Console().print(line, highlight=False, soft_wrap=True)
-
-    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=tell))
+    asyncio.run(serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, tell=say))

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from laminar_py.cli.lines import say
 
 relay = typer.Typer(help="The tree that carries weights, by itself.", no_args_is_help=True)
-console = Console()
 
 
 @relay.command("keys", epilog="Example: laminar relay keys relay.keys")
@@ -49,7 +49,7 @@ def relay_serve(
         keep_versions=keep_versions,
         chunk_bytes=chunk_bytes,
         max_bytes_per_s=max_bytes_per_s,
-        tell=lambda line: console.print(line, highlight=False, soft_wrap=True),
+        tell=say,
     )
 
 
@@ -62,4 +62,4 @@ def relay_plan(
     from laminar_py.relay.planning.plan import make_relay_plan, read_spec, tell
 
     for line in tell(make_relay_plan(read_spec(config, overrides or []))):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)

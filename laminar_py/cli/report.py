@@ -11,9 +11,8 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
-console = Console(highlight=False)
+from laminar_py.cli.lines import console, say
 
 
 def report(
@@ -52,7 +51,7 @@ def _report_one(run: Path, *, details: bool) -> None:
     found = read_report(run)
     for table in run_tables(found, details=details):
         console.print(table)
-    console.print(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}", soft_wrap=True)
+    say(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}")
 
 
 def print_limits(run: Path) -> None:
@@ -65,14 +64,11 @@ def print_limits(run: Path) -> None:
     diagnosis = RunReport(read_snapshot(run)).diagnosis
     if diagnosis is not None:
         console.print(diagnosis_table(diagnosis))
-        console.print("what to change are settings of the config, see docs/config.md")
+        say("what to change are settings of the config, see docs/config.md")
     else:
-        console.print(NO_STEP)
-    for command, what in (
-        ("report {}", "has all figures, and draws report.html"),
-        ("audit {} verify", "proves them"),
-    ):
-        console.print(f"laminar {command.format(run)} {what}", soft_wrap=True)
+        say(NO_STEP)
+    say(f"laminar report {run} has all figures, and draws report.html")
+    say(f"laminar audit {run} verify proves them")
 
 
 def plain(value: object) -> object:

@@ -5,16 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from laminar_py.cli.lines import console, say
 from laminar_py.cli.report import print_limits
 from laminar_py.config.loading import load_config
 
 if TYPE_CHECKING:
     from laminar_py.telemetry.summary import CheckpointFigures, RelayFigures, RepackFigures, Summary
-
-console = Console()
 
 
 class ExportDtype(StrEnum):
@@ -46,7 +44,7 @@ def train(
     except RunInterruptedError as stop:
         print_limits(Path(stop.summary.run))
         again = " ".join(["laminar train", str(config), *changes, "--resume"])
-        console.print(f"{stop}; go on with: {again}", soft_wrap=True, highlight=False)
+        say(f"{stop}; go on with: {again}")
         raise typer.Exit(130) from None
     _print_summary(summary)
     print_limits(Path(summary.run))
@@ -61,7 +59,7 @@ def export(
     from laminar_py.orchestrator.exports import export as export_run
 
     checkpoint = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
-    console.print(f"{out}: {checkpoint.name} of {source}", highlight=False, soft_wrap=True)
+    say(f"{out}: {checkpoint.name} of {source}")
 
 
 def _print_summary(summary: "Summary") -> None:
@@ -94,7 +92,7 @@ def _print_summary(summary: "Summary") -> None:
     table = Table.grid(padding=(0, 2))
     for row in rows:
         table.add_row(*row)
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 def tell_relay(relay: "RelayFigures") -> str:

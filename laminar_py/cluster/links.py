@@ -1,4 +1,4 @@
-"""Links between a run's hosts: measured, or assumed.
+"""Links between a run's hosts: measured, named by `relay.link_gbit_per_s`, or assumed.
 
 Asked by the owner of the relays when a run starts. Invariant: a measurement that fails costs a line in the log and
 nothing else.
@@ -42,7 +42,9 @@ async def find_links(
     """The links of a tree whose relays are on these Ray nodes ([N] ids) in these zones ([N] labels)."""
     near, far = pairs([placement.ip(host) for host in hosts], zones)
     inside = outside = None
-    if len(hosts) >= FEWEST_NODES:
+    if relay.link_gbit_per_s is not None:
+        inside = LinkSpeed(relay.link_gbit_per_s * 1e9 / 8, ASSUMED.overhead_s)
+    elif len(hosts) >= FEWEST_NODES:
         inside = None if near is None else await _measure(near, hosts, placement, keys)
         outside = None if far is None else await _measure(far, hosts, placement, keys)
     return links_of(relay.max_bytes_per_s, inside=inside, outside=outside)

@@ -15,16 +15,15 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from laminar_py.cluster.errors import PartBugError, PartDiedError
+from laminar_py.cluster.errors import PartBugError, PartDiedError, bug_in, errors_in
 from laminar_py.cluster.placement import Place
 from laminar_py.config.section import ConfigError
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.codec import decode
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANYWHERE = Place()
-BUGS = (ValueError, TypeError, AssertionError, AttributeError, LookupError, NameError, ArithmeticError)
 
 
 class Part:
@@ -63,6 +62,12 @@ class Part:
             raise self._bug
         return answer
 
+    async def ask(self, kind: type[T], method: str, *arguments: object, timeout_s: float | None = None) -> T:
+        """`call` of a method that answers with the bytes of a typed record."""
+        answer = await self.call(method, *arguments, timeout_s=timeout_s)
+        assert isinstance(answer, bytes), f"{method} answers bytes"
+        return decode(kind, answer)
+
     def send(self, method: str, *arguments: object) -> None:
         """Call without waiting; a death or a bug shows at the next `call`, what else it raised in the log."""
         future = getattr(self._handle, method).remote(*arguments).future()
@@ -74,14 +79,14 @@ class Part:
 
     def _failure(self, method: str, error: RayTaskError) -> ConfigError | PartBugError | PartDiedError:
         """Meaning of a method's error for the run; its traceback goes into the log."""
-        cause = _first(error.cause)
         log.error("%s.%s raised %s", self.name, method, error)
-        if isinstance(cause, ConfigError):
-            return ConfigError(str(cause))
-        words = f"{type(cause).__name__}: {cause}"
-        if isinstance(cause, BUGS) and not isinstance(cause, RefusedError):
-            return PartBugError(f"{self.name}: {words}")
-        return PartDiedError(self.name, words)
+        bug, causes = bug_in(error.cause), list(errors_in(error.cause))
+        if bug is not None:
+            return PartBugError(f"{self.name}: {type(bug).__name__}: {bug}")
+        for cause in causes:
+            if isinstance(cause, ConfigError):
+                return ConfigError(str(cause))
+        return PartDiedError(self.name, f"{type(causes[0]).__name__}: {causes[0]}")
 
     def kill(self) -> None:
         """End its process."""
@@ -116,13 +121,6 @@ def remote(kind: type, *, concurrency: int, place: Place) -> "ray.actor.ActorCla
         max_concurrency=concurrency,
         scheduling_strategy=where,
     )(kind)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error inside a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _reason(error: RayError) -> str:

@@ -1,4 +1,4 @@
-"""Where a run's parts go: which Ray node, and how many of its GPUs. Pure; `ray_cluster` shows it the nodes.
+"""Places of a run's parts: which Ray node, and how many of its GPUs. Nodes are looked at in a thread.
 
 Asked by the owners of the parts (relays, replicas, learner, reference, scorers) when they start one, and by
 `laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is beside
@@ -6,7 +6,9 @@ learner rank 0, and every host with replicas has a relay. Which of its node's GP
 accounting: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
 """
 
+import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A live Ray node, e.g. `Node("5a97e58a", "10.0.0.4", gpus=8, cpus=96)`."""
+    """A live Ray node, e.g. `Node(id="5a97e58a", ip="10.0.0.4", gpus=8, cpus=96)`."""
 
     id: str
     ip: str
@@ -56,6 +58,7 @@ class Needs:
         str, ...
     ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
     reference: bool = False  # a process with as many GPUs as a rank
+    placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
 
     @classmethod
     def of(cls, config: RunConfig) -> "Needs":
@@ -69,6 +72,7 @@ class Needs:
             relays=config.relay.nodes,
             shared_nodes=cluster.shared_nodes,
             hosts=engine.hosts,
+            placed_by=engine.placed_by,
             reference=config.algorithm.refers_in_stage,
         )
 
@@ -208,7 +212,7 @@ def _place_replica(
             " join a cluster of more (cluster.address)"
         )
     if needs.hosts and len(pool) > 1:
-        pool = _nodes_of_server(needs.hosts[index], index, pool)
+        pool = _nodes_of_server(needs, index, pool)
     if not size:
         return Place(min(pool, key=lambda node: (residents[node.id] + 1) / max(1, node.cpus)).id)
     fitting = [node for node in pool if free[node.id] >= size]
@@ -218,20 +222,21 @@ def _place_replica(
     beside = f" and the reference's {needs.rank_gpus}" if needs.reference else ""
     raise ConfigError(
         f"rollout.replicas={needs.replicas}: there is room for {residents.total() - needs.ranks}; each needs"
-        f" rollout.engine.tensor_parallel={size} GPUs of one node, and no node has more than {most} left beside"
+        f" {size} GPUs of one node ({needs.placed_by}), and no node has more than {most} left beside"
         f" the learner's {needs.ranks * needs.rank_gpus}{beside}; lower one of these, or join a cluster with more"
         " (cluster.address)"
     )
 
 
-def _nodes_of_server(host: str, index: int, nodes: Sequence[Node]) -> list[Node]:
+def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[Node]:
     """Nodes of a server's host, which reads versions from its own shared memory."""
+    host = needs.hosts[index]
     loopback = host in ("localhost", "::1") or host.startswith("127.")
     found = [node for node in nodes if node.ip == host or (loopback and node.here)]
     if not found:
         known = ", ".join(sorted({node.ip for node in nodes}))
         raise ConfigError(
-            f"rollout.engine.urls[{index}]: no Ray node has the address {host}, and a server reads weights from"
+            f"{needs.placed_by}[{index}]: no Ray node has the address {host}, and a server reads weights from"
             f" its own host's memory; name one of {known}, or run `ray start` there"
         )
     return found
@@ -258,7 +263,7 @@ def _place_relays(
 
 
 class Placement:
-    """The plan in force, e.g. `Placement(needs, cluster.nodes).plan`; `refresh` after a death.
+    """The plan in force, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
 
     GPUs that were free when a node was first seen are this run's from then on. Raises `ConfigError` as `make_plan`
     does when it is made.
@@ -270,10 +275,24 @@ class Placement:
         self._known = {node.id: node for node in see()}
         self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
         self.plan = make_plan(needs, list(self._known.values()))
+        self._looking = asyncio.Lock()
+        self._looked = -math.inf  # when the last look began, on the loop's clock
 
-    def refresh(self) -> None:
-        """Plan anew if a node in use died or a replica has no place; `RunFailedError` if too little is left."""
-        alive = {node.id: node for node in self._see()}
+    async def refresh(self, *, age_s: float = 0.0) -> None:
+        """Plan anew if a node in use died or a replica has no place; `RunFailedError` if too little is left.
+
+        Callers share a look that began after they asked, or at most `age_s` before.
+        """
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - age_s
+        async with self._looking:
+            if self._looked <= oldest:
+                began = loop.time()
+                self._plan_anew(await asyncio.to_thread(self._see))
+                self._looked = began
+
+    def _plan_anew(self, nodes: Sequence[Node]) -> None:
+        alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
         dead = self.plan.nodes - set(alive)
         if not dead and None not in self.plan.replicas:

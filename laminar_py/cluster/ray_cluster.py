@@ -33,7 +33,7 @@ def open_cluster(address: str | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _local() -> Iterator[None]:
     """A Ray cluster of one node on loopback with token authentication, ended with everything in it."""
-    ray.init(
+    context = ray.init(
         address="local",  # whatever RAY_ADDRESS says
         include_dashboard=False,
         log_to_driver=False,
@@ -41,7 +41,7 @@ def _local() -> Iterator[None]:
         object_store_memory=128 * 2**20,
         _node_ip_address="127.0.0.1",
     )
-    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    session = Path(context.address_info["session_dir"])
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ def _joined(address: str) -> Iterator[None]:
 def nodes() -> list[Node]:
     """The live nodes of the cluster, with the GPUs that are free: the controller's first, then by address."""
     here = ray.get_runtime_context().get_node_id()
-    free = ray._private.state.available_resources_per_node()
+    free = ray._private.state.available_resources_per_node()  # public calls tell only the sum over all nodes
     found = [
         Node(
             id=node["NodeID"],

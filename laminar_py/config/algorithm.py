@@ -4,7 +4,6 @@ A name fills in what the file leaves out, so every part of an algorithm can be t
 `learner.losses`. Nothing here imports torch, since the controller uses it.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
-from laminar_py.config.registry import Registry
+from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.section import ConfigError, Section, Share
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Column, Source
 
@@ -88,7 +87,6 @@ def _weighted(clip_high: float) -> dict[str, Any]:
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
-GRPO = "grpo"
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defaults, which are those of GRPO
     "grpo": {},
     "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
@@ -112,7 +110,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defa
 class AlgorithmConfig(Section):
     """The loss. `name` fills in what is left out; the defaults below are those of `grpo`."""
 
-    name: str = GRPO
+    name: str = "grpo"
     """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
     `distill`, or the name of an algorithm of an installed package."""
     advantage: Advantage = Advantage.GROUP_STD
@@ -208,78 +206,85 @@ class AlgorithmConfig(Section):
     def _fill_in(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return PRESETS.get(str(given.get("name", GRPO)), {}) | given
+        return PRESETS.get(str(given.get("name", "grpo")), {}) | given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        faults = (self._fault_of_ratios, self._fault_of_balance, self._fault_of_teaching, self._fault_of_reference)
-        for fault in faults:
-            if fault is not None:
-                raise ConfigError(fault)
+        self._check_columns()
+        self._check_ratios()
+        if self.objective is Objective.BALANCE:
+            self._check_balance()
+        self._check_teaching()
+        if self.refers_in_stage and not self.refers:
+            raise ConfigError(
+                f"algorithm.reference_pass=stage: there is no reference model with algorithm.kl_coef=0 and"
+                f" algorithm.objective={self.objective}; set kl_coef above 0, or leave reference_pass out"
+            )
         return self
 
-    @property
-    def _fault_of_ratios(self) -> str | None:
+    def _check_columns(self) -> None:
+        seen = set[str]()
+        for column in self.columns:
+            if column.name in seen:
+                raise ConfigError(
+                    f"algorithm.name={self.name}: declares column {column.name!r} twice; mend that package"
+                )
+            seen.add(column.name)
+            if column.source is Source.REFERENCE and column.name != REFERENCE_LOGPROBS:
+                raise ConfigError(
+                    f"algorithm.name={self.name}: column {column.name!r} cannot come from the reference model,"
+                    f" which gives {REFERENCE_LOGPROBS!r} alone; mend that package"
+                )
+
+    def _check_ratios(self) -> None:
         if self.importance_cap is not None and self.importance_cap < 1 + self.clip_high:
-            return (
+            raise ConfigError(
                 f"algorithm.importance_cap={self.importance_cap} is below 1 + algorithm.clip_high ="
                 f" {1 + self.clip_high}, so the clip would never act; raise it"
             )
         if self.correction in WEIGHTS and self.proximal is Proximal.BEHAVIOUR:
-            return (
+            raise ConfigError(
                 f"algorithm.correction={self.correction}: ratios against the behaviour policy correct by"
                 " themselves; set algorithm.proximal to recompute or interpolate"
             )
         if self.correction in BOUNDED and self.correction_low >= self.correction_high:
-            return (
+            raise ConfigError(
                 f"algorithm.correction_low={self.correction_low} is not below algorithm.correction_high ="
                 f" {self.correction_high}; lower it"
             )
-        return None
 
-    @property
-    def _fault_of_balance(self) -> str | None:
-        if self.objective is not Objective.BALANCE:
-            return None
+    def _check_balance(self) -> None:
         if self.aggregation is not Aggregation.SEQUENCE_MEAN:
-            return (
+            raise ConfigError(
                 f"algorithm.aggregation={self.aggregation}: objective=balance weighs whole responses; set it to"
                 " sequence_mean"
             )
         if self.correction is not Correction.NONE:
-            return f"algorithm.correction={self.correction}: objective=balance needs no correction; set it to none"
+            raise ConfigError(
+                f"algorithm.correction={self.correction}: objective=balance needs no correction; set it to none"
+            )
         if self.teacher_coef or (self.kl_coef and self.kl_estimator is Divergence.K1):
-            return (
+            raise ConfigError(
                 f"algorithm.teacher_coef={self.teacher_coef} kl_estimator={self.kl_estimator}: objective=balance"
                 " has no advantages that they could change; set teacher_coef to 0, and k2 or k3"
             )
-        return None
 
-    @property
-    def _fault_of_teaching(self) -> str | None:
+    def _check_teaching(self) -> None:
         if self.advantage is Advantage.NONE and self.overlong_tokens is not None:
-            return (
+            raise ConfigError(
                 f"algorithm.overlong_tokens={self.overlong_tokens} has no advantages to change with"
                 " algorithm.advantage=none; leave it out"
             )
         learns = self.advantage is not Advantage.NONE or self.learns_from_equal_rewards or self.refers
         if not learns:
-            return "algorithm.advantage=none teaches nothing by itself; choose another, or set teacher_coef"
+            raise ConfigError(
+                "algorithm.advantage=none teaches nothing by itself; choose another, or set teacher_coef"
+            )
         if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
-            return (
+            raise ConfigError(
                 f"algorithm.advantage={self.advantage}: with teacher_coef the scores are the teacher's"
                 " log-probabilities, and no rewards; set it to none"
             )
-        return None
-
-    @property
-    def _fault_of_reference(self) -> str | None:
-        if self.refers_in_stage and not self.refers:
-            return (
-                f"algorithm.reference_pass=stage: there is no reference model with algorithm.kl_coef=0 and"
-                f" algorithm.objective={self.objective}; set kl_coef above 0, or leave reference_pass out"
-            )
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,17 +310,9 @@ ALGORITHMS = Registry(
 )
 
 
-def read_algorithm(given: object) -> AlgorithmConfig:
-    """The section `algorithm` as the algorithm that it names reads it, e.g. of `{"name": "gspo"}`."""
-    if isinstance(given, AlgorithmConfig):
-        return given
-    if not isinstance(given, dict):
-        raise ConfigError("Input should be a section that names an algorithm")
-    settings = ALGORITHMS.get(str(given.get("name", GRPO))).settings
-    return settings.model_validate_json(json.dumps(given, default=str))
-
-
 AnyAlgorithmConfig: TypeAlias = Annotated[
-    SerializeAsAny[AlgorithmConfig], PlainValidator(read_algorithm), WithJsonSchema({"type": "object"})
+    SerializeAsAny[AlgorithmConfig],
+    PlainValidator(named_section(AlgorithmConfig, key="name", registry=ALGORITHMS)),
+    WithJsonSchema({"type": "object"}),
 ]
 """A section that is raw until the model of its algorithm has validated it; JSON keeps all of its fields."""

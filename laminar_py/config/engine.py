@@ -1,19 +1,23 @@
-"""The settings that all inference engines share, and what the rest of a run asks of an engine's section.
+"""Backends by name: what makes an inference engine one that a run can use, and the settings that all share.
 
-`rollout.engine` is raw until `kind` names its backend, whose own section reads it (in `engines/<kind>`, or in an
-installed package). Sections answer by their values what placement, replicas and reports ask, so that nobody else
-needs to know one backend from another.
+A backend is one folder with a `Backend` in its `backend.py` and a line in `BACKENDS`, or an installed package that
+announces one as `laminar_py.backends`. `rollout.engine` is raw until `kind` names its backend, whose own section
+reads it. Sections answer by their values what placement, replicas and reports ask, so that nobody else needs to
+know one backend from another. The controller, `laminar doctor` and every node's survey import a backend's module,
+without torch and without an HTTP client; only `open` imports its implementation, in the replica's process.
 """
 
-import json
-from typing import Annotated, TypeAlias
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema
 
-from laminar_py.config.registry import find_registry
-from laminar_py.config.section import ConfigError, Section
-
-BACKENDS = "laminar_py.engines.registry:BACKENDS"
+from laminar_py.config.registry import Registry, named_section
+from laminar_py.config.section import Section
+from laminar_py.records.protocols import InferenceEngine
 
 
 class EngineConfig(Section):
@@ -32,6 +36,11 @@ class EngineConfig(Section):
         return 0
 
     @property
+    def static_share(self) -> float:
+        """Share of each of its GPUs that weights and KV cache may take; the rest is for activations."""
+        return 0.85
+
+    @property
     def yields_cpus(self) -> bool:
         """True where the engine computes on CPUs, in a process that lets the learner's go first."""
         return self.gpus == 0
@@ -40,6 +49,11 @@ class EngineConfig(Section):
     def hosts(self) -> tuple[str, ...]:
         """Hosts of servers that run already, one for each replica; empty where the run starts its engines."""
         return ()
+
+    @property
+    def placed_by(self) -> str:
+        """The setting that says how many `gpus` an engine has, or on which `hosts` they are."""
+        return "rollout.engine"
 
     @property
     def start_limit_s(self) -> float:
@@ -51,22 +65,63 @@ class EngineConfig(Section):
         """Environment variable of the controller whose value every replica is given when it opens its engine."""
         return None
 
+    def secret(self) -> str | None:
+        """The value of `secret_env` in the environment of this process."""
+        return (os.environ.get(self.secret_env) or None) if self.secret_env is not None else None
+
     def remedies(self) -> tuple[tuple[str, str, str], ...]:
         """Settings to change where generation is what limits a run: (setting, change, reason)."""
         return ()
 
 
-def read_engine(given: object) -> EngineConfig:
-    """The section as its backend reads it, e.g. of `{"kind": "sglang", "tensor_parallel": 2}`."""
-    if isinstance(given, EngineConfig):
-        return given
-    if not isinstance(given, dict):
-        raise ConfigError("Input should be a section that names a `kind`")
-    kind = given.get("kind", EngineConfig.model_fields["kind"].default)
-    section: type[EngineConfig] = find_registry(BACKENDS).get(str(kind)).settings
-    return section.model_validate_json(json.dumps(given, default=str))
+@dataclass(frozen=True, slots=True)
+class EngineLaunch:
+    """Facts for opening an engine, e.g. `EngineLaunch(Path("model"), Path("logs"), index=3, secret=None)`."""
+
+    model_dir: Path
+    logs: Path  # folder for what the engine writes of itself
+    index: int  # of the replica
+    secret: str | None  # the section's `secret()` in the controller
 
 
+Check: TypeAlias = Callable[[Any], None]  # of a `RunConfig`
+
+
+def accept(config: object) -> None:
+    """The check of a backend that has nothing to check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """A kind of engine, e.g. `Backend(settings=EngineConfig, open=open_engine)`.
+
+    Checks raise `ConfigError` with one line that names field, value and remedy.
+    """
+
+    settings: type[EngineConfig]  # the model of `rollout.engine`, whose properties tell what an engine takes
+    open: Callable[[Any, EngineLaunch], Awaitable[InferenceEngine]]  # of a `RunConfig`
+    """A started engine without weights, in the replica's process; `EngineLostError` if it cannot start."""
+    check: Check = accept
+    """Refuses what the rest of the config asks and it cannot do: called whenever a config is read."""
+    check_node: Check = accept
+    """Refuses a host that cannot start its engines: called on every node that gets a replica."""
+    check_start: Check = accept
+    """Refuses a run whose engines lack something that the controller's host can see: called before it starts."""
+
+
+BACKENDS = Registry(
+    Backend,
+    field="rollout.engine.kind",
+    group="laminar_py.backends",
+    built_in={
+        "local": "laminar_py.engines.local.backend:LOCAL",
+        "sglang": "laminar_py.engines.sglang.backend:SGLANG",
+        "emulated": "laminar_py.engines.emulated.backend:EMULATED",
+    },
+)
 AnyEngineConfig: TypeAlias = Annotated[
-    SerializeAsAny[EngineConfig], PlainValidator(read_engine), WithJsonSchema({"type": "object"})
+    SerializeAsAny[EngineConfig],
+    PlainValidator(named_section(EngineConfig, key="kind", registry=BACKENDS)),
+    WithJsonSchema({"type": "object"}),
 ]
+"""A section that is raw until the model of its backend has validated it; JSON keeps all of its fields."""

@@ -25,6 +25,13 @@ class Recompute(StrEnum):
     ALL = "all"
 
 
+class Accumulate(StrEnum):
+    """Gradients that a rank keeps between the microbatches of an update."""
+
+    SHARDED = "sharded"
+    WHOLE = "whole"
+
+
 class LearnerConfig(Section):
     """Optimisation."""
 
@@ -34,6 +41,8 @@ class LearnerConfig(Section):
     """Steps over which the learning rate rises to `lr`, linearly."""
     decay: Decay = Decay.NONE
     """`linear` or `cosine`: the learning rate falls from there to 0 at the last of `steps`. `none`: it stays."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """AdamW's decay rates."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's weight decay."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
@@ -48,8 +57,12 @@ class LearnerConfig(Section):
     """Compile each layer (`torch.compile`): faster on GPUs, after some minutes at the start."""
     offload: bool = False
     """Keep master weights, gradients and optimizer in the memory of the host, and update them there: 16 bytes a
-    parameter less on GPUs, and a slower step. Only with a learner on GPUs. An update on several microbatches still
-    keeps the gradient of all parameters on each GPU, 4 bytes each, until the last of them."""
+    parameter less on GPUs, and a slower step. Only with a learner on GPUs."""
+    accumulate: Accumulate = Accumulate.SHARDED
+    """Gradients between the microbatches of an update. `sharded`: every microbatch sums them over the ranks, in
+    fp32, and a rank keeps its share, 4 bytes a parameter over `world_size`. `whole`: a rank keeps those of all
+    parameters, 4 bytes each, and they are summed once an update: less traffic between ranks. With one rank on its
+    own memory both are the same."""
     lora: LoraConfig | None = None
     """Train adapters in place of all weights, or none."""
     publish_every: Count = 1

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from laminar_py.config.emulation import choose_engine
+from laminar_py.config.engine import BACKENDS
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
@@ -135,9 +136,19 @@ def _one_line(first: ErrorDetails, where: tuple[int | str, ...], help_at: str) -
     field = ".".join(str(name) for name in where) or "config"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return f"{field}={first['input']!r}: unknown key; {help_at} lists all of them"
+        remedy = _remedy_of_engine(where) or f"{help_at} lists all of them"
+        return f"{field}={first['input']!r}: unknown key; {remedy}"
     if first["type"] == "missing":
         return f"{field}: missing; add it, {help_at} says what it means"
     if first["type"] == "value_error" and isinstance(first["input"], dict):  # our own, which names its fields
         return message
     return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; {help_at} has its bounds"
+
+
+def _remedy_of_engine(where: tuple[int | str, ...]) -> str:
+    """The built-in backend to choose for a setting that another one lacks; nothing for other settings."""
+    *section, key = where
+    if section != ["rollout", "engine"]:
+        return ""
+    owners = [kind for kind in BACKENDS.built_in if key in BACKENDS.get(kind).settings.model_fields]
+    return f"set rollout.engine.kind={owners[0]}" if owners else ""

@@ -1,33 +1,39 @@
 """Implementations by name: built in, or from installed packages that announce them as entry points.
 
-Used by the registries of backends, algorithms and planners. A name is imported when it is asked for and not
-before, so a registry costs nothing to import. A package announces `my_name = "my_package.module:OBJECT"` under the
-group of a registry; it must be installed on every node of a run, and import without torch.
+Used for backends, algorithms and planners. A name is imported when it is asked for and not before, so a registry
+costs nothing to import and knows nothing of the rooms above it. A package announces
+`my_name = "my_package.module:OBJECT"` under the group of a registry; it must be installed on every node of a run,
+and import without torch.
 """
 
-import importlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from traceback import walk_tb
 from typing import Any, Generic, TypeVar
 
-from laminar_py.config.section import ConfigError
+from pydantic import ValidationError
+
+from laminar_py.config.section import ConfigError, Section
 
 Kind = TypeVar("Kind")
+Named = TypeVar("Named", bound=Section)
 
 
 class Registry(Generic[Kind]):
     """Names that a setting may have, e.g. of the backends:
 
     `Registry(Backend, field="rollout.engine.kind", group="laminar_py.backends", built_in={"local": "a.b:LOCAL"})`.
-    `kind` is the class, or the runtime-checkable protocol, that all of them are instances of.
+    All of them are instances of `kind`, which is `type` where classes are announced.
     """
 
     def __init__(self, kind: type[Kind], *, field: str, group: str, built_in: Mapping[str, str]) -> None:
         self._kind = kind
         self._field = field
         self._group = group
-        self._built_in = built_in
+        self.built_in = built_in  # name -> module:attribute
 
     @cached_property
     def _announced(self) -> list[EntryPoint]:
@@ -35,17 +41,16 @@ class Registry(Generic[Kind]):
 
     def names(self) -> tuple[str, ...]:
         """Built-in names, then those of installed packages."""
-        return tuple(dict.fromkeys((*self._built_in, *(point.name for point in self._announced))))
+        return tuple(dict.fromkeys((*self.built_in, *(point.name for point in self._announced))))
 
     def get(self, name: str) -> Kind:
         """The implementation of a name. `ConfigError` if there is none, or its package is at fault."""
-        offers = [point for point in self._announced if point.name == name]
-        if name in self._built_in and offers:
+        offers = self._offers(name)
+        if name in self.built_in and offers:
             raise self._error(name, f"{_source(offers[0])} announces a name that is built in", "uninstall it")
-        if name in self._built_in:
-            module, _, attribute = self._built_in[name].partition(":")
-            found = getattr(importlib.import_module(module), attribute)
-            assert isinstance(found, self._kind), f"{self._built_in[name]} is no {self._kind.__name__}"
+        if name in self.built_in:
+            found = EntryPoint(name, self.built_in[name], self._group).load()
+            assert isinstance(found, self._kind), f"{self.built_in[name]} is no {self._kind.__name__}"
             return found
         if not offers:
             known = ", ".join(self.names())
@@ -56,33 +61,73 @@ class Registry(Generic[Kind]):
             raise self._error(name, f"{both} announce it", "uninstall all but one")
         return self._load(offers[0])
 
+    def blame(self, name: str, error: BaseException) -> BaseException:
+        """Tell an error that came through the installed package of a name as `ConfigError` that names the package.
+
+        What is meant for the user already stays as it is, and so does an error of ours.
+        """
+        points = {point.module.partition(".")[0]: point for point in self._offers(name)}
+        modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+        point = next((points[top] for module in modules if (top := module.partition(".")[0]) in points), None)
+        if point is None or isinstance(error, ConfigError):
+            return error
+        fault = f"{point.value} of {_source(point)} raised {_in_one_line(error)}"
+        return self._error(name, fault, "mend that package")
+
+    @contextmanager
+    def blaming(self, name: str) -> Iterator[None]:
+        """Have whatever the package of a name raises in here name that package, see `blame`."""
+        try:
+            yield
+        except Exception as error:  # a package of somebody else's may raise anything
+            told = self.blame(name, error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _offers(self, name: str) -> list[EntryPoint]:
+        return [point for point in self._announced if point.name == name]
+
     def _load(self, point: EntryPoint) -> Kind:
         try:
             found = point.load()
         except Exception as error:  # a package of somebody else's may raise anything
-            line = " ".join(f"{type(error).__name__}: {error}".split())
-            raise self._error(
-                point.name, f"{point.value} of {_source(point)} cannot be imported ({line})", "mend that package"
-            ) from error
+            fault = f"{point.value} of {_source(point)} cannot be imported ({_in_one_line(error)})"
+            raise self._error(point.name, fault, "mend that package") from error
         if isinstance(found, self._kind):
             return found
-        fault = f"{point.value} of {_source(point)} is a {type(found).__name__} and no {self._kind.__name__}"
-        raise self._error(point.name, fault, f"name an instance of {self._kind.__name__} in its entry point")
+        wanted = "class" if self._kind is type else f"instance of {self._kind.__name__}"
+        fault = f"{point.value} of {_source(point)} is no {wanted} but a {type(found).__name__}"
+        raise self._error(point.name, fault, "name another object in its entry point")
 
     def _error(self, name: str, fault: str, remedy: str) -> ConfigError:
         return ConfigError(f"{self._field}={name}: {fault}; {remedy}")
 
 
-def find_registry(path: str) -> Registry[Any]:
-    """The registry of a room above this one, e.g. `find_registry("laminar_py.engines.registry:BACKENDS")`.
+def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Callable[[object], Named]:
+    """The reader of a section whose `key` names an implementation, by the model that this has as `settings`."""
 
-    A config is checked by what it names, which this room must not import.
-    """
-    module, _, attribute = path.partition(":")
-    registry = getattr(importlib.import_module(module), attribute)
-    assert isinstance(registry, Registry), path
-    return registry
+    def read(given: object) -> Named:
+        if isinstance(given, base):
+            return given
+        if not isinstance(given, dict):
+            raise ConfigError(f"Input should be a section with a `{key}`")
+        name = str(given.get(key, base.model_fields[key].default))
+        model: type[Named] = registry.get(name).settings
+        try:
+            return model.model_validate_json(json.dumps(given, default=str))
+        except ValidationError as error:
+            cause = error.errors()[0].get("ctx", {}).get("error")
+            if isinstance(cause, Exception) and (told := registry.blame(name, cause)) is not cause:
+                raise told from error
+            raise
+
+    return read
 
 
 def _source(point: EntryPoint) -> str:
     return f"package {point.dist.name}" if point.dist is not None else f"entry point {point.value}"
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -23,13 +23,15 @@ class RelayConfig(Section):
 
     topology: TopologyKind = TopologyKind.AUTO
     """Shape of the tree below the root; `auto`: the one that takes least time by the cost model, from the model's
-    size and the network, which is measured at the start of a run whose tree has three nodes or more on several
-    hosts."""
+    size and the network, see `link_gbit_per_s`."""
     fanout: Count = 2
     """Children of a node in a `kary` tree."""
     zones: dict[str, str] = Field(default={})
     """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`; a zone is entered by one relay
     alone, which passes versions on inside. Hosts that are not named are one zone together."""
+    link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """What a relay passes on to one other; nothing is measured then. Default: measured, between two hosts of a
+    zone and of two zones, at the start of a run whose tree has three nodes or more on several hosts; else 10."""
     nodes: Count = 3
     """Relay processes, the root included; replicas attach to them in turn, leaves first."""
     max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None

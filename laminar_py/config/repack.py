@@ -1,12 +1,20 @@
 """Settings of consolidation in flight."""
 
-from laminar_py.config.registry import find_registry
+from laminar_py.config.registry import Registry
 from laminar_py.config.rollout import OnNewWeights, RolloutConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 from laminar_py.config.staleness import Schedule
 
-PLANNERS = "laminar_py.repack.registry:PLANNERS"
 NO_PLANNER, DEFAULT_PLANNER = "none", "predictive"
+PLANNERS: Registry[type] = Registry(  # classes of `repack.planner.Planner`, each made with a `PlanningContext`
+    type,
+    field="repack.planner",
+    group="laminar_py.planners",
+    built_in={
+        "paper": "laminar_py.repack.paper:PaperPlanner",
+        "predictive": "laminar_py.repack.predictive:PredictivePlanner",
+    },
+)
 
 
 class RepackConfig(Section):
@@ -37,7 +45,7 @@ def check_planner(repack: RepackConfig, schedule: Schedule, rollout: RolloutConf
     """Refuse a planner that is none, or would have nothing to move."""
     if repack.planner in (None, NO_PLANNER):
         return
-    find_registry(PLANNERS).get(repack.planner)
+    PLANNERS.get(repack.planner)
     if not can_repack(schedule, rollout):
         raise ConfigError(
             f"repack.planner={repack.planner} moves nothing under schedule={schedule},"

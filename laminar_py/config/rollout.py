@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.engine import AnyEngineConfig, read_engine
+from laminar_py.config.engine import AnyEngineConfig, EngineConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.recordings import Recording
@@ -62,7 +62,7 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """The replicas and what they generate."""
 
-    engine: AnyEngineConfig = Field(default_factory=lambda: read_engine({}))
+    engine: AnyEngineConfig = EngineConfig()
     """What generates."""
     replicas: Count = 2
     """Inference engines, each with a process of its own."""

@@ -20,7 +20,6 @@ from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.lora import check_lora
 from laminar_py.config.model import ModelConfig, WarmStartConfig
 from laminar_py.config.packer import PackerConfig, check_microbatches
-from laminar_py.config.registry import find_registry
 from laminar_py.config.relay import RelayConfig
 from laminar_py.config.repack import NO_PLANNER, RepackConfig, can_repack, check_planner
 from laminar_py.config.reward import RewardConfig
@@ -53,7 +52,7 @@ class RunConfig(Section):
     """Supervised phase before RL, or none."""
     data: DataConfig
     """Prompts."""
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = RolloutConfig()
     """Replicas and generation."""
     staleness: StalenessConfig = StalenessConfig()
     """Bound on the age of data."""
@@ -96,7 +95,8 @@ class RunConfig(Section):
         check_planner(self.repack, self.schedule, rollout)
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
-        find_registry(BACKENDS).get(rollout.engine.kind).check(self)
+        with BACKENDS.blaming(rollout.engine.kind):
+            BACKENDS.get(rollout.engine.kind).check(self)
         return self
 
     @property

@@ -63,6 +63,7 @@ class ControlSettings:
 
     seed: int
     replicas: int
+    batch_per_replica: int
     group_size: int
     sampling: SamplingParams
     without_signal: WithoutSignal

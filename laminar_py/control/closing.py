@@ -43,12 +43,13 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Advantages of a group's rewards; `advantages(rewards)` gives their scale too: what a unit of reward is."""
+    """Advantages of a group's rewards; `advantages(rewards)` gives their scale too: what a unit of reward is.
+
+    `length_cost` is taken from the reward of a response of such a length.
+    """
 
     advantages: Callable[[Sequence[float]], tuple[FloatArray, float]]
-    length_cost: Callable[[int], float] = lambda length: (
-        0.0
-    )  # taken from the reward of a response of such a length
+    length_cost: Callable[[int], float] = lambda length: 0.0
 
     def of(self, members: Sequence[Lifecycle]) -> tuple[list[float], float]:
         """Advantages of scored members, in their order, and the scale."""

@@ -59,5 +59,6 @@ class Deadlines:
 
 def is_chosen(trajectory_id: str, share: float) -> bool:
     """True for a share of all ids: always the same ones, and with a larger share more of them."""
+    # the salt keeps the choice apart from other hashes of ids; with another, runs of old would choose others
     digest = blake2b(f"probe/{trajectory_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / _UNIT < share

@@ -59,8 +59,11 @@ class Evaluations:
         self._book = book
         self._by_id: dict[str, Evaluation] = {}
 
-    def request(self, prompts: Sequence[Prompt], version: int | None) -> "asyncio.Future[Evaluation]":
-        """Evaluate `prompts` under `version`; None takes what the first idle replica serves."""
+    def request(self, prompts: Sequence[Prompt], version: int | None = None) -> "asyncio.Future[Evaluation]":
+        """Answer `prompts` greedily under `version`; None takes what the first idle replica serves.
+
+        The future's result has the rewards; it fails with `EvaluationLostError` if the version is lost.
+        """
         evaluation = Evaluation(id=f"e{self.next_index}", prompts=list(prompts), version=version)
         self.next_index += 1
         self._by_id[evaluation.id] = evaluation
@@ -70,10 +73,10 @@ class Evaluations:
         """New trajectories of evaluations that begin now: their version is known, or a replica is idle."""
         started: list[Lifecycle] = []
         for evaluation in self._by_id.values():
-            if not evaluation.started and (idle or evaluation.version is not None):
+            if evaluation.version is None and idle and not self._has_replica(evaluation):
+                evaluation.replica = idle[0].index
+            if not evaluation.started and (evaluation.version is not None or evaluation.replica is not None):
                 evaluation.started = True
-                if evaluation.version is None:
-                    evaluation.replica = idle[0].index
                 started += [self._issue(evaluation, index) for index in range(len(evaluation.prompts))]
         return started
 
@@ -114,6 +117,10 @@ class Evaluations:
         """Drop a member that an earlier incarnation left behind."""
         self._book.live[lifecycle.id] = lifecycle
         self._book.drop([lifecycle], DropReason.RUN_ENDED)
+
+    def _has_replica(self, evaluation: Evaluation) -> bool:
+        """True where its replica runs, or comes back."""
+        return evaluation.replica is not None and self._book.views.by_index[evaluation.replica].has_place
 
     def _issue(self, evaluation: Evaluation, index: int) -> Lifecycle:
         prompt = evaluation.prompts[index]

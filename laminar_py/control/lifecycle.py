@@ -1,13 +1,14 @@
 """Lifecycle of one trajectory from issue to consumption. Owns its status; every change of it happens here.
 
 Each transition returns the event that the ledger stores, so that the state in memory and the record on disk cannot
-differ. An illegal transition is an AssertionError with the ids: a bug, which ends the run.
+differ. An illegal transition is an `IllegalEventError` with the ids: a bug, which ends the run.
 """
 
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from laminar_py.ledger.machine import IllegalEventError
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.digests import response_digest
@@ -108,6 +109,7 @@ class Lifecycle:
     def assign(self, replica: int) -> Assigned:
         """QUEUED or INTERRUPTED -> RUNNING, under a new epoch."""
         self._move(DISPATCHABLE, Status.RUNNING)
+        self.used_s, self.here_s = self.used_s + self.here_s, 0.0
         self.epoch += 1
         self.replica = replica
         return Assigned(self.id, replica, self.epoch, self.length)
@@ -118,7 +120,7 @@ class Lifecycle:
 
     def grow(self, progress: Progress) -> Restamped | None:
         """Append new tokens while RUNNING; an event if the engine corrected the spans of earlier ones."""
-        assert self.status is Status.RUNNING, f"{self.id} grows while {self.status}"
+        self._move(ON_REPLICA, Status.RUNNING)
         self.here_s = progress.generate_s - progress.queue_s
         if len(progress.ids):
             self.ids.append(progress.ids)
@@ -150,7 +152,6 @@ class Lifecycle:
         """RUNNING -> INTERRUPTED; what it has stays."""
         self._move(ON_REPLICA, Status.INTERRUPTED)
         self.replica = None
-        self.used_s, self.here_s = self.used_s + self.here_s, 0.0
         return Interrupted(self.id, self.epoch, self.length, reason)
 
     def resume(self, replica: int) -> Assigned:
@@ -223,7 +224,7 @@ class Lifecycle:
             generate_s=self.used_s + self.here_s,
         )
 
-    def trajectory(self, *, weight: float = 1.0) -> Trajectory:
+    def trajectory(self) -> Trajectory:
         """The finished record."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
         return Trajectory(
@@ -241,10 +242,10 @@ class Lifecycle:
             reward=self.reward,
             advantage=self.advantage,
             advantage_scale=self.advantage_scale,
-            weight=weight,
             columns=self.columns,
         )
 
     def _move(self, allowed: frozenset[Status] | set[Status], to: Status) -> None:
-        assert self.status in allowed, f"trajectory {self.id} cannot go from {self.status} to {to}"
+        if self.status not in allowed:
+            raise IllegalEventError(f"trajectory {self.id} cannot go from {self.status} to {to}")
         self.status = to

@@ -1,9 +1,13 @@
 """Recovery of the control plane: a new controller takes up what a dead one left in the ledger.
 
-Called once by `control.scheduler`, before anything is handed out. Partial responses wait for a replica, everything
-else goes on where it was.
+The controller calls `check_scored` at its own start, and `control.scheduler` `restore` once, before anything is
+handed out. Partial responses wait for a replica, everything else goes on where it was.
 """
 
+from collections.abc import Iterable
+
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
 from laminar_py.control.evaluation import Evaluations
@@ -12,6 +16,18 @@ from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
 from laminar_py.records.trajectory import Kind, Status
+
+
+def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> None:
+    """Raise `ConfigError` if a training response was scored without a column that the algorithm needs."""
+    for entry in live:
+        for column in algorithm.scored_columns if entry.kind is Kind.TRAIN and entry.reward is not None else ():
+            own = entry.columns.get(column.name)
+            if own is None or own.dtype is not column.dtype:
+                raise ConfigError(
+                    f"algorithm.name={algorithm.name}: needs the column {column.name!r} in {column.dtype}, without"
+                    f" which {entry.id} was scored; resume with the algorithm of before, or start a run of its own"
+                )
 
 
 async def restore(

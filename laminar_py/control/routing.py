@@ -36,7 +36,7 @@ class Router:
         Where whole batches are waited for, each replica has a share, so that one that reports early does not
         take a whole batch before the others have the weights for it.
         """
-        groups = self._admission.share(len(self._views))
+        groups = self._admission.share(self._book.views.num_placed)
         share = None if groups is None else groups * self._book.settings.group_size
         fitting = [
             view
@@ -50,16 +50,22 @@ class Router:
 
     def for_displaced(self) -> ReplicaView | None:
         """A replica for one trajectory of a replica that died: if none admits more, the least loaded."""
-        serving = [view for view in self._views if view.version >= (self._oldest or 0) and view.loading is None]
+        oldest = max(0, self._oldest or 0)
+        serving = [view for view in self._views if view.version >= oldest and view.loading is None]
         return self.for_new(1) or min(serving, key=lambda view: len(view.in_flight), default=None)
 
-    def for_pinned(self, version: int) -> ReplicaView | None:
+    def for_pinned(self, version: int, *, limit: int | None = None) -> ReplicaView | None:
         """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
 
-        A replica that expects moves does not leave the version that it serves.
+        A replica that expects moves does not leave the version that it serves; one that has `limit` trajectories,
+        where there is one, gets no more.
         """
         expected = self._book.moves.expected
-        serving = [view for view in self._views if view.version >= 0 and view.serving == version]
+        serving = [
+            view
+            for view in self._views
+            if view.version >= 0 and view.serving == version and (limit is None or len(view.in_flight) < limit)
+        ]
         idle = [view for view in self._views if view.idle and view.version < version and not expected(view.index)]
         return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
 

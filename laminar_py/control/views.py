@@ -1,8 +1,9 @@
-"""What the controller knows of each replica. Pure: no clock, no socket; shared by the parts of `control`.
+"""Knowledge of the controller about each replica. Pure: no clock, no socket; shared by the parts of `control`.
 
 Invariant: a view is a replica's last report, less what was sent since.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -11,6 +12,7 @@ class ReplicaView:
     """State of one replica as far as the controller knows: the last report, less what was sent since."""
 
     index: int
+    has_place: bool = True  # False where its node has gone and no other has room: it does not come back
     version: int = -1
     admissible: int = 0
     in_flight: set[str] = field(default_factory=set)
@@ -68,7 +70,17 @@ class ReplicaViews:
         self.by_index[replica] = ReplicaView(index=replica)
         return in_flight
 
+    def planned(self, has_place: Iterable[bool]) -> None:
+        """Note for which replicas, in order, the cluster has room; where there is none, nothing waits for one."""
+        for view, has in zip(self.by_index.values(), has_place, strict=True):
+            view.has_place = has
+
     # ---- questions
+
+    @property
+    def num_placed(self) -> int:
+        """Number of replicas that run or will; one at least."""
+        return max(1, sum(view.has_place for view in self.by_index.values()))
 
     @property
     def in_flight(self) -> int:
@@ -81,12 +93,16 @@ class ReplicaViews:
         return view.version == version and view.loading is None
 
     def is_unreachable(self, version: int) -> bool:
-        """True where no replica will ever serve `version` again: all are beyond it, and none is starting."""
-        return all(min(view.version, view.serving) > version for view in self.by_index.values())
+        """True where no replica will ever serve `version` again: all are beyond it, and none is starting.
+
+        Where none has a place the run ends, and nothing is given up that a resumed one can go on with.
+        """
+        views = [view for view in self.by_index.values() if view.has_place]
+        return bool(views) and all(min(view.version, view.serving) > version for view in views)
 
     def num_starting(self) -> int:
         """Number of replicas that have not reported since they (re)started and were given nothing."""
-        return sum(view.version < 0 and not view.in_flight for view in self.by_index.values())
+        return sum(view.has_place and view.version < 0 and not view.in_flight for view in self.by_index.values())
 
     def by_version(self) -> dict[int, list[int]]:
         """Replicas that have work, by the version that they serve."""

@@ -1,11 +1,16 @@
 """Trajectories that wait for a replica: interrupted ones, replacements, evaluations. Owned by `control.scheduler`.
 
-The queue decides which goes where and when; the dispatcher hands them over. Invariant: a trajectory leaves the
-queue once, either to a replica or, where no replica will ever serve its version again, as unreachable.
+The queue decides which goes where and when; the dispatcher hands them over. They wait in lanes, by what they need
+of a replica. Where the first of a lane finds no place nobody behind it does, so a look costs as much as there are
+lanes, however many wait. Invariant: a trajectory leaves the queue once, either to a replica or, where no replica
+will ever serve its version again, as unreachable.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TypeAlias
 
 from laminar_py.control.book import Book
 from laminar_py.control.evaluation import Evaluations
@@ -13,6 +18,19 @@ from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.routing import Router
 from laminar_py.control.views import ReplicaView
 from laminar_py.records.trajectory import Kind
+
+Need: TypeAlias = str | int | None  # a version; the place of an evaluation or of a move, by its id; any place
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Trajectories of one need, first come first served, e.g. those that go on under version 7.
+
+    Where replicas that start divide them among themselves, no replica is given more than its share.
+    """
+
+    entries: list[tuple[int, Lifecycle]] = field(default_factory=list)  # a heap, by when they came
+    share: int | None = None  # trajectories in flight; None: the lane is not divided
 
 
 class WaitingQueue:
@@ -22,13 +40,14 @@ class WaitingQueue:
         self._book = book
         self._router = router
         self._evaluations = evaluations
-        self._waiting: deque[Lifecycle] = deque()  # at most all live
+        self._lanes: dict[Need, Lane] = {}  # none is empty; in all of them at most all live
+        self._arrivals = count()
         self._displaced: list[Lifecycle] = []
         self._unreachable: list[Lifecycle] = []
 
     def append(self, lifecycle: Lifecycle) -> None:
         """Queue a trajectory."""
-        self._waiting.append(lifecycle)
+        self._insert(next(self._arrivals), lifecycle)
 
     def append_displaced(self, lifecycle: Lifecycle) -> None:
         """Queue a trajectory whose replica died; for it a replica need not admit more."""
@@ -36,12 +55,19 @@ class WaitingQueue:
 
     def extend(self, lifecycles: Iterable[Lifecycle]) -> None:
         """Queue several trajectories."""
-        self._waiting.extend(lifecycles)
+        for lifecycle in lifecycles:
+            self.append(lifecycle)
 
     def remove_group(self, group_id: str) -> None:
         """Remove all members of a group."""
-        self._waiting = deque(item for item in self._waiting if item.group_id != group_id)
         self._displaced = [item for item in self._displaced if item.group_id != group_id]
+        for need, lane in list(self._lanes.items()):
+            kept = [entry for entry in lane.entries if entry[1].group_id != group_id]
+            if not kept:
+                del self._lanes[need]
+            elif len(kept) < len(lane.entries):
+                lane.entries = kept
+                heapify(kept)
 
     def take_unreachable(self) -> list[Lifecycle]:
         """Trajectories whose version no replica will serve again; each is told once."""
@@ -63,45 +89,107 @@ class WaitingQueue:
         for lifecycle in displaced:
             view = self._router.for_displaced() if self._is_free(lifecycle) else None
             if view is None:
-                self._waiting.append(lifecycle)
+                self.append(lifecycle)
             else:
                 yield lifecycle, view.index, None
-        for _ in range(len(self._waiting)):
-            lifecycle = self._waiting.popleft()
-            view, pin = self._place(lifecycle) if self._book.may_run(lifecycle) else (None, None)
+        heads = [(lane.entries[0][0], need) for need, lane in self._lanes.items()]
+        heapify(heads)
+        while heads:
+            arrival, need = heappop(heads)
+            lane = self._lanes[need]
+            lifecycle = lane.entries[0][1]
+            view, pin = self._place(lifecycle, lane) if self._book.may_run(lifecycle) else (None, None)
             if view is not None:
+                self._take(need)
+                if need in self._lanes:
+                    heappush(heads, (lane.entries[0][0], need))
                 yield lifecycle, view.index, pin
             elif pin is not None and self._book.views.is_unreachable(pin):
-                self._unreachable.append(lifecycle)
-            else:
-                self._waiting.append(lifecycle)
+                self._unreachable += [lifecycle for _, lifecycle in sorted(self._lanes.pop(need).entries)]
+            elif self._need(lifecycle) != need:  # its move is off
+                self._take(need)
+                self._insert(arrival, lifecycle)
 
     def leave_for_starting(self) -> Iterator[tuple[Lifecycle, int]]:
         """Trajectories that go, and under which version, to a replica that starts: those that nobody else serves.
 
-        Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5.
+        Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5; where they are
+        more than the versions, each gets its share of one.
         """
-        num_starting = self._book.views.num_starting()
-        self._waiting.extend(self._displaced)
+        self.extend(self._displaced)
         self._displaced = []
-        going = (lifecycle for lifecycle in self._waiting if self._book.may_run(lifecycle))
-        pinned = sorted({pin for pin in map(self.pin, going) if pin is not None})
-        unserved = [version for version in pinned if self._router.for_pinned(version) is None]
-        wanted = unserved[:: max(1, num_starting)]
-        for _ in range(len(self._waiting)):
-            lifecycle = self._waiting.popleft()
+        pinned: dict[int, list[Need]] = {}
+        for need, lane in self._lanes.items():
+            pin = self.pin(lane.entries[0][1])
+            if pin is not None and self._book.may_run(lane.entries[0][1]):
+                pinned.setdefault(pin, []).append(need)
+        num_starting = max(1, self._book.views.num_starting())
+        unserved = [version for version in sorted(pinned) if self._is_unserved(version)]
+        leaving: list[tuple[int, Lifecycle]] = []
+        room = self._book.settings.batch_per_replica
+        for version in unserved[::num_starting]:
+            for need in pinned[version]:
+                num_leaving = len(self._lanes[need].entries)
+                if need == version:
+                    num_leaving = min(room, self._divide(version, unserved, num_starting))
+                    room -= num_leaving
+                leaving += [self._take(need) for _ in range(num_leaving)]
+        for _, lifecycle in sorted(leaving):
             pin = self.pin(lifecycle)
-            if pin is not None and pin in wanted and self._book.may_run(lifecycle):
-                yield lifecycle, pin
-            else:
-                self._waiting.append(lifecycle)
+            assert pin is not None, f"{lifecycle.id} goes on under any version"
+            yield lifecycle, pin
+
+    # ---- dividing a version among replicas that start
+
+    def _divide(self, version: int, unserved: list[int], num_starting: int) -> int:
+        """Trajectories of `version` for one of the replicas that start; from here on it has no more of them.
+
+        Each of these versions gets replicas by how many wait for it. A share is no smaller than a group, whose
+        prompt is prefilled once.
+        """
+        lanes = [self._lanes[other].entries for other in unserved if other in self._lanes]
+        lane = self._lanes[version]
+        replicas = round(num_starting * len(lane.entries) / sum(map(len, lanes)))
+        replicas = max(1, min(replicas, num_starting - len(unserved) + 1))
+        share = -(-len(lane.entries) // replicas)
+        settings = self._book.settings
+        lane.share = min(settings.batch_per_replica, max(settings.group_size, share))
+        return min(lane.share, len(lane.entries))
+
+    def _limit(self, lane: Lane) -> int | None:
+        """Trajectories in flight with which a replica gets no more of a lane; the rest waits for others."""
+        if lane.share is None:
+            return None
+        return lane.share if self._book.views.num_starting() else self._book.settings.batch_per_replica
+
+    def _is_unserved(self, version: int) -> bool:
+        lane = self._lanes.get(version)
+        return self._router.for_pinned(version, limit=self._limit(lane) if lane else None) is None
+
+    # ---- lanes
+
+    def _need(self, lifecycle: Lifecycle) -> Need:
+        if self._book.moves.destination(lifecycle.id) is not None:
+            return lifecycle.id
+        return lifecycle.group_id if lifecycle.kind is Kind.EVAL else self.pin(lifecycle)
+
+    def _insert(self, arrival: int, lifecycle: Lifecycle) -> None:
+        lane = self._lanes.setdefault(self._need(lifecycle), Lane())
+        heappush(lane.entries, (arrival, lifecycle))
+
+    def _take(self, need: Need) -> tuple[int, Lifecycle]:
+        """The first of a lane, which leaves it."""
+        entries = self._lanes[need].entries
+        if len(entries) == 1:
+            del self._lanes[need]
+        return heappop(entries)
 
     def _is_free(self, lifecycle: Lifecycle) -> bool:
         """True where any replica will do."""
         bound = self.pin(lifecycle) is not None or self._book.moves.destination(lifecycle.id) is not None
         return lifecycle.kind is Kind.TRAIN and not bound and self._book.may_run(lifecycle)
 
-    def _place(self, lifecycle: Lifecycle) -> tuple[ReplicaView | None, int | None]:
+    def _place(self, lifecycle: Lifecycle, lane: Lane) -> tuple[ReplicaView | None, int | None]:
         """The replica for a trajectory, if there is a place now; and its version, if only one will do."""
         move, pin = self._book.moves.destination(lifecycle.id), self.pin(lifecycle)
         if move is not None:
@@ -109,7 +197,7 @@ class WaitingQueue:
                 return self._book.views.by_index[move[0]], move[1]
             self._book.moves.ends(lifecycle.id)
         if pin is not None:
-            return self._router.for_pinned(pin), pin
+            return self._router.for_pinned(pin, limit=self._limit(lane)), pin
         if lifecycle.kind is Kind.EVAL:
             return self._book.views.running(self._evaluations.replica_of(lifecycle)), None
         return self._router.for_new(1), None

@@ -64,7 +64,7 @@ def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
             continue
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_Ends).eos_token_id
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); mend the file") from None
         if found is not None and found != []:
             return (found,) if isinstance(found, int) else tuple(found)

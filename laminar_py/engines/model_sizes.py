@@ -11,7 +11,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """E.g. `ModelSizes(151936, "qwen3", ["Qwen3ForCausalLM"], hidden_size=1024)`; None is what the file lacks."""
+    """Sizes of a model, e.g. `ModelSizes(vocab_size=151936, model_type="qwen3")`; None is what the file lacks."""
 
     vocab_size: int
     model_type: str | None = None

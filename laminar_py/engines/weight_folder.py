@@ -1,6 +1,6 @@
-"""Tensors of a version's folder. A server that is told to load others dies, so that is found out before.
+"""Tensors of a version's folder, by the headers of its files. Called by the SGLang client and the emulated engine.
 
-Called by `engines.sglang`. Only the headers of the files are read.
+A server that is told to load tensors of other names or shapes dies, so that is found out before.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and whether it is compiled. Called by `step`, before `shard`.
+"""Activations that a layer keeps for its backward pass, and its compilation. Called by `step`, before `shard`.
 
 Invariant: neither changes what is computed beyond fp32 rounding.
 """

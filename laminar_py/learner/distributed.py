@@ -8,12 +8,18 @@ authentication: that network must be private to the cluster.
 import os
 import socket
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from laminar_py.records.codec import decode, encode
+
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 JOIN_S = 600  # ranks load their models at different speeds
 
@@ -38,6 +44,17 @@ def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str 
 def leave_group() -> None:
     """Leave the group that `join_group` joined."""
     dist.destroy_process_group()
+
+
+def share_record(record: Record | None, kind: type[Record], *, mesh: DeviceMesh) -> Record:
+    """The typed record that rank 0 has and the others, which give None, have not: its length, then its bytes."""
+    data = torch.frombuffer(bytearray(encode(record)), dtype=torch.uint8) if record is not None else torch.empty(0)
+    length = torch.tensor(len(data))
+    dist.broadcast(length, group=mesh.get_group(), group_src=0)
+    if record is None:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(data, group=mesh.get_group(), group_src=0)
+    return decode(kind, data.numpy().tobytes())
 
 
 def _meet(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", str]:  # type: ignore[name-defined]

@@ -96,5 +96,5 @@ class EmulatedLearner:
         """Return at once: `begin_save` has written everything."""
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Raises `ValueError` if it is torn."""
+        """Restore a checkpoint. Raises `ConfigError` if it is torn."""
         self.num_steps = read_marker(folder).step

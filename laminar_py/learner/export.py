@@ -88,7 +88,7 @@ def export_checkpoint(
 
     With `lora` its adapters are merged into `base`, or into `source`. On the CPU, with memory for the model in
     fp32 and in `dtype`; whatever its world size was. `folder` must not exist yet, and is there only when it is
-    complete. Raises `ValueError` if the checkpoint is torn or of another model.
+    complete. Raises `ConfigError` if the checkpoint is torn or of another model, or the base has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
     model = _restored(checkpoint, source) if lora is None else _merged(checkpoint, base or source, lora)

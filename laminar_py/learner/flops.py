@@ -1,4 +1,4 @@
-"""What a step computes, by a formula, and what its devices could: for MFU. Called by `step` and the benchmark.
+"""Operations of a step, by a formula, and the peak of its devices: for MFU. Called by `step` and the benchmark.
 
 Model FLOPs of a sequence of L tokens, forward and backward: `6 N_active L + 6 layers width L^2`.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import peft
 import torch
-import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,9 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from laminar_py.config.lora import LoraConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.checkpoint import load_weights
+from laminar_py.learner.distributed import share_record
 from laminar_py.learner.marker import Adapted
 from laminar_py.learner.model import gathered, is_mixture
+from laminar_py.learner.sharding import stand_ins
 from laminar_py.records.adapters import PREFIX, base_digest
+from laminar_py.records.protocols import RefusedError
 
 _NAME = "policy"  # of the adapters among those that peft could hold beside each other
 
@@ -44,15 +46,16 @@ class LoraAdapters:
         self._base = base.resolve()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            peft.inject_adapter_in_model(_config(settings), model, adapter_name=_NAME)
+            with stand_ins(model):
+                peft.inject_adapter_in_model(_config(settings), model, adapter_name=_NAME)
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     def adapted(self, mesh: DeviceMesh | None) -> Adapted:
         """Base and shape of the adapters. Collective: rank 0 reads all of the base for its digest."""
-        digests = [self._digest if mesh is None or mesh.get_rank() == 0 else ""]
-        if mesh:
-            dist.broadcast_object_list(digests, group=mesh.get_group(), group_src=0)
-        return _adapted(self._settings, digests[0])
+        if mesh is None:
+            return _adapted(self._settings, self._digest)
+        own = _adapted(self._settings, self._digest) if mesh.get_rank() == 0 else None
+        return share_record(own, Adapted, mesh=mesh)
 
     def config(self) -> bytes:
         """`adapter_config.json` as peft writes it. The first time it reads all of the base, for its digest."""
@@ -86,20 +89,30 @@ class LoraAdapters:
 
     @cached_property
     def _digest(self) -> str:
-        return base_digest(self._base)
+        return _digest_of(self._base)
 
 
 def merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTrainedModel:
     """The model in `base` with the adapters of a checkpoint added, in fp32 on the CPU.
 
-    Raises `ConfigError` if they are of another base or other settings, or the checkpoint is torn.
+    Raises `ConfigError` if they are of another base or other settings, the base has no weights, or the checkpoint
+    is torn.
     """
-    adapted = _adapted(settings, base_digest(base))
+    adapted = _adapted(settings, _digest_of(base))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     tuner = peft.LoraModel(model, _config(settings), _NAME)
     load_weights(checkpoint, model, adapted=adapted)
     whole: PreTrainedModel = tuner.merge_and_unload()
     return whole
+
+
+def _digest_of(base: Path) -> str:
+    try:
+        return base_digest(base)
+    except RefusedError as error:
+        raise ConfigError(
+            f"learner.lora: no *.safetensors in {base}, which the adapters are added to; put the weights back"
+        ) from error
 
 
 def _config(settings: LoraConfig) -> peft.LoraConfig:

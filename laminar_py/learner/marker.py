@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: `complete.json`, written last. No torch: the controller reads it too.
+"""Mark of a complete checkpoint: `complete.json`, written last. No torch: the controller reads it too.
 
 Called by whoever writes or reads checkpoints. Invariant: a folder that `read_marker` accepts has every file that
 was written, in full length.
@@ -25,7 +25,7 @@ class Adapted(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Models that a state fits, e.g. `Architecture("qwen3", 245_120, "5fd1...")`."""
+    """Models that a state fits, e.g. `Architecture(model_type="qwen3", num_parameters=9, fingerprint="5fd1")`."""
 
     model_type: str
     num_parameters: int

@@ -1,4 +1,4 @@
-"""What a step did to its tokens: sums over microbatches and ranks, by staleness. Owned by `step`.
+"""Measures of a step's tokens: sums over microbatches and ranks, by staleness. Owned by `step`.
 
 Invariant: everything is a sum, a count or a maximum until the end, so that microbatches and ranks only split it.
 """
@@ -24,7 +24,7 @@ class TokenSums:
     """Sums over the trained tokens of a step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(BUCKETS), len(_FIELDS), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(len(BUCKETS), len(_COLUMNS), dtype=torch.float64, device=device)
         self._gaps = torch.zeros(GAPS, dtype=torch.float64, device=device)
         self._gap_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
@@ -41,31 +41,33 @@ class TokenSums:
     ) -> None:
         """The N trained tokens of one microbatch; tensors are [N]. `untouched`: the step's first update."""
         own, proximal = terms.logprobs.detach(), terms.proximal
-        weights, advantages = terms.weights, terms.advantages
         ratio, gap = clipped_ratio(terms, settings), (own - terms.behaviour).double()
         low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
         reference = terms.columns.get(REFERENCE_LOGPROBS)
-        values = {
+        means = {
+            "entropy": entropy.detach(),
+            "ratio": ratio,
+            "ratio_deviation": (ratio - 1.0).abs(),
+            "clip_fraction": (ratio < low) | (ratio > high),
+            "truncated_fraction": ratio > (settings.importance_cap or torch.inf),
+            "kl_behaviour_k1": -gap,
+            "kl_behaviour_k3": gap.expm1() - gap,
+            "kl_proximal_k1": proximal - own,
+            "kl_proximal_k3": k3(proximal, own),
+            "kl_reference_k3": torch.zeros_like(own) if reference is None else k3(own, reference),
+            "advantage_mean": terms.advantages,
+            "advantage_squares": terms.advantages.double().square(),
+        }
+        counts = {
             "tokens": torch.ones_like(own),
-            "weight": weights,
-            "entropy": weights * entropy.detach(),
-            "ratio": weights * ratio,
-            "ratio_deviation": weights * (ratio - 1.0).abs(),
-            "clipped": weights * ((ratio < low) | (ratio > high)),
-            "truncated": weights * (ratio > (settings.importance_cap or torch.inf)),
-            "kl_behaviour_k1": -weights * gap,
-            "kl_behaviour_k3": weights * (gap.expm1() - gap),
-            "kl_proximal_k1": weights * (proximal - own),
-            "kl_proximal_k3": weights * ((own - proximal).expm1() - (own - proximal)),
+            "weight": terms.weights,
             "importance": gap.exp(),
             "importance_squares": (2 * gap).exp(),
-            "kl_reference_k3": weights * (own * 0 if reference is None else k3(own, reference)),
-            "advantage": weights * advantages,
-            "advantage_squares": weights * advantages.square(),
         }
+        columns = [*(terms.weights * means[name] for name in _MEANS), *(counts[name] for name in _COUNTS)]
         bucket = torch.bucketize(terms.staleness, self._edges, right=True)
-        self._sums.index_add_(0, bucket, torch.stack([values[name].double() for name in _FIELDS], dim=1))
-        peaks = torch.stack([ratio, advantages.abs()], dim=1)  # as in `_PEAKS`
+        self._sums.index_add_(0, bucket, torch.stack([column.double() for column in columns], dim=1))
+        peaks = torch.stack([ratio, terms.advantages.abs()], dim=1)  # as in `_PEAKS`
         self._peaks.scatter_reduce_(0, bucket[:, None].expand_as(peaks), peaks.double(), "amax")
         fresh = gap[bucket == 0].abs()  # what engine and learner computed with the same weights
         if untouched and len(fresh):
@@ -96,7 +98,7 @@ class TokenSums:
     def by_staleness(self) -> dict[str, TokenMetrics]:
         """Metrics of the tokens of each bucket that has some, e.g. {"0": ..., "3-4": ...}."""
         rows = zip(BUCKETS, self._sums, self._peaks, strict=True)
-        return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_FIELDS.index("tokens")] > 0}
+        return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_COLUMNS.index("tokens")] > 0}
 
     def mismatch(self) -> Mismatch:
         """Gap between engine and learner; 0 without tokens that show it."""
@@ -109,45 +111,34 @@ class TokenSums:
         return Mismatch(float(self._gap_sum) / total, min(p99, largest), largest)
 
 
-_FIELDS = (
-    "tokens",
-    "weight",
+_MEANS = (  # with the loss weights; `advantage_squares` and all others under the name of their figure
     "entropy",
     "ratio",
     "ratio_deviation",
-    "clipped",
-    "truncated",
+    "clip_fraction",
+    "truncated_fraction",
     "kl_behaviour_k1",
     "kl_behaviour_k3",
     "kl_proximal_k1",
     "kl_proximal_k3",
     "kl_reference_k3",
-    "importance",
-    "importance_squares",
-    "advantage",
+    "advantage_mean",
     "advantage_squares",
 )
+_COUNTS = ("tokens", "weight", "importance", "importance_squares")
+_COLUMNS = (*_MEANS, *_COUNTS)
 _PEAKS = ("ratio_max", "advantage_max")
 
 
 def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
-    sums = dict(zip(_FIELDS, row.tolist(), strict=True))
-    weight, tokens = sums["weight"] or 1.0, sums["tokens"] or 1.0
-    advantage = sums["advantage"] / weight
+    sums = dict(zip(_COLUMNS, row.tolist(), strict=True))
+    means = {name: sums[name] / (sums["weight"] or 1.0) for name in _MEANS}
+    variance = means.pop("advantage_squares") - means["advantage_mean"] * means["advantage_mean"]
+    importance = sums["importance"] * sums["importance"]  # a power of Python's would raise where it overflows
     return TokenMetrics(
         num_tokens=int(sums["tokens"]),
-        entropy=sums["entropy"] / weight,
-        ratio=sums["ratio"] / weight,
-        ratio_deviation=sums["ratio_deviation"] / weight,
-        clip_fraction=sums["clipped"] / weight,
-        truncated_fraction=sums["truncated"] / weight,
-        kl_behaviour_k1=sums["kl_behaviour_k1"] / weight,
-        kl_behaviour_k3=sums["kl_behaviour_k3"] / weight,
-        kl_proximal_k1=sums["kl_proximal_k1"] / weight,
-        kl_proximal_k3=sums["kl_proximal_k3"] / weight,
-        kl_reference_k3=sums["kl_reference_k3"] / weight,
-        effective_share=sums["importance"] ** 2 / (tokens * (sums["importance_squares"] or 1.0)),
-        advantage_mean=advantage,
-        advantage_std=max(0.0, sums["advantage_squares"] / weight - advantage**2) ** 0.5,
+        effective_share=importance / ((sums["tokens"] or 1.0) * (sums["importance_squares"] or 1.0)),
+        advantage_std=max(variance, 0.0) ** 0.5,  # in this order NaN stays NaN
+        **means,
         **dict(zip(_PEAKS, peaks.tolist(), strict=True)),
     )

@@ -9,15 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -27,16 +19,20 @@ from laminar_py.config.section import ConfigError
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.losses.logprob import Support, token_logprobs
 from laminar_py.learner.routing import RouterReplay
+from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.batch import MicroBatch
 
 
-def load_reference(folder: Path, *, vocab_size: int, temperature: float, device: torch.device) -> PreTrainedModel:
-    """A model that stays as it is, for its log-probabilities.
+def load_reference(
+    folder: Path, *, vocab_size: int, temperature: float, device: torch.device, on_meta: bool = False
+) -> PreTrainedModel:
+    """A model that stays as it is, for its log-probabilities; without weights `on_meta`, as in `load_policy`.
 
     Raises `ConfigError` if it cannot serve, or if `vocab_size`, the policy's, is not its own.
     """
     check_model_folder(ModelConfig(path=folder), field="algorithm.reference")
-    model = load_policy(ModelConfig(path=folder), seed=0, temperature=temperature, device=device)
+    source = ModelConfig(path=folder)
+    model = load_policy(source, seed=0, temperature=temperature, device=device, on_meta=on_meta)
     if model.config.vocab_size != vocab_size:
         raise ConfigError(
             f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size}, the model one of"
@@ -47,10 +43,13 @@ def load_reference(folder: Path, *, vocab_size: int, temperature: float, device:
     return model
 
 
-def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device: torch.device) -> PreTrainedModel:
+def load_policy(
+    settings: ModelConfig, *, seed: int, temperature: float, device: torch.device, on_meta: bool = False
+) -> PreTrainedModel:
     """The model in the folder `settings.path`, in fp32 on `device`, with the packed forward.
 
-    `from_scratch` draws its weights from `seed` instead. Raises `ConfigError` if the folder cannot serve.
+    `from_scratch` draws its weights from `seed` instead. `on_meta` leaves them to `sharding.shard`. Raises
+    `ConfigError` if the folder cannot serve.
     """
     check_model_folder(settings)
     if temperature <= 0:
@@ -61,7 +60,8 @@ def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device:
     register_kernel(kernel)
     logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
     try:
-        model = _load(settings, seed=seed, attention=kernel.value)
+        load = _outline if on_meta else _load
+        model = load(settings, seed=seed, attention=kernel.value)
     except ValueError as error:  # transformers' word for a model that it does not know
         words = " ".join(str(error).split())
         raise ConfigError(
@@ -72,7 +72,18 @@ def load_policy(settings: ModelConfig, *, seed: int, temperature: float, device:
     model.forward = types.MethodType(_packed_forward(temperature), model)
     model.compute_device = device  # `model.device` is the host's where FSDP offloads to it
     # Evaluation mode: the new log-probabilities must be those of the weights, without dropout.
-    return model.to(device).eval()
+    return model.eval() if on_meta else model.to(device).eval()
+
+
+def _outline(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
+    """The model without weights, but with its buffers."""
+    config = AutoConfig.from_pretrained(settings.path)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
+    make_buffers(model)
+    return model
 
 
 def _load(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
@@ -101,36 +112,6 @@ def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> N
             raise ConfigError(f"{field}={path}: has no {name}; name a Hugging Face model folder")
     if not settings.from_scratch and not any(path.glob("*.safetensors")):
         raise ConfigError(f"{field}={path}: has no safetensors; add the weights or set model.from_scratch=true")
-
-
-def shard(model: PreTrainedModel, mesh: DeviceMesh, *, offload: bool = False) -> None:
-    """FSDP2 over the data-parallel `mesh`: each layer, then the rest; gradients are summed over ranks.
-
-    On CUDA the layers compute in bf16 and reduce in fp32; on a CPU all is fp32. With `offload`, parameters and
-    gradients are in the host's memory between their uses.
-    """
-    on_gpu = mesh.device_type == "cuda"
-    precision = MixedPrecisionPolicy()
-    if on_gpu:
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    where = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
-    layers = list(getattr(model.base_model, "layers", ()))
-    if not layers:
-        raise ConfigError(
-            f"model.path={model.name_or_path}: a {model.config.model_type} model names no list of layers, which is"
-            " what is sharded; train a decoder of transformers that has one, or set learner.world_size=1 on a CPU"
-        )
-    for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
-    # Neither setting is recursive: a layer left out would divide its gradients by the world size.
-    for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The sharded modules of a model, itself included; none before `shard`."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:

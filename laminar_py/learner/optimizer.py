@@ -1,7 +1,7 @@
 """AdamW and what surrounds it: schedule of the learning rate, clipping, refusal of bad gradients. Owned by `step`.
 
 Invariant: the learning rate is a function of the number of steps alone, so that a resumed run need not be told it;
-an update whose gradient is not finite changes nothing.
+an update whose loss or gradient is not finite changes nothing.
 """
 
 import math
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from laminar_py.config.learner import Decay, LearnerConfig
 
-BETAS = (0.9, 0.95)  # AdamW's decay rates
 DECAYS: dict[Decay, Callable[[float], float]] = {  # of the share of the decay that is behind, in [0, 1]
     Decay.NONE: lambda share: 1.0,
     Decay.LINEAR: lambda share: 1.0 - share,
@@ -31,18 +30,18 @@ class Optimizer:
         self._num_steps = num_steps
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.adamw = torch.optim.AdamW(
-            self._trained, lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay, fused=True
+            self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
 
-    def update(self, step: int) -> float | None:
-        """Clip, step, clear, as part of step `step` (0 for the first of the run).
+    def update(self, step: int, *, loss: float) -> float | None:
+        """Clip, step, clear, as part of step `step` (0 for the first of the run); `loss` is that of all ranks.
 
-        Returns the gradient norm before clipping; None if a gradient is not finite, and nothing has changed.
+        Returns the gradient norm before clipping; None if that or the loss is not finite, and nothing has changed.
         """
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        finite = math.isfinite(norm)
+        finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total)
             factor = schedule(step, self._settings, num_steps=self._num_steps)

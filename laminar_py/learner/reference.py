@@ -8,7 +8,7 @@ vocabulary, so a token gets the same number; a step never asks for it twice.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
-from laminar_py.learner.model import load_reference, policy_logprobs, shard
-from laminar_py.packing.packer import StepTerms, microbatch
+from laminar_py.config.model import ModelConfig
+from laminar_py.learner.model import load_reference, policy_logprobs
+from laminar_py.learner.sharding import shard
+from laminar_py.packing.packer import Lazy, StepTerms, microbatch
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
@@ -27,27 +29,6 @@ if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import LoraAdapters
 
 
-class Referred(Sequence[MicroBatch]):
-    """Microbatches that are written when they are asked for, each with its log-probabilities [T]."""
-
-    def __init__(self, batches: Sequence[MicroBatch], logprobs: Sequence[FloatArray]) -> None:
-        self._batches = batches
-        self._logprobs = logprobs
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Referred": ...
-    def __getitem__(self, index: int | slice) -> "MicroBatch | Referred":
-        if isinstance(index, slice):
-            return Referred(self._batches[index], self._logprobs[index])
-        batch = self._batches[index]
-        return msgspec.structs.replace(batch, columns=batch.columns | {REFERENCE_LOGPROBS: self._logprobs[index]})
-
-
 class InnerReference:
     """A reference beside the policy of a learner: a model of its own, or the policy without its `adapters`."""
 
@@ -55,10 +36,17 @@ class InnerReference:
         self.model = model
         self._adapters = adapters
 
-    def refer(self, batches: Sequence[MicroBatch]) -> Referred:
+    def refer(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The microbatches of a step with the reference's log-probabilities; the model is asked once for each."""
         with nullcontext() if self._adapters is None else self._adapters.disabled():
-            return Referred(batches, [_logprobs(self.model, batch) for batch in batches])
+            logprobs = [_logprobs(self.model, batch) for batch in batches]
+
+        def referred(place: int) -> MicroBatch:
+            batch = batches[place]
+            columns = batch.columns | {REFERENCE_LOGPROBS: logprobs[place]}
+            return msgspec.structs.replace(batch, columns=columns)
+
+        return Lazy(range(len(batches)), referred)
 
 
 def open_reference(
@@ -76,11 +64,16 @@ def open_reference(
         return None
     if algorithm.reference is None and adapters is not None:  # without them a policy is its start
         return InnerReference(policy, adapters=adapters)
-    folder, vocab = algorithm.reference or start, policy.config.vocab_size
-    device = policy.compute_device
-    model = load_reference(folder, vocab_size=vocab, temperature=temperature, device=device)
+    folder = algorithm.reference or start
+    model = load_reference(
+        folder,
+        vocab_size=policy.config.vocab_size,
+        temperature=temperature,
+        device=policy.compute_device,
+        on_meta=mesh is not None and mesh.size() > 1,
+    )
     if mesh:
-        shard(model, mesh, offload=offload)
+        shard(model, mesh, source=ModelConfig(path=folder), offload=offload)
     return InnerReference(model)
 
 
@@ -97,7 +90,7 @@ class ReferenceModel:
         device = torch.device(mesh.device_type)
         self._model = load_reference(folder, vocab_size=vocab_size, temperature=temperature, device=device)
         # For the learner's precision, which on CUDA is not that of the weights.
-        shard(self._model, mesh, offload=offload)
+        shard(self._model, mesh, source=ModelConfig(path=folder), offload=offload)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """[L] of each one's response tokens, from one packed forward."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laminar_py.config.algorithm import AlgorithmConfig, Proximal
-from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.learner import Accumulate, LearnerConfig
 from laminar_py.config.lora import LoraConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.activations import compile_layers, recompute_activations
@@ -25,16 +25,22 @@ from laminar_py.learner.export import export_hf, named_tensors
 from laminar_py.learner.flops import peak_flops, training_cost
 from laminar_py.learner.losses.loss import policy_loss
 from laminar_py.learner.metrics import TokenSums
-from laminar_py.learner.model import load_policy, policy_logprobs, shard
+from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.learner.optimizer import Optimizer
 from laminar_py.learner.ranks import Ranks
 from laminar_py.learner.reference import open_reference
+from laminar_py.learner.sharding import shard
 from laminar_py.learner.terms import estimate_partition, make_terms, trained_rows
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.metrics import StepMetrics, TokenMetrics, Work
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import LoraAdapters
+
+
+def keeps_whole(settings: LearnerConfig, ranks: Ranks) -> bool:
+    """True where a rank keeps unsharded gradients between microbatches: asked for, or its shard is all."""
+    return settings.accumulate is Accumulate.WHOLE or (ranks.num == 1 and not settings.offload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +73,15 @@ class Learner:
         self._source = model.path
         self._algorithm = algorithm
         self._ranks = Ranks(mesh)
-        self.model = load_policy(model, seed=seed, temperature=temperature, device=self._ranks.device)
+        self._keeps_whole = keeps_whole(settings, self._ranks)
+        device, on_meta = self._ranks.device, self._ranks.num > 1
+        self.model = load_policy(model, seed=seed, temperature=temperature, device=device, on_meta=on_meta)
         self._adapters = self._adapt(settings.lora, seed)
         recompute_activations(self.model, settings.recompute)
         if settings.compile:
             compile_layers(self.model)
         if mesh:
-            shard(self.model, mesh, offload=settings.offload)
+            shard(self.model, mesh, source=model, seed=seed, offload=settings.offload)
         self._reference = open_reference(
             self.model,
             algorithm,
@@ -100,9 +108,8 @@ class Learner:
         """A learner step: `updates_per_step` optimizer steps, each on its own microbatches.
 
         The loss weights of all microbatches of all ranks sum to 1. Every rank brings equally many (one of zero
-        weights where it has no more): gradients are reduced with the last of an update, and a rank with fewer
-        would leave the others waiting. An update whose gradient is not finite changes nothing but the count of
-        those skipped.
+        weights where it has no more): each takes part in collectives, and a rank with fewer would leave the others
+        waiting. An update whose loss or gradient is not finite changes nothing but the count of those skipped.
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
@@ -118,7 +125,8 @@ class Learner:
         for update in updates:
             seen = TokenSums(self._ranks.device)
             loss = self._backward(update, seen, partition, lengths, untouched=not norms)
-            total, norm = self._ranks.total(float(loss)), self._optimizer.update(self.num_steps)
+            total = self._ranks.total(float(loss))
+            norm = self._optimizer.update(self.num_steps, loss=total)
             if norm is not None:
                 losses.append(total)
                 norms.append(norm)
@@ -207,7 +215,7 @@ class Learner:
         loss = torch.zeros((), device=self._ranks.device)
         for place, batch in enumerate(update.batches):
             lengths += batch.lengths
-            self._reduce_gradients(place == len(update.batches) - 1)
+            self._reduce_gradients(last=place == len(update.batches) - 1)
             logprobs, entropy = policy_logprobs(self.model, batch)
             rows = trained_rows(batch, logprobs.device)
             before = None if update.at_start is None else update.at_start[place][rows]
@@ -220,11 +228,11 @@ class Learner:
             loss += own.detach()
         return loss
 
-    def _reduce_gradients(self, last: bool) -> None:
-        """Let FSDP reduce gradients over ranks with the last microbatch only."""
+    def _reduce_gradients(self, *, last: bool) -> None:
+        """Have FSDP add the next gradients to the shards, or keep them whole until the last microbatch."""
         if self._ranks.mesh:
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_is_last_backward(last)
+            self.model.set_requires_gradient_sync(last or not self._keeps_whole)
+            self.model.set_is_last_backward(last or not self._keeps_whole)
 
     def _work(self, lengths: Sequence[int]) -> Work:
         """Tokens and FLOPs of all ranks, given this one's sequences."""

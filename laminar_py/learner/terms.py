@@ -1,4 +1,4 @@
-"""What the loss is made of, out of a microbatch and the policy's log-probabilities. Called by `step`.
+"""Terms of the loss, out of a microbatch and the policy's log-probabilities. Called by `step`.
 
 Invariant: the terms of a token depend on its microbatch's arrays and the policy alone, and tokens that are not
 trained have none.

@@ -23,12 +23,12 @@ from laminar_py.config.section import ConfigError
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.losses.loss import cross_entropy_loss
 from laminar_py.learner.model import check_model_folder, load_policy, policy_logprobs
-from laminar_py.learner.optimizer import BETAS
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import IntArray
 
 RECIPE_VERSION = 1  # raise it with every change here that changes the resulting weights
 
+BETAS = (0.9, 0.95)  # AdamW's decay rates
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
 WARMUP_STEPS = 20

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from laminar_py.ledger.archive import write_archive
-from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer
+from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer, reading
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
+from laminar_py.ledger.payload import StoredRecording, stored_recordings
 from laminar_py.ledger.recovery import newest_version, unpublished
 from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow, read_accounting, read_rows
 from laminar_py.ledger.seal import seal_digest
@@ -28,7 +29,7 @@ from laminar_py.records.events import AnyEvent, SealBroken
 from laminar_py.records.protocols import Clock
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.spans import encode_spans
-from laminar_py.records.trajectory import Prompt, Span, Status
+from laminar_py.records.trajectory import Prompt, Span, Status, Trajectory
 from laminar_py.records.weights import Published
 
 FLUSH_S = 1.0
@@ -203,6 +204,18 @@ class Ledger:
         await self.commit()
         return await asyncio.to_thread(unpublished, self._reader)
 
+    async def join_recordings(self, trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:
+        """Trajectories with masks and experts, which are kept here alone, by id; those without are left out."""
+        await self.commit()
+        recorded = await asyncio.to_thread(_read_recordings, self._path.parent, [one.id for one in trajectories])
+        return {
+            one.id: msgspec.structs.replace(
+                one, sampling_mask=recorded[one.id].sampling_mask, routed_experts=recorded[one.id].routed_experts
+            )
+            for one in trajectories
+            if one.id in recorded
+        }
+
     async def archive(self, step: int) -> int:
         """Move to Parquet what no rollback to `step` or later can need; the number of trajectories moved."""
         await self.commit()
@@ -269,6 +282,11 @@ class Ledger:
         if self._failure is not None:
             raise self._failure
         assert not self._closing, f"{self._path} is closed"
+
+
+def _read_recordings(run: Path, trajectory_ids: Sequence[str]) -> dict[str, StoredRecording]:
+    with reading(run) as connection:
+        return stored_recordings(connection, trajectory_ids)
 
 
 def _restore(machine: Machine, connection: sqlite3.Connection) -> None:

@@ -50,7 +50,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A whole response, e.g. 41 tokens of version 7: `Payload(ids, logprobs, (Span(7, 0, 41),))`."""
+    """A whole response, e.g. of version 7: `Payload(ids=ids, logprobs=logprobs, spans=(Span(7, 0, 41),))`."""
 
     ids: IntArray  # [L]
     logprobs: FloatArray  # [L]

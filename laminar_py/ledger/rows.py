@@ -14,10 +14,7 @@ from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 
 
 class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
-    """A trajectory as the ledger knows it, e.g. `TrajectoryRow(1, "g3.1", "g3", "p17", 17, 1, Kind.TRAIN, ...)`.
-
-    It is changed by `machine.Machine` alone.
-    """
+    """A trajectory as the ledger knows it, e.g. sample "g3.1" of prompt "p17"; `machine.Machine` changes it."""
 
     number: int  # 1, 2, 3, ... in the order of issue
     id: str

@@ -2,8 +2,8 @@
 
 Owned by the trainer. States of one: the learner copies (`begin`) -> its files are written -> complete on disk ->
 on record -> older ones deleted. There is one at a time. Invariant: the ledger speaks of a checkpoint only when all
-of it is on disk; so a death at any moment leaves the one before it, and what was consumed since can be undone.
-Each that is kept can be gone back to: what one of them may need is not archived.
+of it is on disk; so a death at any moment leaves the one before it, and what was consumed since can be undone
+(law 1). Each that is kept can be gone back to: what one of them may need is not archived.
 """
 
 import asyncio
@@ -17,11 +17,10 @@ from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.marker import read_marker
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import checkpoints_on_record, newest_there
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed
-from laminar_py.records.protocols import Clock
+from laminar_py.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
 
@@ -66,27 +65,23 @@ class Checkpoints:
 
     def __init__(
         self,
-        run: RunFolder,
+        incarnation: Incarnation,
         *,
-        ledger: Ledger,
         save: Callable[[Path], Awaitable[None]],
         saved: Callable[[], Awaitable[None]],
         recorded: Callable[[int], Awaitable[None]],
         settled: Callable[[int], None],
-        clock: Clock,
-        keep: int,
-        last: Checkpointed | None,
     ) -> None:
-        self.last = last  # on record
-        self._run = run
-        self._ledger = ledger
+        self.last = incarnation.checkpoint  # on record
+        self._run = incarnation.run
+        self._ledger = incarnation.ledger
+        self._clock = incarnation.clock
+        self._keep = incarnation.config.learner.keep_checkpoints
         self._save = save
         self._saved = saved
         self._recorded = recorded
         self._settled = settled
-        self._clock = clock
-        self._keep = keep
-        self._kept = [last] if last else []  # the oldest first
+        self._kept = [self.last] if self.last else []  # the oldest first
         self._writing: asyncio.Task[None] | None = None
 
     @property

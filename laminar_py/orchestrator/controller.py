@@ -19,13 +19,16 @@ from hashlib import blake2b
 from laminar_py.cluster.placement import Placement
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
+from laminar_py.control.recovery import check_scored
 from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.seal import seal_run
-from laminar_py.orchestrator import assembly
-from laminar_py.orchestrator.incarnation import open_incarnation
+from laminar_py.orchestrator import policies
+from laminar_py.orchestrator.evaluator import Evaluator
+from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.orchestrator.trainer import Trainer
+from laminar_py.orchestrator.versions import Versions
 from laminar_py.preflight.inputs import Inputs
 from laminar_py.records.events import Evaluated, RunEnded, RunStarted
 from laminar_py.records.metrics import StepRow
@@ -34,8 +37,11 @@ from laminar_py.telemetry.fleet import watch_fleet
 from laminar_py.telemetry.memory import watch_memory
 from laminar_py.telemetry.summary import Summary, summarise
 from laminar_py.telemetry.view import View
+from laminar_py.workers.incarnation import open_incarnation
 from laminar_py.workers.learner import LearnerLink
+from laminar_py.workers.reference import ReferenceStage
 from laminar_py.workers.relays import Relays
+from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -58,29 +64,31 @@ class Controller:
     ) -> None:
         goes_on = resume and run.ledger.is_file()
         self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
-        shared = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
-        self._shared, self._view = shared, view
-        self._trackers = Trackers(shared, resumed=goes_on)
-        self._reference = assembly.make_reference(shared)
-        self._scheduler = assembly.make_scheduler(shared, submit_score=self._finished, reference=self._reference)
-        self._scoring = assembly.make_scoring(shared, scheduler=self._scheduler)
-        self._relays = Relays(shared, record=shared.ledger.append)
-        self._learner = LearnerLink(shared, relays=self._relays, show=view.progress)
-        self._versions = assembly.make_versions(shared, learner=self._learner, relays=self._relays)
-        self._replicas = assembly.make_replicas(shared, scheduler=self._scheduler, relays=self._relays)
-        self._migration = assembly.make_migration(
-            shared, scheduler=self._scheduler, replicas=self._replicas, versions=self._versions
+        check_scored(self._recovered.live if self._recovered else (), config.algorithm)
+        incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
+        self._incarnation, self._view = incarnation, view
+        self._trackers = Trackers(incarnation, resumed=goes_on)
+        self._reference = ReferenceStage(incarnation) if config.algorithm.refers_in_stage else None
+        self._scheduler = scheduler = policies.make_scheduler(
+            incarnation, submit_score=self._finished, reference=self._reference
         )
-        self._evaluator = assembly.make_evaluator(
-            shared, scheduler=self._scheduler, replicas=self._replicas, hold=self._hold, publish=self._evaluated
+        self._scoring = Scoring(incarnation, scheduler=scheduler, most=policies.max_scored(incarnation))
+        self._relays = relays = Relays(incarnation)
+        self._learner = learner = LearnerLink(incarnation, relays=relays, show=view.progress)
+        self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
+        self._replicas = Replicas(incarnation, scheduler=scheduler, relays=relays)
+        self._migration = policies.make_migration(
+            incarnation, scheduler=scheduler, replicas=self._replicas, versions=self._versions
+        )
+        self._evaluator = Evaluator(
+            incarnation, scheduler=scheduler, replicas=self._replicas, hold=self._hold, publish=self._evaluated
         )
         self._trainer = Trainer(
-            shared,
-            scheduler=self._scheduler,
-            learner=self._learner,
+            incarnation,
+            scheduler=scheduler,
+            learner=learner,
             evaluator=self._evaluator,
             versions=self._versions,
-            checkpoints=assembly.make_checkpoints(shared, self._learner, self._versions, self._scheduler),
             show=self._stepped,
         )
 
@@ -92,7 +100,7 @@ class Controller:
 
     async def lead(self) -> Summary:
         """Run to the end, or to the step in hand after `interrupt`."""
-        await self._shared.ledger.start()
+        await self._incarnation.ledger.start()
         self._trackers.start()
         summary: Summary | None = None
         try:
@@ -124,15 +132,15 @@ class Controller:
 
     def _background(self) -> dict[str, Coroutine[object, object, None]]:
         """Work beside the trainer from the start."""
-        shared, book = self._shared, self._scheduler.book
-        shm = shared.run.shm(shared.config.relay.shm)
+        run, stats, book = self._incarnation.run, self._incarnation.stats, self._scheduler.book
+        shm = run.shm(self._incarnation.config.relay.shm)
         return {
             "keep-relays": self._relays.keep(),
             "record-versions": self._versions.run(),
             "scoring": self._scoring.run(),
             "housekeeping": self._keep_house(),
-            "memory": watch_memory(shared.run, shared.stats, shm),
-            "fleet": watch_fleet(shared.run.fleet, shared.stats, generated_tokens=lambda: book.generated_tokens),
+            "memory": watch_memory(run, stats, shm),
+            "fleet": watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens),
             "keep-replicas": self._replicas.keep(),
         }
 
@@ -140,21 +148,21 @@ class Controller:
         """Work beside the trainer that needs weights, each as soon as its part is ready."""
         if self._reference is not None:
             await self._reference.start()
-            wanted, deliver = self._scheduler.is_live, self._scheduler.on_reference
+            wanted, deliver = self._scheduler.is_live, self._scheduler.closing.on_reference
             yield "reference", self._reference.run(wanted=wanted, deliver=deliver)
-        if self._shared.config.repacks:
+        if self._incarnation.config.repacks:
             speed = await self._replicas.speed()
             log.info("engine: %s", speed)
             yield "repack", self._migration.run(speed)
 
     async def _lead_rl(self) -> Summary:
-        trainer, stats, scheduler = self._trainer, self._shared.stats, self._scheduler
+        trainer, stats, scheduler = self._trainer, self._incarnation.stats, self._scheduler
         if trainer.step == 0:
             await self._evaluator.now(trainer.moment)
         gc.freeze()  # what the start has made stays: the collector of cycles need not look at it again and again
         scheduler.admit()
         stats.rl_phase(True)
-        await self._replicas.dispatch()
+        self._replicas.dispatch()
         await trainer.run()
         stats.rl_phase(False)
         scheduler.pause()
@@ -164,24 +172,26 @@ class Controller:
             await self._evaluator.finish(trainer.moment)
         else:
             self._evaluator.abandon()
-        self._shared.ledger.append(RunEnded(self._shared.number, "finished" if finished else "interrupted"))
-        await self._shared.ledger.commit()
-        restarts = dict(self._shared.supervisor.restarts)
-        return summarise(self._shared.run, stats, finished=finished, restarts=restarts)
+        self._incarnation.ledger.append(
+            RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
+        )
+        await self._incarnation.ledger.commit()
+        restarts = dict(self._incarnation.supervisor.restarts)
+        return summarise(self._incarnation.run, stats, finished=finished, restarts=restarts)
 
     async def _keep_house(self) -> None:
         """Enforce deadlines, which no report and no score brings about, and hand out what they free."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
-            await self._replicas.dispatch()
-            self._view.refresh(self._shared.stats, self._trainer.step, self._trainer.version)
+            self._replicas.dispatch()
+            self._view.refresh(self._incarnation.stats, self._trainer.step, self._trainer.version)
 
     async def _record_start(self) -> None:
-        config, recovered = self._shared.config, self._recovered
-        checkpoint = self._shared.checkpoint
+        config, recovered = self._incarnation.config, self._recovered
+        checkpoint = self._incarnation.checkpoint
         started = RunStarted(
-            incarnation=self._shared.number,
+            incarnation=self._incarnation.number,
             host=socket.gethostname(),
             pid=os.getpid(),
             schema=SCHEMA_VERSION,
@@ -190,13 +200,14 @@ class Controller:
             max_staleness=config.staleness.enforced,
             resumed_step=checkpoint.step if checkpoint else None,
         )
-        self._shared.ledger.append_all([started, *(recovered.events if recovered else ())])
-        await self._shared.ledger.commit()
+        self._incarnation.ledger.append_all([started, *(recovered.events if recovered else ())])
+        await self._incarnation.ledger.commit()
 
     async def _close(self, summary: Summary | None) -> None:
-        """End ledger and trackers, whatever happened; a run with a summary is sealed."""
+        """End checkpoints, ledger and trackers, whatever happened; a run with a summary is sealed."""
         try:
-            await self._shared.ledger.close()
+            await self._trainer.close()
+            await self._incarnation.ledger.close()
             if summary is not None:
                 await asyncio.to_thread(self._seal)
         finally:
@@ -204,7 +215,7 @@ class Controller:
 
     def _seal(self) -> None:
         try:
-            seal_run(self._shared.run.path)
+            seal_run(self._incarnation.run.path)
         except LedgerError as error:  # no reason to fail a run that is done
             log.warning("%s", error)
 
@@ -222,7 +233,7 @@ class Controller:
         await self._relays.hold(version)
 
     def _evaluated(self, result: Evaluated) -> None:
-        self._shared.ledger.append(result)
+        self._incarnation.ledger.append(result)
         self._view.evaluated(result)
         self._trackers.evaluated(result)
 

@@ -6,14 +6,14 @@ has its version held by the root relay and runs when RL is over.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from laminar_py.config.evaluation import EvalConfig
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.events import Evaluated
-from laminar_py.records.trajectory import Prompt
+from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
@@ -28,29 +28,28 @@ class Moment:
 
 
 class Evaluator:
-    """Evaluates `prompts`; `hold` makes the relays keep a version, `publish` takes results.
+    """Evaluates held-out prompts; `hold` makes the relays keep a version, `publish` takes results.
 
-    `rl_s` is how much of the RL phase is over: a resumed run does not repeat its marks.
+    A resumed run does not repeat the marks of the RL phase that is over.
     """
 
     def __init__(
         self,
-        config: EvalConfig,
+        incarnation: Incarnation,
         *,
-        prompts: Sequence[Prompt],
-        rl_s: float,
         scheduler: TrajectoryScheduler,
+        replicas: Replicas,
         hold: Callable[[int], Awaitable[None]],
-        restart_replicas: Callable[[], None],
         publish: Callable[[Evaluated], None],
     ) -> None:
-        self._config = config
-        self._prompts = prompts
+        self._config = incarnation.config.eval
+        self._prompts = incarnation.inputs.heldout
         self._scheduler = scheduler
         self._hold = hold
-        self._restart_replicas = restart_replicas
+        self._replicas = replicas
         self._publish = publish
-        self._marks_s = sorted((mark for mark in config.at_seconds if mark > rl_s), reverse=True)
+        to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
+        self._marks_s = sorted(to_come, reverse=True)
         self._held: list[Moment] = []
         self._running: set[asyncio.Task[None]] = set()
         self._previous: Moment | None = None
@@ -81,7 +80,7 @@ class Evaluator:
         moments = [*(moment for moment in self._held if moment.version != last.version), last]
         under_way = [self._begin(moment, moment.version) for moment in moments]
         if len(moments) > 1:
-            self._restart_replicas()  # an engine's versions never go back
+            self._replicas.restart()  # an engine's versions never go back
         for evaluation in under_way:
             await evaluation
 
@@ -102,7 +101,7 @@ class Evaluator:
 
     def _begin(self, moment: Moment, version: int | None) -> "asyncio.Task[None]":
         """Ask for it now; the task ends with its result."""
-        asked = self._scheduler.evaluate(self._prompts, version)
+        asked = self._scheduler.evaluations.request(self._prompts, version)
         return asyncio.create_task(self._finish(moment, asked), name=f"evaluate-{moment.step}")
 
     async def _finish(self, moment: Moment, asked: "asyncio.Future[Evaluation]") -> None:

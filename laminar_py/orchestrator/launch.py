@@ -6,7 +6,7 @@ import signal
 
 from rich.console import Console
 
-from laminar_py.cluster.errors import RunFailedError, tell_unexpected
+from laminar_py.cluster.errors import RunFailedError, bug_in, errors_in, tell_unexpected
 from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
@@ -85,21 +85,14 @@ def _run(
     except asyncio.CancelledError:
         raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
     except Exception as error:
-        fault = _first(error, (RunFailedError, ConfigError))
-        if fault is None:
-            log.critical("the run ends", exc_info=error)
-            cause = _first(error, (Exception,)) or error
-            fault = RunFailedError(tell_unexpected(cause, run.logs / CONTROLLER_LOG))
-        raise fault from None
+        bug, errors = bug_in(error), list(errors_in(error))
+        told = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
+        if bug is None and told is not None:
+            raise told from None
+        log.critical("the run ends", exc_info=error)
+        raise RunFailedError(tell_unexpected(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
     finally:
         view.close()
-
-
-def _first(error: BaseException, kinds: tuple[type[Exception], ...]) -> Exception | None:
-    """The first error of these kinds that is `error` or in it, if there is one."""
-    if isinstance(error, BaseExceptionGroup):
-        return next((found for inner in error.exceptions if (found := _first(inner, kinds))), None)
-    return error if isinstance(error, kinds) else None
 
 
 async def _lead(controller: Controller) -> Summary:

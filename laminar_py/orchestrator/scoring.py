@@ -6,22 +6,20 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import Kind, Prompt, Trajectory
 from laminar_py.reward.stage import ScoringStage
-from laminar_py.telemetry.stats import Stats
+from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.scorers import Scorers
 
 BATCH = 64
 
 
 class Scoring:
-    """`most` is how many trajectories can wait for a score."""
+    """Scoring stage and its processes; at most `most` trajectories can wait for a score."""
 
-    def __init__(
-        self, scorers: Scorers, *, scheduler: TrajectoryScheduler, stats: Stats, timeout_s: float, most: int
-    ) -> None:
-        self._scorers = scorers
+    def __init__(self, incarnation: Incarnation, *, scheduler: TrajectoryScheduler, most: int) -> None:
+        self._scorers = Scorers(incarnation)
         self._scheduler = scheduler
-        self._stats = stats
-        self._timeout_s = timeout_s
+        self._stats = incarnation.stats
+        self._timeout_s = incarnation.config.reward.timeout_s
         self._most = most
         self._stage: ScoringStage | None = None
 
@@ -66,6 +64,6 @@ class Scoring:
     async def _deliver(self, scores: Sequence[Score]) -> None:
         for score in scores:
             lifecycle = self._scheduler.book.live.get(score.trajectory_id)
-            await self._scheduler.on_score(score)
+            await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.kind is Kind.TRAIN and score.value is not None:
                 self._stats.scored(score.value, lifecycle.length)

@@ -1,32 +1,29 @@
 """The learner's loop: batch, step, commit, publish, checkpoint; and its way back after a death.
 
 Owned by the controller. Invariant: a step and the consumption of its trajectories are one transaction of the
-ledger, and what lies after the last checkpoint can be undone.
+ledger, and what lies after the last checkpoint can be undone (law 1).
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
-from laminar_py.config.algorithm import Advantage
 from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Phase
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.ledger.recordings import join_recordings
+from laminar_py.ledger.row_files import append_row
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
-from laminar_py.orchestrator.incarnation import Incarnation
+from laminar_py.orchestrator.steps import pack_step, step_events
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.packing.balance import attention_share
-from laminar_py.packing.packer import assign, step_terms
-from laminar_py.records.events import RolledBack, Stepped, StepSkipped
+from laminar_py.records.events import RolledBack
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import Trajectory
 from laminar_py.telemetry.stats import read_totals
+from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.learner import LearnerLink
 from laminar_py.workers.specs import StepOutcome
 
@@ -40,28 +37,33 @@ class Trainer:
 
     def __init__(
         self,
-        shared: Incarnation,
+        incarnation: Incarnation,
         *,
         scheduler: TrajectoryScheduler,
         learner: LearnerLink,
         evaluator: Evaluator,
         versions: Versions,
-        checkpoints: Checkpoints,
         show: Callable[[StepRow], None],
     ) -> None:
         self.step = 0
         self.stop = asyncio.Event()
-        self._config = shared.config
-        self._run = shared.run
-        self._ledger = shared.ledger
-        self._stats = shared.stats
-        self._supervisor = shared.supervisor
-        self._incarnation = shared.number
+        self._config = incarnation.config
+        self._run = incarnation.run
+        self._ledger = incarnation.ledger
+        self._stats = incarnation.stats
+        self._supervisor = incarnation.supervisor
+        self._incarnation = incarnation.number
         self._scheduler = scheduler
         self._learner = learner
         self._evaluator = evaluator
         self._versions = versions
-        self._checkpoints = checkpoints
+        self._checkpoints = Checkpoints(
+            incarnation,
+            save=learner.save,
+            saved=learner.saved,
+            recorded=versions.on_record,
+            settled=scheduler.consumption.checkpointed,
+        )
         self._show = show
         self._attention_share = 0.0
         self._skipped = 0  # steps in a row without a finite gradient
@@ -110,6 +112,10 @@ class Trainer:
                 await self._save_or_go_back()
         await self._save_last()
 
+    async def close(self) -> None:
+        """Give up a checkpoint that is still being written."""
+        await self._checkpoints.close()
+
     # ---- one step
 
     async def _next_batch(self) -> StepBatch | None:
@@ -157,24 +163,14 @@ class Trainer:
         """Take an optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
         if not batch.trajectories:
             return None
-        learner, algorithm, step = self._config.learner, self._config.algorithm, self.step + 1
-        terms = step_terms(
-            batch.bins,
-            aggregation=algorithm.aggregation,
-            version=batch.version,
-            constant=self._config.rollout.sampling.max_new_tokens,
-            normalises=algorithm.advantage is Advantage.BATCH_STD,
-            columns=algorithm.packed_columns,
-        )
-        packed = assign(
-            batch.bins,
-            terms,
+        packed = pack_step(
+            self._config,
+            batch,
             stand_ins=await self._stand_ins(batch),
-            max_tokens=self._config.packer.max_tokens,
-            ranks=learner.world_size,
             attention_share=self._attention_share,
         )
-        publishes = step % learner.publish_every == 0 or step == self._config.steps
+        step = self.step + 1
+        publishes = step % self._config.learner.publish_every == 0 or step == self._config.steps
         self._stats.step_begins()
         try:
             return await self._learner.step(packed, version=self._versions.number() if publishes else None)
@@ -185,7 +181,7 @@ class Trainer:
         """Stand-ins of trajectories that are reweighted, or of which something is recorded."""
         if not self._config.rollout.record:
             return batch.reweighted
-        return batch.reweighted | await join_recordings(self._ledger, self._run.path, batch.trajectories)
+        return batch.reweighted | await self._ledger.join_recordings(batch.trajectories)
 
     async def _commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
         self.step += 1
@@ -199,29 +195,13 @@ class Trainer:
             stall_s=outcome.stall_s if outcome else 0.0,
         )
         self._scheduler.consumption.commit(batch, self.step)
-        tokens = sum(len(trajectory.response_ids) for trajectory in batch.trajectories)
-        self._ledger.append(
-            Stepped(
-                step=self.step,
-                incarnation=self._incarnation,
-                num_trajectories=len(batch.trajectories),
-                num_tokens=tokens,
-                loss=row.loss,
-                grad_norm=row.grad_norm,
-                reward=row.reward,
-                elapsed_s=row.learner_s,
-                waited_s=row.waited_s,
-                reference_s=row.reference_s,
-            )
-        )
-        if outcome is not None and outcome.metrics.skipped:
-            ids = tuple(trajectory.id for trajectory in batch.trajectories)
-            self._ledger.append(StepSkipped(self.step, self._incarnation, outcome.metrics.skipped, ids))
+        skipped = outcome.metrics.skipped if outcome else 0
+        self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))
         if outcome is not None and outcome.version is not None:
             self._copied(outcome.version, parent=batch.version)
         # One transaction, since nothing was awaited in between; the next step need not wait for the disk.
         with self._run.metrics.open("ab") as file:
-            file.write(msgspec.json.encode({"step": row.step} | msgspec.to_builtins(row)) + b"\n")
+            append_row(file, row)
         self._show(row)
         await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
 
@@ -232,11 +212,11 @@ class Trainer:
         metrics = outcome.metrics
         self._skipped = self._skipped + 1 if metrics.skipped == metrics.updates else 0
         if self._skipped:
-            log.warning("step %d: a gradient that is not finite was skipped", self.step)
+            log.warning("step %d: an update was skipped, its loss or gradient is not finite", self.step)
         if self._skipped >= MAX_SKIPPED:
             raise RunFailedError(
-                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {self.step}; lower"
-                " learner.lr or look at the rewards, and --resume"
+                f"the loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {self.step};"
+                " lower learner.lr or look at the rewards, and --resume"
             )
 
     def _copied(self, version: int, *, parent: int | None) -> None:

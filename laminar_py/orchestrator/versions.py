@@ -1,7 +1,8 @@
 """Weight versions on their way onto the record: their numbers, their order, and those of a learner that died.
 
-Owned by the controller, which runs it beside the trainer. Invariants: no number is given twice, nor one that any
-part has spoken of; versions go on record in the order of their numbers, each once it is complete.
+Owned by the controller, which runs it beside the trainer, so that the learner goes on (law 8). Invariants: no
+number is given twice, nor one that any part has spoken of; versions go on record in the order of their numbers,
+each once it is complete.
 """
 
 import asyncio
@@ -11,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from laminar_py.cluster.errors import PartDiedError
-from laminar_py.ledger.ledger import Ledger
 from laminar_py.records.events import VersionPublished
 from laminar_py.records.weights import Published
 from laminar_py.relay.wire.messages import Manifest
+from laminar_py.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +34,17 @@ class Versions:
 
     def __init__(
         self,
+        incarnation: Incarnation,
         *,
-        ledger: Ledger,
         completed: Callable[[int], Awaitable[Published]],
         stored: Callable[[], Awaitable[list[Manifest]]],
-        incarnation: int,
     ) -> None:
         self.newest = -1  # that the learner has copied
         self.lost: PartDiedError | None = None  # how the learner died over the newest, until `start_over`
-        self._ledger = ledger
+        self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
-        self._incarnation = incarnation
+        self._incarnation = incarnation.number
         self._given = -1
         self._copied: deque[_Copied] = deque()  # few: the learner completes one before it copies the next
         self._changed = asyncio.Event()  # set, and replaced, when one of these changes

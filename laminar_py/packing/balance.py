@@ -1,4 +1,4 @@
-"""What a sequence costs the learner, and how sequences become bins and bins become ranks. Pure.
+"""Cost of a sequence to the learner; distribution of sequences to bins, and of bins to ranks. Pure.
 
 Called by `packing.packer` and `packing.stream`. Every microbatch index is a barrier, since collectives join the
 ranks there: what counts is the sum over indices of the slowest rank. So bins are filled first, whatever the rank,

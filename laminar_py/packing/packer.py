@@ -1,13 +1,14 @@
 """Finished trajectories to varlen microbatches. Pure.
 
 The controller decides which trajectories share a microbatch (`assign`); the arrays are written by the rank that
-trains on them, one microbatch at a time (`MicroBatches`), since on the way they would be three times the bytes.
+trains on them, one microbatch at a time (`microbatches`), since on the way they would be three times the bytes.
 Invariants: no microbatch exceeds `max_tokens`; all ranks get equally many; every trained token stands in exactly
 one; loss weights of all microbatches together sum to 1 (less where staleness reweights).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias, overload
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Generic, TypeAlias, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -21,13 +22,18 @@ from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
 from laminar_py.records.recordings import SamplingMask
 from laminar_py.records.trajectory import Trajectory
 
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
 STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
 
 Bundle: TypeAlias = list[Trajectory]  # of one microbatch; without any it is a microbatch that teaches nothing
 
 
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights and advantages of a step's tokens, e.g. `StepTerms(Aggregation.TOKEN_MEAN, 256, 81_920, version=7)`.
+    """Weights and advantages of a step's tokens, e.g. of 256 trajectories:
+
+    `StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, version=7)`.
 
     With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories: `sequence_mean`
     `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
@@ -85,29 +91,34 @@ class Packed(msgspec.Struct, frozen=True):
     bundles: list[list[Bundle]]  # [ranks][n]
     terms: StepTerms
 
-    def microbatches(self, rank: int) -> "MicroBatches":
+    def microbatches(self, rank: int) -> Sequence[MicroBatch]:
         """Microbatches of a rank."""
-        return MicroBatches(self.bundles[rank], self.terms)
+        return microbatches(self.bundles[rank], self.terms)
 
 
-class MicroBatches(Sequence[MicroBatch]):
-    """The microbatches of a rank; each is written when it is asked for and kept by nobody."""
+class Lazy(Sequence[Made], Generic[Given, Made]):
+    """Sequence whose entries are made when they are asked for, and kept by nobody, e.g. `Lazy(texts, len)`."""
 
-    def __init__(self, bundles: Sequence[Bundle], terms: StepTerms) -> None:
-        self._bundles = bundles
-        self._terms = terms
+    def __init__(self, given: Sequence[Given], make: Callable[[Given], Made]) -> None:
+        self._given = given
+        self._make = make
 
     def __len__(self) -> int:
-        return len(self._bundles)
+        return len(self._given)
 
     @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
+    def __getitem__(self, index: int) -> Made: ...
     @overload
-    def __getitem__(self, index: slice) -> "MicroBatches": ...
-    def __getitem__(self, index: int | slice) -> "MicroBatch | MicroBatches":
+    def __getitem__(self, index: slice) -> "Lazy[Given, Made]": ...
+    def __getitem__(self, index: int | slice) -> "Made | Lazy[Given, Made]":
         if isinstance(index, slice):
-            return MicroBatches(self._bundles[index], self._terms)
-        return microbatch(self._bundles[index], self._terms)
+            return Lazy(self._given[index], self._make)
+        return self._make(self._given[index])
+
+
+def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> Sequence[MicroBatch]:
+    """Microbatches of a rank; their arrays are written one microbatch at a time."""
+    return Lazy(bundles, partial(microbatch, terms=terms))
 
 
 def pack(

@@ -14,11 +14,13 @@ from pathlib import Path
 import psutil
 
 from laminar_py.cluster.placement import Needs, Node, Placement, Plan
-from laminar_py.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.cluster.ray_cluster import nodes, on_node, open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.preflight.inputs import check_engine
+from laminar_py.preflight.memory import GPU_BYTES, GpuMemory, gpu_memory, memory_faults, smallest_gpu
 from laminar_py.preflight.survey import faults
+from laminar_py.records.codec import decode
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
@@ -34,30 +36,47 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """How a config fits a cluster."""
 
     nodes: list[Node]  # as Ray sees them
+    memory: list[GpuMemory]  # of each kind of GPU
     rows: list[tuple[str, str, str]]  # parts, address of their node, GPUs
     warnings: list[str]  # it runs, though not as well as it could
     faults: list[str]  # it does not run before these are mended
+    unplaced: ConfigError | None = None  # why its parts have no place
 
 
-def fit(config: RunConfig) -> Fit:
-    """Place a config's parts on the cluster that it names. Raises ConfigError if they have no place there."""
+def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
+    """Place a config's parts on the cluster that it names, and compute the memory of their GPUs.
+
+    `gpu_bytes` of a GPU are by default those of the cluster's smallest, or 80 GB where no node tells.
+    """
     with open_cluster(config.cluster.address):
-        needs = Needs.of(config)
-        placement = Placement(needs, nodes)
-        found = asyncio.run(faults(config, placement))
+        needs, seen = Needs.of(config), nodes()
+        gpu_bytes = gpu_bytes or asyncio.run(_gpu_bytes(seen))
+        memory = gpu_memory(config, gpu_bytes=gpu_bytes)
+        found = memory_faults(config, gpu_bytes=gpu_bytes)
         try:
-            if config.rollout.engine.hosts:
+            placement = Placement(needs, nodes)
+        except ConfigError as error:
+            return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=error)
+        found += asyncio.run(faults(config, placement))
+        try:
+            if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
                 check_engine(config)
         except ConfigError as error:
-            found.append(str(error))
-        seen = nodes()
+            if not any(line.startswith(str(error)) for line in found):
+                found.append(str(error))
         rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(placement.plan)]
-    return Fit(seen, rows, _warnings(needs, seen), found)
+    return Fit(nodes=seen, memory=memory, rows=rows, warnings=_warnings(needs, seen), faults=found)
+
+
+async def _gpu_bytes(seen: Sequence[Node]) -> float:
+    """Bytes of the smallest GPU of the nodes that have some, or of one that nobody has told of."""
+    told = await asyncio.gather(*(on_node(node.id, smallest_gpu) for node in seen if node.gpus))
+    return min(filter(None, (decode(int, size) for size in told)), default=GPU_BYTES)
 
 
 def _rows(plan: Plan) -> list[tuple[str, str, str]]:
@@ -88,7 +107,7 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
         )
     if needs.hosts and needs.rank_gpus:
         lines.append(
-            "Ray does not know which GPUs the servers in rollout.engine.urls hold; leave them out of `ray start"
+            f"Ray does not know which GPUs the servers in {needs.placed_by} hold; leave them out of `ray start"
             " --num-gpus`, or the learner may be given one"
         )
     if needs.hosts and not needs.rank_gpus and idle > 0:
@@ -129,7 +148,7 @@ def _torch() -> Finding:
     import torch
 
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
-    return Finding("torch", f"{torch.__version__} (OMP_NUM_THREADS {threads}; every part uses one thread)", True)
+    return Finding("torch", f"{torch.__version__} (OMP_NUM_THREADS {threads}; parts compute on one thread)", True)
 
 
 def _gpu() -> Finding:

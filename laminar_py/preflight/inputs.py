@@ -4,7 +4,6 @@ Raises ConfigError with one line that names field, value and remedy; returns wha
 """
 
 import importlib.util
-import json
 import shutil
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import msgspec
 
 from laminar_py.cluster.placement import learner_device
 from laminar_py.config.cluster import Device
+from laminar_py.config.engine import BACKENDS
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.demonstrations import read_demonstrations
@@ -23,7 +23,6 @@ from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.registry import backend_of
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.planning.cost import versions_at_peak
@@ -116,8 +115,8 @@ def _check_learner(config: RunConfig) -> None:
 def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Every id that the tokenizer makes has a row in the embeddings, which are often padded to more."""
     path = config.model.path
-    rows = json.loads((path / "config.json").read_text()).get("vocab_size")
-    if isinstance(rows, int) and tokenizer.num_ids > rows:
+    rows = read_sizes(path).vocab_size
+    if tokenizer.num_ids > rows:
         raise ConfigError(
             f"model.path={path}: its tokenizer has {tokenizer.num_ids} ids and its model a vocab_size of {rows};"
             " name a folder whose tokenizer.json belongs to its config.json"
@@ -129,7 +128,9 @@ def check_engine(config: RunConfig) -> None:
     experts = read_sizes(config.model.path).num_experts_per_tok
     if Recording.ROUTED_EXPERTS in config.rollout.record and experts is None:
         raise ConfigError("rollout.record=routed_experts: the model in model.path has no experts; leave it out")
-    backend_of(config).check_start(config)
+    kind = config.rollout.engine.kind
+    with BACKENDS.blaming(kind):
+        BACKENDS.get(kind).check_start(config)
 
 
 def check_adapters(config: RunConfig) -> None:
@@ -150,10 +151,10 @@ def weights_bytes(model: Path) -> int:
     files = list(model.glob("*.safetensors"))
     if files:
         return sum(file.stat().st_size for file in files)
-    sizes = json.loads((model / "config.json").read_text())
-    hidden, layers = sizes.get("hidden_size", 0), sizes.get("num_hidden_layers", 0)
-    per_layer = 4 * hidden * hidden + 3 * hidden * sizes.get("intermediate_size", 0)
-    return 4 * int(layers * per_layer + 2 * sizes.get("vocab_size", 0) * hidden)
+    sizes = read_sizes(model)
+    hidden, layers = sizes.hidden_size or 0, sizes.num_hidden_layers or 0
+    per_layer = 4 * hidden * hidden + 3 * hidden * (sizes.intermediate_size or 0)
+    return 4 * (layers * per_layer + 2 * sizes.vocab_size * hidden)
 
 
 def version_bytes(config: RunConfig) -> int:

@@ -11,14 +11,15 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
+from laminar_py.cluster.errors import bug_in
 from laminar_py.cluster.placement import Needs, Placement, Plan
 from laminar_py.cluster.ray_cluster import nodes, on_node
+from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.registry import backend_of
 from laminar_py.preflight.inputs import MemoryShare, memory_fault
 from laminar_py.records.codec import decode, encode
 
@@ -43,8 +44,10 @@ def look(witness: str, settings: str, serving: str) -> bytes:
     model, shm, fault = Path(tree["model"]["path"]), Path(tree["relay"]["shm"]), ""
     try:
         config = parse_config(tree)
+        kind = config.rollout.engine.kind
         if serving:
-            backend_of(config).check_node(config)
+            with BACKENDS.blaming(kind):
+                BACKENDS.get(kind).check_node(config)
     except ConfigError as error:
         fault = str(error)
     free = shutil.disk_usage(shm).free if shm.is_dir() else None
@@ -89,6 +92,8 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness:
         async with asyncio.timeout(LOOK_S):
             sight = decode(Sight, await on_node(node, look, witness, config.model_dump_json(), serving))
     except (RayError, TimeoutError) as error:
+        if isinstance(error, RayTaskError) and (bug := bug_in(error.cause)) is not None:
+            raise bug from error  # the node is well, and our function is not
         reason = (str(error).strip().splitlines() or [f"no answer in {LOOK_S:g} s"])[-1]
         return [
             f"cluster.address={config.cluster.address}: node {ip} cannot run laminar_py ({reason}); install the"

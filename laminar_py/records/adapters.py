@@ -20,7 +20,8 @@ PREFIX = "base_model.model."  # of the base's names, in the names of adapters' t
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of peft's that an engine needs; values other than these change what an adapter means.
 
-    E.g. `AdapterConfig("/models/qwen", "9f2c...", 16, 32, ["q_proj", "v_proj"])`: W + 32 / 16 * B A.
+    E.g. W + 32 / 16 * B A:
+    `AdapterConfig(base_model_name_or_path=base, revision=digest, r=16, lora_alpha=32, target_modules=["q_proj"])`.
     """
 
     base_model_name_or_path: str  # folder that every host sees
@@ -48,7 +49,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read the config of a version. `RefusedError` if it cannot be read or means something else."""
     try:
         return msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=AdapterConfig)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RefusedError(f"weights={folder}: {ADAPTER_CONFIG}: {error}; publish plain LoRA adapters") from None
 
 

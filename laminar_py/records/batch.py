@@ -30,9 +30,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     staleness: IntArray  # [T] versions between the learner and what made the token
     rewards: FloatArray  # [S] of whole responses
     groups: IntArray  # [S] place of each sequence's group in the step
-    columns: dict[str, Array] = msgspec.field(
-        default_factory=dict
-    )  # by name, each [T], what the loss needs besides
+    columns: dict[str, Array] = msgspec.field(default_factory=dict)  # by name, each [T], for the loss
     support: SamplingMask | None = None  # of T tokens; none of a token: it is the whole vocabulary
     experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not
 

@@ -31,7 +31,7 @@ class Source(StrEnum):
     """Origins of a column."""
 
     SCORER = "scorer"  # the reward function returns it, see `records.scoring.Reward`
-    REFERENCE = "reference"  # the reference model computes it, wherever that runs
+    REFERENCE = "reference"  # the reference model computes it, wherever that runs: `reference_logprobs` alone
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):

@@ -253,7 +253,7 @@ class Stepped(Event, frozen=True, kw_only=True):
 
 
 class StepSkipped(Event, frozen=True):
-    """The gradient was not finite in so many updates of `step`, which changed nothing.
+    """The loss or gradient was not finite in so many updates of `step`, which changed nothing.
 
     Its trajectories are consumed as those of any step.
     """

@@ -3,6 +3,8 @@
 Made by the learner and by telemetry, read by telemetry and analytics; docs/metrics.md explains every key.
 """
 
+import math
+
 import msgspec
 
 
@@ -71,7 +73,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
     mismatch: Mismatch = Mismatch()
     updates: int = 1
-    skipped: int = 0  # of the updates, whose gradient was not finite; losses, norms and tokens are of the others
+    skipped: int = 0  # of the updates, whose loss or gradient was not finite; all else is of the others
     reference_s: float = 0.0  # of `elapsed_s`, in the reference model
     work: Work = Work()
 
@@ -93,7 +95,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRow(TokenFigures, frozen=True, kw_only=True):
-    """Line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it."""
+    """Line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it.
+
+    Figures of tokens may be NaN or infinite; `loss` and `grad_norm` never are.
+    """
 
     step: int
     version: int
@@ -126,6 +131,12 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     mismatch_max: float = 0.0
     skipped: int = 0
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
+
+    @property
+    def not_finite(self) -> list[str]:
+        """Names of the numbers that are infinite or NaN."""
+        values = msgspec.structs.asdict(self).items()
+        return [name for name, value in values if isinstance(value, float) and not math.isfinite(value)]
 
 
 class FleetRow(msgspec.Struct, frozen=True, kw_only=True):

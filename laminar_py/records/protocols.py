@@ -19,7 +19,10 @@ class Clock(Protocol):
 
 
 class EngineLostError(Exception):
-    """The engine is gone, hangs or answers nonsense; the message says which, in one line."""
+    """The engine is gone, hangs or answers nonsense; the message says which, in one line.
+
+    `__cause__` is what the engine's own code raised, if that ended it; a mistake there ends the run.
+    """
 
 
 class RefusedError(ValueError):

@@ -1,4 +1,4 @@
-"""What a reward function sees and returns, and what the scoring stage says of it."""
+"""Requests to a reward function, its answers, and the scores that the scoring stage makes of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from laminar_py.records.trajectory import DropReason, FinishReason
 
 
 class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished response as a reward function sees it.
+    """A finished response as a reward function sees it, e.g. of a right one:
 
-    E.g. `ScoringRequest("g3.1", "2+2=", "4", "4", FinishReason.STOP, ids)`.
+    `ScoringRequest(trajectory_id=id, prompt=text, response="4", answer="4", finish_reason=end, response_ids=ids)`.
     """
 
     trajectory_id: str

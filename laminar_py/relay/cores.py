@@ -1,4 +1,4 @@
-"""How many cores this process may use. Called by the modules here that start threads."""
+"""Number of cores that this process may use. Called by the modules here that start threads."""
 
 import os
 

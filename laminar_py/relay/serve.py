@@ -1,4 +1,4 @@
-"""One relay node by hand: `laminar relay serve` on each host, with one file of keys for all.
+"""A relay node by hand: `laminar relay serve` on each host, with one file of keys for all.
 
 Called by the command line. Bad input is a `ConfigError` of one line that names the option.
 """
@@ -32,7 +32,7 @@ def read_keys(path: Path) -> RelayKeys:
     """The keypair of a tree. Raises `ConfigError`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RelayKeys)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"keys={path}: no keys in it ({error}); `laminar relay keys` makes them") from None
 
 

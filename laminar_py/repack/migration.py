@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Protocol
 
+from laminar_py.config.repack import PLANNERS
 from laminar_py.control.moves import Round
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.events import Repacked
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import Move, Survey
 from laminar_py.records.trajectory import FinishReason, Trajectory
-from laminar_py.repack.planner import PlanningContext
-from laminar_py.repack.registry import PLANNERS
+from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
 MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
@@ -48,7 +48,7 @@ class ReplicaFleet(Protocol):
 class MigrationSettings:
     """Settings of `config.repack.RepackConfig`, and the cap on responses."""
 
-    planner: str  # a name in `registry.PLANNERS`
+    planner: str  # a name in `config.repack.PLANNERS`
     interval_s: float
     max_stall_s: float
     max_new_tokens: int
@@ -83,23 +83,28 @@ class Migration:
 
     async def run(self, speed: EngineSpeed) -> None:
         """Rounds until cancelled."""
-        self._make_planner = PLANNERS.get(self._settings.planner)
-        async with asyncio.TaskGroup() as self._recording:
+        planner = PLANNERS.get(self._settings.planner)
+        async with asyncio.TaskGroup() as recording:
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._settings.interval_s):
                         self._newest = await self._published(self._newest)
-                await self._round(speed)
+                await self._round(speed, planner, recording)
 
-    async def _round(self, speed: EngineSpeed) -> None:
+    async def _round(
+        self, speed: EngineSpeed, kind: Callable[[PlanningContext], Planner], recording: asyncio.TaskGroup
+    ) -> None:
         groups = [group for group in self._scheduler.views.by_version().values() if len(group) > 1]
         asked = await asyncio.gather(*(self._fleet.survey(replica) for group in groups for replica in group))
         surveys = [survey for survey in asked if survey is not None]
         by_version: dict[int, list[Survey]] = {}
         for survey in surveys:
             by_version.setdefault(survey.version, []).append(survey)
-        planner = self._make_planner(self._context(speed, surveys))
-        await asyncio.gather(*(self._carry_out(version, planner.plan(g)) for version, g in by_version.items()))
+        context = self._context(speed, surveys)
+        with PLANNERS.blaming(self._settings.planner):
+            planner = kind(context)
+            planned = {version: planner.plan(group) for version, group in by_version.items()}
+        await asyncio.gather(*(self._carry_out(version, moves, recording) for version, moves in planned.items()))
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
@@ -112,11 +117,11 @@ class Migration:
             max_stall_s=self._settings.max_stall_s,
             max_new_tokens=self._settings.max_new_tokens,
             growth=1 + int(MARGIN * self._growth),
-            has_demand=self._scheduler.has_demand,
+            has_demand=self._scheduler.router.num_admitted > 0,
             previous_kv=self._previous_kv,
         )
 
-    async def _carry_out(self, version: int, planned: Sequence[Move]) -> None:
+    async def _carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
         if not planned:
             return
         began = self._clock.now()
@@ -127,11 +132,13 @@ class Migration:
             *(self._fleet.expect(replica, version, names) for replica, names in coming.items())
         )
         willing = {replica for replica, promised in zip(coming, promises, strict=True) if promised}
-        moving = self._scheduler.move(version, [move for move in planned if move.destination in willing])
+        moving = self._scheduler.dispatcher.move(
+            version, [move for move in planned if move.destination in willing]
+        )
         for source, trajectory_ids in moving.asked.items():
             self._fleet.give_up(source, trajectory_ids)
-        recording = self._recording.create_task(self._record(moving, began), name="record-repack")
-        await asyncio.wait([recording], timeout=self._settings.interval_s)
+        recorded = recording.create_task(self._record(moving, began), name="record-repack")
+        await asyncio.wait([recorded], timeout=self._settings.interval_s)
 
     async def _record(self, moving: Round, began: float) -> None:
         await moving.settled.wait()

@@ -7,7 +7,7 @@ its slots, and moves each trajectory at most once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from laminar_py.records.replica import Held, Move, Survey
 from laminar_py.repack.signals import EngineSpeed, Numbers
@@ -35,19 +35,10 @@ class PlanningContext:
 
 
 class Planner(Protocol):
-    """A planner of one round."""
+    """A planner of one round, e.g. `PredictivePlanner(context)`; `config.repack.PLANNERS` has their classes."""
 
     def plan(self, group: Sequence[Survey]) -> list[Move]:
         """Moves among replicas that serve the same version."""
-        ...
-
-
-@runtime_checkable
-class PlannerFactory(Protocol):
-    """A planner's class, e.g. `PredictivePlanner`; see `repack.registry`."""
-
-    def __call__(self, context: PlanningContext, /) -> Planner:
-        """The planner of one round."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Runs a reward function inside a scoring process, with a limit on its wall time for each trajectory.
 
-`workers.processes.actors` calls it, from the main thread, where alone Python delivers signals. Invariant (law 6):
+`workers.processes.scorer` calls it, from the main thread, where alone Python delivers signals. Invariant (law 6):
 one score per request, in order, whatever the function does short of taking the process down; a function that
 never returns to the interpreter is the business of the guard in `stage`.
 """

@@ -1,4 +1,4 @@
-"""How much a replica takes up under the version that it serves. Owned by `replica`; no I/O.
+"""Admission of trajectories to a replica under the version that it serves. Owned by `replica`; no I/O.
 
 CLOSED -> OPEN                  the newest weights are loaded and nothing older runs
 OPEN -> CLOSED                  an older version was loaded, for trajectories that must continue under it

@@ -1,4 +1,4 @@
-"""How fast an engine is: a few batches on an engine that has weights and nothing else to do. Called by `replica`.
+"""Speed of an engine: a few batches on one that has weights and nothing else to do. Called by `replica`.
 
 A step is what a batch of longer responses takes over one of shorter ones, divided by the difference, so that
 prefill and scheduling cancel out.
@@ -19,9 +19,7 @@ SHORT, LONG = 16, 48  # response tokens of the two batches
 PROMPT, LONG_PROMPT = 8, 4096
 FEW = 8  # sequences with long prompts
 REPEATS = 3
-MARGIN = (
-    0.25  # a step may be longer than that of a single sequence by so much before the batch counts as too large
-)
+MARGIN = 0.25  # by so much longer than that of a single sequence, a step is of too large a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ REPORT_INTERVAL_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Outbox:
-    """News of replica `index`, e.g. `Outbox(0, clock)`; bounded by what the replica runs between two reports."""
+    """News of a replica, e.g. `Outbox(index=0, clock=clock)`; bounded by what it runs between two reports."""
 
     index: int
     clock: Clock

@@ -1,4 +1,4 @@
-"""One rollout replica: the trajectories that it runs, and when its engine takes new weights.
+"""A rollout replica: the trajectories that it runs, and when its engine takes new weights.
 
 Wired by the replica's actor. The controller calls `submit`, `abort`, `collect`, and for repacking `survey`,
 `expect`, `give_up`; weights come from the local relay. `admission` has the state. Under `drain` a replica admits

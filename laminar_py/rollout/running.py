@@ -1,4 +1,4 @@
-"""One trajectory on a replica: what it generated there, and how much of that was reported. Owned by `replica`.
+"""A trajectory on a replica: the tokens from there, and how much of them was reported. Owned by `replica`.
 
 Invariant: every token is reported once, in order, with the version that the engine stamped on it; so are its
 sampling mask and, stream by stream, the experts of every position, where they are recorded.

@@ -112,8 +112,7 @@ class Streams:
             return
         if running.task is not None:  # it waits for weights
             running.task.cancel()
-        running.state = StreamState.OUTSIDE
-        self._ended(running, FinishReason.ABORT)
+        self._end(running, FinishReason.ABORT)
 
     # ---- reporting them
 
@@ -148,7 +147,7 @@ class Streams:
                 if self.running.get(name) is running:  # else it was ended outside the engine
                     running.take(delta, self._out.clock.now())
                     if delta.finish_reason is not None:
-                        self._ended(running, delta.finish_reason)
+                        self._stream_ended(running, delta.finish_reason)
         except EngineLostError as error:
             if self.running.get(name) is running:
                 self._report(running, None, broken=Break.CUT)
@@ -159,14 +158,17 @@ class Streams:
                 self._report(running, None, refusal=str(error))
                 self._remove(running)
 
-    def _ended(self, running: Running, reason: FinishReason) -> None:
-        running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
-        if running.wall_cut:
-            reason = FinishReason.LENGTH
-        if reason is FinishReason.ABORT and running.state is StreamState.INTERRUPTED:
+    def _stream_ended(self, running: Running, reason: FinishReason) -> None:
+        """Take in the engine's last word, after which a trajectory that new weights interrupted goes on."""
+        overdue = running.wall_cut and running.length > 0
+        if reason is FinishReason.ABORT and running.state is StreamState.INTERRUPTED and not overdue:
             self._report(running, None, broken=Break.NEW_WEIGHTS)
-            return
-        self._report(running, reason)
+        else:
+            self._end(running, reason)
+
+    def _end(self, running: Running, reason: FinishReason) -> None:
+        running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
+        self._report(running, FinishReason.LENGTH if running.wall_cut else reason)
         self._remove(running)
 
     def _remove(self, running: Running) -> None:

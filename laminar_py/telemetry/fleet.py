@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
+from laminar_py.ledger.row_files import append_row
 from laminar_py.telemetry.stats import Stats
 
 EVERY_S = 1.0
@@ -17,5 +16,5 @@ async def watch_fleet(path: Path, stats: Stats, *, generated_tokens: Callable[[]
         while True:
             await asyncio.sleep(EVERY_S)
             if stats.in_rl:
-                file.write(msgspec.json.encode(stats.fleet(generated_tokens())) + b"\n")
+                append_row(file, stats.fleet(generated_tokens()))
                 file.flush()

@@ -1,22 +1,24 @@
-"""What the live view, `metrics.jsonl` and `summary.json` show. Fed by the controller; decides nothing.
+"""Numbers that the live view, `metrics.jsonl` and `summary.json` show. Fed by the controller; decides nothing.
 
 All durations are this host's monotonic clock. Distributions are counters over bounded integers, so memory does
 not grow with the run.
 """
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
+from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 NOTHING_LEARNED = StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=0.0)
 
@@ -95,6 +97,7 @@ class Stats:
         self._rl = Intervals(clock)
         self._generating = Intervals(clock)
         self._rewards: list[float] = []
+        self._not_finite = set[str]()  # metrics that were warned of
         self._reward = 0.0  # mean of those before the last step
         self._step_began: tuple[float, float] | None = None
         self._free_rl_s = totals.rl_s  # when the learner was done with the step before
@@ -156,17 +159,16 @@ class Stats:
     ) -> StepRow:
         """The row of a committed step; `metrics` are None where no group had signal and nothing was learned."""
         learned, totals = metrics or NOTHING_LEARNED, self.totals
-        staleness = [trajectory.staleness(version) for trajectory in batch]
-        self._count(batch, staleness, learned, generated_tokens=generated_tokens, versions_alive=versions_alive)
+        staleness = self._count(batch, version, learned)
         waited_s, reference_s = self._end_step(now := self.rl_s)
-        return StepRow(
+        row = StepRow(
             step=step,
             version=version,
             rl_s=now,
             reward=self._mean_reward(),
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
-            generated_tokens=totals.generated_tokens,
+            generated_tokens=self._generated_before + generated_tokens,
             staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
             staleness_max=max(staleness, default=0),
             length_p50=quantile(totals.lengths, 0.50),
@@ -193,23 +195,25 @@ class Stats:
             by_staleness=learned.by_staleness,
             **learned.tokens.figures,
         )
+        return self._noted(row)
 
-    def _count(
-        self,
-        batch: Sequence[Trajectory],
-        staleness: Sequence[int],
-        learned: StepMetrics,
-        *,
-        generated_tokens: int,
-        versions_alive: int,
-    ) -> None:
-        """Add a step to the totals."""
-        totals = self.totals
-        totals.staleness.update(staleness)
-        totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
-        totals.generated_tokens = self._generated_before + generated_tokens
-        totals.versions_alive_max = max(totals.versions_alive_max, versions_alive)
-        totals.reference_busy_s += learned.reference_s
+    def _noted(self, row: StepRow) -> StepRow:
+        """The row, noted in the totals; metrics that are not finite are named, each the first time."""
+        self.totals.generated_tokens = row.generated_tokens
+        self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
+        names = [name for name in row.not_finite if name not in self._not_finite]
+        if names:
+            self._not_finite.update(names)
+            log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
+        return row
+
+    def _count(self, batch: Sequence[Trajectory], version: int, learned: StepMetrics) -> list[int]:
+        """Add what a step trained on to the totals; the staleness of each trajectory."""
+        staleness = [trajectory.staleness(version) for trajectory in batch]
+        self.totals.staleness.update(staleness)
+        self.totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
+        self.totals.reference_busy_s += learned.reference_s
+        return staleness
 
     def _end_step(self, now: float) -> tuple[float, float]:
         """Seconds of this step without a batch, and in the reference model; the next one begins `now`."""
@@ -271,8 +275,7 @@ class Stats:
 def read_totals(metrics: Path, step: int) -> Totals:
     """Sums of a run that goes on from `step`. What was trained after it is undone; the time has passed."""
     totals = Totals()
-    for line in metrics.read_text().splitlines() if metrics.is_file() else []:
-        row = msgspec.json.decode(line, type=StepRow)
+    for row in read_rows(metrics, StepRow):
         totals.rl_s, totals.generated_tokens = row.rl_s, row.generated_tokens
         totals.learner_busy_s, totals.overlap_s = row.learner_busy_s, row.overlap_s
         totals.reference_busy_s = row.reference_busy_s

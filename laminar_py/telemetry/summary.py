@@ -219,5 +219,7 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
             kv_use=stats.kv_use,
             repack=read_repack(connection),
         )
-    run.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    partial = run.summary.with_suffix(".tmp")  # a dashboard may read it at this moment
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    partial.replace(run.summary)
     return summary

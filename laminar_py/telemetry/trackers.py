@@ -26,7 +26,10 @@ PARAMS_IN_A_CALL = 100  # as many as MLflow takes
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """Beginning of a tracker, e.g. `Opening(kind, "runs/math-3", "math-3", "math", {"learner.lr": 1e-6})`."""
+    """Beginning of a tracker, e.g. of a run of the project "math":
+
+    `Opening(kind=kind, folder="runs/math-3", name="math-3", project="math", settings={"learner.lr": 1e-6})`.
+    """
 
     kind: TrackerKind
     folder: str  # of the run

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live screen on a terminal, plain lines elsewhere."""
+"""View of a run while it goes on: a live screen on a terminal, plain lines elsewhere."""
 
 import time
 from typing import Protocol

@@ -1,7 +1,7 @@
-"""Keeping a part of a run: its processes are spawned, started, watched, replaced, counted and ended here.
+"""Keeping a part of a run: its processes are spawned, started, called, replaced, counted and ended here.
 
 Every kind of part has an owner beside this module (replicas, relays, scorers, learner, reference, trackers) that
-says what is special about it in a `Kept`. State of a part, changed by its `Keeper` alone:
+says what is special about it in a `PartSpec`. State of a part, changed by its `Keeper` alone:
 
     none -> spawned  processes run; there is none while the plan has no room for them
     spawned -> up    what runs in them has started
@@ -13,13 +13,14 @@ Invariant: a death is counted once, before there is a process in the place of th
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.placement import Place
-from laminar_py.workers.site import Site
-from laminar_py.workers.supervisor import Supervisor
+from laminar_py.workers.incarnation import Incarnation
 
+T = TypeVar("T")
 RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
 MAX_PATIENCE = 15  # times that
 
@@ -29,98 +30,99 @@ async def back_off(failures: int) -> None:
     await asyncio.sleep(RETRY_S * min(failures, MAX_PATIENCE))
 
 
-async def until_cancelled(parts: Sequence[Part]) -> None:
-    """Watch of a part whose death shows at its calls."""
-    await asyncio.Event().wait()
-
-
-async def every_death_counts(error: PartDiedError) -> PartDiedError | None:
+async def count_every_death(error: PartDiedError) -> PartDiedError | None:
     """Settle nothing."""
     return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class PartSpec:
     """Description of a part: what its processes are, and what is done at each turn of their life."""
 
     names: Sequence[str]  # of its processes, which live and die together, e.g. the ranks of a learner
     actor: type
     concurrency: int
     timeout_s: float  # of a call
-    places: Callable[[], Sequence[Place] | None]  # of each process by the plan in force; None without room
-    start: Callable[[Sequence[Part]], Awaitable[Sequence[int]]]  # what runs in them; their process ids
-    watch: Callable[[Sequence[Part]], Awaitable[None]] = until_cancelled  # ends by PartDiedError alone
-    lost: Callable[[PartDiedError], Awaitable[PartDiedError | None]] = every_death_counts
-    """Settles what it had; the death to count, None where it was ended on purpose."""
+    places: Callable[[], Sequence[Place | None]]  # of each process by the plan in force; None without room
+    start: Callable[[Sequence[Part]], Awaitable[None]]  # what runs in them
+    settle: Callable[[PartDiedError], Awaitable[PartDiedError | None]] = count_every_death
+    """Settles what a dead part had; the death to count, None for one that is no business of the run's."""
     rest: Callable[[int], Awaitable[None]] = back_off  # between a death and the next process
     first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
+    on_record: bool = True  # True where its starts are events of the run
 
 
 class Keeper:
-    """Keeps one part, e.g. `await Keeper(kept, site).keep()`; a `supervisor` of its own counts apart."""
+    """Keeps one part, e.g. `await Keeper(spec, incarnation).up()`."""
 
-    def __init__(self, kept: Kept, site: Site, *, supervisor: Supervisor | None = None) -> None:
+    def __init__(self, spec: PartSpec, incarnation: Incarnation) -> None:
         self.parts: Sequence[Part] = ()
         self.is_up = False
-        self._kept = kept
-        self._supervisor = supervisor or site.supervisor
-        self._placement = site.placement
+        self._spec = spec
+        self._supervisor = incarnation.supervisor
+        self._placement = incarnation.placement
         self._served = False
         self._failures = 0  # starts in a row
 
     def spawn(self) -> bool:
         """Start the processes, if there are none and there is room; True if there are some."""
-        places = None if self.parts else self._kept.places()
-        if places is not None:
-            kept = self._kept
-            self.parts = [
-                Part(name, kept.actor, concurrency=kept.concurrency, timeout_s=kept.timeout_s, place=place)
-                for name, place in zip(kept.names, places, strict=True)
-            ]
+        if not self.parts:
+            spec = self._spec
+            places = [place for place in spec.places() if place is not None]
+            if len(places) == len(spec.names):
+                self.parts = [
+                    Part(name, spec.actor, concurrency=spec.concurrency, timeout_s=spec.timeout_s, place=place)
+                    for name, place in zip(spec.names, places, strict=True)
+                ]
         return bool(self.parts)
 
     async def begin(self) -> Sequence[Part]:
         """The processes, started, as soon as there is room for them. Raises PartDiedError if one dies over it."""
         while not self.spawn():
             await asyncio.sleep(RETRY_S)
-            self._placement.refresh()
+            await self._placement.refresh(age_s=RETRY_S)
         if not self.is_up:
-            pids = await self._kept.start(self.parts)
+            await self._spec.start(self.parts)
+            pids = await asyncio.gather(*(part.call("pid") for part in self.parts))
             self.is_up, self._served, self._failures = True, True, 0
             for part, pid in zip(self.parts, pids, strict=True):
-                self._supervisor.started(part.name, pid)
+                assert isinstance(pid, int)
+                if self._spec.on_record:
+                    self._supervisor.started(part.name, pid)
         return self.parts
 
     async def up(self) -> Sequence[Part]:
         """The processes, started; others as often as they die over it. Raises RunFailedError, ConfigError."""
+
+        async def give(parts: Sequence[Part]) -> Sequence[Part]:
+            return parts
+
+        return await self.calling(give)
+
+    async def calling(self, call: Callable[[Sequence[Part]], Awaitable[T]]) -> T:
+        """The result of a call on the processes, made again on others as often as they die over it or before it.
+
+        Raises RunFailedError if they die too often, ConfigError if the user has to mend something.
+        """
         while True:
             try:
-                return await self.begin()
+                return await call(await self.begin())
             except PartDiedError as error:
-                await self.lost(error)
+                await self.replace(error)
 
-    async def keep(self) -> None:
-        """Have the part up and watched until cancelled. Raises as `up` does."""
-        while True:
-            parts = await self.up()
-            try:
-                await self._kept.watch(parts)
-            except PartDiedError as error:
-                await self.lost(error)
-
-    async def lost(self, error: PartDiedError) -> None:
+    async def replace(self, error: PartDiedError) -> None:
         """End what is left, count the death, rest. Raises RunFailedError if that was one too many."""
         self.kill()
         self._failures += not self.is_up
         self.parts, self.is_up = (), False
-        death = await self._kept.lost(error)
+        death = await self._spec.settle(error)
         if death is not None:
             self._supervisor.died(death)
-            if self._failures == self._kept.first_starts and not self._served:
+            if self._failures == self._spec.first_starts and not self._served:
                 raise RunFailedError(f"{death.part} does not start: {death.reason}; see logs/{death.part}.log")
-        self._placement.refresh()
-        await self._kept.rest(self._failures)
-        self._placement.refresh()  # a node may have gone meanwhile
+        await self._placement.refresh()
+        await self._spec.rest(self._failures)
+        await self._placement.refresh()  # a node may have gone meanwhile
 
     def kill(self) -> None:
         """End all processes; their keeper notices like any other death."""

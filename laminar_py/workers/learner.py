@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ray.exceptions import RayError
 
@@ -14,12 +16,13 @@ from laminar_py.packing.packer import Packed
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
-from laminar_py.workers.keeper import Keeper, Kept
+from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.learner import LearnerActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.site import Site
 from laminar_py.workers.specs import LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 
+T = TypeVar("T")
 START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
 PROGRESS_S = 1.0
 WATCH_S = 5.0
@@ -29,26 +32,26 @@ CALLS = 6  # at once: a step, a version and a checkpoint being completed, and a 
 class LearnerLink:
     """`world_size` learner processes that make every call together; the trainer says when they are replaced."""
 
-    def __init__(self, site: Site, *, relays: Relays, show: Callable[[LearnerProgress], None]) -> None:
-        self._config = site.config
-        self._run_dir = site.run.path
+    def __init__(
+        self, incarnation: Incarnation, *, relays: Relays, show: Callable[[LearnerProgress], None]
+    ) -> None:
+        self._config = incarnation.config
+        self._run_dir = incarnation.run.path
         self._relays = relays
         self._show = show
-        self._placement = site.placement
+        self._placement = incarnation.placement
         self._starts = 0
         self._started: LearnerStarted | None = None
         self._checkpoint: Path | None = None
-        self._keeper = Keeper(
-            Kept(
-                names=[f"learner-{rank}" for rank in range(site.config.learner.world_size)],
-                actor=LearnerActor,
-                concurrency=CALLS,
-                timeout_s=START_S,
-                places=lambda: site.placement.plan.learner,
-                start=self._start,
-            ),
-            site,
+        spec = PartSpec(
+            names=[f"learner-{rank}" for rank in range(incarnation.config.learner.world_size)],
+            actor=LearnerActor,
+            concurrency=CALLS,
+            timeout_s=START_S,
+            places=lambda: incarnation.placement.plan.learner,
+            start=self._start,
         )
+        self._keeper = Keeper(spec, incarnation)
 
     def spawn(self) -> None:
         """Start the processes; `start` starts what runs in them."""
@@ -63,15 +66,16 @@ class LearnerLink:
 
     async def replace(self, death: PartDiedError) -> None:
         """End all ranks and count that; others are there at the next `start`. Raises RunFailedError."""
-        await self._keeper.lost(death)
+        await self._keeper.replace(death)
 
     def kill(self) -> None:
         """End all ranks."""
         self._keeper.kill()
 
-    async def _start(self, parts: Sequence[Part]) -> Sequence[int]:
+    async def _start(self, parts: Sequence[Part]) -> None:
         relay = await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
+        ranks_on = Counter(part.place.node for part in parts)
         requests = [
             encode(
                 LearnerSpec(
@@ -84,14 +88,13 @@ class LearnerLink:
                     chunk_bytes=self._relays.chunk_bytes,
                     public_key=self._relays.keys.public,
                     secret_key=self._relays.keys.secret,
+                    ranks_here=ranks_on[part.place.node],
                     checkpoint=None if self._checkpoint is None else str(self._checkpoint),
                 )
             )
-            for rank in range(len(parts))
+            for rank, part in enumerate(parts)
         ]
-        self._started = decode(LearnerStarted, (await self._all("start", requests))[0])
-        pids = await self._together("pid", [None] * len(parts))
-        return [pid for pid in pids if isinstance(pid, int)]
+        self._started = await self._ask(LearnerStarted, "start", requests)
 
     async def _rendezvous(self, parts: Sequence[Part]) -> str:
         """Meeting point of the ranks: a new file if they are on one node, else a port of rank 0's."""
@@ -115,7 +118,7 @@ class LearnerLink:
         # Megabytes for each rank: off the loop, where reports and scores go on coming in.
         steps = [StepRequest(bundles, packed.terms, version) for bundles in packed.bundles]
         requests = [await asyncio.to_thread(encode, step) for step in steps]
-        return decode(StepOutcome, (await self._all("step", requests))[0])
+        return await self._ask(StepOutcome, "step", requests)
 
     async def publish(self, version: int) -> None:
         """Publish the weights as they are. Raises PartDiedError."""
@@ -123,9 +126,7 @@ class LearnerLink:
 
     async def completed(self, version: int) -> Published:
         """A version that is being published, once it is complete. Raises PartDiedError."""
-        (answer,) = await self._together("completed", [version])
-        assert isinstance(answer, bytes)
-        return decode(Published, answer)
+        return await self._ask(Published, "completed", [version])
 
     async def save(self, path: Path) -> None:
         """Begin a checkpoint in `path`; returns when the state is copied. Raises PartDiedError."""
@@ -141,15 +142,15 @@ class LearnerLink:
             await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
             for rank, part in enumerate(self._keeper.parts):
                 limit = START_S if starting else self._config.supervisor.heartbeat_timeout_s
-                answer = await part.call("progress", timeout_s=limit)
-                assert isinstance(answer, bytes)
+                progress = await part.ask(LearnerProgress, "progress", timeout_s=limit)
                 if starting and rank == 0:
-                    self._show(decode(LearnerProgress, answer))
+                    self._show(progress)
 
-    async def _all(self, method: str, arguments: Sequence[object]) -> list[bytes]:
-        answers = await self._together(method, arguments)
-        assert all(isinstance(answer, bytes) for answer in answers), f"{method} answers bytes"
-        return answers  # type: ignore[return-value]
+    async def _ask(self, kind: type[T], method: str, arguments: Sequence[object]) -> T:
+        """Answer of the first rank to a call on all."""
+        answer = (await self._together(method, arguments))[0]
+        assert isinstance(answer, bytes), f"{method} answers bytes"
+        return decode(kind, answer)
 
     async def _together(self, method: str, arguments: Sequence[object]) -> list[object]:
         """Make a call on every rank, or on the first of them if there is one argument.

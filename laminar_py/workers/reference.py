@@ -1,7 +1,8 @@
 """The reference stage: what waits for the reference model, the process that has it, and its revival.
 
-Owned by the controller, whose flow submits what is finished and gets log-probabilities back; neither waits for the
-stage. Invariant: what was submitted and is still wanted is delivered once, however often the process dies over it.
+Owned by the controller; the scheduler submits what is finished and gets log-probabilities back, and neither waits
+for the other. Invariant: what was submitted and is still wanted is delivered once, however often the process dies
+over it (law 6).
 """
 
 import asyncio
@@ -10,18 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part, watched
-from laminar_py.cluster.placement import Place
-from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.recordings import join_recordings
 from laminar_py.packing.queue import PackQueue
-from laminar_py.records.codec import FloatArray, decode, encode
+from laminar_py.records.codec import FloatArray, encode
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Trajectory
-from laminar_py.workers.keeper import Keeper, Kept
+from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.reference import ReferenceActor
-from laminar_py.workers.site import Site
 from laminar_py.workers.specs import ReferenceAnswer, ReferenceSpec
 
 NAME = "reference-0"
@@ -30,27 +27,22 @@ WATCH_S = 5.0
 
 
 class ReferenceStage:
-    """`busy` is told how many seconds each pass took the process."""
+    """Packed passes over what was submitted, one after the other."""
 
-    def __init__(self, site: Site, *, ledger: Ledger, busy: Callable[[float], None]) -> None:
-        self._config = site.config
-        self._run = site.run
-        self._placement = site.placement
-        self._ledger = ledger
-        self._busy = busy
-        self._queue = PackQueue(max_tokens=site.config.packer.max_tokens)
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._config = incarnation.config
+        self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
         self._starts = 0
-        self._keeper = Keeper(
-            Kept(
-                names=[NAME],
-                actor=ReferenceActor,
-                concurrency=2,
-                timeout_s=START_S,
-                places=self._places,
-                start=self._start,
-            ),
-            site,
+        spec = PartSpec(
+            names=[NAME],
+            actor=ReferenceActor,
+            concurrency=2,
+            timeout_s=START_S,
+            places=lambda: [incarnation.placement.plan.reference],
+            start=self._start,
         )
+        self._keeper = Keeper(spec, incarnation)
 
     def submit(self, trajectory: Trajectory) -> None:
         """Take it up as soon as the process is free."""
@@ -75,37 +67,31 @@ class ReferenceStage:
     async def _logprobs(self, bundle: Sequence[Trajectory]) -> list[FloatArray]:
         """[L] of each, by a new process where one dies over them."""
         request = await asyncio.to_thread(encode, await self._with_masks(bundle))
-        while True:
-            (part,) = await self._keeper.up()
-            try:
-                data = await watched(part.call("logprobs", request, timeout_s=math.inf), self._watch(part))
-            except PartDiedError as error:
-                await self._keeper.lost(error)
-                continue
-            assert isinstance(data, bytes)
-            answer = decode(ReferenceAnswer, data)
-            self._busy(answer.elapsed_s)
-            return answer.logprobs
+
+        async def call(parts: Sequence[Part]) -> ReferenceAnswer:
+            (part,) = parts
+            answer = part.ask(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
+            return await watched(answer, self._watch(part))
+
+        answer = await self._keeper.calling(call)
+        self._incarnation.stats.referred(answer.elapsed_s)
+        return answer.logprobs
 
     async def _with_masks(self, bundle: Sequence[Trajectory]) -> list[Trajectory]:
         """With what they were drawn from, where that is recorded; a reference chooses its experts itself."""
         if Recording.SAMPLING_MASK not in self._config.rollout.record:
             return list(bundle)
-        complete = await join_recordings(self._ledger, self._run.path, bundle)
+        complete = await self._incarnation.ledger.join_recordings(bundle)
         return [msgspec.structs.replace(complete.get(one.id, one), routed_experts=None) for one in bundle]
 
-    def _places(self) -> list[Place] | None:
-        place = self._placement.plan.reference
-        return None if place is None else [place]
-
-    async def _start(self, parts: Sequence[Part]) -> Sequence[int]:
+    async def _start(self, parts: Sequence[Part]) -> None:
         self._starts += 1
-        rendezvous = self._run.path.resolve() / f"rendezvous-{NAME}-{self._starts}"
+        run = self._incarnation.run.path
+        rendezvous = run.resolve() / f"rendezvous-{NAME}-{self._starts}"
         rendezvous.unlink(missing_ok=True)  # of one that was killed before the run was resumed
-        spec = ReferenceSpec(self._config.model_dump_json(), str(self._run.path), str(rendezvous))
-        pid = await parts[0].call("start", encode(spec))
-        assert isinstance(pid, int)
-        return [pid]
+        config = self._config.model_dump_json()
+        spec = ReferenceSpec(config=config, run_dir=str(run), rendezvous=str(rendezvous))
+        await parts[0].call("start", encode(spec))
 
     async def _watch(self, part: Part) -> None:
         """Raise PartDiedError when it hangs over a pass."""

@@ -8,14 +8,14 @@ and if that was the root's, all others start anew below the new one.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
-from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.errors import PartBugError, PartDiedError, bug_in
 from laminar_py.cluster.links import find_links
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.placement import Place
@@ -40,10 +40,10 @@ from laminar_py.relay.wire.messages import (
     VersionPulled,
 )
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.workers.keeper import Keeper, Kept
+from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.relay import RelayActor
-from laminar_py.workers.site import Site
-from laminar_py.workers.specs import RelayNews, RelaySpec
+from laminar_py.workers.specs import RelaySpec
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ PING_S = 1.0
 class Relays:
     """Nodes of the tree; node 0 is the root beside the learner."""
 
-    def __init__(self, site: Site, *, record: Callable[[AnyEvent], None]) -> None:
+    def __init__(self, incarnation: Incarnation) -> None:
         self.keys = RelayKeys.generate()
-        self._site = site
-        self._config = site.config
-        self._placement = site.placement
-        self._shm = site.run.shm(site.config.relay.shm)
-        self._record = record
+        self._incarnation = incarnation
+        self._config = incarnation.config
+        self._placement = incarnation.placement
+        self._shm = incarnation.run.shm(incarnation.config.relay.shm)
+        self._record = incarnation.ledger.append
         self._keepers: dict[int, Keeper] = {}
         self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
         self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
@@ -135,7 +135,7 @@ class Relays:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for node, keeper in self._keepers.items():
-                tasks.create_task(keeper.keep(), name=f"keep-relay-{node}")
+                tasks.create_task(keeper.calling(self._watch), name=f"keep-relay-{node}")
 
     async def hold(self, version: int) -> None:
         """Pull a version from the root under a name of its own, so that the root keeps it."""
@@ -174,13 +174,16 @@ class Relays:
             try:
                 async with asyncio.timeout(LOOK_S):
                     return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
+            except TimeoutError:
+                reason = f"no answer in {LOOK_S:g} s"
+            except RayTaskError as error:
+                if (bug := bug_in(error.cause)) is not None:
+                    raise PartBugError(f"relay-{node}: {type(bug).__name__}: {bug}") from error
+                reason = str(error.cause)
             except RayError:  # that host is dead, and what it held
                 return []
-            except TimeoutError:
-                log.warning(
-                    "relay-%d: no answer in %g s from node %s; what it holds is left out", node, LOOK_S, host
-                )
-                return []
+            log.warning("relay-%d: %s from node %s; what it holds is left out", node, reason, host)
+            return []
 
         answers = await asyncio.gather(*(look(node, host) for node, host in hosts))
         found = {manifest.version: manifest for manifests in answers for manifest in manifests}
@@ -192,36 +195,36 @@ class Relays:
         """The node's keeper; a new one that is at work, if there was none."""
         if node not in self._keepers:
             self._keepers[node] = Keeper(
-                Kept(
+                PartSpec(
                     names=[f"relay-{node}"],
                     actor=RelayActor,
                     concurrency=4,
                     timeout_s=self._config.supervisor.heartbeat_timeout_s,
                     places=partial(self._places, node),
                     start=partial(self._start_node, node),
-                    watch=self._watch,
                 ),
-                self._site,
+                self._incarnation,
             )
             if self._tasks is not None:
-                self._tasks.create_task(self._keepers[node].keep(), name=f"keep-relay-{node}")
+                watching = self._keepers[node].calling(self._watch)
+                self._tasks.create_task(watching, name=f"keep-relay-{node}")
         return self._keepers[node]
 
     async def _bring_up(self, node: int) -> None:
         """Have it up, as often as it dies over that; not where the plan has no host for it any more."""
         keeper = self._keeper(node)
-        while self._places(node) is not None and not keeper.is_up:
+        while self._placement.plan.relays[node] is not None and not keeper.is_up:
             try:
                 await keeper.begin()
             except PartDiedError as error:
-                await keeper.lost(error)
+                await keeper.replace(error)
 
-    def _places(self, node: int) -> list[Place] | None:
+    def _places(self, node: int) -> list[Place | None]:
         """Beside replicas; nowhere once its host has died and no replica needs it any more."""
         host = self._placement.plan.relays[node]
         if host is None:
             self._notify()  # who waits for it has to look elsewhere
-        return None if host is None else [Place(host)]
+        return [None if host is None else Place(host)]
 
     def _notify(self) -> None:
         self._changed.set()
@@ -230,19 +233,11 @@ class Relays:
     async def _watch(self, parts: Sequence[Part]) -> None:
         self._notify()
         while True:
-            await self._ask(parts[0])
+            for event in await parts[0].ask(list[RelayEvent], "ping"):
+                self._record(on_record(event, self._names))
             await asyncio.sleep(PING_S)
 
-    async def _ask(self, part: Part) -> int:
-        """Record a node's news; the id of its process. Raises PartDiedError."""
-        answer = await part.call("ping")
-        assert isinstance(answer, bytes)
-        news = decode(RelayNews, answer)
-        for event in news.events:
-            self._record(on_record(event, self._names))
-        return news.pid
-
-    async def _start_node(self, node: int, parts: Sequence[Part]) -> Sequence[int]:
+    async def _start_node(self, node: int, parts: Sequence[Part]) -> None:
         """Start it, on the port it had before if it was on that host."""
         (part,) = parts
         host = part.place.node
@@ -253,7 +248,7 @@ class Relays:
         planned = self._placement.plan.relays
         spec = RelaySpec(
             config=self._config_on(host).model_dump_json(),
-            run_dir=str(self._site.run.path),
+            run_dir=str(self._incarnation.run.path),
             node=node,
             store=str(self.store(node)),
             port=self._port(node, host),
@@ -268,11 +263,9 @@ class Relays:
         assert isinstance(endpoint, str)
         moved = self._hosts.get(node, host) != host
         self._endpoints[node], self._hosts[node] = endpoint, host
-        pid = await self._ask(part)
         if moved and not parents:
             for other in self._keepers.keys() - {node}:  # they look for the root where it was
                 self._keepers[other].kill()
-        return [pid]
 
     def _is_up(self, node: int) -> bool:
         """True where the node runs, and where the plan has it."""

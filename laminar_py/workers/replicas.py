@@ -1,4 +1,8 @@
-"""The replicas' processes: reports in, assignments out, revival with what they had. Owned by the controller."""
+"""The replicas' processes: reports in, assignments out, revival with what they had. Owned by the controller.
+
+Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights differ from another's
+under the same version counts as dead (law 3).
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,17 +10,14 @@ from functools import partial
 
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
-from laminar_py.cluster.placement import Place
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.engines.registry import secret_of
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.replica import ReplicaReport, Survey, WeightLoad
 from laminar_py.repack.signals import EngineSpeed
-from laminar_py.telemetry.stats import Stats
-from laminar_py.workers.keeper import RETRY_S, Keeper, Kept, back_off
+from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.site import Site
 from laminar_py.workers.specs import ReplicaSpec
 
 COLLECT_S = 1.0
@@ -29,16 +30,16 @@ FIRST_STARTS = 2  # that may fail before the run does
 class Replicas:
     """Processes of the rollout replicas, and what goes between them and the scheduler."""
 
-    def __init__(self, site: Site, *, scheduler: TrajectoryScheduler, relays: Relays, stats: Stats) -> None:
-        self._config = site.config
-        self._run_dir = site.run.path
-        self._placement = site.placement
+    def __init__(self, incarnation: Incarnation, *, scheduler: TrajectoryScheduler, relays: Relays) -> None:
+        self._incarnation = incarnation
+        self._config = incarnation.config
+        self._stats = incarnation.stats
         self._scheduler = scheduler
         self._relays = relays
-        self._stats = stats
         self._restarting: set[int] = set()  # killed on purpose
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
-        self._keepers = [Keeper(self._kept(index), site) for index in range(site.config.rollout.replicas)]
+        self._late_aborts: dict[int, list[str]] = {}  # of what a replica that starts is started with
+        self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
@@ -49,18 +50,18 @@ class Replicas:
         """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
         async with asyncio.TaskGroup() as tasks:
             for index, keeper in enumerate(self._keepers):
-                tasks.create_task(keeper.keep(), name=f"keep-replica-{index}")
+                tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
 
-    async def dispatch(self) -> None:
-        """Hand out what the scheduler has for replicas now."""
-        for index, trajectory_ids in self._scheduler.take_aborts().items():
-            self._tell(index, "abort", trajectory_ids)
-        for index, assignments in self._scheduler.dispatch().items():
-            parts = self._keepers[index].parts
-            if parts:
-                parts[0].send("submit", encode(assignments))
-            else:  # its process has just died: they wait for another
-                await self._scheduler.on_replica_lost(index)
+    def dispatch(self) -> None:
+        """Hand out what the scheduler has for replicas now; one without a place counts for nobody."""
+        self._scheduler.views.planned(place is not None for place in self._incarnation.placement.plan.replicas)
+        for index, trajectory_ids in self._scheduler.deadlines.take_aborts().items():
+            if self._keepers[index].is_up:
+                self._tell(index, "abort", trajectory_ids)
+            else:
+                self._late_aborts.setdefault(index, []).extend(trajectory_ids)
+        for index, assignments in self._scheduler.dispatcher.dispatch().items():
+            self._keepers[index].parts[0].send("submit", encode(assignments))
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
             self._tell(index, "call_off", trajectory_ids)
         self._stats.generating(self._scheduler.views.in_flight > 0)
@@ -90,7 +91,7 @@ class Replicas:
         self._tell(replica, "give_up", trajectory_ids)
 
     def _tell(self, replica: int, method: str, trajectory_ids: Sequence[str]) -> None:
-        """Unless it is dying or not there yet: then it has none of them."""
+        """Tell a replica that is up; one that is not has nothing to give up and expects nothing."""
         if self._keepers[replica].is_up:
             self._keepers[replica].parts[0].send(method, encode(list(trajectory_ids)))
 
@@ -133,66 +134,60 @@ class Replicas:
         self._restarting.add(index)
         self._keepers[index].kill()
 
-    def _kept(self, index: int) -> Kept:
-        return Kept(
+    def _spec(self, index: int) -> PartSpec:
+        return PartSpec(
             names=[f"replica-{index}"],
             actor=ReplicaActor,
             concurrency=16,
             timeout_s=self._config.supervisor.heartbeat_timeout_s,
-            places=partial(self._places, index),
+            places=lambda: [self._incarnation.placement.plan.replicas[index]],
             start=partial(self._start, index),
-            watch=partial(self._serve, index),
-            lost=partial(self._lost, index),
+            settle=partial(self._settle, index),
             rest=self._rest,
             first_starts=FIRST_STARTS,
         )
 
-    def _places(self, index: int) -> list[Place] | None:
-        place = self._placement.plan.replicas[index]
-        return None if place is None else [place]
-
-    async def _lost(self, index: int, error: PartDiedError) -> PartDiedError | None:
+    async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
         """Have what it had go on elsewhere; None if it was ended on purpose."""
-        await self._scheduler.on_replica_lost(index)
+        self._late_aborts.pop(index, None)
+        await self._scheduler.reports.on_replica_lost(index)
         if index not in self._restarting:
             return error
         self._restarting.discard(index)
         return None
 
     async def _rest(self, failures: int) -> None:
-        await self.dispatch()
+        self.dispatch()
         await back_off(failures)
 
-    async def _start(self, index: int, parts: Sequence[Part]) -> Sequence[int]:
+    async def _start(self, index: int, parts: Sequence[Part]) -> None:
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
-            run_dir=str(self._run_dir),
+            run_dir=str(self._incarnation.run.path),
             index=index,
             model_dir=str(self._config.model.path),
             relay=await self._relays.attach(index, parts[0].place),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
-            assignments=self._scheduler.for_starting(index),
-            secret=secret_of(self._config),
+            assignments=self._scheduler.dispatcher.for_starting(index),
+            secret=self._config.rollout.engine.secret(),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
-        pid = await parts[0].call("start", encode(spec), timeout_s=limit)
-        assert isinstance(pid, int)
-        return [pid]
+        await parts[0].call("start", encode(spec), timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Reports of a replica until it dies."""
         (part,) = parts
+        if (aborted := self._late_aborts.pop(index, None)) is not None:
+            part.send("abort", encode(aborted))
         while True:
-            data = await part.call("collect", COLLECT_S)
-            assert isinstance(data, bytes)
+            report = await part.ask(ReplicaReport, "collect", COLLECT_S)
             if index in self._restarting:
                 raise PartDiedError(f"replica-{index}", "restarted")
-            report = decode(ReplicaReport, data)
-            await self._scheduler.on_report(report)
+            await self._scheduler.reports.on_report(report)
             self._stats.on_report(report)
             self._compare(index, report.loads)
-            await self.dispatch()
+            self.dispatch()
 
     def _compare(self, index: int, loads: Sequence[WeightLoad]) -> None:
         """Engines that verified one version in one layout hold the same tensors. Raises PartDiedError if not."""

@@ -1,4 +1,4 @@
-"""What the controller tells a part when it starts it, and what the part answers. Typed; travels as bytes."""
+"""Orders of the controller to a part that starts, and the part's answers. Typed; travels as bytes."""
 
 import msgspec
 
@@ -6,15 +6,19 @@ from laminar_py.packing.packer import Bundle, StepTerms
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.replica import Assignment
-from laminar_py.relay.wire.messages import RelayEvent
 from laminar_py.telemetry.trackers import Opening
 
 
-class RelaySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Start of a relay node, e.g. node 0 (the root) of 3. `port` 0: any; parents in order of preference."""
+class PartStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what starts a part of a run."""
 
     config: str  # RunConfig as JSON
     run_dir: str
+
+
+class RelaySpec(PartStart, frozen=True, kw_only=True):
+    """Start of a relay node, e.g. node 0 (the root) of 3. `port` 0: any; parents in order of preference."""
+
     node: int
     store: str
     port: int
@@ -24,18 +28,9 @@ class RelaySpec(msgspec.Struct, frozen=True, kw_only=True):
     secret_key: str
 
 
-class RelayNews(msgspec.Struct, frozen=True):
-    """Answer of a relay node to a ping: its process, and all that happened since the last one."""
-
-    pid: int
-    events: list[RelayEvent]
-
-
-class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSpec(PartStart, frozen=True, kw_only=True):
     """Start of a replica; `assignments` are interrupted trajectories that it takes up before anything else."""
 
-    config: str
-    run_dir: str
     index: int
     model_dir: str
     relay: str  # endpoint
@@ -45,11 +40,9 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     secret: str | None = None  # that it opens its engine with
 
 
-class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
+class LearnerSpec(PartStart, frozen=True, kw_only=True):
     """Start of a rank of the learner; `checkpoint` is a folder to go on from."""
 
-    config: str
-    run_dir: str
     rank: int
     rendezvous: str  # file or tcp://ip:port that the ranks meet at
     store: str  # the root relay's
@@ -57,6 +50,7 @@ class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int  # that versions are cut into
     public_key: str
     secret_key: str
+    ranks_here: int  # on its node, itself among them
     checkpoint: str | None = None
 
 
@@ -85,19 +79,15 @@ class StepOutcome(msgspec.Struct, frozen=True):
     stall_s: float  # that the learner stood still for it
 
 
-class ScorerSpec(msgspec.Struct, frozen=True):
+class ScorerSpec(PartStart, frozen=True, kw_only=True):
     """Start of a scoring process."""
 
-    config: str
-    run_dir: str
     index: int
 
 
-class ReferenceSpec(msgspec.Struct, frozen=True):
+class ReferenceSpec(PartStart, frozen=True, kw_only=True):
     """Start of the reference model's process."""
 
-    config: str
-    run_dir: str
     rendezvous: str  # a file that does not exist yet, for a group of one
 
 

@@ -1,15 +1,14 @@
-"""What a run tells its trackers, and the processes that they are in. Owned by the controller.
+"""Messages of a run to its trackers, and the processes that they are in. Owned by the controller.
 
-Invariant: nothing in a run waits for a tracker, and none can end it. What is told waits in a bounded queue; a
-tracker that is slow or gone costs its own messages, which are counted. A tracker's process that dies is started
-anew, and goes on with the tracker's run.
+Invariant: nothing in a run waits for a tracker (law 8), and none can end it. What is told waits in a bounded
+queue; a tracker that is slow or gone costs its own messages, which are counted. A tracker's process that dies is
+started anew, and goes on with the tracker's run.
 """
 
 import asyncio
 import logging
 import math
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -21,11 +20,10 @@ from laminar_py.records.metrics import StepRow
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.trackers import Ending, Message, Opening, Rewound, Values
 from laminar_py.telemetry.tracking import flat_row, flat_settings, flat_summary
-from laminar_py.workers.keeper import Keeper, Kept
+from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.tracker import TrackerActor
-from laminar_py.workers.site import Site
 from laminar_py.workers.specs import TrackerSpec
-from laminar_py.workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +37,9 @@ FAILED_CLOSE_S = 5.0
 class TrackerLink:
     """A tracker in a process of its own on the controller's node; messages go one by one, each is answered."""
 
-    def __init__(self, opening: Opening, site: Site, *, queued: int = QUEUED, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self, opening: Opening, incarnation: Incarnation, *, queued: int = QUEUED, retry_s: float = RETRY_S
+    ) -> None:
         self._opening = opening
         self._retry_s = retry_s
         self._queue: asyncio.Queue[Message] = asyncio.Queue(queued)
@@ -47,18 +47,18 @@ class TrackerLink:
         self._warned = False
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        kept = Kept(
+        spec = PartSpec(
             names=[f"tracker-{opening.kind}"],
             actor=TrackerActor,
             concurrency=1,
             timeout_s=START_S,
-            places=lambda: [site.placement.here],
+            places=lambda: [incarnation.placement.here],
             start=self._open,
+            settle=self._settle,
             rest=self._rest,
+            on_record=False,
         )
-        # Its deaths are no business of the run's: they are neither on record nor too many.
-        supervisor = Supervisor(record=lambda event: None, max_restarts=sys.maxsize)
-        self._keeper = Keeper(kept, site, supervisor=supervisor)
+        self._keeper = Keeper(spec, incarnation)
 
     @property
     def undelivered(self) -> int:
@@ -67,7 +67,8 @@ class TrackerLink:
 
     def start(self) -> None:
         """Begin to deliver. Not a task of the run's group: its fate must not be the run's."""
-        self._task = asyncio.create_task(self._run(), name=f"tracker-{self._opening.kind}")
+        work = self._keeper.calling(self._deliver)
+        self._task = asyncio.create_task(work, name=f"tracker-{self._opening.kind}")
 
     def tell(self, message: Message) -> None:
         """Never waits."""
@@ -76,10 +77,6 @@ class TrackerLink:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
             self._warn(f"{self._queue.qsize()} wait for it")
-
-    async def settled(self) -> None:
-        """Until each message of before has arrived or is lost."""
-        await self._queue.join()
 
     async def close(self, summary: dict[str, float] | None, *, limit_s: float) -> None:
         """Deliver what is queued and the summary, in this time at most; then its process is gone."""
@@ -100,28 +97,23 @@ class TrackerLink:
         if self.undelivered:
             log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
 
-    async def _run(self) -> None:
+    async def _deliver(self, parts: Sequence[Part]) -> None:
+        """Pass messages on, up to the last. Raises PartDiedError; the message that it was over is lost."""
         message: Message | None = None
         while not isinstance(message, Ending):
             message = await self._queue.get()
-            try:
-                (part,) = await self._keeper.begin()
-                await part.call("tell", encode(message), timeout_s=math.inf)
-                self._delivered += 1
-            except PartDiedError as error:
-                self._warn(f"its process died ({error.reason}), see logs/{error.part}.log")
-                over = self._closing.is_set()
-                await self._keeper.lost(error)
-                if over:
-                    return
-            finally:
-                self._queue.task_done()
+            await parts[0].call("tell", encode(message), timeout_s=math.inf)
+            self._delivered += 1
 
-    async def _open(self, parts: Sequence[Part]) -> Sequence[int]:
+    async def _settle(self, error: PartDiedError) -> None:
+        """Say what is lost, which the run does not count; once it is over nobody takes the place of the dead."""
+        self._warn(f"its process died ({error.reason}), see logs/{error.part}.log")
+        if self._closing.is_set():
+            raise error
+
+    async def _open(self, parts: Sequence[Part]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        pid = await parts[0].call("start", encode(TrackerSpec(self._opening, environment)))
-        assert isinstance(pid, int)
-        return [pid]
+        await parts[0].call("start", encode(TrackerSpec(self._opening, environment)))
 
     async def _rest(self, failures: int) -> None:
         """Wait a while after a death; not once the run is over."""
@@ -138,14 +130,14 @@ class TrackerLink:
 class Trackers:
     """Trackers of a run."""
 
-    def __init__(self, site: Site, *, resumed: bool) -> None:
-        config, run = site.config, site.run
+    def __init__(self, incarnation: Incarnation, *, resumed: bool) -> None:
+        config, run = incarnation.config, incarnation.run
         project = config.tracking.project or config.name
         settings = flat_settings(config.model_dump(mode="json"))
         self._links = [
             TrackerLink(
                 Opening(kind=kind, folder=str(run.path), name=run.name, project=project, settings=settings),
-                site,
+                incarnation,
             )
             for kind in config.tracking.kinds
         ]
@@ -167,10 +159,6 @@ class Trackers:
         """Tell a held-out accuracy, at the step of its version, which may be long past."""
         values = {"eval/accuracy": result.accuracy, "eval/version": result.version, "eval/rl_s": result.rl_s}
         self._tell(Values(result.step, values))
-
-    async def settled(self) -> None:
-        """Until each message of before has arrived or is lost."""
-        await asyncio.gather(*(link.settled() for link in self._links))
 
     async def close(self, summary: Summary | None) -> None:
         """End all; without a summary the run failed."""

@@ -1,17 +1,28 @@
 """The benchmark of the packer in its smallest form: every figure comes, and those that no load changes hold."""
 
-from laminar_py.bench.catalog import ROWS, row_names
-from laminar_py.bench.packer import PackerSize, draw_lengths, make_trajectories, pack_here, quality, rows
+from laminar_py.bench import packer
+from laminar_py.bench.packer import draw_lengths, make_trajectories, pack_here, quality
+from tests.bench.figures import figures
 
-TINY = PackerSize(sequences=64, seeds=2, random_batches=5, steps=3)
+
+def test_a_step_fills_at_most_what_there_is():
+    found = figures("packer", "step", packer.step_rows(sequences=64, seeds=2))
+    assert all(0 < found[name] <= 1 for name in ("fill", "capacity_used"))
 
 
-def test_every_figure_comes_once():
-    found = {row.name: row.value for row in rows(tell=lambda line: None, size=TINY)}
-    assert list(found) == row_names(ROWS, "packer")
-    shares = row_names(ROWS, "packer", "look_ahead", "prefix")
-    assert all(0 < found[name] <= 1 for name in ("fill", "capacity_used", *shares))
-    assert found["cap_violations"] == 0
+def test_no_random_batch_breaks_the_cap():
+    assert figures("packer", "random", packer.random_rows(batches=5)) == {"cap_violations": 0}
+
+
+def test_a_stream_has_a_fill_and_a_cost_of_each_stage():
+    found = figures("packer", "stream", packer.stream_rows(sequences=64, seeds=1))
+    assert all(value > 0 for value in found.values())
+
+
+def test_shares_of_look_ahead_and_prefixes_are_of_the_whole():
+    ahead = figures("packer", "look_ahead", packer.look_ahead_rows(steps=3))
+    prefixes = figures("packer", "prefix", packer.prefix_rows(groups=64))
+    assert all(0 < share <= 1 for share in (*ahead.values(), *prefixes.values()))
 
 
 def test_a_large_step_is_filled_and_balanced_as_promised():

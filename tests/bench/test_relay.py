@@ -1,13 +1,30 @@
-"""The benchmark of the relay in its smallest form: every figure comes."""
+"""The benchmark of the relay in its smallest form: every figure comes and is positive."""
 
-from laminar_py.bench.catalog import ROWS, row_names
-from laminar_py.bench.relay.measure import RelaySize, rows
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from laminar_py.bench.catalog import SHARED_MEMORY
+from laminar_py.bench.relay import hop, steps
+from tests.bench.figures import figures
 from tests.bench.test_engines import TINY
 
+MEASUREMENTS = {
+    "hop": partial(hop.rows, num_bytes=2**20),
+    "publish": partial(steps.stall_rows, config=TINY),
+    "delta": partial(steps.delta_rows, config=TINY),
+}
 
-def test_every_figure_comes_once_and_is_positive():
-    parts, heard = list(ROWS["relay"]), []
-    found = rows(parts, repeats=1, tell=heard.append, size=RelaySize(2**20, TINY))
-    assert [row.name for row in found] == row_names(ROWS, "relay")
-    assert all(row.value > 0 for row in found)
+
+def left() -> set[Path]:
+    return set(SHARED_MEMORY.glob("laminar-bench-*"))
+
+
+@pytest.mark.parametrize("only", MEASUREMENTS)
+def test_every_figure_comes_once_and_is_positive_and_nothing_is_left(only):
+    heard, before = [], left()
+    found = figures("relay", only, MEASUREMENTS[only](shm=SHARED_MEMORY, repeats=1, tell=heard.append))
+    assert all(value > 0 for value in found.values())
     assert heard
+    assert left() <= before

@@ -3,19 +3,20 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.catalog import ROWS
-from benchmarks.relay import namespaces
-from benchmarks.relay.measure import BroadcastSize, rows
-from laminar_py.bench.catalog import row_names
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.relay import fanout, hosts, namespaces, sockets
+from benchmarks.relay.fleet import CpuWatch
+from benchmarks.relay.peers import SOURCE, here, http_side
+from laminar_py.bench.catalog import SHARED_MEMORY
 from laminar_py.config.section import ConfigError
 
 MIB = 2**20
 PATIENCE_S = 60.0
-SIZE = BroadcastSize(num_bytes=4 * MIB, num_replicas=2, num_hosts=3, mbit_per_s=2000)
 KILLED = """
 import os, signal
 from functools import partial
@@ -30,6 +31,12 @@ with Network(1, mbit_per_s=1) as network, shared_folder() as folder:
 """
 
 
+class Busy:
+    """This process, as a worker."""
+
+    pid = os.getpid()
+
+
 @pytest.fixture
 def _hosts() -> None:
     try:
@@ -38,27 +45,61 @@ def _hosts() -> None:
         pytest.skip(str(error))
 
 
-def measure(*parts):
-    heard = []
-    found = rows(parts, repeats=1, tell=heard.append, size=SIZE)
-    assert all(row.value > 0 for row in found)
-    assert heard
-    return [row.name for row in found]
+def names(only: str) -> list[str]:
+    return BENCHMARKS["relay"].measurements[only].rows.split()
+
+
+def positive(rows) -> list[str]:
+    """Names of rows, all of which have a figure."""
+    assert all(row.value > 0 for row in rows)
+    return [row.name for row in rows]
 
 
 def traces(pid: int) -> list[Path]:
     """What a benchmark of this process id has left."""
-    folders = (namespaces.NAMESPACES, namespaces.SHARED_MEMORY)
+    folders = (namespaces.NAMESPACES, SHARED_MEMORY)
     return [path for folder in folders for path in folder.glob(f"{namespaces.PREFIX}{pid}*")]
 
 
-def test_every_figure_of_one_host_comes_once_and_is_positive():
-    assert sorted(measure("sockets", "fanout")) == sorted(row_names(ROWS, "relay", "sockets", "fanout"))
+def test_every_figure_of_a_hop_comes_once_and_is_positive():
+    found = sockets.rows(shm=SHARED_MEMORY, repeats=1, tell=print, num_bytes=4 * MIB)
+    assert sorted(positive(found)) == sorted(names("sockets"))
+
+
+def test_each_peer_on_one_host_tells_its_own_conditions():
+    found = fanout.rows(shm=SHARED_MEMORY, repeats=1, tell=print, num_bytes=4 * MIB, num_replicas=2)
+    assert positive(found) == names("fanout")
+    ray, gloo, http = (row.conditions for row in found)
+    assert "ray: ray.put" in ray
+    assert "gloo: broadcast from and into memory that is not shared" in gloo
+    assert "http: http.server with sendfile" in http
+    assert "a round begins with the writing" in http
+
+
+def test_a_download_of_a_file_that_is_there_writes_nothing_in_its_round(tmp_path):
+    with http_side(here, tmp_path / "http", count=2, num_bytes=MIB, with_writing=False) as peers:
+        written = (tmp_path / "http" / SOURCE).stat().st_mtime_ns
+        assert peers.measure(0) > 0
+        peers.check()
+        assert (tmp_path / "http" / SOURCE).stat().st_mtime_ns == written
+    assert "a round begins with the first request" in peers.conditions
+
+
+def test_a_share_of_cores_is_of_the_time_that_was_watched():
+    watch = CpuWatch([Busy()])
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    assert 0 < watch.stop(seconds=1e-9).own <= 1
 
 
 @pytest.mark.usefixtures("_hosts")
 def test_every_figure_of_many_hosts_comes_once_and_nothing_is_left():
-    assert measure("hosts") == [name.replace("8hosts", "3hosts") for name in row_names(ROWS, "relay", "hosts")]
+    found = hosts.rows(repeats=1, tell=print, num_bytes=4 * MIB, num_hosts=3, mbit_per_s=2000)
+    assert positive(found) == [name.replace("8hosts", "3hosts") for name in names("hosts")]
+    gloo, http = (row.conditions for row in found[-2:])
+    assert "gloo: broadcast from and into memory that is not shared" in gloo
+    assert "http: http.server with sendfile" in http
     assert not traces(os.getpid())
 
 

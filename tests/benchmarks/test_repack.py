@@ -2,12 +2,11 @@
 
 import pytest
 
-from benchmarks.catalog import ROWS
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.repack import schedules, workload
-from benchmarks.repack.measure import SIGMA_20X
-from benchmarks.repack.schedules import CONTENDERS, PilotRun, ScheduleRate, best_split
+from benchmarks.repack.schedules import CONTENDERS, SIGMA_20X, PilotRun, ScheduleRate, best_split
 from benchmarks.repack.workload import ArmFigures, latency_p95_s
-from laminar_py.bench.catalog import row_names
+from tests.bench.figures import figures
 from tests.ledger.runs import begin, make_ready, open_ledger
 
 PILOT = PilotRun(
@@ -25,8 +24,10 @@ def test_ratios_are_medians_over_seeds_and_the_gain_is_that_of_the_ceiling():
         for rate, use in ((10, 0.6), (12, 0.7), (13, 0.8), (16, 0.9))
     )
     arms = {"none": none, "paper": paper, "predictive": ours, "full": full}
-    rows = {row.name: row.value for row in workload.table(arms, "")}
-    assert list(rows) == row_names(ROWS, "repack", "workload")
+    found = workload.table(arms, "of its window")
+    whole = {row.name for row in found if row.conditions.endswith("of the whole run, from its start")}
+    assert whole == {"round_s", "round_paper_s", "release_s"}
+    rows = figures("repack", "workload", found, catalog=BENCHMARKS)
     assert rows["throughput_repack_over_off"] == pytest.approx(1.3)
     assert rows["ours_over_paper_planner"] == pytest.approx(13 / 12)
     assert rows["gain_of_ceiling"] == pytest.approx(0.5)
@@ -36,15 +37,10 @@ def test_ratios_are_medians_over_seeds_and_the_gain_is_that_of_the_ceiling():
 
 def test_schedules_are_told_by_their_skew():
     names = ["sync", *(contender.name for contender in CONTENDERS)]
-    found = {name: [ScheduleRate(float(number + 1), 0.2)] for number, name in enumerate(names)}
+    found = {name: ScheduleRate(float(number + 1), 0.2) for number, name in enumerate(names)}
     splits = dict.fromkeys(names[1:], 12)
-    rows = [
-        row
-        for sigma in (workload.SIGMA, SIGMA_20X)
-        for row in schedules.table(found, splits, seeds=[0], sigma=sigma)
-    ]
-    assert [row.name for row in rows] == row_names(ROWS, "repack", "schedules")
-    assert rows[-1].value == pytest.approx(5 / 6)
+    rows = [row for sigma in (workload.SIGMA, SIGMA_20X) for row in schedules.table(found, splits, sigma=sigma)]
+    assert figures("repack", "schedules", rows, catalog=BENCHMARKS)["async_repack_of_ceiling"] == 5 / 6
 
 
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)

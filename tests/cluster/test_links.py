@@ -74,6 +74,17 @@ def test_of_all_hops_that_would_do_the_first_is_measured(relays):
     assert pairs(addresses, zones) == (next(iter(near), None), next(iter(far), None))
 
 
+async def test_a_link_that_is_named_is_not_measured():
+    class Apart:
+        """A placement of hosts that cannot be reached."""
+
+        def ip(self, host):
+            return host
+
+    links = await find_links(RelayConfig(link_gbit_per_s=80), ["a", "b", "c"], ["r", "r", "s"], Apart(), KEYS)
+    assert astuple(links) == pytest.approx((1e10, ASSUMED.overhead_s, math.inf))
+
+
 def test_an_end_of_a_probe_answers_why_it_failed():
     assert "ZMQError" in decode(Told, receive_to_measure("127.0.0.1", "9", "short", "key")).reason
     assert "ZMQError" in decode(Told, send_to_measure("127.0.0.1", "0", "short", "key")).reason

@@ -1,10 +1,11 @@
 """What a part's error means for its run: it is started anew, the user mends something, or we do."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from laminar_py.cluster.errors import PartBugError, PartDiedError
+from laminar_py.cluster.errors import PartBugError, PartDiedError, tell_unexpected
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.section import ConfigError
@@ -16,10 +17,11 @@ BUG, DIED, USER = PartBugError, PartDiedError, ConfigError
 
 
 class Faulty:
-    """Raises what it is told to."""
+    """Raises what it is told to: several errors as a group."""
 
-    def call(self, name):
-        raise {kind.__name__: kind for kind in RAISED}[name]("why")
+    def call(self, *names):
+        errors = [{kind.__name__: kind for kind in RAISED}[name]("why") for name in names]
+        raise errors[0] if len(errors) == 1 else ExceptionGroup("group", [ExceptionGroup("inner", errors)])
 
     def answer(self):
         return 1
@@ -51,6 +53,22 @@ async def test_a_bug_is_neither_a_death_nor_the_users_fault(cluster, caplog):
     found = await asyncio.gather(*map(fails, RAISED))
     assert dict(zip(RAISED, found, strict=True)) == RAISED
     assert "in call" in caplog.text, "the traceback is in the log"
+
+
+async def test_a_bug_anywhere_in_a_group_counts_and_after_that_what_the_user_has_to_mend(cluster):
+    for names, kind in (
+        (("RuntimeError", "NoRoomError", "TypeError"), BUG),
+        (("RuntimeError", "NoRoomError"), USER),
+        (("RuntimeError", "RefusedError"), DIED),
+    ):
+        part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+        with pytest.raises(kind, match="why"):
+            await part.call("call", *names)
+
+
+def test_the_line_on_a_parts_bug_names_the_error_itself():
+    line = tell_unexpected(PartBugError("replica-0: TypeError: why"), Path("controller.log"))
+    assert "a bug of laminar's: replica-0: TypeError: why; the traceback is in controller.log" in line
 
 
 async def test_a_bug_in_what_was_sent_without_waiting_shows_at_the_next_call(cluster):

@@ -1,6 +1,8 @@
 """Where parts go: laws of the plan, and real Ray actors that land where it says."""
 
+import asyncio
 import os
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -150,8 +152,8 @@ def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, ne
         ),
         (
             (4, 4),
-            Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=8),
-            r"there is room for 0; each needs rollout\.engine\.tensor_parallel=8 .* than 4",
+            Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=8, placed_by="dice.size"),
+            r"there is room for 0; each needs 8 GPUs of one node \(dice\.size\), .* than 4",
         ),
         (
             (4,),
@@ -170,8 +172,8 @@ def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, ne
         ),
         (
             (0, 0),
-            Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, hosts=("10.9.9.9",)),
-            r"rollout\.engine\.urls\[0\]: no Ray node .* 10\.9\.9\.9",
+            Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, hosts=("10.9.9.9",), placed_by="dice.hosts"),
+            r"dice\.hosts\[0\]: no Ray node .* 10\.9\.9\.9",
         ),
     ],
 )
@@ -287,59 +289,75 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
             assert plan.reference == before.reference
 
 
-def test_a_placement_is_made_anew_from_the_nodes_alive():
+async def test_a_placement_is_made_anew_from_the_nodes_alive():
     seen = hosts(8, 8, 8)
     placement = Placement(
         Needs(ranks=2, rank_gpus=1, replicas=8, replica_gpus=1, shared_nodes=False), lambda: seen
     )
     assert on(placement.plan.replicas) == "b" * 8
     del seen[1]
-    placement.refresh()
+    await placement.refresh()
     assert on(placement.plan.replicas) == "c" * 8
     assert placement.plan.relays == ("a", "c")
     assert (placement.ip("b"), placement.ip("c")) == ("10.0.0.1", "10.0.0.2")
     del seen[1]
     with pytest.raises(RunFailedError, match="no replica has a place"):
-        placement.refresh()
+        await placement.refresh()
 
 
-def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_that_has_it():
+async def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_that_has_it():
     seen = hosts(8, 8, 8)
     placement = Placement(
         Needs(ranks=8, rank_gpus=1, replicas=16, replica_gpus=1, shared_nodes=False), lambda: seen
     )
     del seen[1]
-    placement.refresh()
+    await placement.refresh()
     assert [place.node if place else None for place in placement.plan.replicas] == [None] * 8 + ["c"] * 8
     assert placement.plan.relays == ("a", None, "c")
     seen.append(Node(id="d", ip="10.0.0.9", gpus=8, cpus=8))
-    placement.refresh()
+    await placement.refresh()
     assert on(placement.plan.replicas) == "d" * 8 + "c" * 8
     assert placement.plan.relays == ("a", "d", "c")
 
 
-def test_a_learner_without_a_place_ends_the_run():
+async def test_a_learner_without_a_place_ends_the_run():
     seen = hosts(8, 8)
     placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=8, replica_gpus=1), lambda: seen)
     del seen[0]
     with pytest.raises(RunFailedError, match=r"what is left is too little: learner\.world_size=8"):
-        placement.refresh()
+        await placement.refresh()
 
 
-def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_made_anew():
+async def test_those_who_wait_for_a_node_share_a_look_which_does_not_hold_up_the_loop():
+    looks = []
+
+    def see():
+        looks.append(threading.current_thread())
+        return hosts(8)
+
+    placement = Placement(Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=1), see)
+    looks.clear()
+    await asyncio.gather(*(placement.refresh(age_s=60.0) for _ in range(5)))
+    assert len(looks) == 1
+    assert looks[0] is not threading.main_thread()
+    await asyncio.gather(*(placement.refresh() for _ in range(5)))
+    assert len(looks) == 3, "the second began after the other four had asked"
+
+
+async def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_made_anew():
     seen = hosts(8, 8)
     placement = Placement(Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1), lambda: seen)
     seen[0] = Node(id="a", ip="10.0.0.0", gpus=0, cpus=8, here=True)  # as Ray tells once the parts run
     seen[1] = Node(id="c", ip="10.0.0.9", gpus=8, cpus=8)
-    placement.refresh()
+    await placement.refresh()
     assert on((*placement.plan.learner, *placement.plan.replicas)) == "a" * 8
 
 
 @pytest.mark.parametrize(
     ("name", "gpus", "learner", "rollout"),
     [
-        ("math_7b_8gpu_tp1", (8,), 2, 6),
-        ("math_7b_8gpu_tp2", (8,), 2, 6),
+        ("math_7b_8gpu_tp1", (8,), 3, 5),
+        ("math_7b_8gpu_tp2", (8,), 4, 4),
         ("math_7b_cluster", (8, 8, 8), 8, 16),
     ],
 )
@@ -348,7 +366,7 @@ def test_a_shipped_gpu_config_fits_the_cluster_that_it_names(name, gpus, learner
     plan = make_plan(Needs.of(config), hosts(*gpus))
     assert_laws(plan, Needs.of(config), hosts(*gpus))
     assert sum(place.gpus for place in plan.learner) == learner
-    assert sum(place.gpus for place in plan.replicas) == rollout > learner
+    assert sum(place.gpus for place in plan.replicas) == rollout >= learner
     assert len(plan.nodes) == len(gpus)
 
 
@@ -381,5 +399,5 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
         wait_for_a_death(1)
         with pytest.raises(PartDiedError):
             await parts[[place.node for place in places].index(other.id)].call("where")
-        placement.refresh()
+        await placement.refresh()
         assert [place is None for place in placement.plan.replicas].count(True) == 2

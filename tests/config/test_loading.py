@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.engines.registry import backend_of
 
 REPO = Path(__file__).parents[2]
 MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -25,7 +25,8 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"stepz": 1}, "stepz=1: unknown key"),
+        ({"stepz": 1}, "stepz=1: unknown key; docs/config.md lists"),
+        ({"rollout": {"engine": {"stepz": 1}}}, "rollout.engine.stepz=1: unknown key; docs/config.md lists"),
         ({"steps": "many"}, "steps='many': input should be a valid integer"),
         ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
         ({"rollout": {"replicas": True}}, "rollout.replicas=True"),
@@ -34,7 +35,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
-        ({"rollout": {"engine": {"urls": ["http://a"]}}}, "rollout.engine.urls=['http://a']: unknown key"),
+        ({"rollout": {"engine": {"urls": ["http://a"]}}}, "unknown key; set rollout.engine.kind=sglang"),
         (
             {"rollout": {"engine": {**SGLANG, "tensor_parallel": 0}}},
             "rollout.engine.tensor_parallel=0: input should",
@@ -112,7 +113,8 @@ def test_a_config_that_reaches_an_actor_as_json_has_the_section_of_its_backend(c
     config = parse_config({**MINIMAL, **change})
     read = RunConfig.model_validate_json(config.model_dump_json())
     assert read == config
-    assert type(read.rollout.engine) is type(config.rollout.engine) is backend_of(config).settings
+    section = BACKENDS.get(config.rollout.engine.kind).settings
+    assert type(read.rollout.engine) is type(config.rollout.engine) is section
 
 
 def test_an_engine_named_on_the_command_line_is_that_of_its_kind_whatever_the_file_says_of_another(tmp_path):

@@ -1,11 +1,12 @@
 """Registries: names open what they stand for, and every fault of a package is one line that names it."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from laminar_py.config.registry import Registry
-from laminar_py.config.section import ConfigError
+from laminar_py.config.registry import Registry, named_section
+from laminar_py.config.section import ConfigError, Section
 
 GROUP = "laminar_py.test_counts"
 
@@ -27,8 +28,8 @@ def install(tmp_path, monkeypatch):
     return install
 
 
-def counts():
-    return Registry(int, field="some.count", group=GROUP, built_in={"pad": "tests.config.test_registry:PAD"})
+def counts(kind=int):
+    return Registry(kind, field="some.count", group=GROUP, built_in={"pad": "tests.config.test_registry:PAD"})
 
 
 PAD = 7
@@ -74,12 +75,13 @@ def test_a_package_that_cannot_be_imported_is_named_with_its_error(install, sour
         counts().get("x")
 
 
-def test_what_is_opened_must_be_of_the_kind(install):
+@pytest.mark.parametrize(("kind", "wanted"), [(int, "instance of int"), (type, "class")])
+def test_what_is_opened_must_be_of_the_kind(install, kind, wanted):
     install("wordpack", "WORD = 'ten'", ten="wordpack:WORD")
     with pytest.raises(
-        ConfigError, match=r"^some\.count=ten: wordpack:WORD of package wordpack is a str and no int;"
+        ConfigError, match=rf"^some\.count=ten: wordpack:WORD of package wordpack is no {wanted} but a str; name"
     ):
-        counts().get("ten")
+        counts(kind).get("ten")
 
 
 def test_a_package_cannot_take_a_built_in_name(install):
@@ -93,3 +95,61 @@ def test_two_packages_cannot_share_a_name(install):
     install("two", "X = 2", x="two:X")
     with pytest.raises(ConfigError, match=r"^some\.count=x: package one and package two announce it;"):
         counts().get("x")
+
+
+def test_an_error_that_came_through_a_package_names_it_and_one_of_ours_stays_as_it_is(install):
+    install("divpack", "def divide(): return 1 // 0\nX = 1", x="divpack:X")
+    registry = counts()
+    assert registry.get("x") == 1
+    from divpack import divide
+
+    with (
+        pytest.raises(
+            ConfigError, match=r"^some\.count=x: divpack:X of package divpack raised ZeroDivisionError: "
+        ),
+        registry.blaming("x"),
+    ):
+        divide()
+    for name in ("x", "pad"):
+        with pytest.raises(ValueError, match=r"^ours$"), registry.blaming(name):
+            raise ValueError("ours")
+    with pytest.raises(ConfigError, match=r"^theirs$"), registry.blaming("x"):
+        raise ConfigError("theirs")
+
+
+MODELS = """
+from types import SimpleNamespace
+from pydantic import model_validator
+from laminar_py.config.section import Section
+
+class Wide(Section):
+    kind: str
+    width: int = 0
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.width < 0:
+            raise ValueError("narrower than nothing")
+        return self
+
+WIDE = SimpleNamespace(settings=Wide)
+"""
+
+
+class Plain(Section):
+    kind: str = "plain"
+
+
+def test_a_section_is_read_by_the_model_that_its_key_names_and_a_mistake_of_that_is_its_packages(install):
+    install("widepack", MODELS, wide="widepack:WIDE")
+    registry = Registry(object, field="shape.kind", group=GROUP, built_in={"plain": f"{__name__}:PLAIN"})
+    read = named_section(Plain, key="kind", registry=registry)
+    assert read({}) == read(Plain()) == Plain()
+    assert read({"kind": "wide", "width": 3}).width == 3
+    with pytest.raises(ConfigError, match=r"^shape\.kind=wide: widepack:WIDE of .* raised ValueError: narrower"):
+        read({"kind": "wide", "width": -1})
+    with pytest.raises(ConfigError, match="a section with a `kind`"):
+        read("wide")
+
+
+PLAIN = SimpleNamespace(settings=Plain)

@@ -16,7 +16,7 @@ from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.records.engine import EngineStatus, SamplingParams
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.records.trajectory import Break, FinishReason, Span
 from tests.builders import make_prompt
 
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -26,6 +26,20 @@ async def settle():
     """Let every task run until it waits for something."""
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+def broken_off(item, *, generate_s):
+    """New weights break the stream of an assignment off, after so many seconds."""
+    return Progress(
+        trajectory_id=item.trajectory_id,
+        epoch=item.epoch,
+        start=len(item.prefix_ids),
+        ids=NO_IDS,
+        logprobs=NO_LOGPROBS,
+        spans=(),
+        broken=Break.NEW_WEIGHTS,
+        generate_s=generate_s,
+    )
 
 
 class Log:
@@ -67,6 +81,7 @@ class Fleet:
         self,
         *,
         replicas=2,
+        batch_per_replica=64,
         group_size=4,
         batch=4,
         capacity=16,
@@ -90,6 +105,7 @@ class Fleet:
             ControlSettings(
                 seed=0,
                 replicas=replicas,
+                batch_per_replica=batch_per_replica,
                 group_size=group_size,
                 sampling=SamplingParams(max_new_tokens=16),
                 admission=Admission(
@@ -122,11 +138,11 @@ class Fleet:
             progress=tuple(progress),
             lost=lost,
         )
-        await self.scheduler.on_report(report)
+        await self.scheduler.reports.on_report(report)
         self.hand_out()
 
     def hand_out(self):
-        for index, assignments in self.scheduler.dispatch().items():
+        for index, assignments in self.scheduler.dispatcher.dispatch().items():
             self.received[index] += sum(item.version is None for item in assignments)
             self.running[index].update({item.trajectory_id: item for item in assignments})
 
@@ -134,7 +150,7 @@ class Fleet:
         """The reference stage delivers all that it was given."""
         while self.unreferred:
             trajectory = self.unreferred.pop()
-            await self.scheduler.on_reference(trajectory.id, np.full_like(trajectory.logprobs, -2.0))
+            await self.scheduler.closing.on_reference(trajectory.id, np.full_like(trajectory.logprobs, -2.0))
 
     async def grow(self, index, trajectory_id, *, tokens):
         """A replica reports `tokens` more of a trajectory that goes on."""
@@ -206,6 +222,6 @@ class Fleet:
         """Every finished trajectory gets a reward by its place in the group."""
         waiting, self.unscored = self.unscored, []
         for trajectory in waiting:
-            await self.scheduler.on_score(
+            await self.scheduler.closing.on_score(
                 Score(trajectory_id=trajectory.id, value=reward(trajectory.sample_index))
             )

@@ -100,13 +100,13 @@ class Streams:
         received = self.fleet.received[0]
         status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=0)
         report = ReplicaReport(replica=0, status=status, admissible=0, received=received, progress=(progress,))
-        await self.fleet.scheduler.on_report(decode(ReplicaReport, encode(report)))
+        await self.fleet.scheduler.reports.on_report(decode(ReplicaReport, encode(report)))
 
     async def _end(self, end):
         if end != "killed":
             await self._report(end)
         if end in ("cut", "killed"):
-            await self.fleet.scheduler.on_replica_lost(0)
+            await self.fleet.scheduler.reports.on_replica_lost(0)
             self.fleet.received[0] = 0
         if end != "new_weights":
             self._running = None

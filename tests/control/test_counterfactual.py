@@ -4,10 +4,9 @@ import pytest
 
 from laminar_py.control.deadlines import is_chosen
 from laminar_py.records.events import Assigned, CounterfactualScored, Dropped, Finished
-from laminar_py.records.replica import Progress
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import Break, DropReason, FinishReason
-from tests.control.fleet import NO_IDS, NO_LOGPROBS, Fleet
+from laminar_py.records.trajectory import DropReason, FinishReason
+from tests.control.fleet import Fleet, broken_off
 
 
 def of(fleet, kind):
@@ -40,7 +39,7 @@ async def overdue(*, tokens=2, **settings):
 
 async def test_a_chosen_straggler_is_generated_to_its_end_and_scored_and_stays_dropped():
     fleet, name = await overdue()
-    assert fleet.scheduler.take_aborts() == {}, "it goes on"
+    assert fleet.scheduler.deadlines.take_aborts() == {}, "it goes on"
     assert not fleet.scheduler.is_live(name)
     await fleet.finish(0, name, tokens=5)
     assert not fleet.scheduler.views.by_index[0].in_flight
@@ -56,7 +55,7 @@ async def test_a_chosen_straggler_is_generated_to_its_end_and_scored_and_stays_d
 @pytest.mark.parametrize("settings", [{"counterfactual_share": 0.0}, {"max_counterfactual": 0}])
 async def test_without_a_share_or_a_place_a_straggler_is_aborted(settings):
     fleet, name = await overdue(**settings)
-    assert fleet.scheduler.take_aborts() == {0: [name]}
+    assert fleet.scheduler.deadlines.take_aborts() == {0: [name]}
     assert not fleet.scheduler.views.by_index[0].in_flight
 
 
@@ -68,7 +67,9 @@ async def test_one_that_only_waits_for_its_score_goes_on_too():
     await fleet.score_all()
     fleet.clock.time = 11.0
     await fleet.scheduler.enforce_deadlines()
-    await fleet.scheduler.on_score(Score(trajectory_id=slow.id, value=None, failure=DropReason.REWARD_TIMEOUT))
+    await fleet.scheduler.closing.on_score(
+        Score(trajectory_id=slow.id, value=None, failure=DropReason.REWARD_TIMEOUT)
+    )
     assert of(fleet, CounterfactualScored) == [
         CounterfactualScored(
             trajectory_id=slow.id, length=3, finish_reason=FinishReason.STOP, reward=None, generate_s=0.0
@@ -87,7 +88,7 @@ async def test_a_score_is_awaited_of_live_and_counterfactual_trajectories_alone(
 
 
 async def lose_replica(fleet, name):
-    await fleet.scheduler.on_replica_lost(0)
+    await fleet.scheduler.reports.on_replica_lost(0)
 
 
 async def hand_back(fleet, name):
@@ -106,7 +107,7 @@ async def refuse(fleet, name):
 async def test_a_counterfactual_trajectory_that_is_broken_off_leaves_nothing_behind(break_off):
     fleet, name = await overdue(tokens=0 if break_off in (lose_version, refuse) else 2)
     await break_off(fleet, name)
-    await fleet.scheduler.on_score(Score(trajectory_id=name, value=1.0))
+    await fleet.scheduler.closing.on_score(Score(trajectory_id=name, value=1.0))
     assert of(fleet, CounterfactualScored) == []
     assert name not in fleet.scheduler.views.by_index[0].in_flight
 
@@ -114,21 +115,7 @@ async def test_a_counterfactual_trajectory_that_is_broken_off_leaves_nothing_beh
 async def test_it_goes_on_when_its_stream_is_interrupted_for_new_weights():
     fleet, name = await overdue(one_version=False)
     item = fleet.running[0][name]
-    await fleet.report(
-        0,
-        progress=[
-            Progress(
-                trajectory_id=name,
-                epoch=item.epoch,
-                start=len(item.prefix_ids),
-                ids=NO_IDS,
-                logprobs=NO_LOGPROBS,
-                spans=(),
-                broken=Break.NEW_WEIGHTS,
-                generate_s=2.0,
-            )
-        ],
-    )
+    await fleet.report(0, progress=[broken_off(item, generate_s=2.0)])
     recorded = len(of(fleet, Assigned))
     await fleet.finish(0, name, tokens=5, generate_s=3.0)
     await fleet.score_all(lambda index: 0.25)

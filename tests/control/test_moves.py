@@ -21,7 +21,7 @@ async def moving(*, replicas=2, tokens=3, **settings):
         await fleet.grow(0, name, tokens=tokens)
     for index in range(1, replicas):
         await fleet.report(index, admissible=0)
-    fleet.round = fleet.scheduler.move(0, [Move(name, 0, 1, 6)])
+    fleet.round = fleet.scheduler.dispatcher.move(0, [Move(name, 0, 1, 6)])
     assert fleet.round.asked == {0: [name]}
     return fleet, name
 
@@ -71,7 +71,7 @@ async def test_one_that_finishes_before_it_is_asked_stays_and_the_destination_is
 
 async def test_the_source_dies_and_its_last_report_goes_on_at_the_destination():
     fleet, name = await moving()
-    await fleet.scheduler.on_replica_lost(0)
+    await fleet.scheduler.reports.on_replica_lost(0)
     fleet.hand_out()
     assert len(fleet.running[1][name].prefix_ids) == 3
     assert settled(fleet)
@@ -79,7 +79,7 @@ async def test_the_source_dies_and_its_last_report_goes_on_at_the_destination():
 
 async def test_the_destination_dies_and_another_of_that_version_takes_it():
     fleet, name = await moving(replicas=3)
-    await fleet.scheduler.on_replica_lost(1)
+    await fleet.scheduler.reports.on_replica_lost(1)
     await fleet.finish(0, name, tokens=1, reason=FinishReason.ABORT)
     owners = [index for index in (0, 2) if name in fleet.running[index]]
     assert len(owners) == 1
@@ -127,13 +127,13 @@ async def test_a_plan_is_checked_against_what_is_true_when_it_is_carried_out(wro
     elif wrong == "finished":
         await fleet.finish(0, "g0.0")
     elif wrong == "moving":
-        fleet.scheduler.move(0, [Move("g0.0", 0, 2, 6)])
+        fleet.scheduler.dispatcher.move(0, [Move("g0.0", 0, 2, 6)])
     elif wrong == "other version":
         version = 1
     else:
         fleet.versions[1] = 1
         await fleet.report(1, admissible=0)
-    assert fleet.scheduler.move(version, [Move("g0.0", source, 1, 6)]).asked == {}
+    assert fleet.scheduler.dispatcher.move(version, [Move("g0.0", source, 1, 6)]).asked == {}
     assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
 
 
@@ -165,7 +165,7 @@ async def test_a_promised_replica_gets_no_work_of_another_version():
         return Router(fleet.scheduler.book).for_pinned(version)
 
     assert taking(1).index == 2
-    await fleet.scheduler.on_replica_lost(2)
+    await fleet.scheduler.reports.on_replica_lost(2)
     assert fleet.scheduler.views.by_index[1].idle
     assert taking(1) is None, "replica 1 keeps its version for what moves there"
     fleet.scheduler.moves.end_all()
@@ -177,4 +177,4 @@ async def test_nothing_moves_when_training_pauses_and_the_destinations_are_told(
     fleet.scheduler.pause()
     assert settled(fleet)
     assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
-    assert fleet.scheduler.move(0, [Move(name, 0, 1, 6)]).asked == {}
+    assert fleet.scheduler.dispatcher.move(0, [Move(name, 0, 1, 6)]).asked == {}

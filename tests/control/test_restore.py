@@ -1,13 +1,18 @@
 """A scheduler that takes up what a dead controller left, in every state a trajectory can be in."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from msgspec.structs import replace as replace_fields
 
+from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.control.recovery import check_scored
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
-from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
+from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, token_values
 from laminar_py.records.replica import Progress
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Status
 from tests.builders import make_experts, make_mask, make_prompt
@@ -63,7 +68,7 @@ async def restored(*live, **settings):
 async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
     fleet = await restored(left("g1.0", Status.RUNNING), left("g1.1", Status.QUEUED, response=NOTHING))
     fleet.scheduler.continue_live()
-    (assignment,) = fleet.scheduler.for_starting(0)
+    (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert (assignment.trajectory_id, assignment.version, assignment.epoch) == ("g1.0", 4, 3)
     assert assignment.prefix_ids.tolist() == [0, 1, 2]
 
@@ -73,7 +78,7 @@ async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
     kept = replace(RESPONSE, sampling_mask=make_mask(ids), routed_experts=make_experts(0, 5))
     fleet = await restored(left("g1.0", Status.RUNNING, response=kept))
     fleet.scheduler.continue_live()
-    (assignment,) = fleet.scheduler.for_starting(0)
+    (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert assignment.routed == 5
     lifecycle = fleet.scheduler.book.live["g1.0"]
     last = Progress(
@@ -128,3 +133,34 @@ async def test_what_was_scored_keeps_its_columns():
     ready = [replace(left(f"g1.{index}", Status.READY, reward=index), columns=columns) for index in range(2)]
     fleet = await restored(*ready)
     assert all(member.columns == columns for member in fleet.scheduler.consumption.buffer[0].members)
+
+
+HINTS = {"hints": token_values(RESPONSE.ids)}
+
+
+class Hinted(AlgorithmConfig):
+    @property
+    def columns(self):
+        return (Column(name="hints", dtype=Dtype.INT32),)
+
+
+@pytest.mark.parametrize(
+    ("entry", "fits"),
+    [
+        (left("g1.0", Status.READY, reward=1.0), False),
+        (
+            replace(left("g1.0", Status.SCORED, reward=1.0), columns={"hints": token_values(RESPONSE.logprobs)}),
+            False,
+        ),
+        (replace(left("g1.0", Status.SCORED, reward=1.0), columns=HINTS), True),
+        (left("g1.0", Status.FINISHED), True),
+        (left("g1.0", Status.SCORED, reward=1.0, kind=Kind.EVAL), True),
+    ],
+)
+def test_an_algorithm_that_needs_a_column_which_is_not_on_record_is_refused_by_its_name(entry, fits):
+    words = (
+        r"^algorithm\.name=grpo: needs the column 'hints' in int32, without which g1\.0 was scored; resume with"
+    )
+    with nullcontext() if fits else pytest.raises(ConfigError, match=words):
+        check_scored([entry], Hinted())
+    check_scored([entry], AlgorithmConfig())

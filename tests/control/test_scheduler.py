@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.evaluation import EvaluationLostError
+from laminar_py.ledger.machine import IllegalEventError
 from laminar_py.records.events import Cut, Dropped, Issued, Ready
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 from tests.builders import make_prompt
-from tests.control.fleet import Fleet, settle
+from tests.control.fleet import Fleet, broken_off, settle
 
 
 def names(fleet, kind):
@@ -26,9 +27,9 @@ async def test_a_group_is_ready_when_its_last_member_is_scored():
     await fleet.report(0)
     await fleet.finish_all(0)
     for trajectory in fleet.unscored[:3]:
-        await fleet.scheduler.on_score(Score(trajectory_id=trajectory.id, value=1.0))
+        await fleet.scheduler.closing.on_score(Score(trajectory_id=trajectory.id, value=1.0))
     assert not names(fleet, Ready)
-    await fleet.scheduler.on_score(Score(trajectory_id=fleet.unscored[3].id, value=0.0))
+    await fleet.scheduler.closing.on_score(Score(trajectory_id=fleet.unscored[3].id, value=0.0))
     assert len(names(fleet, Ready)) == 4
     assert len(fleet.scheduler.consumption.buffer) == 1
 
@@ -48,7 +49,7 @@ async def test_a_report_of_an_older_epoch_counts_for_nothing():
     await fleet.report(0)
     [owner] = [index for index in fleet.running if fleet.running[index]]
     name = next(iter(fleet.running[owner]))
-    await fleet.scheduler.on_replica_lost(owner)
+    await fleet.scheduler.reports.on_replica_lost(owner)
     late = fleet.running[owner][name]
     await fleet.report(1 - owner)
     assert fleet.running[1 - owner][name].epoch == late.epoch + 1
@@ -62,7 +63,7 @@ async def test_what_a_dead_replica_had_goes_at_once_to_one_that_admits_nothing_m
     await fleet.report(1, admissible=4)
     displaced, before = set(fleet.running[0]), set(fleet.running[1])
     assert len(displaced) == len(before) == 4
-    await fleet.scheduler.on_replica_lost(0)
+    await fleet.scheduler.reports.on_replica_lost(0)
     fleet.hand_out()
     assert set(fleet.running[1]) == displaced | before
 
@@ -134,7 +135,7 @@ async def test_a_straggler_past_the_deadline_is_dropped_with_an_event_and_its_re
     fleet.clock.time = 11.0
     await fleet.scheduler.enforce_deadlines()
     assert names(fleet, Dropped) == [straggler]
-    assert fleet.scheduler.take_aborts() == {0: [straggler]}
+    assert fleet.scheduler.deadlines.take_aborts() == {0: [straggler]}
     assert len(fleet.scheduler.consumption.buffer) == 1
 
 
@@ -143,7 +144,9 @@ async def test_a_group_with_too_few_survivors_is_dropped():
     await fleet.report(0)
     await fleet.finish_all(0, admissible=0)
     failed = fleet.unscored.pop(0)
-    await fleet.scheduler.on_score(Score(trajectory_id=failed.id, value=None, failure=DropReason.REWARD_TIMEOUT))
+    await fleet.scheduler.closing.on_score(
+        Score(trajectory_id=failed.id, value=None, failure=DropReason.REWARD_TIMEOUT)
+    )
     await fleet.score_all()
     reasons = Counter(event.reason for event in fleet.log.events if isinstance(event, Dropped))
     assert reasons == {DropReason.REWARD_TIMEOUT: 1, DropReason.GROUP_LOST: 3}
@@ -155,7 +158,9 @@ async def test_a_group_that_was_dropped_does_not_hold_up_the_next_batch():
     await fleet.report(0)
     await fleet.finish_all(0)
     failed = fleet.unscored.pop(0)
-    await fleet.scheduler.on_score(Score(trajectory_id=failed.id, value=None, failure=DropReason.REWARD_FAILED))
+    await fleet.scheduler.closing.on_score(
+        Score(trajectory_id=failed.id, value=None, failure=DropReason.REWARD_FAILED)
+    )
     await fleet.score_all()
     await fleet.report(0)
     assert {name.split(".")[0] for name in fleet.running[0]} == {"g1"}
@@ -164,8 +169,8 @@ async def test_a_group_that_was_dropped_does_not_hold_up_the_next_batch():
 async def test_a_replica_that_starts_is_given_an_evaluation_whose_version_nobody_serves():
     fleet = Fleet(replicas=2)
     fleet.scheduler.pause()
-    fleet.scheduler.evaluate([make_prompt()], version=3)
-    (assignment,) = fleet.scheduler.for_starting(0)
+    fleet.scheduler.evaluations.request([make_prompt()], version=3)
+    (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert (assignment.trajectory_id, assignment.version) == ("e0.0", 3)
 
 
@@ -173,7 +178,7 @@ async def test_a_transition_that_is_not_allowed_ends_in_an_error_that_names_the_
     fleet = Fleet(replicas=1, capacity=1)
     await fleet.report(0)
     running = fleet.scheduler.book.live["g0.0"]
-    with pytest.raises(AssertionError, match=r"trajectory g0\.0 cannot go from running to consumed"):
+    with pytest.raises(IllegalEventError, match=r"trajectory g0\.0 cannot go from running to consumed"):
         running.consume(step=1, version=0, weight=1.0)
     assert running.status is Status.RUNNING
 
@@ -260,10 +265,19 @@ async def test_what_an_engine_refuses_is_dropped_with_its_words_and_its_group_go
     assert names(fleet, Ready) == others
 
 
+async def test_seconds_of_generation_count_once_though_new_weights_broke_the_stream():
+    fleet = Fleet(replicas=2, capacity=1, one_version=False, max_seconds=9.0)
+    await fleet.report(0)
+    item = fleet.running[0]["g0.0"]
+    await fleet.report(0, progress=[broken_off(item, generate_s=2.0)])
+    await fleet.finish(0, "g0.0", tokens=0, reason=FinishReason.ABORT, generate_s=3.0)
+    assert fleet.running[0]["g0.0"].used_s == 3.0
+
+
 async def test_an_evaluation_is_greedy_and_never_trains():
     fleet = Fleet(replicas=2, capacity=1)
     fleet.scheduler.pause()
-    done = fleet.scheduler.evaluate([make_prompt(index) for index in range(6)], version=0)
+    done = fleet.scheduler.evaluations.request([make_prompt(index) for index in range(6)], version=0)
     await fleet.report(0)
     await fleet.report(1)
     items = [item for running in fleet.running.values() for item in running.values()]
@@ -278,7 +292,7 @@ async def test_an_evaluation_is_greedy_and_never_trains():
 async def test_an_evaluation_whose_version_is_lost_fails_loudly():
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()
-    done = fleet.scheduler.evaluate([make_prompt()], version=5)
+    done = fleet.scheduler.evaluations.request([make_prompt()], version=5)
     await fleet.report(0)
     await fleet.report(0, lost=tuple(fleet.running[0]))
     with pytest.raises(EvaluationLostError):
@@ -312,13 +326,13 @@ async def play(actions, without_signal, schedule):
         elif name == "score":
             await fleet.score_all()
         elif name == "fail" and fleet.unscored:
-            await fleet.scheduler.on_score(
+            await fleet.scheduler.closing.on_score(
                 Score(trajectory_id=fleet.unscored.pop().id, value=None, failure=DropReason.REWARD_FAILED)
             )
         elif name == "kill":
             fleet.running[index].clear()
             fleet.received[index] = 0
-            await fleet.scheduler.on_replica_lost(index)
+            await fleet.scheduler.reports.on_replica_lost(index)
         elif name == "lose" and running:
             fleet.running[index].pop(running[0])
             await fleet.report(index, lost=(running[0],))
@@ -364,7 +378,7 @@ async def test_waiting_admission_passes_over_a_replica_whose_weights_are_as_old_
 async def test_an_evaluation_left_to_a_replica_goes_on_under_the_version_it_began_with():
     fleet = Fleet(replicas=2)
     fleet.scheduler.pause()
-    done = fleet.scheduler.evaluate([make_prompt(0), make_prompt(1)])
+    done = fleet.scheduler.evaluations.request([make_prompt(0), make_prompt(1)])
     await fleet.report(0)
     assert {item.version for item in fleet.running[0].values()} == {None}
     await fleet.finish(0, "e0.0", tokens=2, reason=FinishReason.ABORT)

@@ -2,13 +2,19 @@
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
 from laminar_py.cluster.placement import Needs, learner_device
 from laminar_py.config.cluster import Device
+from laminar_py.config.engine import BACKENDS, Backend, EngineConfig
 from laminar_py.config.loading import load_config, parse_config
-from laminar_py.engines.registry import BACKENDS, secret_of
+from laminar_py.config.section import ConfigError
+from laminar_py.preflight.inputs import check_engine
+from laminar_py.preflight.survey import Sight, look
+from laminar_py.records.codec import decode
+from laminar_py.workers.processes.replica import _telling_bugs
 from tests.runs.runs import REPO
 
 MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -21,7 +27,7 @@ def config_of(**engine):
 
 def test_the_controller_gets_every_backend_without_torch_and_without_an_http_client():
     code = (
-        "import sys; from laminar_py.engines.registry import BACKENDS\n"
+        "import sys; from laminar_py.config.engine import BACKENDS\n"
         f"[BACKENDS.get(name) for name in {BACKENDS.names()}]\n"
         "assert not {'torch', 'aiohttp'} & set(sys.modules), sorted(sys.modules)"
     )
@@ -47,10 +53,10 @@ def test_a_section_says_which_gpus_its_engines_need(engine, replica_gpus, device
 
 def test_only_the_secret_of_the_backend_leaves_the_controllers_environment(monkeypatch):
     monkeypatch.setenv("SGLANG_API_KEY", "secret")
-    assert secret_of(config_of(kind="sglang")) == "secret"
-    assert secret_of(config_of()) is None
+    assert config_of(kind="sglang").rollout.engine.secret() == "secret"
+    assert config_of().rollout.engine.secret() is None
     monkeypatch.setenv("SGLANG_API_KEY", "")
-    assert secret_of(config_of(kind="sglang")) is None
+    assert config_of(kind="sglang").rollout.engine.secret() is None
 
 
 def test_an_emulated_engine_does_not_yield_its_cpu_and_others_on_cpus_do():
@@ -64,3 +70,45 @@ def test_an_emulated_engine_does_not_yield_its_cpu_and_others_on_cpus_do():
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_shipped_configs_are_read(path):
     assert load_config(path, []).name
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting"),
+    [
+        ({}, "rollout.engine"),
+        ({"kind": "sglang"}, "rollout.engine.tensor_parallel"),
+        ({"kind": "sglang", "urls": SERVERS}, "rollout.engine.urls"),
+    ],
+)
+def test_a_section_names_the_setting_that_places_its_engines(engine, setting):
+    assert Needs.of(config_of(**engine)).placed_by == setting
+
+
+def planted(*arguments):
+    raise ValueError("planted")
+
+
+async def planted_open(config, launch):
+    planted()
+
+
+async def use(settings):
+    """What a run asks of a backend."""
+    config = parse_config(settings)
+    check_engine(config)
+    if fault := decode(Sight, look("", config.model_dump_json(), "replica")).fault:
+        raise ConfigError(fault)
+    with _telling_bugs(config):
+        await BACKENDS.get(config.rollout.engine.kind).open(config, None)
+
+
+@pytest.mark.parametrize("place", ["check", "check_start", "check_node", "open"])
+async def test_a_mistake_in_an_installed_backend_is_told_with_its_name(monkeypatch, tmp_path, place):
+    backend = {"settings": EngineConfig, "open": planted_open} | ({place: planted} if place != "open" else {})
+    monkeypatch.setitem(globals(), "DICE", Backend(**backend))
+    point = EntryPoint("dice", f"{__name__}:DICE", "laminar_py.backends")
+    monkeypatch.setitem(vars(BACKENDS), "_announced", [point])
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    named = r"^rollout\.engine\.kind=dice: .*:DICE of .* raised ValueError: planted; mend"
+    with pytest.raises(ConfigError, match=named):
+        await use({**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": {"engine": {"kind": "dice"}}})

@@ -1,5 +1,6 @@
 """Adapters keep the laws of the whole policy, and what they publish is peft's own format."""
 
+import shutil
 from pathlib import Path
 
 import peft
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.learner import Recompute
 from laminar_py.config.lora import LoraConfig, LoraTarget
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.export import export_checkpoint
 from laminar_py.learner.model import policy_logprobs
@@ -172,6 +174,16 @@ def test_an_exported_checkpoint_is_the_policy_without_adapters_beside_it(tmp_pat
     logprobs, _ = policy_logprobs(learner.model, one)
     torch.testing.assert_close(policy_logprobs(exported.model, one)[0], logprobs, rtol=0, atol=1e-5)
     assert not torch.allclose(policy_logprobs(make_learner(base).model, one)[0], logprobs, atol=1e-3)
+
+
+def test_a_base_whose_weights_are_gone_is_told_by_its_folder(model_folder: Path, tmp_path: Path):
+    trained(model_folder, steps=1).save(tmp_path / "step-1")
+    bare = tmp_path / "bare"
+    shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(
+        ConfigError, match=r"^learner\.lora: no \*\.safetensors in .*/bare, .*; put the weights back"
+    ):
+        export_checkpoint(tmp_path / "step-1", tmp_path / "out", source=bare, dtype="float32", lora=ADAPTED.lora)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a step did to its tokens, against numbers worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,3 +115,15 @@ def test_parts_that_were_counted_apart_merge():
     first.merge(second)
     assert first.tokens() == whole.tokens()
     assert first.mismatch() == whole.mismatch()
+
+
+def test_large_advantages_have_a_deviation_and_what_overflows_is_told_as_it_is():
+    sums = TokenSums(CPU)
+    add(sums, terms([1.0, 1.0], advantages=[1e30, -1e30]))
+    assert sums.tokens().advantage_std == pytest.approx(1e30)
+    add(sums, terms([math.exp(80.0)] * 2, drifts=[math.exp(80.0)] * 2, advantages=[math.nan] * 2))
+    found = sums.tokens()
+    assert math.isnan(found.advantage_std)
+    beyond = terms([1.0])
+    add(sums, replace(beyond, logprobs=beyond.behaviour + 500.0))  # more than a power of floats can be
+    assert not math.isfinite(sums.tokens().effective_share)

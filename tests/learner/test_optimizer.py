@@ -32,9 +32,25 @@ def test_a_step_at_a_tenth_of_the_rate_goes_a_tenth_of_the_way():
         torch.nn.init.ones_(model.weight)
         optimizer = Optimizer(model, LearnerConfig(lr=1e-2, warmup_steps=warmup), num_steps=20)
         model(torch.ones(1, 3)).sum().backward()
-        assert optimizer.update(0) == pytest.approx(math.sqrt(3))
+        assert optimizer.update(0, loss=3.0) == pytest.approx(math.sqrt(3))
         way.append(float((1 - model.weight).mean().detach()))
     assert way[1] == pytest.approx(way[0] / 10, rel=1e-3)
+
+
+def test_decay_rates_are_the_settings():
+    optimizer = Optimizer(torch.nn.Linear(1, 1), LearnerConfig(betas=(0.8, 0.99)))
+    assert optimizer.adamw.defaults["betas"] == (0.8, 0.99)
+    assert LearnerConfig().betas == (0.9, 0.95)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_whatever_its_gradient():
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = Optimizer(model, LearnerConfig(lr=1e-2))
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    assert optimizer.update(0, loss=math.inf) is None
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
 
 
 def test_a_resumed_learner_has_the_rate_of_its_step(model_folder: Path, tmp_path: Path):

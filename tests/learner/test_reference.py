@@ -78,9 +78,9 @@ def test_loss_and_gradients_are_those_of_a_reference_in_the_learner(model_folder
         gradients = []
         update = learner._optimizer.update
 
-        def keep(step, learner=learner, gradients=gradients, update=update):
+        def keep(step, *, loss, learner=learner, gradients=gradients, update=update):
             gradients.extend(parameter.grad.clone() for parameter in learner.model.parameters())
-            return update(step)
+            return update(step, loss=loss)
 
         monkeypatch.setattr(learner._optimizer, "update", keep)
         [batches] = batches_of(items, algorithm)

@@ -12,8 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from laminar_py.config.algorithm import AlgorithmConfig, Objective
 from laminar_py.config.learner import Recompute
+from laminar_py.config.model import ModelConfig
 from laminar_py.learner.distributed import join_group, leave_group
-from laminar_py.learner.model import shard
+from laminar_py.learner.sharding import shard
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import assign, step_terms
 from tests.builders import make_trajectory
@@ -217,6 +218,6 @@ def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path):
     mesh = join_group(str(tmp_path / "rendezvous"), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match=r"^model\.path=models/old: a gpt2 model names no list of layers.*; "):
-            shard(model, mesh)
+            shard(model, mesh, source=ModelConfig(path=tmp_path))
     finally:
         leave_group()

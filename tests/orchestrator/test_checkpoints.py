@@ -14,6 +14,7 @@ from rich.console import Console
 
 from laminar_py.audit.verify import verify
 from laminar_py.cluster.errors import PartDiedError
+from laminar_py.config.loading import load_config
 from laminar_py.learner.marker import MARKER, Architecture, complete
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.database import reading
@@ -23,7 +24,10 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
 from laminar_py.orchestrator.launch import tell_fallback
 from laminar_py.records.events import RolledBack, Undone
+from tests.control.fleet import settle
 from tests.ledger.runs import Ticks, begin, checkpoint, consume, make_ready, open_ledger
+from tests.runs.runs import REPO
+from tests.workers.fakes import make_incarnation
 
 PATIENCE_S = 120
 
@@ -73,21 +77,15 @@ async def running(path, disk, *, keep=2, recorded=on_record):
     settled = []
     async with open_ledger(path) as ledger:
         begin(ledger, versions=range(STEPS + 1))
-        yield (
-            Checkpoints(
-                RunFolder(path),
-                ledger=ledger,
-                save=disk.save,
-                saved=disk.saved,
-                recorded=recorded,
-                settled=settled.append,
-                clock=Ticks(),
-                keep=keep,
-                last=None,
-            ),
-            ledger,
-            settled,
+        config = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"])
+        checkpoints = Checkpoints(
+            make_incarnation(config=config, run=RunFolder(path), ledger=ledger, clock=Ticks()),
+            save=disk.save,
+            saved=disk.saved,
+            recorded=recorded,
+            settled=settled.append,
         )
+        yield checkpoints, ledger, settled
 
 
 def step_once(ledger, step, **kwargs):
@@ -130,7 +128,7 @@ async def test_the_next_one_waits_for_the_one_before_it(tmp_path):
             step_once(ledger, step)
         await checkpoints.begin(name(1), step=1, version=1)
         second = asyncio.create_task(checkpoints.begin(name(2), step=2, version=2))
-        await asyncio.sleep(0.05)
+        await settle()  # nothing is left to run before the first is done
         assert disk.begun.name == name(1)
         disk.complete()
         await second
@@ -164,16 +162,17 @@ async def test_a_learner_that_dies_over_one_leaves_the_one_before_it(tmp_path):
 
 
 async def test_it_does_not_count_before_its_version_is_on_record(tmp_path):
-    disk, recorded = Disk(), asyncio.Event()
+    disk, asked, recorded = Disk(), asyncio.Event(), asyncio.Event()
 
     async def gated(version):
+        asked.set()
         await recorded.wait()
 
     async with running(tmp_path, disk, recorded=gated) as (checkpoints, ledger, settled):
         step_once(ledger, 1)
         await checkpoints.begin(name(1), step=1, version=1)
         disk.complete()
-        await asyncio.sleep(0.05)
+        await asked.wait()
         assert (checkpoints.last, settled) == (None, [])
         recorded.set()
         await checkpoints.finish()

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,10 +12,8 @@ from laminar_py.config.loading import load_config
 from laminar_py.ledger.database import SCHEMA_VERSION
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.orchestrator.assembly import packing
-from laminar_py.orchestrator.checkpoints import Checkpoints
 from laminar_py.orchestrator.evaluator import Evaluator
-from laminar_py.orchestrator.incarnation import Incarnation
+from laminar_py.orchestrator.policies import packing
 from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.records.clock import SystemClock
@@ -28,6 +27,7 @@ from tests.control.fleet import Fleet
 from tests.ledger.runs import open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint
 from tests.runs.runs import REPO
+from tests.workers.fakes import make_incarnation
 
 PATIENCE_S = 20
 SMALL = ("schedule=sync", "rollout.prompts_per_step=2", "rollout.group_size=2", "learner.checkpoint_every=1")
@@ -99,54 +99,33 @@ async def training(path, *settings, fails, admission):
         fleet.scheduler.consumption.pack(packing(config))
         supervisor = Supervisor(record=ledger.append, max_restarts=3)
         learner = Learner(fails, supervisor)
-        versions = Versions(ledger=ledger, completed=learner.completed, stored=learner.stored, incarnation=1)
-        checkpoints = Checkpoints(
-            run,
-            ledger=ledger,
-            save=learner.save,
-            saved=learner.saved,
-            recorded=versions.on_record,
-            settled=fleet.scheduler.consumption.checkpointed,
-            clock=clock,
-            keep=2,
-            last=None,
-        )
-        shared = Incarnation(
+        incarnation = make_incarnation(
             config=config,
             run=run,
-            placement=None,
-            inputs=None,
+            inputs=SimpleNamespace(heldout=()),
             clock=clock,
             ledger=ledger,
             stats=Stats(clock, replicas=1, totals=read_totals(run.metrics, 0)),
             supervisor=supervisor,
         )
+        versions = Versions(incarnation, completed=learner.completed, stored=learner.stored)
         trainer = Trainer(
-            shared,
+            incarnation,
             scheduler=fleet.scheduler,
             learner=learner,
-            evaluator=Evaluator(
-                config.eval,
-                prompts=(),
-                rl_s=0.0,
-                scheduler=fleet.scheduler,
-                hold=None,
-                restart_replicas=None,
-                publish=None,
-            ),
+            evaluator=Evaluator(incarnation, scheduler=fleet.scheduler, replicas=None, hold=None, publish=None),
             versions=versions,
-            checkpoints=checkpoints,
             show=lambda row: None,
         )
         recording = asyncio.create_task(versions.run())
         await trainer.start()
         fleet.scheduler.admit()
-        shared.stats.rl_phase(True)
+        incarnation.stats.rl_phase(True)
         try:
             yield trainer, learner, fleet
         finally:
             recording.cancel()
-            await checkpoints.close()
+            await trainer.close()
 
 
 async def generate(fleet, wanted=lambda: True):

@@ -23,10 +23,9 @@ from laminar_py.relay.store.version import NoRoomError
 from laminar_py.relay.wire.messages import FileEntry, Manifest
 from laminar_py.workers import learner as learner_link
 from laminar_py.workers.learner import LearnerLink
-from laminar_py.workers.site import Site
-from laminar_py.workers.supervisor import Supervisor
 from tests.ledger.runs import begin, open_ledger
 from tests.runs.fake_cluster import FakeCluster, joined
+from tests.workers.fakes import make_incarnation
 
 PATIENCE_S = 30.0
 
@@ -55,7 +54,7 @@ class Learner:
 
 
 def make_versions(ledger, learner):
-    return Versions(ledger=ledger, completed=learner.completed, stored=learner.look, incarnation=1)
+    return Versions(make_incarnation(ledger=ledger), completed=learner.completed, stored=learner.look)
 
 
 @asynccontextmanager
@@ -154,9 +153,8 @@ async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_
     config = parse_config({**settings, "learner": {"world_size": 2}, "supervisor": {"heartbeat_timeout_s": 2.0}})
     with joined(FakeCluster(0)):
         placement = Placement(Needs(ranks=2, rank_gpus=0, replicas=1, replica_gpus=0), nodes)
-        supervisor = Supervisor(record=print, max_restarts=0)
-        site = Site(config=config, run=RunFolder(tmp_path), placement=placement, supervisor=supervisor)
-        learner = LearnerLink(site, relays=None, show=print)
+        incarnation = make_incarnation(config=config, run=RunFolder(tmp_path), placement=placement)
+        learner = LearnerLink(incarnation, relays=None, show=print)
         learner.spawn()
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(PartDiedError, match="no answer to progress in 2 s"):

@@ -4,13 +4,15 @@ import json
 import re
 import subprocess
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 
-from laminar_py.cluster.placement import Needs, Placement
+from laminar_py.cluster.placement import Needs, Node, Placement, make_plan
 from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
+from laminar_py.preflight import survey
 from laminar_py.preflight.doctor import fit
 from laminar_py.preflight.survey import Sight, faults, look
 from laminar_py.records.codec import decode
@@ -89,6 +91,34 @@ def test_a_config_that_does_not_fit_this_machine_is_one_line_and_exit_code_2():
     assert code == 2
     assert len(lines) == 1
     assert "GPUs" in lines[0]
+
+
+def test_what_the_engines_lack_is_found_where_the_run_starts_them_too(tmp_path):
+    shape = fit(with_model(tmp_path, "quickstart", "rollout.record=[routed_experts]"))
+    assert "rollout.record=routed_experts: the model in model.path has no experts; leave it out" in shape.faults
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (survey.RayTaskError("look", "", TypeError("planted")), pytest.raises(TypeError, match="planted")),
+        (
+            survey.RayTaskError("look", "", RuntimeError("No module named laminar_py")),
+            nullcontext("cannot run laminar_py"),
+        ),
+        (survey.RayError("gone"), nullcontext("cannot run laminar_py")),
+    ],
+    ids=["bug", "environment", "node"],
+)
+async def test_a_mistake_of_ours_on_a_node_is_no_complaint_about_the_node(monkeypatch, tmp_path, error, outcome):
+    async def on_node(*arguments):
+        raise error
+
+    monkeypatch.setattr(survey, "on_node", on_node)
+    plan = make_plan(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0), [Node(id="a", ip="10.0.0.4")])
+    with outcome as words:
+        (line,) = await survey._faults_of(with_model(tmp_path, "quickstart"), plan, "a", "10.0.0.4", "witness")
+        assert f"node 10.0.0.4 {words}" in line
 
 
 def test_the_laptops_config_fits_and_is_shown():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar_py.config.section import ConfigError
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.serve import read_keys, write_keys
 from tests.relay.tree import folder_bytes, tensors
@@ -64,7 +65,8 @@ def test_keys_are_for_their_owner_and_never_written_over(tmp_path: Path) -> None
         write_keys(tmp_path / "keys")
 
 
-def test_a_file_without_keys_is_named(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("{}")
-    with pytest.raises(ValueError, match=f"keys={tmp_path / 'keys'}: no keys in it"):
+@pytest.mark.parametrize("data", [b"{}", b'{"public": "\xff"}'])
+def test_a_file_without_keys_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "keys").write_bytes(data)
+    with pytest.raises(ConfigError, match=f"keys={tmp_path / 'keys'}: no keys in it"):
         read_keys(tmp_path / "keys")

@@ -101,6 +101,7 @@ class House:
             ControlSettings(
                 seed=seed,
                 replicas=replicas,
+                batch_per_replica=BATCH,
                 group_size=GROUP,
                 sampling=sampling,
                 without_signal=WithoutSignal.TRAIN,
@@ -203,7 +204,7 @@ class House:
 
     async def _keep(self, index, *, after_death=False):
         if after_death:
-            await self.scheduler.on_replica_lost(index)
+            await self.scheduler.reports.on_replica_lost(index)
             self._hand_out()
             await asyncio.sleep(self.random.uniform(0.5, 5.0))
         engine = await self._open_engine()
@@ -216,7 +217,7 @@ class House:
             batch=BATCH,
             max_batch=SLOTS,
             partial_interval_s=1.0,
-            initial=self.scheduler.for_starting(index),
+            initial=self.scheduler.dispatcher.for_starting(index),
         )
         running = asyncio.create_task(replica.run())
         self.replicas[index] = replica
@@ -224,14 +225,14 @@ class House:
         try:
             while True:
                 report = await replica.collect(1.0)
-                await self.scheduler.on_report(report)
+                await self.scheduler.reports.on_report(report)
                 self._hand_out()
         finally:
             running.cancel()
             await engine.close()
 
     def _hand_out(self):
-        for index, assignments in self.scheduler.dispatch().items():
+        for index, assignments in self.scheduler.dispatcher.dispatch().items():
             self.replicas[index].submit(assignments)
         for index, names in self.scheduler.moves.take_called_off().items():
             if index in self.replicas:
@@ -268,7 +269,9 @@ class House:
 
     async def _score(self, trajectory_id):
         await asyncio.sleep(0.05 * self._pace)
-        await self.scheduler.on_score(Score(trajectory_id=trajectory_id, value=float(self.random.random() < 0.5)))
+        await self.scheduler.closing.on_score(
+            Score(trajectory_id=trajectory_id, value=float(self.random.random() < 0.5))
+        )
 
     async def _learn(self):
         step = 0

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import Counter
 from contextlib import AsyncExitStack
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
+from laminar_py.config.repack import PLANNERS
+from laminar_py.config.section import ConfigError
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
@@ -77,6 +80,25 @@ def test_nor_when_replicas_die_at_any_moment_of_it(tmp_path, folder, seed):
         "only what no replica serves any more is lost, and issued anew"
     )
     assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
+
+
+class Failing:
+    """A planner with a mistake."""
+
+    def __init__(self, context):
+        raise ValueError("planted")
+
+
+def test_a_mistake_in_an_installed_planner_is_told_with_its_name(tmp_path, folder, monkeypatch):
+    point = EntryPoint("failing", f"{__name__}:Failing", "laminar_py.planners")
+    monkeypatch.setitem(vars(PLANNERS), "_announced", [point])
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(
+            ConfigError, match=r"^repack\.planner=failing: .*:Failing of .* raised ValueError: planted; mend"
+        ),
+        flatten_subgroups=True,
+    ):
+        campaign(tmp_path, folder, moves=1, planner="failing")
 
 
 GREEDY = SamplingParams(

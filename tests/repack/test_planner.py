@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar_py.config.repack import PLANNERS
 from laminar_py.records.replica import Held, Survey
 from laminar_py.repack.paper import PaperPlanner
 from laminar_py.repack.planner import PlanningContext
 from laminar_py.repack.predictive import PredictivePlanner
-from laminar_py.repack.registry import PLANNERS
 from laminar_py.repack.signals import EngineSpeed
 from tests.repack.fleets import KV, PROMPT, SLOTS, SPEED, after, make_survey
 

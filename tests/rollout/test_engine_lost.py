@@ -4,8 +4,12 @@ import asyncio
 
 import pytest
 
+from laminar_py.config.loading import parse_config
+from laminar_py.records.codec import decode
 from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.trajectory import Break
+from laminar_py.workers.processes.replica import ReplicaActor
 from tests.rollout.test_replica import assignment, folders, serving  # noqa: F401 (`folders` is a fixture)
 
 
@@ -26,7 +30,26 @@ async def test_the_last_report_of_a_dead_engine_has_all_that_it_gave(folders):  
             await story.until(lambda s: False)
         assert set(story.broken[Break.CUT]) == {"a", "b"}
         assert all(len(story.ids[name]) >= length > 0 for name, length in given.items())
+        assert isinstance(story.replica._admission.loss.__cause__, ZeroDivisionError)
         assert not story.task.done(), "the loss is the replica's to tell, and ends none of its tasks"
+
+
+async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(folders):  # noqa: F811
+    async with serving(folders) as (story, _):
+        await dies_with(story, "a")
+        process = ReplicaActor()
+        process._replica, process._task, process._listening = story.replica, story.task, story.task
+        process._config = parse_config({"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}})
+        broken = []
+
+        async def collect():
+            while True:
+                report = decode(ReplicaReport, await process.collect(0.1))
+                broken.extend(progress.broken for progress in report.progress)
+
+        with pytest.raises(ZeroDivisionError):  # no `EngineLostError`, after which another would be started
+            await collect()
+        assert Break.CUT in broken
 
 
 async def test_a_trajectory_of_a_dead_engine_goes_on_elsewhere_as_if_nothing_had_happened(folders):  # noqa: F811

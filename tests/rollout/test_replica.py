@@ -474,7 +474,7 @@ async def test_what_ends_by_itself_while_it_is_aborted_is_reported_once(folders)
         streams = story.replica._streams
         aborting = asyncio.create_task(streams.abort(["a"]))
         await asyncio.sleep(0)  # it has chosen whom to end
-        streams._ended(streams.running["a"], FinishReason.STOP)
+        streams._end(streams.running["a"], FinishReason.STOP)
         await aborting
         await story.until(lambda story: "a" in story.ended)
         assert story.ended["a"].finish_reason is FinishReason.STOP

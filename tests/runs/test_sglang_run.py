@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from laminar_py.audit.handovers import handovers
+from experiments.kill_test.handovers import handovers
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
 from laminar_py.config.model import ModelConfig

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.config.algorithm import Advantage, Aggregation
+from laminar_py.config.repack import PLANNERS
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.book import ControlSettings
@@ -55,7 +56,6 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Prompt, Span, Trajectory
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.planner import PlanningContext
-from laminar_py.repack.registry import PLANNERS
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 from tests.builders import make_experts, make_mask
 from tests.ledger.runs import undo_since
@@ -511,15 +511,17 @@ class Control:
 
     def dispatch(self) -> dict[int, list[Given]]:
         """Assignments by replica."""
-        return {replica: [given(a) for a in some] for replica, some in self.scheduler.dispatch().items()}
+        return {
+            replica: [given(a) for a in some] for replica, some in self.scheduler.dispatcher.dispatch().items()
+        }
 
     def adopt(self, replica: int) -> list[Given]:
         """Assignments for a replica that starts."""
-        return [given(assignment) for assignment in self.scheduler.for_starting(replica)]
+        return [given(assignment) for assignment in self.scheduler.dispatcher.for_starting(replica)]
 
     def aborts(self) -> dict[int, list[str]]:
         """Trajectories that were dropped and that replicas still run."""
-        return self.scheduler.take_aborts()
+        return self.scheduler.deadlines.take_aborts()
 
     def called_off(self) -> dict[int, list[str]]:
         """Trajectories that destinations need not expect any more."""
@@ -527,7 +529,7 @@ class Control:
 
     async def reported(self, told: Told) -> None:
         """Take in a report."""
-        await self.scheduler.on_report(report(told))
+        await self.scheduler.reports.on_report(report(told))
 
     def started(self, replica: int) -> None:
         """Put down that a replica runs."""
@@ -536,7 +538,7 @@ class Control:
     async def lost(self, replica: int) -> None:
         """Take in that a replica died."""
         self.listener.append(PartDied(f"replica-{replica}", "killed"))
-        await self.scheduler.on_replica_lost(replica)
+        await self.scheduler.reports.on_replica_lost(replica)
 
     def retire(self, replica: int) -> None:
         """Send nothing more to a replica."""
@@ -563,7 +565,7 @@ class Control:
         if self._plan.teaches and value is not None and not columns and verdict.id in self.scheduler.book.live:
             value, failure = None, DropReason.REWARD_FAILED  # what the scoring worker says of a missing column
             detail = "no score of each token from the teacher"
-        await self.scheduler.on_score(
+        await self.scheduler.closing.on_score(
             Score(
                 trajectory_id=verdict.id,
                 value=value,
@@ -576,7 +578,7 @@ class Control:
 
     async def referred(self, id: str, length: int) -> None:
         """Take in what the reference model found."""
-        await self.scheduler.on_reference(id, np.full(length, -1.5, np.float32))
+        await self.scheduler.closing.on_reference(id, np.full(length, -1.5, np.float32))
 
     def wanted(self, id: str) -> list[bool]:
         """Say if it is live, and if its score would tell anything."""
@@ -586,7 +588,7 @@ class Control:
 
     def evaluate(self, index: int, prompts: int, version: int | None) -> None:
         """Ask for an evaluation of so many prompts."""
-        asked = self.scheduler.evaluate([held_out(n) for n in range(prompts)], version)
+        asked = self.scheduler.evaluations.request([held_out(n) for n in range(prompts)], version)
         self._evaluations[index] = asked
 
     def evaluated(self, step: int) -> list[list]:
@@ -715,7 +717,7 @@ class Control:
 
     def move(self, version: int, moves: Sequence[list]) -> list[tuple[int, list[str]]]:
         """Carry out moves that were planned; what sources are asked to give up."""
-        moving = self.scheduler.move(version, [Move(*move) for move in moves])
+        moving = self.scheduler.dispatcher.move(version, [Move(*move) for move in moves])
         return list(moving.asked.items())
 
     def rounds(self, replicas: Replicas) -> Awaitable[None]:
@@ -737,7 +739,7 @@ class Control:
         scheduler, admission = self.scheduler, _admission(self._plan)
         newest = scheduler.book.newest_version
         return [
-            scheduler.has_demand,
+            scheduler.router.num_admitted > 0,
             scheduler.book.versions_alive(),
             len(scheduler.book.live),
             len(scheduler.book.groups),
@@ -770,6 +772,7 @@ def _settings(plan: Plan) -> ControlSettings:
     return ControlSettings(
         seed=plan.seed,
         replicas=plan.replicas,
+        batch_per_replica=plan.takes,
         group_size=plan.group_size,
         sampling=SamplingParams(max_new_tokens=plan.cap, stop_ids=(1,)),
         without_signal=WithoutSignal(plan.without_signal),
@@ -834,7 +837,9 @@ class Repacker:
     ) -> list[Move]:
         """Moves by what the scheduler knows."""
         finished = scheduler.book.finished_by_group()
-        return self.moves(kind, looks, finished, hungry=scheduler.has_demand, max_stall_s=max_stall_s, growth=6)
+        return self.moves(
+            kind, looks, finished, hungry=scheduler.router.num_admitted > 0, max_stall_s=max_stall_s, growth=6
+        )
 
     def moves(
         self,

@@ -6,6 +6,17 @@ from laminar_py.telemetry.stats import Stats, Totals
 
 
 def make_row(step, *, entropy=1.0):
+    """A row of a run's first step that this process sees."""
+    return _row(Stats(SystemClock(), replicas=1, totals=Totals()), step, entropy)
+
+
+def make_rows(*entropies):
+    """Rows of the steps 1, 2, ... of one run."""
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    return [_row(stats, step, entropy) for step, entropy in enumerate(entropies, 1)]
+
+
+def _row(stats, step, entropy):
     tokens = TokenMetrics(num_tokens=10, entropy=entropy, ratio=1.01, ratio_max=3.0, advantage_max=2.0)
     metrics = StepMetrics(
         loss=0.5,
@@ -16,6 +27,5 @@ def make_row(step, *, entropy=1.0):
         mismatch=Mismatch(0.1, 0.2, 0.3),
         work=Work(1000, 4e12, 8e12),
     )
-    stats = Stats(SystemClock(), replicas=1, totals=Totals())
     facts = {"version": step, "batch": [], "generated_tokens": 0, "versions_alive": 1, "stall_s": 0.0}
     return stats.row(step=step, metrics=metrics, **facts)

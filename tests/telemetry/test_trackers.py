@@ -24,8 +24,7 @@ def needs(package):
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
-def incarnation(folder, kind, *messages):
-    """A tracker from its start to the end of these messages; closed as a failed run's, unless they do."""
+def open_tracker(folder, kind):
     opening = Opening(
         kind=kind,
         folder=str(folder),
@@ -33,7 +32,10 @@ def incarnation(folder, kind, *messages):
         project="math",
         settings={"learner.lr": 1e-6, "seed": 0, "data.train": "t.jsonl"},
     )
-    tracker = TRACKERS[kind](opening)
+    return TRACKERS[kind](opening)
+
+
+def tell(tracker, *messages):
     for message in messages:
         match message:
             case Values(step, values):
@@ -42,6 +44,12 @@ def incarnation(folder, kind, *messages):
                 tracker.undo(step)
             case Ending(summary):
                 tracker.close(summary)
+
+
+def incarnation(folder, kind, *messages):
+    """A tracker from its start to the end of these messages; closed as a failed run's, unless they do."""
+    tracker = open_tracker(folder, kind)
+    tell(tracker, *messages)
     if not isinstance(messages[-1], Ending):
         tracker.close(None)
 
@@ -104,6 +112,20 @@ def test_mlflow_goes_on_with_its_run_and_the_newest_point_of_a_step_counts(tmp_p
     assert undone == [2, 3]
     assert run.data.metrics["tokens/entropy"] == 6.5
     assert run.data.metrics["summary/rl_seconds"] == 60
+
+
+@needs("mlflow")
+def test_an_mlflow_run_that_was_killed_with_its_tracker_ends_once_it_is_resumed(tmp_path):
+    from mlflow import MlflowClient
+
+    folder = tmp_path / "math-1"
+    folder.mkdir()
+    tell(open_tracker(folder, TrackerKind.MLFLOW), *entropies(1))
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    place = [client.get_experiment_by_name("math").experiment_id]
+    assert [run.info.status for run in client.search_runs(place)] == ["RUNNING"]
+    incarnation(folder, TrackerKind.MLFLOW, Rewound(0), *entropies(1), Ending(SUMMARY))
+    assert [run.info.status for run in client.search_runs(place)] == ["FINISHED"]
 
 
 @needs("wandb")

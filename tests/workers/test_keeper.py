@@ -1,4 +1,4 @@
-"""The life of a part: spawned where there is room, started, watched, replaced, counted. Without processes."""
+"""The life of a part: spawned where there is room, started, called, replaced, counted. Without processes."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -8,88 +8,76 @@ import pytest
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.placement import Place
 from laminar_py.records.events import PartDied, PartStarted
-from laminar_py.workers import keeper as keeper_module
-from laminar_py.workers.keeper import Keeper, Kept
-from laminar_py.workers.site import Site
+from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.supervisor import Supervisor
+from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0
 HERE = Place("node-0")
 
 
-class Process:
-    """Stands for `cluster.part.Part`."""
-
-    def __init__(self, name, kind, *, concurrency, timeout_s, place):
-        self.name, self.place, self.killed = name, place, False
-
-    def kill(self):
-        self.killed = True
-
-
 class Room:
-    """A plan with a place, or none, that counts how often it was looked at again."""
+    """A plan with a place for each of several parts, or none, as they are when it is made anew."""
 
-    def __init__(self, place=HERE):
-        self.place, self.refreshed = place, asyncio.Event()
+    def __init__(self, *places):
+        self.places = self.real = list(places)
+        self.refreshed = asyncio.Event()
 
-    def refresh(self):
+    async def refresh(self, *, age_s=0.0):
+        await asyncio.sleep(0)
+        self.places = self.real
         self.refreshed.set()
 
 
-class Life:
-    """A part whose starts fail as often as they should, and which dies when it is told to."""
+class Actor:
+    """Serves until its process dies."""
 
-    def __init__(self, monkeypatch, *, fails=0, place=HERE, max_restarts=3, **kept):
-        monkeypatch.setattr(keeper_module, "Part", Process)
-        monkeypatch.setattr(keeper_module, "RETRY_S", 0.0)
-        self.events, self.rests, self.spawned = [], [], []
+    def pid(self):
+        return 7
+
+    async def serve(self):
+        await asyncio.Event().wait()
+
+
+class Life:
+    """A part of one process or several, whose starts fail as often as they should."""
+
+    def __init__(self, monkeypatch, *, fails=0, places=(HERE,), max_restarts=3, **spec):
+        self.processes = Processes(monkeypatch, lambda name: Actor())
+        self.events, self.rests, self.calls = [], [], []
         self._fails = fails
-        self._deaths = asyncio.Queue()
-        self.started = asyncio.Queue()
-        self.room = Room(place)
+        self.served = asyncio.Queue()
+        self.room = Room(*places)
+        supervisor = Supervisor(record=self.events.append, max_restarts=max_restarts)
         self.keeper = Keeper(
-            Kept(
-                names=["part-0"],
-                actor=object,
+            PartSpec(
+                names=[f"part-{index}" for index in range(len(places))],
+                actor=Actor,
                 concurrency=1,
                 timeout_s=1.0,
-                places=lambda: None if self.room.place is None else [self.room.place],
-                start=self.start,
-                watch=self.watch,
-                rest=self.rest,
-                **kept,
+                places=lambda: self.room.places,
+                **({"start": self.start, "rest": self.rest} | spec),
             ),
-            Site(
-                config=None,
-                run=None,
-                placement=self.room,
-                supervisor=Supervisor(record=self.events.append, max_restarts=max_restarts),
-            ),
+            make_incarnation(placement=self.room, supervisor=supervisor),
         )
 
     async def start(self, parts):
-        self.spawned += parts
         if self._fails:
             self._fails -= 1
             raise PartDiedError("part-0", "no memory")
-        self.started.put_nowait(parts)
-        return [7]
 
-    async def watch(self, parts):
-        raise await self._deaths.get()
+    async def serve(self, parts):
+        self.served.put_nowait(parts)
+        await asyncio.gather(*(part.call("serve") for part in parts))
 
     async def rest(self, failures):
         self.rests.append(failures)
-
-    def die(self):
-        self._deaths.put_nowait(PartDiedError("part-0", "killed"))
 
 
 @asynccontextmanager
 async def kept(life):
     async with asyncio.timeout(PATIENCE_S):
-        task = asyncio.create_task(life.keeper.keep())
+        task = asyncio.create_task(life.keeper.calling(life.serve))
         try:
             yield
         finally:
@@ -100,13 +88,35 @@ async def kept(life):
 async def test_a_part_that_dies_is_ended_counted_and_replaced(monkeypatch):
     life = Life(monkeypatch)
     async with kept(life):
-        (first,) = await life.started.get()
-        life.die()
-        (second,) = await life.started.get()
-        assert first.killed
+        (first,) = await life.served.get()
+        first.die()
+        (second,) = await life.served.get()
         assert second is not first
     assert life.events[:2] == [PartStarted("part-0", 7), PartDied("part-0", "killed")]
     assert life.rests == [0], "a death of what had served is no failed start"
+
+
+async def test_processes_of_one_part_live_and_die_together(monkeypatch):
+    life = Life(monkeypatch, places=(HERE, HERE))
+    async with kept(life):
+        first = await life.served.get()
+        first[1].die()
+        second = await life.served.get()
+        assert [part.is_dead for part in (*first, *second)] == [True, True, False, False]
+    assert [event for event in life.events if isinstance(event, PartDied)] == [PartDied("part-1", "killed")]
+
+
+async def test_what_a_part_died_over_is_asked_of_the_next(monkeypatch):
+    life, asked = Life(monkeypatch), []
+
+    async def call(parts):
+        asked.append(parts)
+        if len(asked) == 1:
+            raise PartDiedError("part-0", "killed")
+        return 42
+
+    assert await life.keeper.calling(call) == 42
+    assert asked[0] != asked[1]
 
 
 async def test_failed_starts_in_a_row_are_rested_for_ever_longer(monkeypatch):
@@ -114,7 +124,7 @@ async def test_failed_starts_in_a_row_are_rested_for_ever_longer(monkeypatch):
     async with asyncio.timeout(PATIENCE_S):
         await life.keeper.up()
     assert life.rests == [1, 2, 3]
-    assert len(life.spawned) == 4
+    assert [(await life.processes.next()).is_dead for _ in range(4)] == [True, True, True, False]
 
 
 async def test_a_first_start_that_fails_too_often_ends_the_run(monkeypatch):
@@ -133,19 +143,56 @@ async def test_a_death_on_purpose_is_not_counted(monkeypatch):
     async def on_purpose(error):
         return None
 
-    life = Life(monkeypatch, lost=on_purpose, max_restarts=0)
+    life = Life(monkeypatch, settle=on_purpose, max_restarts=0)
     async with kept(life):
-        await life.started.get()
-        life.die()
-        await life.started.get()
-    assert PartDied("part-0", "killed") not in life.events
+        (first,) = await life.served.get()
+        first.die()
+        await life.served.get()
+    assert not [event for event in life.events if isinstance(event, PartDied)]
 
 
 async def test_a_part_without_a_place_waits_until_there_is_one(monkeypatch):
-    life = Life(monkeypatch, place=None)
+    life = Life(monkeypatch, places=(None,))
     async with kept(life):
         await life.room.refreshed.wait()
-        assert life.spawned == []
-        life.room.place = Place("node-1")
-        (part,) = await life.started.get()
+        assert life.keeper.parts == ()
+        life.room.real = [Place("node-1")]
+        (part,) = await life.served.get()
     assert part.place == Place("node-1")
+
+
+async def test_a_part_whose_node_goes_as_it_starts_comes_up_elsewhere(monkeypatch):
+    starting = asyncio.Queue()
+
+    async def start(parts):
+        starting.put_nowait(parts)
+        if parts[0].place == HERE:
+            await parts[0].call("serve")
+
+    life = Life(monkeypatch, start=start)
+    async with kept(life):
+        (first,) = await starting.get()
+        life.room.real = [Place("node-1")]
+        first.die("its node is gone")
+        (second,) = await life.served.get()
+    assert second.place == Place("node-1")
+    assert life.rests == [1]
+
+
+async def test_a_part_whose_place_goes_in_the_rest_before_its_restart_waits_for_another(monkeypatch):
+    async def rest(failures):
+        life.room.real = [None]
+        life.room.refreshed.clear()
+        rested.set()
+
+    rested = asyncio.Event()
+    life = Life(monkeypatch, rest=rest)
+    async with kept(life):
+        (first,) = await life.served.get()
+        first.die()
+        await rested.wait()
+        await life.room.refreshed.wait()
+        assert life.keeper.parts == ()
+        life.room.real = [Place("node-1")]
+        (second,) = await life.served.get()
+    assert second.place == Place("node-1")

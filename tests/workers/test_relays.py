@@ -4,11 +4,12 @@ import asyncio
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.errors import PartBugError, PartDiedError
 from laminar_py.cluster.placement import Needs, Place, Placement
 from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import parse_config
@@ -18,30 +19,25 @@ from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.workers import relays as relays_module
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.site import Site
-from laminar_py.workers.supervisor import Supervisor
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
+from tests.workers.fakes import make_incarnation
 
 PATIENCE_S = 60.0
 
 
+def make_relays(folder, placement):
+    settings = {"name": "t", "steps": 1, "data": {"train": "t"}}
+    config = parse_config({**settings, "model": {"path": str(folder)}, "relay": {"shm": str(folder)}})
+    ledger = SimpleNamespace(append=lambda event: None)
+    return Relays(make_incarnation(config=config, run=RunFolder(folder), placement=placement, ledger=ledger))
+
+
 @asynccontextmanager
-async def kept(folder, placement, record=lambda event: None):
+async def kept(folder, placement):
     """Relays of this placement, up and watched."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2}')
-    config = parse_config(
-        {
-            "name": "t",
-            "steps": 1,
-            "model": {"path": str(folder)},
-            "data": {"train": "t"},
-            "relay": {"shm": str(folder)},
-        }
-    )
-    supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    site = Site(config=config, run=RunFolder(folder), placement=placement, supervisor=supervisor)
-    relays = Relays(site, record=record)
+    (folder / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1}')
+    relays = make_relays(folder, placement)
     async with asyncio.timeout(PATIENCE_S):
         await relays.start()
         keeper = asyncio.create_task(relays.keep())
@@ -76,7 +72,7 @@ async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the
             assert (await subscriber.pull(0)).digest == digest
             cluster.kill(1 if cluster.id_of(1) == home else 2)
             await asyncio.to_thread(wait_for_a_death, 2)
-            placement.refresh()  # as the learner does, whose ranks died there
+            await placement.refresh()  # as the learner does, whose ranks died there
             root = await relays.root_up()
             assert placement.plan.relays[0] not in (None, home)
             assert root not in endpoints, "it has come up elsewhere"
@@ -104,6 +100,22 @@ async def test_a_host_that_hangs_counts_like_one_that_died_when_versions_are_loo
             finally:
                 hanging.set()
             assert "relay-0: no answer in 0.2 s" in caplog.text
+
+
+async def test_a_mistake_of_ours_on_a_host_is_no_death_of_it(tmp_path, monkeypatch, caplog):
+    from ray.exceptions import RayTaskError  # after our own package, which sets what Ray reads at its import
+
+    async def on_node(host, function, *arguments):
+        raise RayTaskError("stored_manifests", "traceback", errors.pop(0))
+
+    errors = [OSError("unreadable"), TypeError("planted")]
+    monkeypatch.setattr(relays_module, "on_node", on_node)
+    relays = make_relays(tmp_path, None)
+    relays._hosts[0] = "a"
+    assert await relays.published() == []
+    assert "relay-0: unreadable from node a; what it holds is left out" in caplog.text
+    with pytest.raises(PartBugError, match="relay-0: TypeError: planted"):
+        await relays.published()
 
 
 async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a_resume(tmp_path, monkeypatch):

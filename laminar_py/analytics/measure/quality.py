@@ -19,7 +19,10 @@ REWARD_STEPS = 10  # that a point of the reward's curve is a mean of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A value, and what the run had taken by then, e.g. `Point(30, 29.0, 240_000, 0.024, 0.91)`."""
+    """A value, and what the run had taken by then, e.g. a reward:
+
+    `Point(step=30, rl_s=29.0, tokens=240_000, device_hours=0.024, value=0.91)`.
+    """
 
     step: int
     rl_s: float

@@ -19,9 +19,6 @@ MOST_ROWS = 12  # of a table by version
 
 _LEAST_MEDIAN = 0.001
 _PERCENTILES = (50, 90, 95, 99, 100)
-_SHOWN_PERCENTILES = (50, 95, 99)  # by page and gauges
-
-Values = npt.NDArray[np.floating] | npt.NDArray[np.integer]
 
 
 class Measure(StrEnum):
@@ -36,6 +33,19 @@ class Measure(StrEnum):
     GROUP_WAIT = "group_wait"  # scored until the last member of its group was scored or dropped
     BUFFER = "buffer"  # ready until consumed
     END_TO_END = "end_to_end"  # issued until consumed
+
+
+NAMES = {  # for every view
+    Measure.LENGTH: "response tokens",
+    Measure.REPLICA_WAIT: "wait for a replica",
+    Measure.GENERATION: "generation",
+    Measure.FIRST_TOKENS: "to the first tokens",
+    Measure.SCORER_WAIT: "wait for a scorer",
+    Measure.REWARD: "scoring",
+    Measure.GROUP_WAIT: "wait for the group",
+    Measure.BUFFER: "in the buffer",
+    Measure.END_TO_END: "issued to consumed",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +64,11 @@ class Distribution:
     def tail(self) -> float | None:
         """p95 over p50; None where the median is below a millisecond (no token), so next to nothing."""
         return self.p95 / self.p50 if self.p50 >= _LEAST_MEDIAN else None
+
+    @property
+    def percentiles(self) -> dict[str, float]:
+        """Percentiles that page and gauges show, e.g. `{"p50": 12.0, "p95": 60.5, "p99": 100.0}`."""
+        return {"p50": self.p50, "p95": self.p95, "p99": self.p99}
 
 
 Distributions = dict[Measure, Distribution]
@@ -133,37 +148,6 @@ def distribution(values: npt.NDArray[np.floating]) -> Distribution | None:
         return None
     p50, p90, p95, p99, most = np.percentile(known, _PERCENTILES).tolist()
     return Distribution(count=len(known), mean=float(known.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=most)
-
-
-def latencies(t: Trajectories) -> dict[str, npt.NDArray[np.floating]]:
-    """Seconds of the stages of a trajectory's way, as page and gauges have them, each of all that have passed it.
-
-    Generation is on the last replica; the reward's queue counts with it.
-    """
-    consumed = t.is_status(Status.CONSUMED)
-    columns: dict[str, npt.NDArray[np.floating]] = {
-        "end to end": (t.ended_s - t.issued_s)[consumed],
-        "generation": t.generate_s,
-        "waiting in the engine": t.queue_s,
-        "reward": t.scored_s - t.finished_s,
-        "waiting for the group": t.ready_s - t.scored_s,
-        "in the buffer": (t.ended_s - t.ready_s)[consumed],
-    }
-    return {name: column[~np.isnan(column)] for name, column in columns.items()}
-
-
-def finished_lengths(t: Trajectories) -> Ints:
-    """Response tokens of finished trajectories."""
-    found: Ints = t.length[~np.isnan(t.finished_s)]
-    return found
-
-
-def percentiles(values: Values) -> dict[str, float]:
-    """Values at p50, p95 and p99, each one of those given; none of nothing."""
-    if not len(values):
-        return {}
-    found = np.percentile(values, _SHOWN_PERCENTILES, method="inverted_cdf")
-    return {f"p{q}": float(value) for q, value in zip(_SHOWN_PERCENTILES, found, strict=True)}
 
 
 def _by(keys: Ints, values: dict[Measure, Times], label: Callable[[int], str]) -> dict[str, Distributions]:

@@ -53,7 +53,7 @@ class History:
 
     @cached_property
     def skipped(self) -> tuple[int, ...]:
-        """Steps whose gradient was not finite, the last time that they were done."""
+        """Steps whose loss or gradient was not finite, the last time that they were done."""
         found: set[int] = set()
         for one in self.happened:
             if isinstance(one.event, Stepped):

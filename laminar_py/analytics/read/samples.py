@@ -1,22 +1,16 @@
 """Files that the controller writes beside the ledger: a row a second of the replicas, a row a step of the learner.
 
-Read while a run goes on, or after it was killed: a last line that is not whole yet counts for nothing, and neither
-does one that a crash tore, even if a resumed run wrote the next one behind it.
+Read while a run goes on, or after it was killed: a line that is not whole counts for nothing.
 """
 
-import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.metrics import FleetRow, StepRow
-
-log = logging.getLogger(__name__)
-Row = TypeVar("Row")
 
 
 class _Summary(msgspec.Struct, frozen=True):
@@ -34,30 +28,19 @@ class Samples:
 
 def read_samples(folder: Path) -> Samples:
     """Everything beside the ledger of a run; there is a summary once the run has ended."""
-    fleet = tuple(_read_rows(folder / "fleet.jsonl", FleetRow))
-    done = list(_read_rows(folder / "metrics.jsonl", StepRow))
+    fleet = tuple(read_rows(folder / "fleet.jsonl", FleetRow))
+    done = list(read_rows(folder / "metrics.jsonl", StepRow))
     steps = {row.step: row for row in done}
-    summary = folder / "summary.json"
-    ended = [msgspec.json.decode(summary.read_bytes(), type=_Summary).rl_seconds] if summary.is_file() else []
-    rl_s = max([*(row.rl_s for row in fleet), *(row.rl_s for row in done), *ended], default=0.0)
+    ended_s = _rl_seconds(folder / "summary.json")
+    rl_s = max([*(row.rl_s for row in fleet), *(row.rl_s for row in done), ended_s])
     return Samples(tuple(steps[step] for step in sorted(steps)), fleet, rl_s)
 
 
-def _read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
-    """Rows of all whole lines; none without a file.
-
-    Raises `ConfigError` with file and line for one that is whole and of another form.
-    """
-    if not path.is_file():
-        return
-    decoder = msgspec.json.Decoder(kind)
-    with path.open("rb") as file:
-        for place, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                continue
-            try:
-                yield decoder.decode(line)
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"{path}: line {place}: {error}; use the release that wrote it") from error
-            except msgspec.DecodeError:
-                log.info("%s: line %d is torn and left out", path, place)
+def _rl_seconds(summary: Path) -> float:
+    """Seconds of RL of a run that has ended; 0 before. Raises `ConfigError` for a file of another form."""
+    if not summary.is_file():
+        return 0.0
+    try:
+        return msgspec.json.decode(summary.read_bytes(), type=_Summary).rl_seconds
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{summary}: {error}; delete it, and the figures are those of the last step") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Group
 
 from laminar_py.analytics.measure.quality import Point
-from laminar_py.analytics.measure.tails import Measure
+from laminar_py.analytics.measure.tails import NAMES, Measure
 from laminar_py.analytics.show.run_tables import make_table, tell_seconds
 from laminar_py.analytics.triage.compare import Comparison
 from laminar_py.analytics.triage.report import RunReport
@@ -64,8 +64,8 @@ def _speed(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
 
 
 def _tails(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
-    for measure, name in ((Measure.GENERATION, "generation"), (Measure.END_TO_END, "issued to consumed")):
-        found = [report.tails.overall.get(measure) for report in reports]
+    for measure in (Measure.GENERATION, Measure.END_TO_END):
+        name, found = NAMES[measure], [report.tails.overall.get(measure) for report in reports]
         yield CompareRow(f"{name} p50", [None if one is None else one.p50 for one in found], tell_seconds)
         yield CompareRow(f"{name} p95", [None if one is None else one.p95 for one in found], tell_seconds)
         yield CompareRow(f"{name} p95/p50", [None if one is None else one.tail for one in found], "{:.2f}".format)

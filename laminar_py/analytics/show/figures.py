@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from laminar_py.analytics.measure.tails import Values, finished_lengths, latencies, percentiles
+from laminar_py.analytics.measure.tails import NAMES, Measure, distribution, measures
 from laminar_py.analytics.read.columns import REASONS, Times, Trajectories
 from laminar_py.analytics.read.history import History
 from laminar_py.analytics.read.snapshot import Snapshot
@@ -55,26 +55,28 @@ def headline(report: RunReport) -> list[Figure]:
 
 
 def histograms(train: Trajectories) -> list[Histogram]:
-    """Response lengths first, then latencies."""
-    first = _histogram("response length", "tokens", finished_lengths(train), log=False)
-    return [first, *(_histogram(name, "s", values, log=True) for name, values in latencies(train).items())]
+    """Response lengths first, then times."""
+    return [_histogram(measure, values) for measure, values in measures(train).items()]
 
 
-def _histogram(name: str, unit: str, values: Values, *, log: bool) -> Histogram:
-    if not len(values):
-        return Histogram(name=name, unit=unit, log=log, edges=[], counts=[], percentiles={}, total=0)
-    least = max(float(np.percentile(values, 0.1)), 1e-4) if log else float(values.min())
-    most = max(float(values.max()), least * 1.01 if log else least + 1)
-    edges = np.geomspace(least, most, MOST_BINS + 1) if log else np.linspace(least, most, MOST_BINS + 1)
-    counts, _ = np.histogram(np.clip(values, least, most), edges)
+def _histogram(measure: Measure, values: Times) -> Histogram:
+    """Histogram of the values that are known; times have a logarithmic axis."""
+    log, found = measure is not Measure.LENGTH, distribution(values)
+    edges, counts = np.empty(0), np.empty(0, np.int64)
+    if found is not None:
+        known = values[~np.isnan(values)]
+        least = max(float(np.percentile(known, 0.1)), 1e-4) if log else float(known.min())
+        most = max(found.max, least * 1.01 if log else least + 1)
+        edges = np.geomspace(least, most, MOST_BINS + 1) if log else np.linspace(least, most, MOST_BINS + 1)
+        counts, _ = np.histogram(np.clip(known, least, most), edges)
     return Histogram(
-        name=name,
-        unit=unit,
+        name=NAMES[measure],
+        unit="s" if log else "tokens",
         log=log,
         edges=edges.tolist(),
         counts=counts.tolist(),
-        percentiles=percentiles(values),
-        total=len(values),
+        percentiles={} if found is None else found.percentiles,
+        total=0 if found is None else found.count,
     )
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from laminar_py.analytics.measure.tails import Values, finished_lengths, latencies, percentiles
+from laminar_py.analytics.measure.tails import NAMES, Distribution, Measure, distribution
 from laminar_py.analytics.read.columns import REASONS, STATUSES, Trajectories
 from laminar_py.analytics.read.history import History
 from laminar_py.analytics.read.samples import Samples
@@ -36,7 +36,7 @@ class RunCollector(Collector):
         """Every family."""
         report, snapshot = self._report, self._report.snapshot
         yield from _trajectories(report, snapshot.trajectories)
-        yield from _tails(snapshot.trajectories)
+        yield from _tails(report)
         yield from _replicas(snapshot.history, snapshot.samples)
         yield from _learner(snapshot.history, snapshot.samples)
         yield from _weights(snapshot.history)
@@ -65,20 +65,20 @@ def _trajectories(report: RunReport, train: Trajectories) -> Iterator[Metric]:
         yield _gauge("reward", "Mean reward of the last thousand scored", float(scored[-1000:].mean()))
 
 
-def _tails(train: Trajectories) -> Iterator[Metric]:
-    staleness = train.staleness[train.is_status(Status.CONSUMED)]
-    yield _quantiles("response_length_tokens", "Response length", finished_lengths(train))
-    yield _quantiles("staleness_versions", "Staleness of what was consumed", staleness)
+def _tails(report: RunReport) -> Iterator[Metric]:
+    overall, train = report.tails.overall, report.snapshot.trajectories
+    staleness = train.staleness[train.is_status(Status.CONSUMED)].astype(np.float64)
+    yield _quantiles("response_length_tokens", "Response length", overall.get(Measure.LENGTH))
+    yield _quantiles("staleness_versions", "Staleness of what was consumed", distribution(staleness))
     family = GaugeMetricFamily(
         "laminar_latency_seconds", "Seconds of the stages of a trajectory's way", labels=["stage", "quantile"]
     )
-    stages = {name: percentiles(seconds) for name, seconds in latencies(train).items()}
-    for stage, values in stages.items():
-        for name, value in values.items():
-            family.add_metric([stage, _quantile(name)], value)
+    for measure, found in overall.items():
+        if measure is not Measure.LENGTH:
+            for quantile, value in _labelled(found).items():
+                family.add_metric([NAMES[measure], quantile], value)
     yield family
-    known = {"length": percentiles(finished_lengths(train)), **stages}
-    ratios = {name: values["p95"] / values["p50"] for name, values in known.items() if values.get("p50")}
+    ratios = {NAMES[measure]: found.tail for measure, found in overall.items() if found.tail is not None}
     yield _gauge("tail_ratio", "p95 over p50", ratios, label="of")
 
 
@@ -146,13 +146,13 @@ def _run(report: RunReport) -> Iterator[Metric]:
     yield _gauge("wall_info", "What limits the run", found, label="wall")
 
 
-def _quantiles(name: str, words: str, values: Values) -> Metric:
-    found = {_quantile(key): value for key, value in percentiles(values).items()}
-    return _gauge(name, words, found, label="quantile")
+def _quantiles(name: str, words: str, found: Distribution | None) -> Metric:
+    return _gauge(name, words, {} if found is None else _labelled(found), label="quantile")
 
 
-def _quantile(name: str) -> str:
-    return f"0.{name[1:]}"
+def _labelled(found: Distribution) -> Labelled:
+    """Percentiles as Prometheus names them, e.g. `{"0.50": 12.0}`."""
+    return {f"0.{name[1:]}": value for name, value in found.percentiles.items()}
 
 
 def _named(names: Iterable[str], values: Iterable[float]) -> Labelled:

@@ -7,23 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar_py.analytics.measure.drops import DropRow, DropTable
-from laminar_py.analytics.measure.tails import MOST_ROWS, Distribution, Distributions, Measure, Tails
+from laminar_py.analytics.measure.tails import MOST_ROWS, NAMES, Distribution, Distributions, Measure, Tails
 from laminar_py.analytics.measure.tokens import TokenAccount, TokenLoss
 from laminar_py.analytics.show.walls import NO_STEP, wall_rows
 from laminar_py.analytics.triage.diagnosis import Diagnosis
 from laminar_py.analytics.triage.report import RunReport
 
-NAMES = {
-    Measure.LENGTH: "response tokens",
-    Measure.REPLICA_WAIT: "wait for a replica",
-    Measure.FIRST_TOKENS: "  of it, to the first tokens",
-    Measure.GENERATION: "generation",
-    Measure.SCORER_WAIT: "wait for a scorer",
-    Measure.REWARD: "scoring",
-    Measure.GROUP_WAIT: "wait for the group",
-    Measure.BUFFER: "in the buffer",
-    Measure.END_TO_END: "issued to consumed",
-}
 _BY = (Measure.LENGTH, Measure.GENERATION, Measure.REWARD, Measure.END_TO_END)
 
 
@@ -106,8 +95,11 @@ def _beside(account: TokenAccount) -> Iterator[str]:
 
 def tail_table(tails: Tails) -> Group:
     """Distributions over all trajectories."""
-    rows = [(NAMES[measure], found, measure is not Measure.LENGTH) for measure, found in tails.overall.items()]
-    cells = [(name, *_quantiles(found, seconds=seconds)) for name, found, seconds in rows]
+    names = NAMES | {Measure.FIRST_TOKENS: f"  of it, {NAMES[Measure.FIRST_TOKENS]}"}
+    cells = [
+        (names[measure], *_quantiles(found, seconds=measure is not Measure.LENGTH))
+        for measure, found in tails.overall.items()
+    ]
     if tails.longest_over_mean is not None:
         cells.append(("longest over mean of a group", *_quantiles(tails.longest_over_mean, seconds=False)))
     return make_table("\nTails", "", ("p50", "p90", "p95", "p99", "max", "p95/p50"), cells)

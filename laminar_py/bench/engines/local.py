@@ -7,7 +7,6 @@ from the whole vocabulary, with every token's log-probability; only tokens that 
 
 import asyncio
 import math
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from transformers import PretrainedConfig
 from laminar_py.bench.models import SMALL, count_parameters, write_model
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Tell, in_turn
+from laminar_py.bench.workplace import workplace
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest, SamplingParams
@@ -111,11 +111,10 @@ def rows(
 @contextmanager
 def written_model(model: PretrainedConfig) -> Iterator[Path]:
     """A model's folder; meanwhile torch computes in this thread as the engine does on its own."""
-    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     try:
-        with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-            yield write_model(Path(folder), model)
+        with workplace() as folder:
+            yield write_model(folder, model)
     finally:
         torch.set_flush_denormal(False)
 

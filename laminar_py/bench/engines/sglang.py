@@ -39,6 +39,7 @@ PROMPT = 16
 VOCAB = 320
 MAX_LEN = 2040
 WARM_TOKENS = 16  # of each stream before the first refresh
+AFTER_TOKENS = 8  # of each stream after one
 REFRESHES = 20
 NO_IDS = np.empty(0, np.int32)
 NO_FLAGS: Mapping[str, Flag] = {}
@@ -59,7 +60,7 @@ class ServedModel:
 
 
 def rows(*, repeats: int, tell: Tell) -> list[Row]:
-    """Measure each figure; `tell` gets a line for each part. Raises `ConfigError` without an SGLang to run."""
+    """Measure each figure; `tell` gets a line for each. Raises `ConfigError` without an SGLang to run."""
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
         return asyncio.run(_rows(find_python(), Path(folder), repeats=repeats, tell=tell))
 
@@ -218,9 +219,9 @@ class Crowd:
     times: dict[str, list[float]] = field(default_factory=dict)  # when each stream's deltas with tokens came
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def start(self, turn: str, *, goes_on: bool = False) -> None:
-        """Start each stream anew, or from the tokens that it has."""
-        if not goes_on:
+    def start(self, turn: str | None = None) -> None:
+        """Start new streams, which a turn names, or each again from the tokens that it has."""
+        if turn is not None:
             self.ids = {f"{turn}.{i}": [] for i in range(STREAMS)}
             self.times = {name: [] for name in self.ids}
         self.tasks = [asyncio.create_task(self._run(name)) for name in self.ids]
@@ -279,7 +280,8 @@ async def _refreshes(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
 
 async def _in_place_rows(rig: ServedModel, count: int, tell: Tell) -> list[Row]:
     bare = await _bare_updates(rig, count)
-    in_place = await _in_place(rig, count)
+    async with _running(rig, "p") as crowd:
+        in_place = median([(await _pause(rig, crowd, PauseMode.IN_PLACE))[0] for _ in range(count)])
     tell(f"in_place {in_place:.3f} s, bare update {bare:.3f} s")
     told = f"{_conditions(count, bare)}; no overlapped steps"
     return [
@@ -308,41 +310,45 @@ async def _bare_updates(rig: ServedModel, count: int) -> float:
     return median(elapsed[1:])
 
 
+@asynccontextmanager
+async def _running(rig: ServedModel, turn: str) -> AsyncIterator[Crowd]:
+    """Streams that all have some tokens; aborted at the end."""
+    crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
+    crowd.start(turn)
+    await crowd.grown(WARM_TOKENS)
+    yield crowd
+    await rig.engine.pause(PauseMode.ABORT)
+    await crowd.done()
+    await rig.engine.resume()
+
+
+async def _pause(rig: ServedModel, crowd: Crowd, mode: PauseMode) -> tuple[float, dict[str, list[int]]]:
+    """Pause of running streams for a new version, and what each had when it began; what is aborted starts anew."""
+    await rig.engine.pause(mode)
+    if mode is PauseMode.ABORT:
+        await crowd.done()
+    contexts = {name: list(ids) for name, ids in crowd.ids.items()}
+    loaded = await _load_next(rig)
+    await rig.engine.resume()
+    if mode is PauseMode.ABORT:
+        crowd.start()
+    await crowd.grown(AFTER_TOKENS)
+    return crowd.pause_s(loaded), contexts
+
+
 async def _load_next(rig: ServedModel) -> float:
     """Load the next version; returns the moment at which it was loaded."""
     await rig.engine.load_weights(rig.weights, rig.engine.status().version + 1)
     return time.perf_counter()
 
 
-async def _in_place(rig: ServedModel, count: int) -> float:
-    crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
-    crowd.start("p")
-    await crowd.grown(WARM_TOKENS)
-    pauses = []
-    for _ in range(count):
-        await rig.engine.pause(PauseMode.IN_PLACE)
-        loaded = await _load_next(rig)
-        await rig.engine.resume()
-        await crowd.grown(8)
-        pauses.append(crowd.pause_s(loaded))
-    await _end(rig, crowd)
-    return median(pauses)
-
-
 async def _retracted(rig: ServedModel, count: int) -> tuple[float, float]:
     """Pause by retraction, and the prefill of the same contexts on the idle server, in turn."""
     pauses, prefills = [], []
     for turn in range(count):
-        crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
-        crowd.start(f"t{turn}")
-        await crowd.grown(WARM_TOKENS)
-        await rig.engine.pause(PauseMode.RETRACT)
-        contexts = {name: list(ids) for name, ids in crowd.ids.items()}
-        loaded = await _load_next(rig)
-        await rig.engine.resume()
-        await crowd.grown(4)
-        pauses.append(crowd.pause_s(loaded))
-        await _end(rig, crowd)
+        async with _running(rig, f"t{turn}") as crowd:
+            pause_s, contexts = await _pause(rig, crowd, PauseMode.RETRACT)
+        pauses.append(pause_s)
         await _load_next(rig)  # drops the prefix cache
         prefills.append(await _prefill(rig, contexts))
     return median(pauses), median(prefills)
@@ -361,17 +367,8 @@ async def _prefill(rig: ServedModel, contexts: dict[str, list[int]]) -> float:
 async def _resumed(rig: ServedModel, count: int) -> float:
     pauses = []
     for turn in range(count):
-        crowd = Crowd(engine=rig.engine, length=LONG_TOKENS)
-        crowd.start(f"s{turn}")
-        await crowd.grown(WARM_TOKENS)
-        await rig.engine.pause(PauseMode.ABORT)
-        await crowd.done()
-        loaded = await _load_next(rig)
-        await rig.engine.resume()
-        crowd.start(f"s{turn}", goes_on=True)
-        await crowd.grown(4)
-        pauses.append(crowd.pause_s(loaded))
-        await _end(rig, crowd)
+        async with _running(rig, f"s{turn}") as crowd:
+            pauses.append((await _pause(rig, crowd, PauseMode.ABORT))[0])
     return median(pauses)
 
 
@@ -387,9 +384,3 @@ async def _drained(rig: ServedModel, count: int) -> float:
         await crowd.done()
         pauses.append(crowd.pause_s(loaded, since=last))
     return median(pauses)
-
-
-async def _end(rig: ServedModel, crowd: Crowd) -> None:
-    await rig.engine.pause(PauseMode.ABORT)
-    await crowd.done()
-    await rig.engine.resume()

@@ -1,4 +1,4 @@
-"""What adapters save on the way to an engine: the bytes of a version, and the time of a refresh.
+"""Savings by adapters on the way to an engine: the bytes of a version, and the time of a refresh.
 
 Rows `lora_bytes_over_full` and `lora_refresh_over_full` of `laminar bench learner`. Two learners of one model, one
 with adapters, make the same steps; each has a tree of two relays in processes of their own, and an engine that
@@ -14,11 +14,13 @@ from statistics import median
 import torch
 from transformers import PretrainedConfig
 
+from laminar_py.bench.catalog import SHARED_MEMORY
 from laminar_py.bench.learner.parts import RATE, draw_lengths, make_learner, make_trajectories, pack_here
-from laminar_py.bench.models import count_parameters, write_model
+from laminar_py.bench.models import SMALL, count_parameters, write_model
 from laminar_py.bench.relay.tree import WARM_VERSIONS, Tree
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Ratio, in_turn
+from laminar_py.bench.workplace import workplace
 from laminar_py.config.lora import LoraConfig
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.relay.wire.messages import VersionComplete
@@ -57,10 +59,11 @@ class Refresher:
         return time.monotonic() - began
 
 
-def rows(folder: Path, *, shm: Path, config: PretrainedConfig, repeats: int) -> list[Row]:
-    """Bytes and time; the model is written to `folder`, versions to `shm`."""
-    model, lora = write_model(folder / "lora", config), LoraConfig()
-    with asyncio.Runner() as runner, ExitStack() as stack:
+def rows(*, config: PretrainedConfig = SMALL, repeats: int = 9) -> list[Row]:
+    """Bytes and time; versions lie in shared memory."""
+    lora = LoraConfig()
+    with workplace() as folder, workplace(SHARED_MEMORY) as shm, asyncio.Runner() as runner, ExitStack() as stack:
+        model = write_model(folder, config)
         adapted = Refresher(shm / "adapters", model, lora, runner=runner, stack=stack)
         full = Refresher(shm / "full", model, None, runner=runner, stack=stack)
         sides = {"adapted": adapted.refresh, "full": full.refresh}

@@ -1,4 +1,4 @@
-"""How much of a GPU a learner step uses: row `mfu`. Without a GPU there is a row without a value, and why."""
+"""Share of a GPU that a learner step uses: row `mfu`. Without a GPU there is a row without a value, and why."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from laminar_py.bench.learner.parts import draw_lengths, make_trajectories, pack_here
 from laminar_py.bench.models import count_parameters, write_no_tokenizer
 from laminar_py.bench.report import Row
+from laminar_py.bench.workplace import workplace
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.config.model import ModelConfig
@@ -50,13 +51,16 @@ FULL = GpuStep(
 )
 
 
-def mfu_row(folder: Path, *, size: GpuStep = FULL) -> Row:
-    """Median over steps; `folder` takes the model."""
-    if not torch.cuda.is_available():
-        return Row("mfu", None, UNIT, "not measured: no GPU")
+def rows(*, size: GpuStep = FULL) -> list[Row]:
+    """Median over steps, in one row."""
+    return [_on_gpu(size) if torch.cuda.is_available() else Row("mfu", None, UNIT, "not measured: no GPU")]
+
+
+def _on_gpu(size: GpuStep) -> Row:
     name = torch.cuda.get_device_name()
     try:
-        steps = measure_steps(folder, size, device_type="cuda")
+        with workplace() as folder:
+            steps = measure_steps(folder, size, device_type="cuda")
     except torch.OutOfMemoryError:
         return Row("mfu", None, UNIT, f"not measured: out of memory on {name}")
     found = [step.mfu for step in steps if step.mfu is not None]

@@ -1,4 +1,4 @@
-"""What the learner's benchmarks share: learners, lengths, trajectories and their packing."""
+"""Common parts of the learner's benchmarks: learners, lengths, trajectories and their packing."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,11 +1,10 @@
 """Forward and backward passes over packed sequences: row `packed_tokens_per_s` of `laminar bench learner`.
 
-`benchmarks.learner.padded` trains on the same batches padded.
+`benchmarks.learner.packing` trains on the same batches padded.
 """
 
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -20,6 +19,7 @@ from laminar_py.bench.learner.parts import (
 from laminar_py.bench.models import SMALL, count_parameters, write_model
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import cpu_s, in_turn
+from laminar_py.bench.workplace import workplace
 from laminar_py.learner.step import Learner
 from laminar_py.records.trajectory import Trajectory
 
@@ -43,17 +43,18 @@ class StepBatches:
     def tell(self) -> str:
         """Conditions, for a table."""
         return (
-            f"forward and backward, {self.sequences} log-normal lengths (median {self.median}, p95 5 times that),"
-            f" {count_parameters(self.model) / 1e6:.0f}M parameters, fp32; median of {self.repeats} batches"
+            f"arrays, forward and backward; {self.sequences} log-normal lengths (median {self.median}, p95 5 times"
+            f" that), {count_parameters(self.model) / 1e6:.0f}M parameters, fp32; median of {self.repeats} batches"
         )
 
 
 FULL = StepBatches(SMALL)
 
 
-def rows(folder: Path, batches: StepBatches) -> list[Row]:
+def rows(*, batches: StepBatches = FULL) -> list[Row]:
     """Rate of packed training, in tokens that are no padding."""
-    learner = make_learner(write_model(folder / "speed", batches.model))
+    with workplace() as folder:
+        learner = make_learner(write_model(folder, batches.model))
 
     def train(number: int) -> float:
         return packed_tokens_per_s(learner, batches.draw(number))

@@ -1,4 +1,4 @@
-"""What `laminar bench ledger` measures: what recording costs, what it takes on disk, what reading it back costs.
+"""Measurements of `laminar bench ledger`: the costs of recording, of its files and of reading them back.
 
 A `SyntheticRun` is recorded by one process that is pinned to one core, sealed, and read again. CPU seconds are of
 processes and threads, so that a busy machine changes them less than it changes seconds.
@@ -136,7 +136,9 @@ def _recording_rows(recorded: RecordingCosts, read: RecordingCosts) -> list[Row]
         f"{count} trajectories: 8 events, 2 pieces and about 100 tokens each, 256 a step, a commit each step; one"
         " core; issued to on disk, without moving to Parquet"
     )
-    asked = f"{read.trajectories} trajectories, a thread of the same core counts all rows five times a second"
+    asked = (
+        f"{read.trajectories} trajectories, a thread of the same core counts all rows up to five times a second"
+    )
     used = recorded.append_s + recorded.write_s
     return [
         Row("accounting", count / recorded.elapsed_s, "trajectories/s", conditions),

@@ -9,25 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.ledger.database import SCHEMA_VERSION
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.digests import response_digest
-from laminar_py.records.events import (
-    Assigned,
-    Checkpointed,
-    Consumed,
-    Dropped,
-    Finished,
-    Interrupted,
-    Issued,
-    Ready,
-    RunStarted,
-    Scored,
-    Stepped,
-    VersionLoaded,
-    VersionPublished,
-)
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.events import Checkpointed, RunStarted, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.replica import Progress
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
 
 GROUP = 8
@@ -38,15 +26,16 @@ MEAN_TOKENS = 100
 CHECKPOINT_EVERY = 10  # steps
 HOST = "host-1"
 _DROPPED_EVERY = 41  # groups
+_SAMPLING = SamplingParams(max_new_tokens=4000)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """A group in flight: its number, its version and the responses of its members."""
+    """A group in flight: its number, its version, its members and the response that each is to have."""
 
     number: int
     version: int
-    responses: list[tuple[IntArray, FloatArray]]
+    members: list[tuple[Lifecycle, IntArray, FloatArray]]
 
 
 class SyntheticRun:
@@ -85,19 +74,9 @@ class SyntheticRun:
         """Make a learner step, and issue the groups that come in its place."""
         while len(self._live) < LIVE:
             self._issue()
-        used = [self._finish(self._live.popleft()) for _ in range(STEP)]
+        ready = [member for _ in range(STEP) for member in self._finish(self._live.popleft())]
         self.step += 1
-        consumed = [
-            Consumed(
-                trajectory_id=id,
-                step=self.step,
-                version=self.step - 1,
-                staleness=self.step - 1 - version,
-                weight=1.0,
-            )
-            for version, ids in used
-            for id in ids
-        ]
+        consumed = [member.consume(step=self.step, version=self.step - 1, weight=1.0) for member in ready]
         stepped = Stepped(
             step=self.step,
             incarnation=1,
@@ -137,74 +116,66 @@ class SyntheticRun:
     def _issue(self) -> None:
         number = self._issued
         self._issued += 1
-        prompt_ids = self._ids[number % 4096 :][:64]
-        text = f"What is {number} times {number + 7}? Think step by step and box the answer."
-        self._ledger.store_prompt(
-            Prompt(
-                id=f"p{number}",
-                index=number,
-                text=text,
-                ids=prompt_ids,
-                answer=str(number * (number + 7)),
-                task="times",
-            )
+        prompt = Prompt(
+            id=f"p{number}",
+            index=number,
+            text=f"What is {number} times {number + 7}? Think step by step and box the answer.",
+            ids=self._ids[number % 4096 :][:64],
+            answer=str(number * (number + 7)),
+            task="times",
         )
-        responses = []
+        self._ledger.store_prompt(prompt)
+        members = []
         lengths = np.clip(self._rng.lognormal(np.log(MEAN_TOKENS) - 0.18, 0.6, GROUP), 1, 4000).astype(int)
-        for member, length in enumerate(lengths.tolist()):
+        for index, length in enumerate(lengths.tolist()):
             start = int(self._rng.integers(0, len(self._ids) - length))
-            responses.append((self._ids[start : start + length], self._logprobs[start : start + length]))
-            id = f"g{number}.{member}"
-            self._ledger.append(
-                Issued(
-                    trajectory_id=id,
-                    group_id=f"g{number}",
-                    prompt_id=f"p{number}",
-                    prompt_index=number,
-                    sample_index=member,
-                    kind=Kind.TRAIN,
-                )
+            member = Lifecycle(
+                id=f"g{number}.{index}",
+                group_id=f"g{number}",
+                sample_index=index,
+                prompt=prompt,
+                kind=Kind.TRAIN,
+                sampling=_SAMPLING,
             )
-            self._ledger.append(Assigned(id, number % REPLICAS, 1, 0))
-        self._live.append(LiveGroup(number, self.step, responses))
+            self._ledger.append(member.issued())
+            self._ledger.append(member.assign(number % REPLICAS))
+            members.append((member, self._ids[start : start + length], self._logprobs[start : start + length]))
+        self._live.append(LiveGroup(number, self.step, members))
 
-    def _finish(self, group: LiveGroup) -> tuple[int, list[str]]:
-        """Finish a group; returns its version, and the ids of what is ready to be trained on."""
-        ids = []
-        for member, (tokens, logprobs) in enumerate(group.responses):
-            id = f"g{group.number}.{member}"
-            epoch = self._generate(group, id, tokens, logprobs)
-            spans = (Span(group.version, 0, len(tokens)),)
-            digest = response_digest(tokens, logprobs)
-            finished = Finished(
-                trajectory_id=id,
-                epoch=epoch,
-                finish_reason=FinishReason.STOP,
-                spans=spans,
-                length=len(tokens),
-                digest=digest,
-                queue_s=0.5,
-                generate_s=2.5,
-            )
-            self._ledger.append(finished)
-            self._ledger.append(Scored(id, float(member % 2), 0.002))
-            ids.append(id)
+    def _finish(self, group: LiveGroup) -> list[Lifecycle]:
+        """Finish a group; the members that are ready to be trained on."""
+        members = [member for member, _, _ in group.members]
+        for member, ids, logprobs in group.members:
+            half = len(ids) // 2
+            if half:
+                self._generate(member, group.version, ids[:half], logprobs[:half])
+                self._ledger.append(member.interrupt("repacked"))
+                self._ledger.append(member.assign((group.number + 1) % REPLICAS))
+            last = self._generate(member, group.version, ids[half:], logprobs[half:])
+            self._ledger.append(member.finish(last))
+            self._ledger.append(member.score(float(member.sample_index % 2), {}, 0.002))
         if group.number % _DROPPED_EVERY == 0:
-            for id in ids:
-                self._ledger.append(Dropped(id, DropReason.NO_SIGNAL))
-            return group.version, []
-        for member, id in enumerate(ids):
-            self._ledger.append(Ready(id, 1.0 if member % 2 else -1.0))
-        return group.version, ids
+            for member in members:
+                self._ledger.append(member.drop(DropReason.NO_SIGNAL))
+            return []
+        for member in members:
+            self._ledger.append(member.make_ready(1.0 if member.sample_index % 2 else -1.0))
+        return members
 
-    def _generate(self, group: LiveGroup, id: str, tokens: IntArray, logprobs: FloatArray) -> int:
-        """Store a response in two pieces, and its interruption between them; returns its last epoch."""
-        half = len(tokens) // 2
-        for start, end in ((0, half), (half, len(tokens))):
-            if start < end:
-                spans = (Span(group.version, start, end),)
-                self._ledger.store_segment(id, start, spans, tokens[start:end], logprobs[start:end])
-            if end == half and half:
-                self._ledger.append(Interrupted(id, 1, half, "repacked"))
-                self._ledger.append(Assigned(id, (group.number + 1) % REPLICAS, 2, half))
-        return 2 if half else 1
+    def _generate(self, member: Lifecycle, version: int, ids: IntArray, logprobs: FloatArray) -> Progress:
+        """Store a piece of a response; it may be the last one."""
+        start, spans = member.length, (Span(version, member.length, member.length + len(ids)),)
+        self._ledger.store_segment(member.id, start, spans, ids, logprobs)
+        progress = Progress(
+            trajectory_id=member.id,
+            epoch=member.epoch,
+            start=start,
+            ids=ids,
+            logprobs=logprobs,
+            spans=spans,
+            finish_reason=FinishReason.STOP,
+            queue_s=0.5,
+            generate_s=2.5,
+        )
+        member.grow(progress)
+        return progress

@@ -1,4 +1,4 @@
-"""One hop of the relay, from a node to its child in another process: rows `*hop*_GBps` of `laminar bench relay`.
+"""A hop of the relay, from a node to its child in another process: rows `*hop*_GBps` of `laminar bench relay`.
 
 `benchmarks.relay.sockets` lays a bare socket beside each. Invariant: no two versions in a row have the same size,
 so no chunk travels as a delta.
@@ -16,9 +16,11 @@ import torch
 from laminar_py.bench.relay.tree import CHUNK_BYTES, WARM_VERSIONS, Tree
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Side, Tell, in_turn
+from laminar_py.bench.workplace import workplace
+from laminar_py.relay.planning.cost import PAGE_BYTES
 from laminar_py.relay.wire.transport import RelayKeys
 
-PAGE_BYTES = 4096
+VERSION_BYTES = 256 * 2**20  # of a version that hops
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,11 @@ class HopKind:
 KINDS = (HopKind("hop"), HopKind("hop_curve", curve=True), HopKind("ipc_hop", ipc=True))
 
 
-def rows(folder: Path, *, num_bytes: int, repeats: int, tell: Tell) -> list[Row]:
-    """Rate of each kind of hop, median over `repeats` versions; `folder` is in shared memory."""
+def rows(*, shm: Path, repeats: int, tell: Tell, num_bytes: int = VERSION_BYTES) -> list[Row]:
+    """Rate of each kind of hop, median over `repeats` versions, which lie in `shm`."""
     found = []
     for kind in KINDS:
-        with hop(folder / kind.name, kind, num_bytes) as side:
+        with workplace(shm) as folder, hop(folder / kind.name, kind, num_bytes) as side:
             rates = in_turn({kind.name: side}, rounds=repeats, warm=WARM_VERSIONS)[kind.name]
         conditions = f"{kind.tell(num_bytes)}; median of {repeats}, {min(rates):.2f} to {max(rates):.2f}"
         found.append(Row(f"{kind.name}_GBps", median(rates), "GB/s", conditions))

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from laminar_py.bench.models import SMALL
 from laminar_py.bench.relay.tree import CHUNK_BYTES, WARM_VERSIONS, Tree, copy_s, raw
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Ratio, Tell, in_turn
+from laminar_py.bench.workplace import workplace
 from laminar_py.relay.store.delta import apply, encode
 from laminar_py.relay.wire.transport import RelayKeys
 
@@ -37,11 +39,11 @@ Words = npt.NDArray[np.uint16]  # weights in bf16, as integers
 # ---- the stall
 
 
-def stall_rows(folder: Path, config: Qwen3Config, *, repeats: int, tell: Tell) -> list[Row]:
-    """Stall of a publish over a plain copy of the same tensors; `folder` is in shared memory."""
+def stall_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config = SMALL) -> list[Row]:
+    """Stall of a publish over a plain copy of the same tensors; versions lie in `shm`."""
     tensors = list(_published(_model(config)))
     pairs = [(raw(tensor), np.ones_like(raw(tensor))) for _, tensor in tensors]
-    with Tree(folder / "stall", keys=RelayKeys.generate(), leaf=False) as tree:
+    with workplace(shm) as folder, Tree(folder / "stall", keys=RelayKeys.generate(), leaf=False) as tree:
 
         def publish(_: int) -> float:
             tree.await_spare()
@@ -83,11 +85,12 @@ class DeltaShare:
         return -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / 16 if 0 < p < 1 else 0.0
 
 
-def delta_rows(folder: Path, config: Qwen3Config, *, repeats: int, tell: Tell) -> list[Row]:
-    """Bytes of deltas at each learning rate, and the speed of their codec at the least."""
+def delta_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config = SMALL) -> list[Row]:
+    """Bytes of deltas at each learning rate, and the speed of their codec at the least; versions lie in `shm`."""
     found, speeds = [], []
     for name, rate in RATES.items():
-        row, base, new = _wire(folder / name, config, name=f"delta_bytes_{name}", rate=rate)
+        with workplace(shm) as folder:
+            row, base, new = _wire(folder / name, config, name=f"delta_bytes_{name}", rate=rate)
         found.append(row)
         tell(f"{row.name} {row.value:.4f}")
         if rate == min(RATES.values()):

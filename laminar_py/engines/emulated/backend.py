@@ -1,11 +1,10 @@
 """The emulated engine as a backend, which the section `emulation` of a config chooses and describes."""
 
 from laminar_py.config.emulated_profile import read_profile
-from laminar_py.config.engine import EngineConfig
+from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.registry import Backend, EngineLaunch
 from laminar_py.records.protocols import InferenceEngine
 from laminar_py.records.recordings import Recording
 

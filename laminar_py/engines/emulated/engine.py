@@ -205,10 +205,11 @@ class EmulatedEngine:
             yield
         except Exception as error:
             log.exception("the emulated engine failed")
-            self._lose(" ".join(f"{type(error).__name__}: {error}".split()))
+            self._lose(" ".join(f"{type(error).__name__}: {error}".split()), error)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, cause: Exception | None = None) -> None:
         self._loss = EngineLostError(f"emulated engine: {reason}")
+        self._loss.__cause__ = cause
         self._lost.set()
         for timer in (self._event_timer, self._flush_timer):
             if timer is not None:

@@ -22,7 +22,7 @@ from laminar_py.records.trajectory import FinishReason
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Job:
-    """A request in the engine, e.g. `_Job(request, response, length=0, sent=0)` while it waits."""
+    """A request in the engine, e.g. a new one: `_Job(request=request, response=response, length=0, sent=0)`."""
 
     request: GenerateRequest
     response: PlannedResponse

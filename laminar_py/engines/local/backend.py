@@ -1,8 +1,7 @@
 """The embedded engine as a backend: no setting of its own, one thread of the replica's process."""
 
-from laminar_py.config.engine import EngineConfig
+from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
 from laminar_py.config.run import RunConfig
-from laminar_py.engines.registry import Backend, EngineLaunch
 from laminar_py.records.protocols import InferenceEngine
 
 

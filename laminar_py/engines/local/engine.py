@@ -198,10 +198,13 @@ class LocalEngine:
     def _on_stopped(self, thread: asyncio.Future[None]) -> None:
         """Nobody may wait for a thread that is gone."""
         error, reason = thread.exception(), "closed"
-        if error is not None:
+        if isinstance(error, EngineLostError):
+            reason = str(error)
+        elif error is not None:
             log.error("the embedded engine's thread failed", exc_info=error)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
         self._loss = EngineLostError(f"embedded engine: {reason}")
+        self._loss.__cause__ = error
         for stream in self._streams.values():
             stream.put_nowait(self._loss)
         for done in list(self._pending):

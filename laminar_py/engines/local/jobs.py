@@ -17,7 +17,7 @@ from laminar_py.records.recordings import RoutedExperts
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """A request in the engine, e.g. `Job(7, request, request.prefix_ids)` while it waits."""
+    """A request in the engine, e.g. one that waits: `Job(ticket=7, request=request, response=prefix_ids)`."""
 
     ticket: int  # the stream that its deltas go to
     request: GenerateRequest

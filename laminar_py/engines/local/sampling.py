@@ -1,4 +1,4 @@
-"""How the embedded engine draws tokens: one uniform number per token, through the inverse of the CDF.
+"""Drawing of tokens in the embedded engine: one uniform number per token, through the inverse of the CDF.
 
 Called by the scheduler once a step. Invariant: the number is a hash of the request's seed and of the token's
 position in the response, so a token depends neither on the batch it is drawn in nor on interruptions before.

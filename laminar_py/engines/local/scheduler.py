@@ -23,6 +23,7 @@ from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.engines.requests import response_limit
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.recordings import Recording, RoutedExperts, SamplingMask, join_experts
 from laminar_py.records.trajectory import FinishReason
 
@@ -131,7 +132,7 @@ class Scheduler:
         self._paused = False
 
     def load_weights(self, folder: Path, version: int) -> None:
-        """Serve `folder` as `version`. `RuntimeError` while requests run, `ValueError` if it does not fit."""
+        """Serve `folder` as `version`. Raises as `InferenceEngine.load_weights` does."""
         if self._running and not self._paused:
             raise RuntimeError(
                 f"version {version} cannot load while {len(self._running)} requests run; pause first"
@@ -223,9 +224,7 @@ class Scheduler:
         drawn = rows.sampler.draw(logits, uniform, recorded=self._records_masks)
         values = drawn.logprobs.cpu().numpy()
         if not np.isfinite(values).all():
-            raise FloatingPointError(
-                f"version {self._version} gives logits that are not finite; go back before it"
-            )
+            raise EngineLostError(f"version {self._version} gives logits that are not finite; go back before it")
         return drawn.ids.cpu().numpy(), values, drawn.mask
 
     def _dispatch(self, rows: Rows, ids: IntArray) -> None:

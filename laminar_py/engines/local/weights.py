@@ -98,7 +98,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Place of a matrix of a layer in the packed weights, e.g. `Projection("mlp", "up_gate", 256, 256, 96)`."""
+    """Place of a matrix of a layer in the packed weights, e.g. of the gates:
+
+    `Projection(block="mlp", field="up_gate", start=256, size=256, inputs=96)`.
+    """
 
     block: str  # of the layer, as its name has it
     field: str  # of `LayerWeights`

@@ -6,18 +6,19 @@ Owns every check of such a run: by its config alone, of a host that launches ser
 import asyncio
 import socket
 import subprocess
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import psutil
 
+from laminar_py.config.engine import Backend, EngineLaunch
 from laminar_py.config.lora import LoraConfig, LoraTarget
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import read_sizes
-from laminar_py.engines.registry import Backend, EngineLaunch, secret_of
 from laminar_py.engines.sglang.settings import SGLangConfig, section_of
-from laminar_py.records.protocols import InferenceEngine
+from laminar_py.records.protocols import EngineLostError, InferenceEngine
 
 _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
@@ -27,23 +28,23 @@ _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
 def check(config: RunConfig) -> None:
     """Refuse a config that no server could serve."""
-    rollout, sampling, urls = config.rollout, config.rollout.sampling, section_of(config).urls
+    rollout, sampling, section = config.rollout, config.rollout.sampling, section_of(config)
     if sampling.cuts_vocabulary and not sampling.top_k:
         raise ConfigError(
             f"rollout.sampling.top_k=0 top_p={sampling.top_p} min_p={sampling.min_p}: SGLang records sampling"
             " masks of bounded size alone; set top_k"
         )
-    if urls and len(urls) != rollout.replicas:
+    if section.urls and len(section.urls) != rollout.replicas:
         raise ConfigError(
-            f"rollout.engine.urls has {len(urls)} servers for rollout.replicas={rollout.replicas}; name one for"
-            " each"
+            f"rollout.engine.urls has {len(section.urls)} servers for rollout.replicas={rollout.replicas}; name"
+            " one for each"
         )
     if config.learner.lora is not None:
-        _check_lora(config, config.learner.lora)
+        _check_lora(config, config.learner.lora, section.urls)
 
 
-def _check_lora(config: RunConfig, lora: LoraConfig) -> None:
-    rollout, urls = config.rollout, section_of(config).urls
+def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> None:
+    rollout = config.rollout
     if config.warm_start is not None:
         raise ConfigError(
             f"warm_start.data={config.warm_start.data}: with learner.lora SGLang servers begin with model.path"
@@ -74,15 +75,16 @@ def _check_lora(config: RunConfig, lora: LoraConfig) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Look at the model's positions, and at the servers in `urls` or what launches them."""
+    """Look at the model's positions, and at the servers in `urls` or what launches them here."""
     max_len, positions = config.rollout.max_len, read_sizes(config.model.path).max_position_embeddings
     if positions is not None and max_len > positions:
         raise ConfigError(
             f"rollout.max_len={max_len}: the model in model.path has {positions} positions; lower max_len"
         )
-    if section_of(config).urls:
-        asyncio.run(_check_servers(config))
-    else:
+    section = section_of(config)
+    if section.urls:
+        asyncio.run(_check_servers(config, section))
+    elif config.cluster.address is None:  # else `preflight.survey` asks the nodes that get replicas
         check_node(config)
 
 
@@ -109,17 +111,16 @@ def check_node(config: RunConfig) -> None:
         raise ConfigError(f"rollout.engine.python={python}: has SGLang {version}; install {oldest} or newer")
 
 
-async def _check_servers(config: RunConfig) -> None:
+async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:
     from laminar_py.engines.sglang.attach import check_server
 
-    section = section_of(config)
     for url in section.urls:
         if config.cluster.address is None and not _is_here(urlsplit(url).hostname or ""):
             raise ConfigError(
                 f"rollout.engine.urls={url}: is on another host, and a server reads weights from its own host's"
                 " memory; join the Ray cluster that has it (cluster.address)"
             )
-        await check_server(url, secret_of(config), model_dir=config.model.path, rollout=config.rollout)
+        await check_server(url, section.secret(), model_dir=config.model.path, rollout=config.rollout)
 
 
 def _is_here(host: str) -> bool:
@@ -132,11 +133,45 @@ def _is_here(host: str) -> bool:
     return bool(found & own) or any(str(address).startswith("127.") for address in found)
 
 
-async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
-    """A client of the replica's server, see `opening`."""
-    from laminar_py.engines.sglang.opening import open_server
+# ---- the engine of one replica
 
-    return await open_server(config, launch)
+
+async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
+    """A client of the server that is launched for a replica, or of one that runs already."""
+    from laminar_py.engines.sglang.attach import check_server
+    from laminar_py.engines.sglang.engine import SGLangEngine
+    from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
+    from laminar_py.engines.sglang.stream import Served
+
+    section, rollout, model_dir = section_of(config), config.rollout, launch.model_dir
+    if section.urls:
+        url, api_key, watch_server = section.urls[launch.index], launch.secret, None
+        try:
+            await check_server(url, api_key, model_dir=model_dir, rollout=rollout)
+        except ConfigError as error:  # accepted before the run began
+            raise EngineLostError(str(error)) from None
+    else:
+        log = launch.logs / f"sglang-{launch.index}.log"
+        server = SGLangServer(ServerSpec.of(config, section, model_dir=model_dir, log=log))
+        await server.start()
+        url, api_key, watch_server = server.url, server.api_key, server.watch
+    sizes = read_sizes(model_dir)
+    served = Served(
+        vocab=sizes.vocab_size,
+        max_len=rollout.max_len,
+        experts_top_k=sizes.num_experts_per_tok,
+        record=rollout.record,
+        base=model_dir,
+    )
+    engine = SGLangEngine(
+        url,
+        api_key=api_key,
+        served=served,
+        stall_timeout_s=section.stall_timeout_s,
+        watch_server=watch_server,
+    )
+    await engine.start()
+    return engine
 
 
 SGLANG = Backend(

@@ -8,6 +8,7 @@ reaches the server.
 
 import asyncio
 import itertools
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, Paus
 from laminar_py.records.protocols import EngineLostError, RefusedError
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import FinishReason
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # between two looks at the server's use, while it has requests
 # an abort may overtake its request on the way to the server, so it is said again, each time after twice as long
@@ -357,13 +360,14 @@ class SGLangEngine:
         )
 
     def _in_background(self, work: Coroutine[object, object, None]) -> None:
-        """Aborts that nobody waits for; a server that is lost meanwhile says so in its streams."""
+        """Aborts that nobody waits for: one that fails loses the server, whose streams say so."""
 
         def done(task: asyncio.Task[None]) -> None:
             self._aborts.discard(task)
-            if not task.cancelled():
-                error = task.exception()
-                assert error is None or isinstance(error, EngineLostError), error
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, EngineLostError):
+                log.error("an abort failed", exc_info=error)
+                self._server.lose(f"an abort failed: {error}").__cause__ = error
 
         task = asyncio.create_task(work, name="abort")
         self._aborts.add(task)

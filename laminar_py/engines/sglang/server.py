@@ -22,9 +22,13 @@ import psutil
 
 from laminar_py.config.cluster import Device
 from laminar_py.config.lora import LoraConfig
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.engines.sglang import guard as sglang_guard
 from laminar_py.engines.sglang.http import headers
+from laminar_py.engines.sglang.settings import SGLangConfig
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.recordings import Recording
 
@@ -70,7 +74,7 @@ _STAMP = re.compile(r"^\[[^\]]*\]\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """Server to launch, e.g. `ServerSpec(python, model_dir, log, device=Device.CPU, dtype="float32", ...)`.
+    """Server to launch, e.g. `ServerSpec(python=python, model_dir=folder, log=log, max_batch=64, max_len=8192)`.
 
     Only the model's `config.json` is read: weights come by `/update_weights_from_disk` before any prompt. With
     `lora` it begins with the weights in the folder, the base of the adapters that come.
@@ -91,6 +95,32 @@ class ServerSpec:
     mask_tokens: int = 0  # that a recorded sampling mask keeps: top_k
     flags: Mapping[str, Flag] = field(default_factory=dict)  # the user's win over ours; False removes one
     start_timeout_s: float = 900.0
+
+    @classmethod
+    def of(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
+        """The server that a run launches for one replica."""
+        rollout = config.rollout
+        chosen = rollout.kv_capacity or section.device is Device.CPU
+        # weights that change in place find a token in the overlapped step, and the server would call it theirs
+        in_place = rollout.on_new_weights is OnNewWeights.IN_PLACE
+        exact: dict[str, Flag] = {"disable-overlap-schedule": True} if in_place else {}
+        return cls(
+            python=section.interpreter,
+            model_dir=model_dir,
+            log=log,
+            max_batch=rollout.max_batch,
+            max_len=rollout.max_len,
+            kv_capacity=rollout.kv_tokens if chosen else None,
+            device=section.device,
+            dtype=served_dtype(model_dir),
+            tensor_parallel=section.tensor_parallel,
+            stream_interval=section.stream_interval,
+            record=rollout.record,
+            lora=config.learner.lora,
+            mask_tokens=rollout.sampling.top_k,
+            flags={**exact, **section.flags},
+            start_timeout_s=section.start_timeout_s,
+        )
 
     def __post_init__(self) -> None:
         """Refuse what can never start."""

@@ -68,9 +68,20 @@ class SGLangConfig(EngineConfig):
         return self.tensor_parallel if self.device is Device.CUDA else 0
 
     @property
+    def static_share(self) -> float:
+        """See `EngineConfig.static_share`; SGLang's own choice, where no flag names it, is near the default."""
+        given = {name.replace("_", "-"): value for name, value in self.flags.items()}.get("mem-fraction-static")
+        return float(given) if isinstance(given, (int, float, str)) else super().static_share
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """See `EngineConfig.hosts`."""
         return tuple(urlsplit(url).hostname or "" for url in self.urls)
+
+    @property
+    def placed_by(self) -> str:
+        """See `EngineConfig.placed_by`."""
+        return "rollout.engine.urls" if self.urls else "rollout.engine.tensor_parallel"
 
     @property
     def start_limit_s(self) -> float:

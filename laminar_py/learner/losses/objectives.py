@@ -127,6 +127,8 @@ def objective_of(terms: Terms, settings: AlgorithmConfig) -> Tensor:
         return OBJECTIVES[settings.objective](terms, settings)
     try:
         found: object = own(terms, settings)
+    except (torch.OutOfMemoryError, MemoryError):  # the microbatch is too large, which is no fault of the package
+        raise
     except Exception as error:  # a package of somebody else's may raise anything
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(

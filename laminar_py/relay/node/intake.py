@@ -1,4 +1,4 @@
-"""How one version arrives: the window of credits, what was asked for, and what came damaged. No sockets.
+"""Arrival of a version: the window of credits, what was asked for, and what came damaged. No sockets.
 
 Used by the node, once per arriving version. Invariant: at most `window` chunks are asked for and not yet here,
 so a slow node holds back only itself.

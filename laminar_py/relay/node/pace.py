@@ -1,4 +1,4 @@
-"""How fast a node may send chunks, and those that wait for their turn under it. Pure; used by the downlink alone.
+"""Rate at which a node may send chunks, and those that wait for their turn. Pure; used by the downlink alone.
 
 Invariant: in any time T chunks of at most `bytes_per_s * (T + SLACK_S)` bytes go out, and one chunk more.
 """

@@ -1,4 +1,4 @@
-"""One relay: takes versions from its parent, gives them on chunk by chunk, and serves the host's subscribers.
+"""A relay: takes versions from its parent, gives them on chunk by chunk, and serves the host's subscribers.
 
 One per host; the root shares its store with the publisher and has no parent. Invariant: a version is served to
 subscribers only when complete and verified, to children from its first chunk on. Handlers are synchronous, so each
@@ -84,7 +84,7 @@ class RelayNode:
         return self._downlink.listener
 
     async def start(self) -> None:
-        """Scan the store and bind. Raises `ValueError` naming relay.base_port or relay.host."""
+        """Scan the store and bind. Raises `ConfigError` naming relay.base_port or relay.host."""
         self._versions.open()
         self._downlink.listener = self._wire.listen(*self._address, max_queue=self._max_queue)
 

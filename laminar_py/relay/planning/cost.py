@@ -1,4 +1,4 @@
-"""How long a version takes through a tree, the tree and chunk size that take least, and a store's room. Pure.
+"""Time of a version through a tree, the tree and chunk size that take least, and a store's room. Pure.
 
 Used when a run starts and by `laminar relay plan`. The model: a node sends one chunk at a time,
 to its children in turn, each as soon as it has arrived; a send takes `overhead_s + bytes / bytes_per_s`. Then the

@@ -1,4 +1,4 @@
-"""What `laminar relay plan` shows: the tree that a file of hosts and links gives, its times and its memory. Pure.
+"""Output of `laminar relay plan`: the tree that a file of hosts and links gives, its times and its memory. Pure.
 
 Called by the command line, before there is any cluster. Invariant: a plan that is returned fits; one that does
 not is refused with the field, its value and the remedy.

@@ -1,4 +1,4 @@
-"""What one chunk of a new weight version looks like to a node that holds the same bytes of a base version.
+"""Difference of a chunk of a new weight version to the same bytes of a base version that a node holds.
 
 Owns the format: the publisher's node encodes a chunk once, every node forwards the payload as it is and applies
 it to its own base. Pure: bytes in, bytes out. Invariant: `apply(encode(new, base), base)` is `new` bit for bit,
@@ -57,7 +57,10 @@ _zstd = _Zstd()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
-    """The fixed part of a payload, e.g. `_Header(2, 4194304, 26215, 1176, (24011, 1090, 3287, 260, 19))`."""
+    """The fixed part of a payload, e.g. of a chunk of bf16:
+
+    `_Header(width=2, num_bytes=4194304, num_changed=26215, num_far=1176, frame_bytes=(24011, 1090, 3287, 26, 9))`.
+    """
 
     width: int  # bytes an element
     num_bytes: int  # of the chunk

@@ -1,4 +1,4 @@
-"""One version in its folder, complete or arriving, chunk by chunk; and how such a folder is made.
+"""A version in its folder, complete or arriving, chunk by chunk; and how such a folder is made.
 
 Used by the store and all who read or write chunks. A folder holds safetensors files, `manifest.json` with their
 sizes and digests, and `checksums` of all chunks, which tell a node that starts anew what it holds.
@@ -80,8 +80,11 @@ class StoredVersion:
 
     @classmethod
     def load(cls, folder: Path) -> "StoredVersion":
-        """The complete version in a folder."""
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        """The complete version in a folder. `ConfigError` if its manifest has been changed since."""
+        try:
+            manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"version={folder}: {MANIFEST} cannot be read ({error}); delete it") from None
         stored = cls(manifest, folder, complete=True)
         left = memoryview((folder / CHECKSUMS).read_bytes())
         for checksums in stored._checksums:

@@ -1,4 +1,4 @@
-"""How fast the engines of a run are: as the profile of an emulation says, as measured before, or measured now.
+"""Speed of a run's engines: as the profile of an emulation says, as measured before, or measured now.
 
 Measured speeds are kept in `.cache/engine_speed`, by all that they depend on. Called by the replica's actor.
 """

@@ -1,12 +1,12 @@
 """The process of one rank of the learner."""
 
-import os
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress
+from laminar_py.relay.cores import num_cores
 from laminar_py.workers.processes.one_thread import OneThread
-from laminar_py.workers.processes.setup import compute_on_one_core, log_to
+from laminar_py.workers.processes.setup import PartActor, compute_on, learner_threads, open_part
 from laminar_py.workers.specs import LearnerSpec, StepRequest
 
 
@@ -14,17 +14,13 @@ def _import_learner() -> None:
     import laminar_py.workers.processes.learner_part  # noqa: F401 (for `start`)
 
 
-class LearnerActor:
+class LearnerActor(PartActor):
     """Shell of a rank. Calls come on threads, as some are waited for beside a step; all computing is on one."""
 
     def __init__(self) -> None:
         self._progress = LearnerProgress("loading", 0, 1, 0.0)
         self._one = OneThread()
         self._one.begin(_import_learner)  # seconds, in which the relays start
-
-    def pid(self) -> int:
-        """Id of the process."""
-        return os.getpid()
 
     def progress(self) -> bytes:
         """`LearnerProgress` while `start` runs."""
@@ -38,10 +34,10 @@ class LearnerActor:
         from laminar_py.relay.store.pages import allow_many_files
         from laminar_py.workers.processes.learner_part import LearnerPart
 
-        compute_on_one_core()
+        config = open_part(spec, f"learner-{spec.rank}")
+        compute_on(learner_threads(config, num_cores=num_cores(), ranks_here=spec.ranks_here))
         allow_many_files()
-        log_to(spec.run_dir, f"learner-{spec.rank}")
-        self._part = LearnerPart(spec, self._note)
+        self._part = LearnerPart(config, spec, self._note)
         return encode(self._part.started())
 
     def _note(self, progress: LearnerProgress) -> None:

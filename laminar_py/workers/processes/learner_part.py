@@ -11,7 +11,6 @@ import torch
 from laminar_py.cluster.placement import learner_device
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.emulation import EmulationConfig
-from laminar_py.config.loading import read_config
 from laminar_py.config.model import ModelConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.data.demonstrations import read_demonstrations
@@ -23,7 +22,7 @@ from laminar_py.learner.distributed import join_group
 from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
-from laminar_py.packing.packer import MicroBatches
+from laminar_py.packing.packer import microbatches
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.relay.publisher import Publisher
@@ -34,8 +33,7 @@ from laminar_py.workers.specs import LearnerSpec, LearnerStarted, StepOutcome, S
 class LearnerPart:
     """A rank of the learner, ready to step."""
 
-    def __init__(self, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
-        config = read_config(spec.config)
+    def __init__(self, config: RunConfig, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
         self._learner: Learner | EmulatedLearner
         if config.emulation is None:
             self._learner, self._started = _real_learner(config, spec, note)
@@ -58,7 +56,7 @@ class LearnerPart:
 
     def step(self, request: StepRequest) -> StepOutcome:
         """Take an optimizer step, then publish the new weights as the version asked for, if any."""
-        metrics = self._learner.step(MicroBatches(request.bundles, request.terms))
+        metrics = self._learner.step(microbatches(request.bundles, request.terms))
         stall_s = 0.0 if request.version is None else self.publish(request.version)
         return StepOutcome(metrics, request.version, stall_s)
 

@@ -1,4 +1,4 @@
-"""One thread on which a process computes. Used by the actors whose calls come on several.
+"""A thread on which a process computes. Used by the actors whose calls come on several.
 
 Invariant: at most one piece of work runs at a time, and every one on the same thread. The allocator gives each
 thread memory of its own and keeps it there, so a process that computes on six holds six times

@@ -1,17 +1,15 @@
 """The process of a relay node."""
 
 import asyncio
-import os
 from pathlib import Path
 
-from laminar_py.config.loading import read_config
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.wire.messages import RelayEvent
-from laminar_py.workers.processes.setup import log_to
-from laminar_py.workers.specs import RelayNews, RelaySpec
+from laminar_py.workers.processes.setup import PartActor, open_part
+from laminar_py.workers.specs import RelaySpec
 
 
-class RelayActor:
+class RelayActor(PartActor):
     """Shell of a relay node."""
 
     async def start(self, data: bytes) -> str:
@@ -22,8 +20,7 @@ class RelayActor:
 
         allow_many_files()
         spec = decode(RelaySpec, data)
-        log_to(spec.run_dir, f"relay-{spec.node}")
-        relay = read_config(spec.config).relay
+        relay = open_part(spec, f"relay-{spec.node}").relay
         self._news: list[RelayEvent] = []
         self._node = RelayNode(
             f"relay-{spec.node}",
@@ -42,9 +39,9 @@ class RelayActor:
         return self._node.endpoint
 
     async def ping(self) -> bytes:
-        """`RelayNews` since the last one; raises what ended the node, if anything did."""
+        """List of `RelayEvent` since the last one; raises what ended the node, if anything did."""
         if self._task.done():
             self._task.result()
-        news = RelayNews(os.getpid(), list(self._news))
+        news = encode(self._news)
         self._news.clear()
-        return encode(news)
+        return news

@@ -1,16 +1,21 @@
 """The process of a rollout replica and its engine."""
 
 import asyncio
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from laminar_py.config.loading import read_config
+from laminar_py.cluster.errors import bug_in
+from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
-from laminar_py.workers.processes.setup import log_to
+from laminar_py.workers.processes.setup import PartActor, open_part
 from laminar_py.workers.specs import ReplicaSpec
 
 log = logging.getLogger(__name__)
@@ -19,25 +24,24 @@ log = logging.getLogger(__name__)
 REPLICA_NICENESS = 10
 
 
-class ReplicaActor:
+class ReplicaActor(PartActor):
     """Shell of a rollout replica."""
 
-    async def start(self, data: bytes) -> int:
-        """Wire engine, relay subscriber and replica; the id of its process."""
-        from laminar_py.engines.registry import EngineLaunch, backend_of
+    async def start(self, data: bytes) -> None:
+        """Wire engine, relay subscriber and replica."""
         from laminar_py.relay.subscriber import Subscriber
         from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
 
         spec = decode(ReplicaSpec, data)
-        log_to(spec.run_dir, f"replica-{spec.index}")
-        config = read_config(spec.config)
+        config = open_part(spec, f"replica-{spec.index}")
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
         logs = Path(spec.run_dir) / "logs"
         launch = EngineLaunch(Path(spec.model_dir), logs, index=spec.index, secret=spec.secret)
-        engine = await backend_of(config).open(config, launch)
+        with _telling_bugs(config):
+            engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
         weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
         self._listening = asyncio.create_task(weights.run(), name="subscriber")
@@ -56,7 +60,6 @@ class ReplicaActor:
         )
         self._config = config
         self._task = asyncio.create_task(self._replica.run(), name="replica")
-        return os.getpid()
 
     async def speed(self) -> bytes:
         """`EngineSpeed` of its engine, which is measured unless it is known."""
@@ -105,9 +108,23 @@ class ReplicaActor:
         """The next `ReplicaReport`; raises what ended the replica, if anything did."""
         report = asyncio.create_task(self._replica.collect(timeout_s), name="collect")
         await asyncio.wait([report, self._task, self._listening], return_when=asyncio.FIRST_COMPLETED)
-        for task in (self._task, self._listening):
-            if task.done():
-                report.cancel()
-                log.error("%s ended", task.get_name(), exc_info=task.exception())
-                task.result()
-        return encode(await report)
+        with _telling_bugs(self._config):
+            for task in (self._task, self._listening):
+                if task.done():
+                    report.cancel()
+                    log.error("%s ended", task.get_name(), exc_info=task.exception())
+                    task.result()
+            return encode(await report)
+
+
+@contextlib.contextmanager
+def _telling_bugs(config: RunConfig) -> Iterator[None]:
+    """Have a mistake end the run, also one that ended the engine; of an installed backend it names the package."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, EngineLostError) else None
+        bug = bug_in(cause or error)
+        if bug is None:
+            raise
+        raise BACKENDS.blame(config.rollout.engine.kind, bug) from None

@@ -1,33 +1,28 @@
 """The process of a scorer."""
 
-import os
-
 import msgspec
 
-from laminar_py.config.loading import read_config
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import ScoringRequest
-from laminar_py.workers.processes.setup import log_to
+from laminar_py.workers.processes.setup import PartActor, open_part
 from laminar_py.workers.specs import ScorerSpec
 
 
-class ScorerActor:
+class ScorerActor(PartActor):
     """Shell of a scorer; single-threaded, so that a reward function runs in its main thread."""
 
-    def start(self, data: bytes) -> int:
-        """Load the reward function; the id of its process."""
+    def start(self, data: bytes) -> None:
+        """Load the reward function."""
         from laminar_py.data.tokenizer import load_tokenizer
         from laminar_py.reward.registry import load_reward
         from laminar_py.reward.worker import ScoringWorker
 
         spec = decode(ScorerSpec, data)
-        log_to(spec.run_dir, f"scorer-{spec.index}")
-        config = read_config(spec.config)
+        config = open_part(spec, f"scorer-{spec.index}")
         reward = config.reward
         function = load_reward(reward.function, pattern=reward.pattern)
         self._tokenizer = load_tokenizer(config.model.path)
         self._worker = ScoringWorker(function, timeout_s=reward.timeout_s, columns=config.algorithm.scored_columns)
-        return os.getpid()
 
     def score(self, data: bytes) -> bytes:
         """A list of `Score` for a list of `ScoringRequest`, whose texts are made here."""

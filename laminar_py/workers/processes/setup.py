@@ -1,4 +1,4 @@
-"""What the processes of a run do first. Called by their actors.
+"""First acts of the processes of a run. Called by their actors.
 
 An actor is a thin shell around a part: it decodes a request, wires the part and passes bytes through. All that
 crosses is the bytes of a typed record or a scalar. A part that failed raises its own error at the next call, and
@@ -6,7 +6,26 @@ its keeper decides what then. Heavy libraries are imported by `start`, since the
 """
 
 import logging
+import os
 from pathlib import Path
+
+from laminar_py.config.loading import read_config
+from laminar_py.config.run import RunConfig
+from laminar_py.workers.specs import PartStart
+
+
+class PartActor:
+    """Base of all shells."""
+
+    def pid(self) -> int:
+        """Id of the process."""
+        return os.getpid()
+
+
+def open_part(spec: PartStart, name: str) -> RunConfig:
+    """Config of the run whose part this process is; logs go into the run's folder from here on."""
+    log_to(spec.run_dir, name)
+    return read_config(spec.config)
 
 
 def log_to(run_dir: str, part: str) -> None:
@@ -19,8 +38,18 @@ def log_to(run_dir: str, part: str) -> None:
     )
 
 
-def compute_on_one_core() -> None:
-    """Keep torch from starting threads of its own."""
+def compute_on(num_threads: int) -> None:
+    """Have this process, whose environment says one, compute on so many threads."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
+
+
+def learner_threads(config: RunConfig, *, num_cores: int, ranks_here: int) -> int:
+    """Threads of a learner's rank: its share of a node's cores, where weights are updated on them.
+
+    One where parts share the cores, as with engines on CPUs, and where a GPU does all the work.
+    """
+    if not config.learner.offload or config.rollout.engine.yields_cpus:
+        return 1
+    return max(1, num_cores // ranks_here)

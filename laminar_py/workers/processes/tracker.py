@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from laminar_py.records.codec import decode
 from laminar_py.telemetry.trackers import TRACKERS, Ending, Message, Rewound, Values
-from laminar_py.workers.processes.setup import log_to
+from laminar_py.workers.processes.setup import PartActor, log_to
 from laminar_py.workers.specs import TrackerSpec
 
 NICENESS = 10
@@ -16,18 +16,17 @@ class TrackerError(Exception):
     """An error in a tracker's package, of any kind: never a mistake of ours."""
 
 
-class TrackerActor:
+class TrackerActor(PartActor):
     """Shell of a tracker; single-threaded."""
 
-    def start(self, data: bytes) -> int:
-        """Open or go on with the tracker's run; the id of the process."""
+    def start(self, data: bytes) -> None:
+        """Open or go on with the tracker's run."""
         spec = decode(TrackerSpec, data)
         os.nice(NICENESS)
         os.environ.update(spec.environment)
         log_to(spec.opening.folder, f"tracker-{spec.opening.kind}")
         with _faults():
             self._tracker = TRACKERS[spec.opening.kind](spec.opening)
-        return os.getpid()
 
     def tell(self, data: bytes) -> None:
         """Pass a message on."""

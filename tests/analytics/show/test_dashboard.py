@@ -15,8 +15,10 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
+from laminar_py.analytics.measure.tails import NAMES, Measure
 from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.show.dashboard import Reader, check_binding, make_app
+from laminar_py.analytics.show.figures import histograms
 from laminar_py.analytics.show.gauges import expose
 from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.loading import dump_config, load_config
@@ -100,6 +102,36 @@ async def test_what_cannot_be_read_any_more_is_said_and_not_shown_as_if_it_were_
         keeping.cancel()
 
 
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("summary.json", lambda whole: b'{"rl_sec', "summary.json: "),
+        ("metrics.jsonl", lambda whole: b'{"step": "one"}\n' + whole, "metrics.jsonl: line 1: "),
+        ("ledger.sqlite", lambda whole: whole[:4096] + bytes(len(whole) - 4096), "cannot be read"),
+    ],
+)
+async def test_a_file_that_cannot_be_read_at_this_moment_does_not_end_the_dashboard(run, name, damage, words):
+    path, reader = run / name, Reader(run)
+    whole = path.read_bytes() if path.is_file() else b'{"rl_seconds": 1.0}'
+    path.write_bytes(damage(whole))
+    keeping = asyncio.create_task(reader.keep())
+    async with asyncio.timeout(PATIENCE_S), serving(reader) as client:
+        while words not in await (await client.get("/data.json")).text():
+            assert not keeping.done()
+        path.write_bytes(whole)
+        reader.look()
+        assert (await client.get("/data.json")).status == 200
+    keeping.cancel()
+
+
+async def test_a_line_that_is_torn_while_it_is_written_is_left_out(run):
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 99, "rl')
+    reader = Reader(run)
+    reader.look()
+    assert not reader.trouble
+
+
 async def test_with_a_token_nobody_else_is_let_in(run):
     async with serving(Reader(run), host="0.0.0.0", token=TOKEN) as client:
         for address in ("/", "/data.json", "/metrics", "/nowhere", "/?token=wrong", f"/?token={TOKEN}x"):
@@ -143,6 +175,17 @@ async def test_metrics_agree_with_the_ledger(run):
     assert found["laminar_wall_info", report.diagnosis.binding.wall] == 1
     assert found[("laminar_live",)] == 0
     assert found[("laminar_last_event_timestamp_seconds",)] == pytest.approx(report.snapshot.heard_s)
+
+
+async def test_every_view_tells_the_same_of_lengths_and_times(run):
+    report = RunReport(read_snapshot(run))
+    exported, drawn = samples(expose(report).decode()), histograms(report.snapshot.trajectories)
+    assert [one.name for one in drawn] == list(NAMES.values())
+    for measure, one in zip(Measure, drawn, strict=True):
+        told = report.tails.overall[measure]
+        assert one.percentiles == {"p50": told.p50, "p95": told.p95, "p99": told.p99}
+        if measure is not Measure.LENGTH:
+            assert exported["laminar_latency_seconds", "0.95", one.name] == told.p95
 
 
 async def test_metrics_have_the_types_and_units_that_their_names_say(run):

@@ -273,6 +273,14 @@ async def test_an_abort_is_said_until_its_stream_ends_and_of_a_dropped_one_once(
         assert server.calls.count("/abort_request") <= 5, "the third, one more on its way, and that of the drop"
 
 
+async def test_an_abort_that_fails_loses_the_server():
+    async with Server([chunk(5)], end="hang", answers={"/abort_request": 400}).client() as engine:
+        stream = await caught(engine, make_request())
+        await engine.abort("r")
+        with pytest.raises(EngineLostError, match="an abort failed: abort_request was refused with 400"):
+            await stream.response()
+
+
 async def test_closing_is_no_fault(caplog):
     async with Server([last(5)]).client() as engine:
         await collect(engine, make_request())
@@ -329,10 +337,11 @@ async def test_nothing_is_sent_before_the_first_weights():
     server = Server([last(5)])
     async with server.client(loaded=False) as engine:
         task = asyncio.create_task(collect(engine, make_request()))
-        await asyncio.sleep(0.1)
-        assert server.bodies == []
+        await until(lambda: engine.status().waiting == 1)
         await engine.load_weights(WEIGHTS, 1)
         assert (await task).ids == [5]
+        (body,) = server.bodies
+        assert body["extra_key"].endswith("-1"), "it names the version that was loaded when it was sent"
 
 
 async def test_a_request_names_its_version_and_aborts_by_no_prefix_of_another():

@@ -20,7 +20,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.learner.losses.divergence import ESTIMATORS
 from laminar_py.learner.losses.loss import distilled, policy_loss, proximal_logprobs, regularised
 from laminar_py.learner.losses.objectives import Terms
-from laminar_py.records.columns import REFERENCE_LOGPROBS
+from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, Source
 
 LENGTHS = (7, 1, 12, 4)
 TOKENS = sum(LENGTHS)
@@ -246,6 +246,27 @@ def test_settings_that_contradict_each_other_are_refused(settings, field):
         AlgorithmConfig(**settings)
 
 
+class Twice(AlgorithmConfig):
+    @property
+    def columns(self):
+        return (Column(name="hints"), Column(name="hints", dtype=Dtype.INT32))
+
+
+class Referring(AlgorithmConfig):
+    @property
+    def columns(self):
+        return (Column(name="hints", source=Source.REFERENCE),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [(Twice, "declares column 'hints' twice"), (Referring, "column 'hints' cannot come from the reference model")],
+)
+def test_columns_that_cannot_be_told_apart_or_that_nobody_gives_are_refused(settings, words):
+    with pytest.raises(ValueError, match=f"algorithm.name=grpo: {words}"):
+        settings()
+
+
 def credited(terms, settings):
     return terms.columns["credit"] * terms.advantages * terms.logprobs
 
@@ -254,14 +275,19 @@ def broken(terms, settings):
     raise KeyError("credits")
 
 
+def too_large(terms, settings):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 OWN = Algorithm(objective=credited)
+LARGE = Algorithm(objective=too_large)
 BROKEN = Algorithm(objective=broken)
 SCALAR = Algorithm(objective=lambda terms, settings: credited(terms, settings).sum())
 
 
 def own_loss(monkeypatch, name):
     """The loss and its gradient, of an algorithm of this module."""
-    monkeypatch.setitem(ALGORITHMS._built_in, "own", f"{__name__}:{name}")
+    monkeypatch.setitem(ALGORITHMS.built_in, "own", f"{__name__}:{name}")
     own, *others, sequence = random_terms(0)
     logprobs, credit = torch.tensor(own, requires_grad=True), torch.arange(float(TOKENS), dtype=torch.float64)
     terms = make_terms(logprobs, map(torch.tensor, others), sequence, columns={"credit": credit})
@@ -279,3 +305,8 @@ def test_an_algorithms_own_objective_takes_the_place_of_the_built_in_one(monkeyp
 def test_an_objective_that_fails_is_the_fault_of_its_package(monkeypatch, name, words):
     with pytest.raises(ConfigError, match=f"algorithm.name=own: its objective {words}"):
         own_loss(monkeypatch, name)
+
+
+def test_memory_that_an_objective_finds_used_up_is_no_fault_of_its_package(monkeypatch):
+    with pytest.raises(torch.OutOfMemoryError):
+        own_loss(monkeypatch, "LARGE")

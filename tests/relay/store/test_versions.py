@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from laminar_py.config.section import ConfigError
 from laminar_py.relay.store.digests import version_digest
 from laminar_py.relay.store.version import StoredVersion
 from laminar_py.relay.store.versions import SPARE, Store
@@ -120,9 +121,10 @@ def test_a_checksum_travels_with_its_chunk(tmp_path: Path) -> None:
     assert digest(arriving.file_path(0)) != version.manifest.files[0].digest
 
 
-def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    (write_version(tmp_path, 1, CHUNK).folder / "manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match="version"):
+@pytest.mark.parametrize("data", [b"{}", b'{"vers', b'{"version": "\xff"}'])
+def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path: Path, data: bytes) -> None:
+    (write_version(tmp_path, 1, CHUNK).folder / "manifest.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"^version={tmp_path}/v1: manifest\.json cannot .*; delete it$"):
         make_store(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""One incarnation of a run: what its parts share from a start of the controller to its end."""
+"""An incarnation of a run: all that its parts share from a start of the controller to its end."""
 
 import socket
 from dataclasses import dataclass
@@ -12,18 +12,21 @@ from laminar_py.preflight.inputs import Inputs
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Checkpointed
 from laminar_py.telemetry.stats import Stats, read_totals
-from laminar_py.workers.site import Site
 from laminar_py.workers.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incarnation(Site):
-    """Made by `open_incarnation`, handed to the factories of the parts."""
+class Incarnation:
+    """Made by `open_incarnation`, handed to all parts of the controller and to the owners of the processes."""
 
+    config: RunConfig
+    run: RunFolder
+    placement: Placement
     inputs: Inputs
     clock: SystemClock
     ledger: Ledger
     stats: Stats
+    supervisor: Supervisor
     number: int = 1
     checkpoint: Checkpointed | None = None  # where the learner goes on
 

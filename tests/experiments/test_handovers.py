@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.audit.handovers import handovers
+from experiments.kill_test.handovers import handovers
 from laminar_py.records.events import Assigned, Dropped, Interrupted
 from laminar_py.records.trajectory import DropReason
 from tests.ledger.runs import begin, issue, open_ledger, run_to

@@ -1,0 +1,226 @@
+"""A model over the ranks of a mesh: FSDP2, and weights that each rank reads for its own shard alone.
+
+Called by `step` and `reference`. Invariant: a rank that has made its model on the meta device never holds more of
+it in fp32 than its own shards and one tensor, on the host or on a GPU.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from laminar_py.config.model import ModelConfig
+from laminar_py.config.section import ConfigError
+
+Rows = Callable[[int, int], Tensor]
+"""Rows [first, last) of a weight, as they are in the files."""
+
+
+def shard(
+    model: PreTrainedModel, mesh: DeviceMesh, *, source: ModelConfig, seed: int = 0, offload: bool = False
+) -> None:
+    """FSDP2 over the data-parallel `mesh`: each layer, then the rest; gradients are summed over ranks.
+
+    On CUDA the layers compute in bf16 and reduce in fp32; on a CPU all is fp32. With `offload`, parameters and
+    gradients are in the host's memory between their uses. Parameters on the meta device get their shards of the
+    weights in `source`, or of those drawn from `seed`. Raises `ConfigError` for a model without layers, or whose
+    files lack a weight.
+    """
+    on_gpu = mesh.device_type == "cuda"
+    precision = MixedPrecisionPolicy()
+    if on_gpu:
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    where = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
+    layers = list(getattr(model.base_model, "layers", ()))
+    if not layers:
+        raise ConfigError(
+            f"model.path={model.name_or_path}: a {model.config.model_type} model names no list of layers, which is"
+            " what is sharded; train a decoder of transformers that has one, or set learner.world_size=1 on a CPU"
+        )
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
+    # Neither setting is recursive: a layer left out would divide its gradients by the world size.
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    _fill(model, source, seed=seed, device=torch.device("cpu" if offload else mesh.device_type))
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The sharded modules of a model, itself included; none before `shard`."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+# ---- models on the meta device
+
+
+def make_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers of a model on the meta device for real; rotary frequencies are in no file."""
+    for module in model.modules():
+        absent = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        for name, buffer in absent.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        if absent:
+            model._init_weights(module)
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Weights on the host without memory, inside, in place of those on the meta device.
+
+    What is added to a model goes to the device of the weights beside it, and there it would lose its values.
+    """
+    absent = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for module, name, parameter in absent:
+        placeholder = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module.register_parameter(name, nn.Parameter(placeholder, requires_grad=parameter.requires_grad))
+    yield
+    for module, name, parameter in absent:
+        parameter.requires_grad_(getattr(module, name).requires_grad)
+        module.register_parameter(name, parameter)
+
+
+# ---- weights of a shard
+
+
+def _fill(model: PreTrainedModel, source: ModelConfig, *, seed: int, device: torch.device) -> None:
+    """Give every parameter on the meta device this rank's shard of its values."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    if source.from_scratch:
+        _fill_drawn(model, seed, device)
+    else:
+        with _Files(source.path) as files:
+            _fill_read(model, files, device)
+
+
+def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) -> None:
+    made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter under several names
+    for prefix, module in model.named_modules():
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{prefix}.{own}".replace(".base_layer.", ".")  # peft's name for what it adapts
+            if parameter.is_meta and id(parameter) not in made:
+                made[id(parameter)] = _sharded(parameter, files.rows(model, name, parameter.shape), device)
+            if parameter.is_meta:
+                module.register_parameter(own, made[id(parameter)])
+    for name, buffer in model.named_buffers():
+        if name in files.names:
+            buffer.copy_(files.read(name))
+
+
+def _fill_drawn(model: PreTrainedModel, seed: int, device: torch.device) -> None:
+    """Draw whole tensors, those of one module at a time, so that every number of ranks begins alike."""
+    made: dict[int, nn.Parameter] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            absent = {name: p for name, p in module.named_parameters(recurse=False) if p.is_meta}
+            fresh = [name for name, parameter in absent.items() if id(parameter) not in made]
+            for name in fresh:
+                module.register_parameter(name, nn.Parameter(torch.empty(absent[name].shape)))
+            if fresh:
+                model._init_weights(module)
+            for name, parameter in absent.items():
+                if name in fresh:
+                    made[id(parameter)] = _sharded(parameter, _rows_of(getattr(module, name).data), device)
+                module.register_parameter(name, made[id(parameter)])
+
+
+def _rows_of(tensor: Tensor) -> Rows:
+    return lambda first, last: tensor[first:last]
+
+
+def _sharded(parameter: nn.Parameter, rows: Rows, device: torch.device) -> nn.Parameter:
+    """A parameter like one on the meta device, with this rank's rows of its values."""
+    like = parameter.data
+    assert isinstance(like, DTensor), "only what is sharded is on the meta device"
+    assert tuple(like.placements) == (Shard(0),), f"sharded as {like.placements}, not by rows"
+    mesh, length = like.device_mesh, like.shape[0]
+    each = -(-length // mesh.size())  # as torch.chunk deals them
+    first = min(length, mesh.get_local_rank() * each)
+    local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
+    local.copy_(rows(first, min(length, first + each)))
+    values = DTensor.from_local(
+        local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+class _Files:
+    """The safetensors of a folder, open; a tensor is read when its rows are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self.names: dict[str, Any] = {}  # the open file that has each
+
+    def __enter__(self) -> "_Files":
+        for path in sorted(self._folder.glob("*.safetensors")):
+            file = self._open.enter_context(safe_open(path, framework="pt"))
+            self.names |= dict.fromkeys(file.keys(), file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in full."""
+        tensor: Tensor = self.names[name].get_tensor(name)
+        return tensor
+
+    def rows(self, model: PreTrainedModel, name: str, shape: Sequence[int]) -> Rows:
+        """Reader of the parameter `name`, which the files may have under other names or expert by expert."""
+        base = f"{model.base_model_prefix}."
+        for stored in (name, name.removeprefix(base)):
+            if stored in self.names:
+                return lambda first, last: self._slice(stored, first, last)
+        pieces = list(revert_weight_conversion(model, {name: torch.empty(tuple(shape), device="meta")}))
+        missing = next((piece for piece in pieces if piece not in self.names), None)
+        if missing is not None:
+            raise ConfigError(
+                f"model.path={self._folder}: its safetensors have no {missing}; name a folder with all weights"
+            )
+        if len(pieces) == 1:
+            return lambda first, last: self._slice(pieces[0], first, last)
+        return self._experts(_by_expert(model, name, pieces, num_experts=shape[0]))
+
+    def _slice(self, name: str, first: int, last: int) -> Tensor:
+        rows: Tensor = self.names[name].get_slice(name)[first:last]
+        return rows
+
+    def _experts(self, names: Sequence[Sequence[str]]) -> Rows:
+        def rows(first: int, last: int) -> Tensor:
+            stacked = [torch.cat([self.read(name) for name in names[expert]]) for expert in range(first, last)]
+            return torch.stack(stacked) if stacked else torch.empty(0)
+
+        return rows
+
+
+def _by_expert(model: PreTrainedModel, name: str, pieces: Sequence[str], *, num_experts: int) -> list[list[str]]:
+    """Names in the files of each expert's matrices, in the order in which they stand in the fused tensor."""
+    each = len(pieces) // num_experts
+    numbered = torch.arange(num_experts * each).reshape(num_experts, each, 1)
+    places: Mapping[str, Tensor] = revert_weight_conversion(model, {name: numbered})
+    assert all(place.numel() == 1 for place in places.values()), f"{name} is not made of rows of its experts"
+    order = sorted(pieces, key=lambda piece: int(places[piece]))
+    return [order[start : start + each] for start in range(0, len(order), each)]

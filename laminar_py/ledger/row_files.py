@@ -1,0 +1,48 @@
+"""Files of rows beside the ledger: `metrics.jsonl`, a row a step, and `fleet.jsonl`, a row a second.
+
+Written by the controller; read by the run that goes on from them, by reports and by benchmarks, also while they
+grow. Invariants: a line that a crash tore is no row, even if a resumed run wrote the next one behind it; a number
+that is not finite, for which JSON has no word, is null in the file and NaN for every reader.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from laminar_py.config.section import ConfigError
+
+log = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
+
+
+def append_row(file: BinaryIO, row: msgspec.Struct) -> None:
+    """Write the line of a row: its own fields before inherited ones, and none for what is not known."""
+    known = {name: value for name, value in msgspec.to_builtins(row).items() if value is not None}
+    own = type(row).__annotations__
+    ordered = sorted(known, key=lambda name: name not in own)
+    file.write(msgspec.json.encode({name: known[name] for name in ordered}) + b"\n")
+
+
+def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
+    """Rows of a file; none without it. Raises `ConfigError` with file and line for a row of another form."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for place, line in enumerate(file, 1):
+            try:
+                yield msgspec.convert(_with_nan(msgspec.json.decode(line)), kind)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{path}: line {place}: {error}; use the release that wrote it") from error
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                log.info("%s: line %d is torn and left out", path, place)
+
+
+def _with_nan(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _with_nan(one) for name, one in value.items()}
+    return math.nan if value is None else value

@@ -1,0 +1,243 @@
+"""Memory of each kind of GPU of a run, by what takes it: a formula over a config and a model's shape.
+
+Called by `laminar doctor`. The learner's parts are those at its peak, the largest of three moments of a step: the
+output embedding's backward pass, that of a layer, and the reduction of the embeddings' gradients at the end.
+Sizes of activations follow transformers' layers: bf16, with norms in fp32. Invariant: states of the learner and
+weights and KV cache of an engine are exact; activations and what CUDA and its allocator keep are estimates.
+"""
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from laminar_py.cluster.placement import learner_device
+from laminar_py.config.cluster import Device
+from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
+from laminar_py.config.run import RunConfig
+from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.preflight.model_shape import ModelShape, read_shape
+from laminar_py.records.codec import encode
+
+GPU_BYTES = 80e9  # of a GPU of which nobody has told more
+HEAD_TOKENS = 512  # whose logits exist at a time: `learner.losses.logprob.CHUNK`
+SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
+MOST_RANKS = 1024
+TELL_S = 10.0
+
+Parts = dict[str, float]
+"""Bytes by what takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of one kind of GPU, e.g. `GpuMemory("learner", {"masters": 15.2e9, "moments": 30.5e9})`."""
+
+    kind: str  # the column's title
+    parts: Parts
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+
+def gpu_memory(config: RunConfig, *, gpu_bytes: float = GPU_BYTES) -> list[GpuMemory]:
+    """A column for each kind of GPU that the run computes on; none where the model's shape cannot be read."""
+    shape = read_shape(config.model.path)
+    if shape is None or config.emulation is not None:
+        return []
+    columns, engine = [], config.rollout.engine
+    if learner_device(config) is Device.CUDA:
+        parts = learner_parts(shape, config, reference=_reference_shape(config, shape))
+        columns.append(GpuMemory("learner", parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * gpu_bytes}))
+    if engine.gpus and not engine.hosts:
+        columns.append(GpuMemory("engine", engine_parts(shape, config, gpu_bytes=gpu_bytes)))
+    return columns
+
+
+def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES) -> list[str]:
+    """Complaint, in a line, about each kind of GPU that the run does not fit, with a setting that it fits with."""
+    return [
+        _learner_fault(config, column, gpu_bytes)
+        if column.kind == "learner"
+        else _engine_fault(config, column, gpu_bytes)
+        for column in gpu_memory(config, gpu_bytes=gpu_bytes)
+        if column.total > gpu_bytes
+    ]
+
+
+def smallest_gpu() -> bytes:
+    """Bytes of the smallest GPU of this host, by nvidia-smi; 0 where it has none or does not tell."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
+        return encode(min(int(line) for line in told.split()) * 2**20)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return encode(0)
+
+
+# ---- the learner
+
+
+def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape | None = None) -> Parts:
+    """Bytes of a learner's GPU at its peak, without what CUDA takes; `reference` is a model beside the policy."""
+    learner = config.learner
+    states = state_parts(shape, learner)
+    beside: Parts = {}
+    if reference is not None:  # its embeddings stay gathered after its pass
+        held = 0.0 if learner.offload else 4.0 * reference.total / learner.world_size
+        beside = {"reference model": held + 2.0 * reference.root}
+    peaks = _peaks(shape, learner, tokens=config.packer.max_tokens)
+    return states | beside | max(peaks, key=lambda parts: sum(parts.values()))
+
+
+def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
+    """Bytes of fp32 masters, gradients and AdamW's moments on a rank's GPU."""
+    trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
+    weights = shape.total + (0 if learner.lora is None else trained)
+    ranks, host = learner.world_size, learner.offload
+    gradients = 0.0 if host else 4.0 * trained / ranks
+    if learner.accumulate is Accumulate.WHOLE and (ranks > 1 or host):
+        gradients = 4.0 * trained
+    return {
+        "masters (fp32)": 0.0 if host else 4.0 * weights / ranks,
+        "gradients (fp32)": gradients,
+        "moments (fp32)": 0.0 if host else 8.0 * trained / ranks,
+    }
+
+
+def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterator[Parts]:
+    """Bytes on top of the states at each of the moments of a step that may be its peak."""
+    root, layer = 2.0 * shape.root, 2.0 * shape.layer  # in bf16, gathered
+    head = 2.0 * shape.embedding
+    trains = learner.lora is None
+    kept = activations(shape, learner.recompute, tokens=tokens)
+    logits = 16.0 * HEAD_TOKENS * shape.vocab_size  # bf16, fp32 and their gradients
+    yield {
+        "embedding and head (bf16)": root,
+        "layers (bf16)": 0.0,
+        "activations": kept + 6.0 * tokens * shape.hidden_size,
+        "head: logits and gradient": logits + 3 * head,  # summed up in fp32, and once in bf16
+    }
+    again = 0.0 if learner.recompute is Recompute.NONE else _of_layer(shape)
+    reduced = 2 * layer + 2 * layer / learner.world_size if trains else 0.0
+    yield {
+        "embedding and head (bf16)": root,
+        "layers (bf16)": 2 * layer + (layer + reduced if trains else 0.0),  # the next one, gradient, reduction
+        "activations": kept + tokens * (again + _of_layer(shape) / 2),  # half: gradients of what it computed
+        "head: logits and gradient": head if trains else 0.0,
+    }
+    yield {
+        "embedding and head (bf16)": root + (2 * root + 2 * root / learner.world_size if trains else 0.0),
+        "layers (bf16)": 0.0,
+        "activations": 0.0,
+        "head: logits and gradient": 0.0,
+    }
+
+
+def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> float:
+    """Bytes that the layers keep of a microbatch for its backward pass."""
+    entry = 2.0 * shape.hidden_size
+    if recompute is Recompute.NONE:
+        each = _of_layer(shape)
+    elif recompute is Recompute.ALL:
+        each = entry
+    else:  # attention's result, and every second of the seven products
+        products = shape.key_width + shape.hidden_size + shape.used_width
+        each = entry + 2.0 * (shape.query_width + products)
+    return tokens * shape.num_hidden_layers * each
+
+
+def _of_layer(shape: ModelShape) -> float:
+    """Bytes a token that a layer computes and its backward pass needs."""
+    norms = 16.0 * shape.hidden_size  # two, each its input in fp32, the same normalised, and its result
+    queries, keys = shape.query_width, shape.key_width
+    attention = 4.0 * queries + 4.0 * keys  # queries, keys, values, result
+    if shape.normalises_heads:
+        attention += 6.0 * (queries + keys)
+    routed = 4.0 * shape.hidden_size * (shape.num_experts_per_tok or 0)  # sorted by expert, and back
+    return norms + attention + routed + 8.0 * shape.used_width  # gate, its activation, up, their product
+
+
+def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
+    """Shape of a reference model of its own inside the learner, if there is one."""
+    algorithm = config.algorithm
+    if not algorithm.refers or algorithm.refers_in_stage:
+        return None
+    if algorithm.reference is not None:
+        return read_shape(algorithm.reference) or shape
+    return None if config.learner.lora is not None else shape
+
+
+def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str:
+    learner, needs = config.learner, _needs(column, gpu_bytes)
+    for change in _changes(learner):
+        changed = config.model_copy(update={"learner": learner.model_copy(update=dict(change))})
+        if gpu_memory(changed, gpu_bytes=gpu_bytes)[0].total <= gpu_bytes:
+            (first, value), *others = change.items()
+            further = "".join(f" and learner.{name} to {value}" for name, value in others)
+            return f"learner.{first}={getattr(learner, first)}: {needs}; set it to {value}{further}"
+    return (
+        f"packer.max_tokens={config.packer.max_tokens}: {needs} on any number of ranks; lower it, with"
+        " rollout.max_len, or train a smaller model"
+    )
+
+
+def _changes(learner: LearnerConfig) -> Iterator[Mapping[str, object]]:
+    """Settings that need less memory, the cheapest first."""
+    sharded = {"accumulate": Accumulate.SHARDED} if learner.accumulate is Accumulate.WHOLE else {}
+    again = sharded | ({"recompute": Recompute.ALL} if learner.recompute is not Recompute.ALL else {})
+    yield from (change for change in (sharded, again) if change)
+    for change in (sharded, again):
+        for ranks in range(learner.world_size + 1, MOST_RANKS + 1):
+            yield change | {"world_size": ranks}
+
+
+def _needs(column: GpuMemory, gpu_bytes: float) -> str:
+    return f"a GPU of the {column.kind} needs {column.total / 1e9:.1f} GB and has {gpu_bytes / 1e9:.1f}"
+
+
+# ---- engines
+
+
+def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> Parts:
+    """Bytes of an engine's GPU. Without `rollout.kv_capacity` the cache fills what the weights leave."""
+    engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
+    weights = width * shape.total / engine.gpus
+    cache = token_bytes(shape, engine.gpus, width=width) * rollout.kv_tokens
+    if rollout.kv_capacity is None:
+        cache = max(0.0, engine.static_share * gpu_bytes - weights)
+    rest = (1 - engine.static_share) * gpu_bytes
+    return {"engine's weights": weights, "KV cache": cache, "engine's activations, CUDA graphs": rest}
+
+
+def token_bytes(shape: ModelShape, gpus: int, *, width: float) -> float:
+    """Bytes of a token's keys and values on each of an engine's GPUs, which have a head at least."""
+    heads = max(1.0, shape.num_key_heads / gpus)
+    return 2 * width * shape.num_hidden_layers * heads * shape.key_width / shape.num_key_heads
+
+
+def _width(config: RunConfig) -> float:
+    """Bytes of a number in the dtype that engines serve."""
+    return 4.0 if served_dtype(config.model.path) == "float32" else 2.0
+
+
+def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str:
+    engine, shape, width = config.rollout.engine, read_shape(config.model.path), _width(config)
+    assert shape is not None, "a column has a shape"
+    static, needs = engine.static_share * gpu_bytes, _needs(column, gpu_bytes)
+
+    def room(gpus: int) -> int:
+        """Tokens of KV cache beside the weights."""
+        return int((static - width * shape.total / gpus) / token_bytes(shape, gpus, width=width))
+
+    if room(engine.gpus) >= config.rollout.max_len:
+        value = room(engine.gpus) // 1000 * 1000
+        return (
+            f"rollout.kv_capacity={config.rollout.kv_capacity}: {needs}, of which weights and cache may take"
+            f" {static / 1e9:.1f}; set it to {max(value, config.rollout.max_len)}"
+        )
+    gpus = engine.gpus
+    while room(gpus) < config.rollout.max_len:
+        gpus *= 2
+    return f"{engine.placed_by}={engine.gpus}: {needs}; set it to {gpus}"

@@ -1,0 +1,127 @@
+"""Parameters of a decoder by part, from its `config.json`, without torch. Called by `memory`.
+
+Invariant: for the Llama, Qwen2, Qwen3 and Mixtral families, mixtures among them, the counts are those of the model
+that transformers builds; for others they are near it where they have the same projections.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.config.lora import LoraConfig, LoraTarget
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes that decide how much memory a model takes, under the names of `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int = 0
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    model_type: str = ""
+    tie_word_embeddings: bool = False
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of a token's queries, all heads."""
+        return self.num_attention_heads * self._head
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of a token's keys, or values, all heads."""
+        return self.num_key_heads * self._head
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def _head(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return self.num_experts or self.num_local_experts or 0
+
+    @property
+    def normalises_heads(self) -> bool:
+        """True where queries and keys go through a norm of their own."""
+        return self.model_type.startswith("qwen3")
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the input embedding, and of the output embedding where it is another."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the layers: embeddings and the last norm."""
+        return self.embedding * (1 if self.tie_word_embeddings else 2) + self.hidden_size
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        hidden, queries, keys = self.hidden_size, self.query_width, self.key_width
+        attention = 2 * hidden * (queries + keys)
+        if self.model_type in ("qwen2", "qwen2_moe"):
+            attention += queries + 2 * keys  # biases
+        if self.normalises_heads:
+            attention += 2 * self._head
+        return attention + self._mlp + 2 * hidden
+
+    @property
+    def _mlp(self) -> int:
+        hidden, experts, shared = self.hidden_size, self.experts, self.shared_expert_intermediate_size
+        if not experts:
+            return 3 * hidden * self.intermediate_size
+        gates = hidden * experts + (hidden if shared else 0)
+        return gates + 3 * hidden * (experts * self._expert_width + (shared or 0))
+
+    @property
+    def _expert_width(self) -> int:
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def used_width(self) -> int:
+        """Numbers inside the feed-forward part of a layer that a token goes through."""
+        if not self.experts:
+            return self.intermediate_size
+        chosen = (self.num_experts_per_tok or 1) * self._expert_width
+        return chosen + (self.shared_expert_intermediate_size or 0)
+
+    @property
+    def total(self) -> int:
+        """Parameters."""
+        return self.root + self.num_hidden_layers * self.layer
+
+    def adapters(self, lora: LoraConfig) -> int:
+        """Parameters of low-rank adapters on this model."""
+        hidden, queries, keys, inner = self.hidden_size, self.query_width, self.key_width, self.intermediate_size
+        ends = {
+            LoraTarget.Q_PROJ: hidden + queries,
+            LoraTarget.K_PROJ: hidden + keys,
+            LoraTarget.V_PROJ: hidden + keys,
+            LoraTarget.O_PROJ: queries + hidden,
+            LoraTarget.GATE_PROJ: hidden + inner,
+            LoraTarget.UP_PROJ: hidden + inner,
+            LoraTarget.DOWN_PROJ: inner + hidden,
+        }
+        return lora.rank * self.num_hidden_layers * sum(ends[target] for target in lora.targets)
+
+
+def read_shape(model: Path) -> ModelShape | None:
+    """Shape of the model in a folder; None where there is no `config.json`, or it lacks a size."""
+    try:
+        return msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,280 @@
+"""Memory of GPUs by formula, against counted bytes: models on the meta device, their shards, kept activations."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
+from laminar_py.config.loading import load_config
+from laminar_py.config.lora import LoraConfig
+from laminar_py.config.model import ModelConfig
+from laminar_py.learner.losses import logprob
+from laminar_py.learner.model import load_policy, policy_logprobs
+from laminar_py.preflight.doctor import fit
+from laminar_py.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
+from laminar_py.preflight.model_shape import ModelShape, read_shape
+from tests.learner.builders import make_learner, make_model_folder, make_sequences, pack
+from tests.runs.fake_cluster import FakeCluster
+from tests.runs.runs import REPO
+
+SHIPPED = ("math_7b_8gpu_tp1", "math_7b_8gpu_tp2", "math_7b_cluster")
+QWEN_7B = {  # Qwen2.5-7B
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MODELS = {
+    "7B": QWEN_7B,
+    "llama": SMALL | {"model_type": "llama", "tie_word_embeddings": False},
+    "tied qwen2": SMALL | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
+    "qwen3 of experts": SMALL | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 32},
+    "qwen2 of experts": SMALL | EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
+    "mixtral": SMALL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def outline(folder, sizes):
+    """The model as transformers builds it, on the meta device, and its shape as we read it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(sizes))
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    shape = read_shape(folder)
+    assert shape is not None
+    return model, shape
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model(name, tmp_path):
+    model, shape = outline(tmp_path, MODELS[name])
+    assert shape.total == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.layer == sum(parameter.numel() for parameter in model.model.layers[-1].parameters())
+
+
+def test_adapters_are_those_of_the_model(tmp_path):
+    folder, lora = make_model_folder(tmp_path / "model"), LoraConfig(rank=4)
+    shape = read_shape(folder)
+    learner = make_learner(folder, settings=LearnerConfig(lora=lora))
+    trained = sum(parameter.numel() for parameter in learner.model.parameters() if parameter.requires_grad)
+    assert shape.adapters(lora) == trained
+    parts = state_parts(shape, LearnerConfig(lora=lora))
+    assert parts["masters (fp32)"] == 4 * sum(parameter.numel() for parameter in learner.model.parameters())
+    assert parts["moments (fp32)"] == 8 * trained
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """A group that only pretends to communicate; this is its first rank."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def local_bytes(tensors) -> int:
+    return sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_states_of_a_rank_are_the_bytes_of_its_shards(tmp_path):
+    model, shape = outline(tmp_path, QWEN_7B)
+    mesh = init_device_mesh("cpu", (4,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    adamw = torch.optim.AdamW(parameters, fused=False, foreach=False)
+    adamw.step()
+    moments = [state[name] for state in adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    parts = state_parts(shape, LearnerConfig(world_size=4))
+    assert parts["masters (fp32)"] == pytest.approx(local_bytes(parameters), rel=1e-3)
+    assert parts["gradients (fp32)"] == pytest.approx(local_bytes(p.grad for p in parameters), rel=1e-3)
+    assert parts["moments (fp32)"] == pytest.approx(local_bytes(moments), rel=1e-3)
+
+
+def test_whole_gradients_and_those_of_a_host_count_where_they_are(tmp_path):
+    shape = outline(tmp_path, QWEN_7B)[1]
+    whole = state_parts(shape, LearnerConfig(world_size=4, accumulate=Accumulate.WHOLE))
+    assert whole["gradients (fp32)"] == 4 * shape.total
+    assert sum(state_parts(shape, LearnerConfig(world_size=4, offload=True)).values()) == 0
+    assert (
+        sum(state_parts(shape, LearnerConfig(world_size=4, offload=True, accumulate=Accumulate.WHOLE)).values())
+        > 0
+    )
+
+
+class Kept:
+    """Bytes that autograd keeps inside, each memory once, weights left out."""
+
+    def __init__(self, model) -> None:
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._found: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []  # so that no memory is used twice
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in self._weights:
+            self._found[place] = tensor.untyped_storage().nbytes()
+            self._tensors.append(tensor)
+        return tensor
+
+    def __enter__(self) -> "Kept":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._found.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "tied qwen2", "qwen3"])
+def test_activations_are_near_what_autograd_keeps(name, tmp_path):
+    """In bf16 on a CPU."""
+    shape = outline(tmp_path, MODELS[name])[1]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    drawn = ModelConfig(path=tmp_path, from_scratch=True)
+    model = load_policy(drawn, seed=0, temperature=1.0, device=torch.device("cpu")).to(torch.bfloat16)
+    batch = pack(make_sequences((40, 90, 126)), num_total=3)
+    with Kept(model) as kept:
+        policy_logprobs(model, batch)
+    tokens = len(batch.input_ids)
+    outside = 10 * tokens * shape.hidden_size  # the last norm, and what the head reads
+    every = activations(shape, Recompute.NONE, tokens=tokens)
+    assert kept.bytes - outside == pytest.approx(every, rel=0.25)
+    entries = 2 * tokens * shape.hidden_size * shape.num_hidden_layers
+    assert activations(shape, Recompute.ALL, tokens=tokens) == entries
+    assert entries < activations(shape, Recompute.SELECTIVE, tokens=tokens) < every / 2
+
+
+def shipped(name, folder, *settings):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return load_config(REPO / "configs" / f"{name}.yaml", [f"model.path={folder}", *settings])
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
+    config = shipped(name, tmp_path)
+    assert [column.kind for column in gpu_memory(config)] == ["learner", "engine"]
+    assert memory_faults(config) == []
+    states = state_parts(read_shape(tmp_path), config.learner)
+    assert sum(states.values()) == pytest.approx(16 * 7.6e9 / config.learner.world_size, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault", "change"),
+    [
+        (
+            ["learner.world_size=2", "rollout.replicas=6"],
+            r"learner.world_size=2: a GPU of the learner needs 8\d\.\d GB and has 80\.0; set it to 3",
+            ["learner.world_size=3"],
+        ),
+        (
+            ["learner.world_size=3", "learner.accumulate=whole"],
+            r"learner.accumulate=whole: a GPU of the learner needs 8\d\.\d GB and has 80\.0; set it to sharded",
+            ["learner.accumulate=sharded"],
+        ),
+        (
+            ["learner.recompute=none"],
+            r"learner.recompute=none: a GPU of the learner needs 1\d\d\.\d GB .*; set it to all",
+            ["learner.recompute=all"],
+        ),
+        (
+            ["packer.max_tokens=400000"],
+            r"packer.max_tokens=400000: .* on any number of ranks; lower it, with rollout.max_len, or .*",
+            ["packer.max_tokens=20000"],
+        ),
+        (
+            ["rollout.kv_capacity=2000000"],
+            r"rollout.kv_capacity=2000000: a GPU of the engine .* and cache may take 68\.0; set it to 920000",
+            ["rollout.kv_capacity=920000"],
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_setting_and_a_value_that_fits(settings, fault, change, tmp_path):
+    (line,) = memory_faults(shipped("math_7b_8gpu_tp1", tmp_path, *settings))
+    assert re.fullmatch(fault, line), line
+    assert memory_faults(shipped("math_7b_8gpu_tp1", tmp_path, *settings, *change)) == []
+
+
+def test_weights_that_one_gpu_cannot_hold_are_spread_over_more(tmp_path):
+    config = shipped("math_7b_8gpu_tp1", tmp_path)
+    large = QWEN_7B | {"num_hidden_layers": 160, "num_key_value_heads": 28}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    line = memory_faults(config)[1]
+    assert line.startswith("rollout.engine.tensor_parallel=1: a GPU of the engine needs ")
+    assert line.endswith("set it to 2")
+
+
+def test_a_reference_inside_the_learner_counts_and_one_elsewhere_does_not(tmp_path):
+    inside = shipped("math_7b_cluster", tmp_path, "algorithm.kl_coef=0.1")
+    elsewhere = shipped("math_7b_cluster", tmp_path, "algorithm.kl_coef=0.1", "algorithm.reference_pass=stage")
+    size = 4 * 7.6e9 / 8 + 2 * 1.09e9  # shards in fp32, and its embeddings
+    assert gpu_memory(inside)[0].parts["reference model"] == pytest.approx(size, rel=0.01)
+    assert "reference model" not in gpu_memory(elsewhere)[0].parts
+
+
+def test_without_a_cache_size_an_engine_fills_its_share(tmp_path):
+    engine = gpu_memory(shipped("math_7b_8gpu_tp1", tmp_path, "rollout.kv_capacity=null"))[1]
+    assert engine.total == pytest.approx(80e9)
+
+
+def test_a_run_on_cpus_and_a_model_that_is_not_there_have_no_table(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    laptop = load_config(REPO / "configs" / "quickstart.yaml", [f"model.path={tmp_path}"])
+    absent = load_config(REPO / "configs" / "math_7b_8gpu_tp1.yaml", [])
+    assert gpu_memory(laptop) == gpu_memory(absent) == []
+
+
+def test_the_heads_chunk_is_that_of_the_loss():
+    assert HEAD_TOKENS == logprob.CHUNK
+
+
+def test_a_shape_without_a_size_is_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 3584}')
+    assert read_shape(tmp_path) is None
+    assert ModelShape(vocab_size=2, hidden_size=4, num_hidden_layers=1, num_attention_heads=2).key_width == 4
+
+
+def test_doctor_places_a_config_that_fits_and_refuses_the_one_that_does_not(tmp_path):
+    with FakeCluster(8) as cluster:
+        address = f"cluster.address={cluster.address}"
+        runs = f"runs={tmp_path / 'runs'}"
+        good = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs))
+        assert [column.kind for column in good.memory] == ["learner", "engine"]
+        assert not any("a GPU of" in line for line in good.faults)
+        two = ("learner.world_size=2", "rollout.replicas=6")
+        bad = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs, *two))
+        assert bad.faults[0].startswith("learner.world_size=2: a GPU of the learner needs ")
+        assert bad.rows, "it is placed all the same"
+        larger = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs, *two), gpu_bytes=141e9)
+        assert not any("a GPU of" in line for line in larger.faults)

@@ -1,0 +1,50 @@
+"""Rows of steps: what is not finite is told once, and every reader reads the row."""
+
+import logging
+import math
+
+import msgspec
+
+from laminar_py.analytics.read.samples import read_samples
+from laminar_py.ledger.row_files import append_row
+from laminar_py.telemetry.stats import read_totals
+from laminar_py.telemetry.tracking import flat_row
+from tests.telemetry.rows import make_rows
+
+
+def test_a_metric_that_is_not_finite_is_named_once_and_the_run_resumes_and_reports(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING), (tmp_path / "metrics.jsonl").open("ab") as file:
+        for row in make_rows(1.0, math.nan, math.inf):
+            append_row(file, row)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: not finite, so null in metrics.jsonl: entropy"
+    ]
+    assert read_totals(tmp_path / "metrics.jsonl", 3).versions_alive_max == 1
+    found = read_samples(tmp_path).steps
+    assert [row.step for row in found] == [1, 2, 3]
+    assert [math.isfinite(row.entropy) for row in found] == [True, False, False]
+    assert math.isnan(found[1].by_staleness["9+"].entropy)
+    assert found[0].mfu == found[1].mfu == 0.25
+    assert math.isnan(flat_row(found[1])["tokens/entropy"])
+
+
+def test_a_row_that_was_torn_costs_itself_alone_when_a_run_resumes(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first, second = make_rows(1.0, 1.0)
+    with path.open("ab") as file:
+        append_row(file, first)
+        file.write(b'{"step": 2, "rl')
+    assert read_totals(path, 2) == read_totals(path, 1)
+    with path.open("ab") as file:
+        append_row(file, second)
+        append_row(file, second)
+    assert [row.step for row in read_samples(tmp_path).steps] == [1, 2]
+
+
+def test_a_line_has_its_own_fields_first_and_none_that_is_not_known(tmp_path):
+    (row,) = make_rows(1.0)
+    with (tmp_path / "rows").open("ab") as file:
+        append_row(file, msgspec.structs.replace(row, mfu=None))
+    line = (tmp_path / "rows").read_text()
+    assert line.startswith('{"step":1,"version":1,')
+    assert "mfu" not in line

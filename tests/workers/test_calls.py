@@ -1,0 +1,192 @@
+"""Reference, scorers and learner: what a process died over is done by the next one. Without processes."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.placement import Needs, Node, Placement
+from laminar_py.config.loading import load_config
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.trajectory import FinishReason, Trajectory
+from laminar_py.records.weights import Published
+from laminar_py.reward.stage import ScoringStage
+from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.workers.learner import LearnerLink
+from laminar_py.workers.reference import ReferenceStage
+from laminar_py.workers.scorers import Scorers
+from laminar_py.workers.specs import LearnerSpec, LearnerStarted, ReferenceAnswer
+from laminar_py.workers.supervisor import Supervisor
+from tests.builders import make_trajectory
+from tests.runs.runs import REPO
+from tests.workers.fakes import Processes, make_incarnation
+
+PATIENCE_S = 10.0
+
+
+def incarnation(path, *settings, **needs):
+    config = load_config(REPO / "configs/quickstart.yaml", list(settings))
+    needed = Needs(**({"ranks": 1, "rank_gpus": 0, "replicas": 1, "replica_gpus": 0} | needs))
+    return make_incarnation(
+        config=config,
+        run=RunFolder(path),
+        placement=Placement(needed, lambda: [Node(id="a", ip="10.0.0.1", cpus=8, here=True)]),
+        supervisor=Supervisor(record=lambda event: None, max_restarts=9),
+        stats=Stats(SystemClock(), replicas=1, totals=Totals()),
+    )
+
+
+class Actor:
+    """Starts at once, and works once it may."""
+
+    def __init__(self):
+        self.spec = None
+        self.asked, self.may_work = asyncio.Event(), asyncio.Event()
+
+    def start(self, data):
+        self.spec = data
+
+    def pid(self):
+        return 7
+
+    async def work(self):
+        self.asked.set()
+        await self.may_work.wait()
+
+
+class Reference(Actor):
+    async def logprobs(self, data):
+        await self.work()
+        trajectories = decode(list[Trajectory], data)
+        return encode(ReferenceAnswer([np.full_like(one.logprobs, -2.0) for one in trajectories], 1.5))
+
+
+async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_once(monkeypatch, tmp_path):
+    processes = Processes(monkeypatch, lambda name: Reference())
+    shared = incarnation(tmp_path, reference=True)
+    stage, delivered = ReferenceStage(shared), asyncio.Queue()
+
+    async def deliver(name, logprobs):
+        delivered.put_nowait((name, logprobs.tolist()))
+
+    async with asyncio.timeout(PATIENCE_S):
+        await stage.start()
+        running = asyncio.create_task(stage.run(wanted=lambda name: True, deliver=deliver))
+        stage.submit(make_trajectory("g0.0", response=2))
+        first = await processes.next()
+        await first.actor.asked.wait()
+        first.die()
+        second = await processes.next()
+        second.actor.may_work.set()
+        assert await delivered.get() == ("g0.0", [-2.0, -2.0])
+        running.cancel()
+        await asyncio.wait([running])
+    assert delivered.empty()
+    assert shared.supervisor.restarts == {"reference-0": 1}
+    assert shared.stats.totals.reference_busy_s == 1.5
+
+
+class Scoring(Actor):
+    async def score(self, data):
+        await self.work()
+        return encode(
+            [Score(trajectory_id=one.trajectory_id, value=1.0) for one in decode(list[ScoringRequest], data)]
+        )
+
+
+async def test_what_a_scorer_died_over_is_scored_once_by_the_next_while_others_go_on(monkeypatch, tmp_path):
+    processes = Processes(monkeypatch, lambda name: Scoring())
+    scorers, scored = Scorers(incarnation(tmp_path, "reward.workers=2")), asyncio.Queue()
+
+    async def deliver(scores):
+        for score in scores:
+            scored.put_nowait((score.trajectory_id, score.value))
+
+    async with asyncio.timeout(PATIENCE_S):
+        scorers.spawn()
+        first, second = await processes.next(), await processes.next()
+        stage = ScoringStage(
+            await scorers.start(),
+            batch=4,
+            timeout_s=PATIENCE_S,
+            queue=8,
+            wanted=lambda name: True,
+            deliver=deliver,
+            restart=scorers.restart,
+        )
+        running = asyncio.create_task(stage.run())
+        for name in ("a", "b"):
+            stage.submit(
+                ScoringRequest(
+                    trajectory_id=name,
+                    prompt="p",
+                    response="",
+                    answer="",
+                    finish_reason=FinishReason.STOP,
+                    response_ids=np.array([5], np.int32),
+                )
+            )
+        await first.actor.asked.wait()
+        await second.actor.asked.wait()
+        second.actor.may_work.set()
+        assert await scored.get() == ("b", 1.0)
+        first.die()
+        third = await processes.next()
+        assert third.name == first.name
+        third.actor.may_work.set()
+        assert await scored.get() == ("a", 1.0)
+        stage.close()
+        await running
+    assert scored.empty()
+
+
+class Rank(Actor):
+    def start(self, data):
+        self.spec = decode(LearnerSpec, data)
+        return encode(LearnerStarted(1, "eager", 8, 1))
+
+    async def completed(self, version):
+        await self.work()
+        return encode(Published(version, "digest", 10, 0.0))
+
+
+class Root:
+    """The relays, of which the learner asks for the root."""
+
+    keys = type("Keys", (), {"public": "p", "secret": "s"})
+    chunk_bytes = 4096
+
+    async def root_up(self):
+        return "tcp://root"
+
+    def store(self, node):
+        return Path("store")
+
+
+async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkpoint(monkeypatch, tmp_path):
+    processes = Processes(monkeypatch, lambda name: Rank())
+    shared = incarnation(tmp_path, "learner.world_size=2", ranks=2)
+    learner = LearnerLink(shared, relays=Root(), show=lambda progress: None)
+    async with asyncio.timeout(PATIENCE_S):
+        learner.spawn()
+        ranks = [await processes.next(), await processes.next()]
+        await learner.start(None)
+        version = asyncio.create_task(learner.completed(3))
+        await ranks[0].actor.asked.wait()
+        ranks[0].die()
+        with pytest.raises(PartDiedError, match="learner-0: killed") as death:
+            await version
+        assert [rank.is_dead for rank in ranks] == [True, True]
+        await learner.replace(death.value)
+        await learner.start(Path("step-2-1.0"))
+        fresh = [await processes.next(), await processes.next()]
+        fresh[0].actor.may_work.set()
+        assert (await learner.completed(3)).version == 3
+    assert [rank.actor.spec.checkpoint for rank in (*ranks, *fresh)] == [None, None, "step-2-1.0", "step-2-1.0"]
+    assert len({rank.actor.spec.rendezvous for rank in (*ranks, *fresh)}) == 2, "a meeting point of their own"
+    assert shared.supervisor.restarts == {"learner-0": 1}

@@ -1,0 +1,188 @@
+"""Replicas that die, that find no room, and that are told something as they start. Without processes."""
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+from laminar_py.cluster.placement import Needs, Node, Placement
+from laminar_py.config.loading import load_config
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.engine import EngineStatus
+from laminar_py.records.replica import Assignment, ReplicaReport
+from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.workers.replicas import Replicas
+from laminar_py.workers.specs import ReplicaSpec
+from laminar_py.workers.supervisor import Supervisor
+from tests.control.fleet import Fleet
+from tests.runs.runs import REPO
+from tests.workers.fakes import Processes, make_incarnation
+
+PATIENCE_S = 10.0
+NODES = (
+    Node(id="a", ip="10.0.0.1", gpus=2, cpus=8, here=True),  # for the learner and replica 0
+    Node(id="b", ip="10.0.0.2", gpus=1, cpus=8),
+)
+
+
+class Replica:
+    """What runs in a replica's process: it starts once it may, and says what the test lets it say."""
+
+    def __init__(self, index, may_start):
+        self.index = index
+        self.may_start = may_start
+        self.spec = asyncio.get_running_loop().create_future()
+        self.reports = asyncio.Queue()
+
+    async def start(self, data):
+        self.spec.set_result(decode(ReplicaSpec, data))
+        await self.may_start.wait()
+
+    def pid(self):
+        return 7
+
+    async def collect(self, timeout_s):
+        return encode(await self.reports.get())
+
+    def report(self, *, version=0, admissible=64, received=0):
+        status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=version)
+        report = ReplicaReport(replica=self.index, status=status, admissible=admissible, received=received)
+        self.reports.put_nowait(report)
+
+
+class World:
+    """Replicas of a real scheduler and a real plan, on nodes that the test takes away and gives back."""
+
+    def __init__(self, monkeypatch, path):
+        config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2"])
+        self.nodes = list(NODES)
+        self.placement = Placement(
+            Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1), lambda: list(self.nodes)
+        )
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.processes = Processes(monkeypatch, lambda name: Replica(int(name[-1]), self.may_start))
+        self.fleet = Fleet(replicas=2, group_size=4, batch=4, capacity=16)
+        self.scheduler = self.fleet.scheduler
+
+        self.supervisor = Supervisor(record=lambda event: None, max_restarts=9)
+
+        async def attach(replica, place):
+            return "tcp://relay"
+
+        self.replicas = Replicas(
+            make_incarnation(
+                config=config,
+                run=RunFolder(path),
+                placement=self.placement,
+                supervisor=self.supervisor,
+                stats=Stats(SystemClock(), replicas=2, totals=Totals()),
+            ),
+            scheduler=self.scheduler,
+            relays=SimpleNamespace(attach=attach, keys=SimpleNamespace(public="p", secret="s")),
+        )
+
+    async def next(self):
+        """The next process that is spawned, once it is asked to start."""
+        process = await self.processes.next()
+        await process.actor.spec
+        return process
+
+
+@asynccontextmanager
+async def kept(world):
+    """Both replicas' processes, which serve version 0."""
+    async with asyncio.timeout(PATIENCE_S):
+        world.replicas.spawn()
+        keeping = asyncio.create_task(world.replicas.keep())
+        first, second = await world.next(), await world.next()
+        for process in (first, second):
+            process.actor.report(admissible=8)
+            await sent(process, "submit")
+        try:
+            yield first, second
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+
+
+async def sent(process, method):
+    """What a process is sent under this name next, decoded."""
+    while True:
+        name, data = await process.sent.get()
+        if name == method:
+            return decode(list[Assignment] if method == "submit" else list[str], data)
+
+
+def ids(assignments):
+    return {assignment.trajectory_id for assignment in assignments}
+
+
+async def test_what_a_dead_replica_had_is_done_by_another_and_a_process_takes_its_place(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        had = set(world.scheduler.views.by_index[0].in_flight)
+        assert had
+        first.die()
+        assert ids(await sent(second, "submit")) == had
+        third = await world.next()
+        assert (third.name, third.place) == (first.name, first.place)
+    assert world.scheduler.views.by_index[1].in_flight >= had
+
+
+async def test_a_replica_without_room_counts_for_nobody_until_there_is_some(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    views = world.scheduler.views
+    async with kept(world) as (first, second):
+        had = set(views.by_index[1].in_flight)
+        world.nodes.remove(NODES[1])
+        second.die("its node is gone")
+        assert ids(await sent(first, "submit")) == had
+        assert [place is None for place in world.placement.plan.replicas] == [False, True]
+        assert (views.num_placed, views.num_starting()) == (1, 0)
+        assert await world.replicas.survey(1) is None
+        await world.placement.refresh()
+        assert world.processes.none_left
+        world.nodes.append(Node(id="c", ip="10.0.0.3", gpus=1, cpus=8))
+        third = await world.next()
+        assert (third.name, third.place.node) == (second.name, "c")
+
+
+async def test_replicas_that_die_together_are_all_replaced_and_what_they_had_goes_on(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as both:
+        had = set().union(*(view.in_flight for view in world.scheduler.views.by_index.values()))
+        for process in both:
+            process.die("the cluster hung")
+        fresh = [await world.next(), await world.next()]
+        assert {process.name for process in fresh} == {"replica-0", "replica-1"}
+        assert world.supervisor.total_restarts == 2
+        fresh[0].actor.report()
+        assert ids(await sent(fresh[0], "submit")) >= had
+
+
+async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_is_up(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    aborts = {}
+    monkeypatch.setattr(world.scheduler.deadlines, "take_aborts", lambda: {0: aborts.pop(0)} if aborts else {})
+    async with kept(world) as (first, _):
+        world.may_start.clear()
+        first.die()
+        third = await world.next()
+        aborts[0] = ["g0.0"]
+        world.replicas.dispatch()
+        assert third.sent.empty()
+        world.may_start.set()
+        assert await sent(third, "abort") == ["g0.0"]
+
+
+async def test_a_replica_ended_on_purpose_is_no_death(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        world.replicas.restart()
+        fresh = [await world.next(), await world.next()]
+        assert Counter(process.name for process in fresh) == {"replica-0": 1, "replica-1": 1}
+        assert [process.is_dead for process in (first, second)] == [True, True]
+    assert world.supervisor.total_restarts == 0
