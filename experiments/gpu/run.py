@@ -1,105 +1,327 @@
-"""MFU of learner steps on a GPU by what saves memory, and packed varlen attention against padded SDPA.
+"""A campaign on one GPU: the most valuable figures first, each in a process and a time of its own, one JSON.
 
-`python experiments/gpu/run.py [--json] [--repeats 5]` needs one CUDA device, no network, no data: a Qwen3 of 1.5B
-parameters with random weights trains on random tokens of log-normal lengths, in microbatches of 32k tokens.
+`python experiments/gpu/run.py --wheels wheels --out result.json` in the project's folder. The machine needs torch,
+and no network: what else the package imports comes as wheels (`wheels.sh`), so this file imports the standard
+library alone. Invariant: a piece that fails or runs out of time costs nothing but itself, and the JSON is whole
+after each of them; called again with the same `--out` it goes on with what has no figures yet.
 """
 
 import argparse
-import gc
-import statistics
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / ".cache/gpu-site"
+BUDGET_MIN = 25.0
+WHEELS, INSTALL_S = "wheels", 60.0
+SLACK_S = 5.0  # for what is between pieces that each take all their time
+GRACE_S = 15.0  # between SIGTERM and SIGKILL
+LOG_CHARS = 4000  # of a piece, its end
+LIBRARIES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "ray",
+    "pyzmq",
+    "msgspec",
+    "blake3",
+    "zstandard",
+    "pydantic",
+)
+TESTS = ("tests/gpu", "tests/relay/test_publisher_cuda.py")
+LAMINAR = ("-c", "from laminar_py.cli import main; main()")
 
-from laminar_py.bench.learner.mfu import FULL, measure_steps
-from laminar_py.bench.learner.parts import draw_lengths
-from laminar_py.bench.report import Row, show
-from laminar_py.config.learner import LearnerConfig, Recompute
-from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
 
-WAYS = {
-    "all": LearnerConfig(recompute=Recompute.ALL),
-    "all_compiled": LearnerConfig(recompute=Recompute.ALL, compile=True),
-    "selective": LearnerConfig(recompute=Recompute.SELECTIVE),
-    "selective_compiled": LearnerConfig(recompute=Recompute.SELECTIVE, compile=True),
-}
+class Status(StrEnum):
+    """Ends of a piece."""
+
+    DONE = "done"
+    FAILED = "failed"
+    OUT_OF_TIME = "out of time"
+    NOT_BEGUN = "not begun"  # less of the budget was left than it may take
+    PLANNED = "planned"  # it needs a GPU, and there is none; or nothing was to run
 
 
-def step_rows(way: str, folder: Path, *, repeats: int) -> list[Row]:
-    """MFU, speed and peak memory of whole steps; without values if the way has no room."""
-    size = replace(FULL, settings=WAYS[way], steps=repeats)
-    device, kernel = torch.cuda.get_device_name(), choose_kernel(torch.device("cuda"))
-    setting = f"{device}, 1.5B, bf16, microbatches of {size.max_tokens:,} tokens, {kernel}, recompute {way}"
-    gc.collect()  # a model refers to itself, so the one before is still there
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    try:
-        steps = measure_steps(folder, size, device_type="cuda")
-    except torch.OutOfMemoryError:
-        return [Row(f"mfu_{way}", None, "of the peak of dense bf16", f"out of memory; {setting}")]
-    found = [step.mfu for step in steps if step.mfu is not None]
-    memory = torch.cuda.max_memory_allocated() / 2**30
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A row of the result, e.g. `Figure(piece="hop", name="hop_GBps", value=2.1, unit="GB/s", conditions="")`."""
+
+    piece: str
+    name: str
+    value: float | None
+    unit: str
+    conditions: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A measurement, e.g. `Piece(name="hop", arguments=("-m", "a.module"), limit_s=50, read=read_reports)`."""
+
+    name: str
+    arguments: tuple[str, ...]  # of the interpreter
+    limit_s: float
+    on_cpu: tuple[str, ...] | None = None  # further arguments with `--cpu`; None: it needs a GPU
+    read: Callable[[str, str], list[Figure]]  # of its name and its output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """An end of a piece, e.g. `Outcome(name="hop", status="done", seconds=31.0, limit_s=50)`."""
+
+    name: str
+    status: str
+    seconds: float
+    limit_s: float
+    log: str = ""  # the end of what it said, if it did not do all
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """The JSON that a campaign writes."""
+
+    campaign: str = "gpu"
+    conditions: str
+    machine: str
+    gpus: list[str]
+    versions: dict[str, str]
+    rows: list[Figure] = field(default_factory=list)
+    pieces: list[Outcome] = field(default_factory=list)
+
+
+def read_reports(piece: str, output: str) -> list[Figure]:
+    """Rows of the reports of `laminar_py.bench.report` among the lines of an output."""
+    reports = [json.loads(line) for line in output.splitlines() if line.startswith('{"bench"')]
+    return [Figure(piece=piece, **row) for report in reports for row in report["rows"]]
+
+
+def read_tests(piece: str, output: str) -> list[Figure]:
+    """Counts of the last line of pytest."""
+    last = output.strip().rpartition("\n")[2]
     return [
-        Row(f"mfu_{way}", statistics.median(found) if found else None, "of the peak of dense bf16", setting),
-        Row(f"tokens_per_s_{way}", statistics.median(step.tokens_per_s for step in steps), "tokens/s", setting),
-        Row(f"memory_{way}", memory, "GiB at the peak", setting),
+        Figure(piece=piece, name=f"tests_{word}", value=float(count), unit="tests", conditions="pytest -m gpu")
+        for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)
     ]
 
 
-def attention_row(*, repeats: int) -> Row:
-    """Forward and backward of one layer's attention on the same sequences, padded over packed, in turns."""
-    lengths = draw_lengths(16, median=FULL.median, seed=0, longest=FULL.max_tokens // 2)
-    heads, groups, size = FULL.model.num_attention_heads, FULL.model.num_key_value_heads, FULL.model.head_dim
-    packed = [_random(sum(lengths), count, size) for count in (heads, groups, groups)]
-    padded = [_random(len(lengths), count, max(lengths), size) for count in (heads, groups, groups)]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-
-    kernel = choose_kernel(torch.device("cuda"))
-    register_kernel(kernel)
-
-    def varlen() -> Tensor:
-        return KERNELS[kernel](packed[0], packed[1], packed[2], cu_seqlens, max(lengths), None)
-
-    def sdpa() -> Tensor:
-        # Padding on the right needs no mask: what is causal never looks there.
-        return F.scaled_dot_product_attention(padded[0], padded[1], padded[2], is_causal=True, enable_gqa=True)
-
-    ratios = [_seconds(sdpa) / _seconds(varlen) for _ in range(repeats + 1)][1:]
-    setting = f"{len(lengths)} log-normal sequences, {sum(lengths):,} tokens, {heads} heads, {kernel}, both ways"
-    return Row("padded_sdpa_over_varlen", statistics.median(ratios), "x, time", setting)
+def learner_piece(way: str, limit_s: float, *, on_cpu: bool = False) -> Piece:
+    """Steps of the learner in one way."""
+    return Piece(
+        name=f"learner_{way}",
+        arguments=("-m", "experiments.gpu.learner", way),
+        limit_s=limit_s,
+        on_cpu=("--cpu",) if on_cpu else None,
+        read=read_reports,
+    )
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+PIECES = (
+    learner_piece("selective", 140, on_cpu=True),
+    Piece(
+        name="publish",
+        arguments=("-m", "experiments.gpu.publish"),
+        limit_s=260,
+        on_cpu=("--cpu",),
+        read=read_reports,
+    ),
+    Piece(
+        name="tests",
+        arguments=("-m", "pytest", "-m", "gpu", *TESTS, "-p", "no:cacheprovider", "-rf"),
+        limit_s=190,
+        read=read_tests,
+    ),
+    Piece(name="quickstart", arguments=("-m", "experiments.gpu.quickstart"), limit_s=230, read=read_reports),
+    learner_piece("all", 90),
+    Piece(
+        name="hop",
+        arguments=(*LAMINAR, "bench", "relay", "--only", "hop", "--json"),
+        limit_s=50,
+        on_cpu=("--repeats", "1"),
+        read=read_reports,
+    ),
+    learner_piece("selective_compiled", 150),
+    learner_piece("all_compiled", 120),
+    learner_piece("offload", 90),
+    learner_piece("offload_whole", 90),
+    learner_piece("attention", 30),
+)
 
 
-def _seconds(work: Callable[[], Tensor]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work().sum().backward()  # type: ignore[no-untyped-call]
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000
+class Campaign:
+    """Pieces one after the other within a budget, e.g. `Campaign(result, out=Path("r.json"), budget_s=1500)`."""
+
+    def __init__(self, result: Result, *, out: Path, budget_s: float) -> None:
+        self._result = result
+        self._out = out
+        self._end = time.monotonic() + budget_s + SLACK_S
+
+    def install(self, wheels: Path) -> None:
+        """Install all wheels of a folder for the pieces, without a network."""
+        files = [str(path) for path in sorted(wheels.glob("*.whl"))]
+        options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(SITE))
+        pip = ("-m", "pip", "install", "--disable-pip-version-check", *options, *files)
+        self.run(Piece(name=WHEELS, arguments=pip, limit_s=INSTALL_S, read=lambda _name, _output: []), ())
+
+    def run(self, piece: Piece, further: tuple[str, ...]) -> None:
+        """Run a piece if all its time is left, and write what came of it."""
+        began = time.monotonic()
+        if began + piece.limit_s > self._end:
+            self.note(piece, Status.NOT_BEGUN)
+            return
+        with tempfile.TemporaryFile("w+") as said:
+            process = subprocess.Popen(
+                [sys.executable, *piece.arguments, *further],
+                cwd=ROOT,
+                env=environment(),
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = Status.FAILED if process.wait(piece.limit_s) else Status.DONE
+            except subprocess.TimeoutExpired:
+                status = Status.OUT_OF_TIME
+            finally:
+                end(process)
+            said.seek(0)
+            output = said.read()
+        others = [row for row in self._result.rows if row.piece != piece.name]
+        self._result.rows = others + piece.read(piece.name, output)
+        log = "" if status is Status.DONE else output[-LOG_CHARS:].replace(str(ROOT), ".")
+        self.note(piece, status, seconds=time.monotonic() - began, log=log)
+
+    def note(self, piece: Piece, status: Status, *, seconds: float = 0.0, log: str = "") -> None:
+        """Write down an outcome, in place of an earlier one unless nothing was run."""
+        ran = status not in (Status.NOT_BEGUN, Status.PLANNED)
+        if not ran and piece.name in {outcome.name for outcome in self._result.pieces}:
+            return
+        outcome = Outcome(
+            name=piece.name, status=status.value, seconds=round(seconds, 1), limit_s=piece.limit_s, log=log
+        )
+        self._result.pieces = [other for other in self._result.pieces if other.name != piece.name] + [outcome]
+        print(f"{piece.name}: {status.value} after {seconds:.0f} s", file=sys.stderr, flush=True)
+        write(self._out, self._result)
 
 
-def main() -> None:
-    """Measure and report."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and the group that it leads."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Environment of a piece: its imports from the wheels, then from here; its lines at once."""
+    paths = (str(SITE), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+
+
+def write(out: Path, result: Result) -> None:
+    """Write the JSON, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.new")
+    partial.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    partial.replace(out)
+
+
+def go_on(out: Path, result: Result) -> None:
+    """Take over from an earlier call what became of its pieces, and their figures."""
+    if not out.exists():
+        return
+    earlier = json.loads(out.read_text())
+    result.pieces = [Outcome(**piece) for piece in earlier["pieces"] if piece["status"] != Status.PLANNED]
+    result.rows = [Figure(**row) for row in earlier["rows"]]
+
+
+def gpus() -> list[str]:
+    """GPUs by name, driver and memory; none where nvidia-smi does not answer."""
+    asked = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return told.strip().splitlines()
+
+
+def machine() -> str:
+    """Processor, cores and memory."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    processor = names[0].partition(":")[2].strip() if names else os.uname().machine
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{processor}, {os.cpu_count()} cores, {memory:.0f} GiB"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries, those of the wheels first."""
+    found = {"python": sys.version.partition(" ")[0]}
+    for name in LIBRARIES:
+        installed = next(iter(metadata.distributions(name=name, path=[str(SITE), *sys.path])), None)
+        if installed is not None:
+            found[name] = installed.version
+    return found
+
+
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(2, "run.py: no CUDA device; run it on a machine with a GPU\n")
-    rows = [attention_row(repeats=args.repeats)]
-    for way in WAYS:
-        with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-            rows += step_rows(way, Path(folder), repeats=args.repeats)
-    show("gpu", rows, as_json=args.json)
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, as `wheels.sh` makes it")
+    parser.add_argument("--budget-min", type=float, default=BUDGET_MIN, help="minutes of this call")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON; what it has is not measured again")
+    parser.add_argument("--only", help="names of pieces, with commas between")
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes on a CPU; what needs a GPU is only planned")
+    parser.add_argument("--dry-run", action="store_true", help="run nothing, and write the plan")
+    found = parser.parse_args(given)
+    names = [piece.name for piece in PIECES]
+    found.only = names if found.only is None else found.only.split(",")
+    if unknown := set(found.only) - set(names):
+        parser.exit(
+            2, f"run.py: --only {','.join(sorted(unknown))}: no such piece; choose of {', '.join(names)}\n"
+        )
+    if not (found.cpu or found.dry_run or gpus()):
+        parser.exit(2, "run.py: no GPU by nvidia-smi; run it on a machine with one, or with --cpu or --dry-run\n")
+    return found
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Run the pieces that are asked for and have no figures yet; exit code 1 if one did not do all."""
+    args = arguments(sys.argv[1:] if given is None else given)
+    how = "planned alone" if args.dry_run else "tiny sizes on a CPU" if args.cpu else "whole"
+    result = Result(
+        conditions=f"{how}; budget of {args.budget_min:g} min", machine=machine(), gpus=gpus(), versions=versions()
+    )
+    go_on(args.out, result)
+    campaign = Campaign(result, out=args.out, budget_s=60 * args.budget_min)
+    done = {outcome.name for outcome in result.pieces if outcome.status == Status.DONE}
+    if args.wheels is not None and not args.dry_run and not (WHEELS in done and SITE.is_dir()):
+        campaign.install(args.wheels)
+        result.versions = versions()
+    for piece in PIECES:
+        if piece.name not in args.only or piece.name in done:
+            continue
+        if args.dry_run or (args.cpu and piece.on_cpu is None):
+            campaign.note(piece, Status.PLANNED)
+        else:
+            campaign.run(piece, (piece.on_cpu or ()) if args.cpu else ())
+    good = {Status.DONE, Status.PLANNED}
+    sys.exit(0 if all(outcome.status in good for outcome in result.pieces) else 1)
 
 
 if __name__ == "__main__":

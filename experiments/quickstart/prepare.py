@@ -44,6 +44,12 @@ MODEL = {
     "eos_token_id": TOKENS.index(EOS),
     "pad_token_id": TOKENS.index(PAD),
 }
+TOKENIZER = {  # without it AutoTokenizer takes the class of a real Qwen3, which splits text in another way
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": EOS,
+    "pad_token": PAD,
+    "unk_token": UNKNOWN,
+}
 GENERATION = {"eos_token_id": TOKENS.index(EOS), "pad_token_id": TOKENS.index(PAD)}
 
 
@@ -92,6 +98,7 @@ def contents() -> dict[str, str]:
         "model/config.json": json.dumps(MODEL, indent=2) + "\n",
         "model/generation_config.json": json.dumps(GENERATION, indent=2) + "\n",
         "model/tokenizer.json": build_tokenizer().to_str(pretty=True) + "\n",
+        "model/tokenizer_config.json": json.dumps(TOKENIZER, indent=2) + "\n",
     }
 
 

@@ -36,6 +36,12 @@ MODEL = {
     "eos_token_id": TOKENS.index(EOS),
     "pad_token_id": TOKENS.index(PAD),
 }
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": EOS,
+    "pad_token": PAD,
+    "unk_token": UNKNOWN,
+}
 
 
 def reward(request: ScoringRequest) -> float:
@@ -67,6 +73,7 @@ def contents() -> dict[str, str]:
         "train.jsonl": "".join(json.dumps(prompt) + "\n" for prompt in prompts()),
         "model/config.json": json.dumps(MODEL, indent=2) + "\n",
         "model/tokenizer.json": build_tokenizer().to_str(pretty=True) + "\n",
+        "model/tokenizer_config.json": json.dumps(TOKENIZER, indent=2) + "\n",
     }
 
 

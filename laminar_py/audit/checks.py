@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.rows import TrajectoryRow
+from laminar_py.records.ages import WeightAges
 from laminar_py.records.events import (
     AnyEvent,
     Consumed,
@@ -43,25 +44,39 @@ class Check(Protocol):
 
 
 class StalenessCheck(Check):
-    """Staleness is the learner's version minus the oldest in the trajectory, and within the bound of the run."""
+    """Staleness is that of `records.ages`, of the oldest version in the trajectory, and within the run's bound.
 
-    sees = (RunStarted, Consumed)
+    A version may be put on record after the first trajectory that has it was consumed.
+    """
+
+    sees = (RunStarted, Consumed, Stepped, RolledBack, VersionPublished)
 
     def __init__(self) -> None:
         self._bound: int | None = None
+        self._ages = WeightAges()
+        self._early: dict[int, list[Consumed]] = {}  # by a version that is not on record yet
 
     def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Look at consumption by the learner."""
         if isinstance(event, RunStarted):
             self._bound = event.max_staleness
-        if not isinstance(event, Consumed) or row is None or row.oldest_version is None:
+        self._ages.see(event)
+        if isinstance(event, VersionPublished):
+            early = self._early.pop(event.version, [])
+            return [violation for consumed in early for violation in self._judge(consumed, event.version)]
+        if not isinstance(event, Consumed) or row is None or row.oldest_version is None or row.kind is Kind.EVAL:
             return []
+        if not self._ages.knows(row.oldest_version):
+            self._early.setdefault(row.oldest_version, []).append(event)
+            return []
+        return self._judge(event, row.oldest_version)
+
+    def _judge(self, event: Consumed, oldest: int) -> list[Violation]:
         found = []
-        actual = event.version - row.oldest_version
+        actual = self._ages.of(oldest, after=event.step - 1)
         if event.staleness != actual:
-            found.append(f"recorded {event.staleness}, but {event.version} - {row.oldest_version} is {actual}")
-        bounded = self._bound is not None and row.kind is Kind.TRAIN
-        if bounded and actual > (self._bound or 0) and event.weight >= 1:
+            found.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
+        if self._bound is not None and actual > self._bound and event.weight >= 1:
             found.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
         return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in found]
 

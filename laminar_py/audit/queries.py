@@ -56,6 +56,21 @@ def staleness_histogram(run: Path) -> dict[int, int]:
 
 def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterator[TrajectoryRow]:
     """Trajectories that pass all filters, in the order of issue. Raises `ConfigError` on a bad comparison."""
+    where, values = _condition(filters)
+    with reading(run) as connection:
+        yield from read_rows(connection, where, values, limit=limit)
+
+
+def count(run: Path, filters: Filters) -> int:
+    """Number of trajectories that pass all filters. Raises `ConfigError` on a bad comparison."""
+    where, values = _condition(filters)
+    with reading(run) as connection:
+        (found,) = connection.execute(f"SELECT count(*) FROM trajectory WHERE {where}", values).fetchone()
+    return int(found)
+
+
+def _condition(filters: Filters) -> tuple[str, tuple[object, ...]]:
+    """Filters as an SQL condition, and the values of its marks."""
     wanted: dict[str, str | int | float | None] = {
         "status = ?": filters.status,
         "drop_reason = ?": filters.reason,
@@ -72,8 +87,7 @@ def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterato
             wanted[f"{column} {sign} ?"] = number
     used = {condition: value for condition, value in wanted.items() if value is not None}
     values = tuple(str(value) if isinstance(value, str) else value for value in used.values())  # enums too
-    with reading(run) as connection:
-        yield from read_rows(connection, " AND ".join(used) or "1", values, limit=limit)
+    return " AND ".join(used) or "1", values
 
 
 def parse_comparison(text: str, *, field: str) -> tuple[str, float]:

@@ -24,7 +24,7 @@ class FinishedRun:
 
 def train(config: Path, settings: list[str]) -> FinishedRun:
     """Run `laminar train`; its output goes to standard error. Raises `CalledProcessError`."""
-    command = [str(Path(sys.executable).with_name("laminar")), "train", str(config), *settings]
+    command = [sys.executable, "-c", "from laminar_py.cli import main; main()", "train", str(config), *settings]
     given = dict(setting.split("=", 1) for setting in settings)
     runs, pattern = Path(given.get("runs", "runs")), f"{given['name']}-*"
     before = set(runs.glob(pattern))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -17,9 +17,14 @@ from rich.table import Table
 from laminar_py.cli.lines import console, say
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
+if TYPE_CHECKING:
+    from laminar_py.audit.queries import Filters
+    from laminar_py.ledger.rows import TrajectoryRow
+
 audit = typer.Typer()
 
 _PRINTED = 100  # violations, or rows of a table
+_LISTED = 50  # trajectories
 _COMPARISON = "A comparison, e.g. '>3'"
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else, on stdout")]
@@ -80,12 +85,14 @@ def list_trajectories(
     version: Annotated[int | None, typer.Option(help="Weights that made tokens of them")] = None,
     reward: Annotated[str | None, typer.Option(help=_COMPARISON)] = None,
     length: Annotated[str | None, typer.Option(help=f"Response tokens. {_COMPARISON}")] = None,
-    limit: Annotated[int | None, typer.Option(min=0, help="At most so many")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help=f"At most so many; default {_LISTED}, with --json all")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All of them")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List trajectories that meet all conditions, one line each."""
-    from laminar_py.audit.queries import Filters, listing
-    from laminar_py.ledger.rows import COLUMNS
+    """List trajectories that meet all conditions, one line each, and say how many there are."""
+    from laminar_py.audit.queries import Filters
 
     wanted = Filters(
         status=status,
@@ -100,14 +107,36 @@ def list_trajectories(
         reward=reward,
         length=length,
     )
-    for row in listing(context.obj, wanted, limit=limit):
-        if as_json:
-            _write_json(dict(zip(COLUMNS, msgspec.to_builtins(row), strict=True)))
-            continue
-        fate = f"step {row.step}" if row.step is not None else str(row.drop_reason or "")
-        versions = "-" if row.oldest_version is None else f"{row.oldest_version}..{row.newest_version}"
-        line = f"{row.id:<12} {row.status:<11} versions {versions:<9} tokens {row.length:<5} reward {row.reward}"
-        say(f"{line}  staleness {row.staleness}  {fate}")
+    if as_json:
+        _write_list(context.obj, wanted, limit)
+    else:
+        _print_list(context.obj, wanted, None if every else _LISTED if limit is None else limit)
+
+
+def _write_list(run: Path, wanted: "Filters", limit: int | None) -> None:
+    from laminar_py.audit.queries import listing
+    from laminar_py.ledger.rows import COLUMNS
+
+    for row in listing(run, wanted, limit=limit):
+        _write_json(dict(zip(COLUMNS, msgspec.to_builtins(row), strict=True)))
+
+
+def _print_list(run: Path, wanted: "Filters", limit: int | None) -> None:
+    from laminar_py.audit.queries import count, listing
+
+    listed = 0
+    for row in listing(run, wanted, limit=limit):
+        _print_trajectory(row)
+        listed += 1
+    total = count(run, wanted)
+    say(f"{total:,} trajectories" if listed >= total else f"{listed:,} of {total:,} trajectories; --all lists all")
+
+
+def _print_trajectory(row: "TrajectoryRow") -> None:
+    fate = f"step {row.step}" if row.step is not None else str(row.drop_reason or "")
+    versions = "-" if row.oldest_version is None else f"{row.oldest_version}..{row.newest_version}"
+    line = f"{row.id:<12} {row.status:<11} versions {versions:<9} tokens {row.length:<5} reward {row.reward}"
+    say(f"{line}  staleness {row.staleness}  {fate}")
 
 
 @audit.command(

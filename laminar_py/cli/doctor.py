@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from laminar_py.cli.lines import console, say
@@ -31,7 +32,7 @@ def doctor(
     table = Table("what", "here", "remedy")
     for finding in examine():
         style = None if finding.good else "yellow"
-        table.add_row(finding.subject, finding.state, finding.remedy, style=style)
+        table.add_row(finding.subject, escape(finding.state), escape(finding.remedy), style=style)
     console.print(table)
 
 

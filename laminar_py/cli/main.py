@@ -14,6 +14,7 @@ import typer
 
 from laminar_py.cli.audit import audit
 from laminar_py.cli.bench import bench
+from laminar_py.cli.clean import clean
 from laminar_py.cli.dashboard import dashboard
 from laminar_py.cli.doctor import doctor
 from laminar_py.cli.relay import relay
@@ -34,6 +35,7 @@ app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(d
 app.add_typer(audit, name="audit")
 app.command(epilog="Example: laminar export runs/quickstart-1 out/quickstart --dtype bf16")(export)
 app.command(epilog="Example: laminar doctor configs/math_7b_8gpu_tp1.yaml")(doctor)
+app.command(epilog="Example: laminar clean --free")(clean)
 app.add_typer(bench, name="bench")
 app.add_typer(relay, name="relay")
 
@@ -44,6 +46,10 @@ def main() -> None:
 
     try:
         app()
+    except SystemExit as end:
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # Typer made a code of it
+            _end("stopped", code=130)
+        raise
     except ConfigError as error:
         _end(str(error), code=2)
     except RunFailedError as error:

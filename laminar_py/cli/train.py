@@ -12,7 +12,13 @@ from laminar_py.cli.report import print_limits
 from laminar_py.config.loading import load_config
 
 if TYPE_CHECKING:
-    from laminar_py.telemetry.summary import CheckpointFigures, RelayFigures, RepackFigures, Summary
+    from laminar_py.telemetry.summary import (
+        CheckpointFigures,
+        RelayFigures,
+        RepackFigures,
+        Summary,
+        UnscoredFigures,
+    )
 
 
 class ExportDtype(StrEnum):
@@ -22,6 +28,7 @@ class ExportDtype(StrEnum):
     FP32 = "fp32"
 
 
+WHOLE = 0.995  # share of a version's bytes from which on all of it travels
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
 
@@ -43,11 +50,13 @@ def train(
         summary = launch(settings, resume=run, console=console)
     except RunInterruptedError as stop:
         print_limits(Path(stop.summary.run))
+        _say_unscored(stop.summary.unscored)
         again = " ".join(["laminar train", str(config), *changes, "--resume"])
         say(f"{stop}; go on with: {again}")
         raise typer.Exit(130) from None
     _print_summary(summary)
     print_limits(Path(summary.run))
+    _say_unscored(summary.unscored)
 
 
 def export(
@@ -95,6 +104,11 @@ def _print_summary(summary: "Summary") -> None:
     console.print(table)
 
 
+def _say_unscored(unscored: "UnscoredFigures") -> None:
+    if unscored.count:
+        say(f"{unscored.count} of {unscored.of} responses could not be scored; the first: {unscored.first}")
+
+
 def tell_relay(relay: "RelayFigures") -> str:
     """Versions, stall, spread and bytes in one line."""
     words = [f"{relay.versions} versions"]
@@ -103,8 +117,15 @@ def tell_relay(relay: "RelayFigures") -> str:
     if relay.spread_s is not None:
         words.append(f"{relay.spread_s:.2f} s until the last relay had it")
     if relay.wire_share is not None:
-        words.append(f"{relay.wire_share:.1%} of the bytes over the wire")
+        words.append(tell_travel(relay.wire_share))
     return ", ".join(words)
+
+
+def tell_travel(wire_share: float) -> str:
+    """How much of a version travels to a relay, in a phrase; `wire_share` is of its bytes."""
+    if wire_share >= WHOLE:
+        return "whole versions travelled"
+    return f"what travelled was {wire_share:.1%} of whole versions, the rest was as in the version before"
 
 
 def tell_checkpoints(checkpoints: "CheckpointFigures") -> str:

@@ -1,5 +1,7 @@
 """Ways in which a part and a run end before their time. The command line tells a run's in one line."""
 
+import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +9,17 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.protocols import RefusedError
 
 MISTAKES = (ValueError, TypeError, AssertionError, AttributeError, LookupError, NameError, ArithmeticError)
+
+# Ray's own, where its watch over a node's memory ended the process, torch's, Python's, the C library's, SGLang's
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|OUT_OF_MEMORY|running low on memory|MemoryError|can.?t allocate memory"
+    r"|cannot allocate memory|not enough memory",
+    re.IGNORECASE,
+)
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+SQLITE_UNWRITABLE = {8, 10, 13, 14}  # codes of SQLite: READONLY, IOERR, FULL, CANTOPEN
+UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writing")  # wherever it was wrapped
 
 
 class PartDiedError(Exception):
@@ -18,12 +31,30 @@ class PartDiedError(Exception):
         self.reason = reason
 
 
+def for_memory(words: str) -> bool:
+    """True where what a part said last is that memory ran out, of the host or of a GPU."""
+    return OUT_OF_MEMORY.search(words) is not None
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Reason why a file could not be written, where that is for its disk or its folder; None for another error."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return str(error)
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_UNWRITABLE:
+        return f"the ledger: {error}"
+    return " ".join(str(error).split()) if UNWRITTEN.search(str(error)) else None
+
+
 class PartBugError(Exception):
     """A part raised what only a mistake in this package raises; starting it anew would hide that."""
 
 
 class RunFailedError(Exception):
     """The run cannot go on; the message says why, in one line, and where to look."""
+
+
+class UnwritableError(RunFailedError):
+    """A part could not write a file of the run; the message says why."""
 
 
 def errors_in(error: BaseException) -> Iterator[BaseException]:

@@ -12,10 +12,18 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from laminar_py.cluster.errors import PartBugError, PartDiedError, bug_in, errors_in
+from laminar_py.cluster.errors import (
+    PartBugError,
+    PartDiedError,
+    UnwritableError,
+    bug_in,
+    errors_in,
+    for_memory,
+    unwritable,
+)
 from laminar_py.cluster.placement import Place
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
@@ -42,7 +50,7 @@ class Part:
         """The result of an actor method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
 
         Raises ConfigError where the user has to mend something: a model, a port, memory that only the part could
-        see. Raises PartBugError for a mistake in our own code.
+        see. Raises UnwritableError where a disk is full, PartBugError for a mistake in our own code.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         reference = getattr(self._handle, method).remote(*arguments)
@@ -77,7 +85,7 @@ class Part:
         if isinstance(error, RayTaskError) and isinstance(failure := self._failure(method, error), PartBugError):
             self._bug = failure
 
-    def _failure(self, method: str, error: RayTaskError) -> ConfigError | PartBugError | PartDiedError:
+    def _failure(self, method: str, error: RayTaskError) -> Exception:
         """Meaning of a method's error for the run; its traceback goes into the log."""
         log.error("%s.%s raised %s", self.name, method, error)
         bug, causes = bug_in(error.cause), list(errors_in(error.cause))
@@ -86,7 +94,10 @@ class Part:
         for cause in causes:
             if isinstance(cause, ConfigError):
                 return ConfigError(str(cause))
-        return PartDiedError(self.name, f"{type(causes[0]).__name__}: {causes[0]}")
+            if (reason := unwritable(cause)) is not None:
+                return UnwritableError(f"{self.name}: {reason}")
+        reason = f"{type(causes[0]).__name__}: {causes[0]}"
+        return PartDiedError(self.name, f"out of memory in {method}: {reason}" if for_memory(reason) else reason)
 
     def kill(self) -> None:
         """End its process."""
@@ -126,4 +137,6 @@ def remote(kind: type, *, concurrency: int, place: Place) -> "ray.actor.ActorCla
 def _reason(error: RayError) -> str:
     """The first sentence of what Ray says last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OutOfMemoryError) or any("running low on memory" in line for line in lines):
+        return "out of memory: Ray ended it as its node ran low"
     return lines[-1].split(". ")[0] if lines else type(error).__name__

@@ -5,6 +5,8 @@ import contextlib
 import os
 import shutil
 import socket
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,11 +15,17 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.cluster import WORKERS_READ, use_token_of_cluster
+from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.placement import Node
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import encode
 
+LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
+GCS_START_S = 60.0  # of the first of Ray's processes, of which nobody hears if it dies
+START_S = 180.0  # of Ray on this machine, which other work may hold up
+LOOK_S = 0.1  # between two looks for its node
+RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
 
 @contextlib.contextmanager
@@ -33,20 +41,56 @@ def open_cluster(address: str | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _local() -> Iterator[None]:
     """A Ray cluster of one node on loopback with token authentication, ended with everything in it."""
-    context = ray.init(
-        address="local",  # whatever RAY_ADDRESS says
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=128 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
+    try:
+        with _patient_on_loopback():
+            context = ray.init(
+                address="local",  # whatever RAY_ADDRESS says
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=128 * 2**20,
+                _node_ip_address=LOOPBACK,
+            )
+    except Exception as error:  # noqa: BLE001 - Ray raises that very class, too
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise RunFailedError(
+            f"Ray does not start on this machine ({reason}); see {RAY_LOGS}, end what takes its memory or its"
+            " cores, or start it yourself (`ray start --head`) and set cluster.address=auto"
+        ) from None
     session = Path(context.address_info["session_dir"])
     try:
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _patient_on_loopback() -> Iterator[None]:
+    """Have Ray take the loopback address as it is, and wait longer for its own processes than 30 s.
+
+    Otherwise it puts an address in its place that others reach, and listens on all interfaces. It says neither by
+    an argument nor, for the second, by a variable.
+    """
+    constants, services = ray._private.ray_constants, ray._private.services
+    clusters, get_node = constants.ENABLE_RAY_CLUSTER, services.get_node
+    deadline = time.monotonic() + START_S
+
+    def wait_for_node(gcs_address: str, node_id: str) -> object:
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(LOOK_S)
+
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{GCS_START_S:.0f}")
+    constants.ENABLE_RAY_CLUSTER, services.get_node = False, wait_for_node
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER, services.get_node = clusters, get_node
 
 
 @contextlib.contextmanager

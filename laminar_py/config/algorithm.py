@@ -75,6 +75,13 @@ class Divergence(StrEnum):
     K3 = "k3"
 
 
+class Truncated(StrEnum):
+    """Parts that responses which a cap has cut play in the loss."""
+
+    TRAIN = "train"
+    MASK = "mask"
+
+
 class ReferencePass(StrEnum):
     """Places where the reference model computes its log-probabilities."""
 
@@ -90,7 +97,7 @@ def _weighted(clip_high: float) -> dict[str, Any]:
 PRESETS: dict[str, dict[str, Any]] = {  # what differs from the fields' own defaults, which are those of GRPO
     "grpo": {},
     "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
-    "dapo": {"clip_high": 0.28, "aggregation": Aggregation.TOKEN_MEAN},
+    "dapo": {"clip_high": 0.28, "aggregation": Aggregation.TOKEN_MEAN, "truncated": Truncated.MASK},
     "rloo": {"advantage": Advantage.LEAVE_ONE_OUT, "aggregation": Aggregation.CONSTANT, **_weighted(4.0)},
     "reinforce_pp": {"advantage": Advantage.BATCH_STD, "aggregation": Aggregation.TOKEN_MEAN},
     "gspo": {"objective": Objective.SEQUENCE_CLIP, "clip_low": 3e-4, "clip_high": 4e-4},
@@ -115,11 +122,17 @@ class AlgorithmConfig(Section):
     `distill`, or the name of an algorithm of an installed package."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
-    mean of the others. `batch_std`: (r - mean) / std of the whole step. `none`: 0."""
+    mean of the others. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which has all
+    groups, whatever `rollout.without_signal` says. `none`: 0. Where tokens have rewards r is the return of a token
+    (the rewards from there on), and mean and std of a group are over its tokens, each response counting once."""
     overlong_tokens: Annotated[int, Field(ge=1)] | None = None
     """The last so many of `rollout.sampling.max_new_tokens` lower the reward that advantages are made of: by 0
     before them, 1 at the cap, linear between (DAPO's overlong shaping). Whether a group has signal is a matter of
     its rewards alone. None: they cost nothing."""
+    truncated: Truncated = Truncated.TRAIN
+    """Responses that `rollout.sampling.max_new_tokens` or `rollout.max_seconds` has cut: `train` on them, or
+    `mask` them from the loss (DAPO's overlong filtering). Masked ones count for the advantages of their group and
+    are consumed with weight 0."""
     objective: Objective = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
     log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
@@ -140,7 +153,8 @@ class AlgorithmConfig(Section):
     `constant`: sum over tokens divided by `rollout.sampling.max_new_tokens`, then mean over responses."""
     proximal: Proximal = Proximal.BEHAVIOUR
     """What ratios are against. `behaviour`: the policy that drew the token. `recompute`: the learner's own at the
-    start of the step. `interpolate`: between the two, log-linear in the token's staleness."""
+    start of the step. `interpolate`: between the two, log-linear in the token's staleness,
+    which counts learner steps."""
     correction: Correction = Correction.NONE
     """Weight of a token: the ratio of proximal to behaviour policy, cut at `correction_high` (`tis`), or 0 above
     it (`mis`), or 0 outside both bounds (`icepop`). Or 0 for whole responses, by their mean ratio of new to
@@ -200,6 +214,11 @@ class AlgorithmConfig(Section):
     def learns_from_equal_rewards(self) -> bool:
         """True where a group whose rewards are all equal teaches something; a subclass may say so too."""
         return self.teacher_coef > 0 or self.objective is Objective.BALANCE
+
+    @property
+    def normalises_step(self) -> bool:
+        """True where advantages are normalised over a whole step, so that no group may be left out of it."""
+        return self.advantage is Advantage.BATCH_STD
 
     @model_validator(mode="before")
     @classmethod

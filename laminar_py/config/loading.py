@@ -5,19 +5,22 @@ A file holds no more than its model describes; what is wrong raises `ConfigError
 
 import json
 import re
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from laminar_py.config.emulation import choose_engine
-from laminar_py.config.engine import BACKENDS
+from laminar_py.config.engine import BACKENDS, EngineConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
 BEGINNINGS = ("algorithm.name", "rollout.engine.kind")  # keys whose sections mean other things under other values
+NEAR = 0.7  # likeness of two names, of 1, from which on one may have been meant by the other
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -71,7 +74,7 @@ def _check_json(kind: type[Settings], data: str, *, help_at: str) -> Settings:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise _cause(error, help_at) from None
+        raise _cause(error, kind, help_at) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -120,7 +123,7 @@ def _begin(tree: dict[str, object], override: str) -> None:
         node.clear()
 
 
-def _cause(error: ValidationError, help_at: str) -> Exception:
+def _cause(error: ValidationError, kind: type[BaseModel], help_at: str) -> Exception:
     """The user's fault as a `ConfigError` of one line; an error of ours, which a validator ran into, as it is."""
     first = error.errors()[0]
     where = first["loc"]
@@ -129,15 +132,15 @@ def _cause(error: ValidationError, help_at: str) -> Exception:
         where += first["loc"]
     if isinstance(inner, Exception) and not isinstance(inner, ConfigError):
         return inner
-    return ConfigError(_one_line(first, where, help_at))
-
-
-def _one_line(first: ErrorDetails, where: tuple[int | str, ...], help_at: str) -> str:
     field = ".".join(str(name) for name in where) or "config"
-    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        remedy = _remedy_of_engine(where) or f"{help_at} lists all of them"
-        return f"{field}={first['input']!r}: unknown key; {remedy}"
+        meant = _remedy_of_engine(where) or _nearest(field, _settings(kind))
+        return ConfigError(f"{field}={first['input']!r}: unknown key; {meant}{help_at} lists all of them")
+    return ConfigError(_one_line(first, field, help_at))
+
+
+def _one_line(first: ErrorDetails, field: str, help_at: str) -> str:
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f"{field}: missing; add it, {help_at} says what it means"
     if first["type"] == "value_error" and isinstance(first["input"], dict):  # our own, which names its fields
@@ -151,4 +154,34 @@ def _remedy_of_engine(where: tuple[int | str, ...]) -> str:
     if section != ["rollout", "engine"]:
         return ""
     owners = [kind for kind in BACKENDS.built_in if key in BACKENDS.get(kind).settings.model_fields]
-    return f"set rollout.engine.kind={owners[0]}" if owners else ""
+    return f"set rollout.engine.kind={owners[0]}, or leave it out; " if owners else ""
+
+
+def _nearest(field: str, known: list[str]) -> str:
+    """A question after the setting that an unknown one may have meant; nothing where none is near.
+
+    `steps` for `stepz`, in the same section, and `learner.lr` for a `lr` that stands elsewhere.
+    """
+    section, _, key = field.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    elsewhere = [name for name in known if name.rpartition(".")[2] == key]
+    near = [beside[name] for name in get_close_matches(key, beside, n=1, cutoff=NEAR)] or elsewhere
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def _settings(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Names of all settings, e.g. `rollout.sampling.top_k`; of engines those of every built-in backend."""
+    kinds = [BACKENDS.get(kind).settings for kind in BACKENDS.built_in] if section is EngineConfig else [section]
+    names = []
+    for name, field in ((name, field) for kind in kinds for name, field in kind.model_fields.items()):
+        names.append(prefix + name)
+        for inner in _sections_in(field.annotation):
+            names += _settings(inner, f"{prefix}{name}.")
+    return list(dict.fromkeys(names))
+
+
+def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)

@@ -91,7 +91,7 @@ class RunConfig(Section):
         check_reference(algorithm, model, warm_start)
         check_teaching(algorithm, rollout, self.reward)
         check_lora(self.learner.lora, model, warm_start, emulated=self.emulation is not None)
-        check_schedule(self.schedule, self.staleness)
+        check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)

@@ -25,10 +25,11 @@ class StalePolicy(StrEnum):
 
 
 class StalenessConfig(Section):
-    """How old a trajectory may be when the learner consumes it, in weight versions."""
+    """How old a trajectory may be when the learner consumes it: learner steps since the oldest weights in it."""
 
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Bound; None leaves staleness inherent (whatever generation time makes it)."""
+    """Bound, in learner steps; at least `learner.publish_every` - 1. None leaves staleness inherent (whatever
+    generation time makes it)."""
     policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.DROP)
     """`wait` holds admission so that the bound is rarely met; what exceeds it when it is consumed is dropped
     (`drop`) or has its loss scaled by `(max_staleness + 1) / (staleness + 1)` (`reweight`)."""
@@ -42,6 +43,10 @@ class StalenessConfig(Section):
                 "staleness.policies is empty although staleness.max_staleness is set; name wait, drop or reweight"
             )
         return self
+
+    def unbounded(self, schedule: Schedule) -> bool:
+        """True where neither bound nor schedule limits how old a trajectory may be."""
+        return schedule is Schedule.ASYNC and self.max_staleness is None
 
     @property
     def enforced(self) -> int | None:
@@ -66,10 +71,16 @@ def check_buffer(capacity: int, trajectories_per_step: int) -> None:
         )
 
 
-def check_schedule(schedule: Schedule, staleness: StalenessConfig) -> None:
-    """Refuse a bound that the schedule itself exceeds."""
+def check_schedule(schedule: Schedule, staleness: StalenessConfig, *, publish_every: int) -> None:
+    """Refuse a bound that the schedule itself, or the learner between two versions, exceeds."""
     if schedule is Schedule.ONE_STEP and staleness.enforced == 0:
         raise ConfigError(
             "staleness.max_staleness=0 is what schedule=one_step exceeds at every other step; set it to 1 or"
             " choose schedule=sync"
+        )
+    least = publish_every - (schedule is not Schedule.ONE_STEP)
+    if staleness.enforced is not None and staleness.enforced < least:
+        raise ConfigError(
+            f"staleness.max_staleness={staleness.enforced} is below the age of what schedule={schedule} begins"
+            f" between two versions with learner.publish_every={publish_every}; set it to at least {least}"
         )

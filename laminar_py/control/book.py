@@ -5,6 +5,7 @@ issue until it is consumed or dropped, and each of these is recorded in the same
 dropped + live; a group is in `groups` until its step is committed or nothing of it is left.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,7 @@ from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.moves import Moves
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.control.views import ReplicaViews
+from laminar_py.records.ages import WeightAges
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.engine import SamplingParams
@@ -67,6 +69,8 @@ class ControlSettings:
     group_size: int
     sampling: SamplingParams
     without_signal: WithoutSignal
+    max_refill: float = 4.0
+    masks_truncated: bool = False
     one_version: bool  # drain: a trajectory continues only under its own version
     admission: Admission
     bound: StalenessBound
@@ -98,9 +102,20 @@ class Book:
         self.counterfactual: dict[str, Lifecycle] = {}  # dropped by a deadline, followed until they are scored
         self.phase = Phase.PAUSED
         self.newest_version = -1  # that the learner published
+        self.ages = WeightAges()  # of versions; the one definition of staleness
+        self.silent: list[float] = []  # rewards of the groups without signal since the last step, if refilled
+        self.rewards = (math.inf, -math.inf)  # the worst and the best so far
         self.next_prompt = 0  # place in the stream
         self.num_generating = 0  # groups that are not ready yet
         self.generated_tokens = 0  # of training, in this incarnation
+
+    @property
+    def ends_refill(self) -> bool:
+        """True where so many groups were generated for the next step that no more are to be."""
+        settings = self.settings
+        closed = len(self.silent) + len(self.groups) - self.num_generating
+        most = settings.max_refill * settings.admission.batch
+        return settings.without_signal is WithoutSignal.REFILL and closed >= most
 
     def record(self, event: AnyEvent) -> None:
         """Append an event."""

@@ -16,6 +16,7 @@ from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.protocols import Clock
+from laminar_py.records.returns import Returns, differ
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status, Trajectory
 
@@ -43,18 +44,18 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Advantages of a group's rewards; `advantages(rewards)` gives their scale too: what a unit of reward is.
+    """Advantages of a group's returns; `advantages(returns)` gives their scale too: what a unit of reward is.
 
     `length_cost` is taken from the reward of a response of such a length.
     """
 
-    advantages: Callable[[Sequence[float]], tuple[FloatArray, float]]
+    advantages: Callable[[Sequence[Returns]], tuple[FloatArray, float]]
     length_cost: Callable[[int], float] = lambda length: 0.0
 
     def of(self, members: Sequence[Lifecycle]) -> tuple[list[float], float]:
         """Advantages of scored members, in their order, and the scale."""
-        rewards = [(member.reward or 0.0) - self.length_cost(member.length) for member in members]
-        advantages, scale = self.advantages(rewards)
+        returns = [member.returns().less(self.length_cost(member.length)) for member in members]
+        advantages, scale = self.advantages(returns)
         return advantages.tolist(), scale
 
 
@@ -130,14 +131,15 @@ class Closing:
             self._book.num_generating -= 1
             self._book.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
             del self._book.groups[group.id]
+            await self._consumption.buffer.wake()  # perhaps it was the last that a step waits for
             return
-        rewards = [member.reward or 0.0 for member in survivors]
-        teaches = max(rewards) > min(rewards) or settings.without_signal is WithoutSignal.TRAIN
+        self._note_rewards(survivors)
+        teaches = settings.without_signal is WithoutSignal.TRAIN or differ([m.returns() for m in survivors])
         if teaches and self._stages.awaits_reference(survivors):
             return
         self._book.num_generating -= 1
         if not teaches:
-            await self._close_without_signal(group, survivors, f"reward {rewards[0]:g}")
+            await self._close_without_signal(group, survivors, f"reward {survivors[0].reward:g}")
             return
         advantages, scale = self._credit.of(survivors)
         for member, advantage in zip(survivors, advantages, strict=True):
@@ -151,6 +153,14 @@ class Closing:
             await self._consumption.put_placeholder(group.id, oldest_version=oldest)
         else:
             del self._book.groups[group.id]
+            self._book.silent.append(survivors[0].reward or 0.0)
+            await self._consumption.buffer.wake()
+
+    def _note_rewards(self, survivors: Sequence[Lifecycle]) -> None:
+        """Keep the worst and the best reward of the run."""
+        worst, best = self._book.rewards
+        rewards = [member.reward or 0.0 for member in survivors]
+        self._book.rewards = min(worst, *rewards), max(best, *rewards)
 
     async def restore(self, group: Group) -> None:
         """Take up a group that a dead controller left, and close it if nothing of it is pending."""

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
+from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
@@ -18,10 +20,12 @@ from laminar_py.packing.balance import Bin
 from laminar_py.packing.buffer import Buffer, ReadyGroup
 from laminar_py.packing.stage import Packing, StagedGroups
 from laminar_py.packing.window import choose
-from laminar_py.records.trajectory import DropReason, Status, Trajectory
+from laminar_py.records.events import RefillStopped
+from laminar_py.records.spans import versions_of
+from laminar_py.records.trajectory import DropReason, FinishReason, Status, Trajectory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepBatch:
     """Groups for one learner step, taken from the buffer, and their trajectories with weights."""
 
@@ -29,6 +33,14 @@ class StepBatch:
     groups: list[ReadyGroup] = field(default_factory=list)
     trajectories: list[Trajectory] = field(default_factory=list)
     bins: list[Bin] = field(default_factory=list)  # of all trajectories, where batches are packed
+    wanted: int = 0  # groups
+    silent: tuple[float, ...] = ()  # rewards of groups without signal, in whose places others were issued
+    ages: dict[int, int] = field(default_factory=dict)  # of all versions in them, see `records.ages`
+
+    @property
+    def staleness(self) -> list[int]:
+        """Age of the oldest weights in each trajectory."""
+        return [self.ages[trajectory.oldest_version] for trajectory in self.trajectories]
 
     @property
     def reweighted(self) -> dict[str, Trajectory]:
@@ -56,7 +68,7 @@ class Consumption:
     async def put(self, group: Group) -> None:
         """Give the learner a group that has its advantages."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
-        members = [m.trajectory() for m in ready if not self._too_long(m)]
+        members = [self._masked(m.trajectory()) for m in ready if not self._too_long(m)]
         if not members:
             del self._book.groups[group.id]
             return
@@ -70,39 +82,63 @@ class Consumption:
     async def next_batch(self, *, groups: int, version: int) -> StepBatch:
         """The next `groups` groups for a learner at `version`, the staleness bound enforced.
 
-        Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none.
+        Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none. Fewer, down
+        to none, come where too many had no signal (`rollout.max_refill`).
         """
         while True:
-            await self.buffer.holds(groups)
-            self._drop_stale(groups + self._look_ahead, version)
-            if len(self.buffer) >= groups:
-                return self._take(groups, version)
+            await self.buffer.until(lambda: len(self.buffer) >= groups or self._ends_refill)
+            self._drop_stale(groups + self._look_ahead)
+            if len(self.buffer) >= groups or self._ends_refill:
+                batch = self._take(min(groups, len(self.buffer)), version)
+                batch.wanted, batch.silent = groups, tuple(self._book.silent)
+                self._book.silent.clear()
+                return batch
 
     async def put_back(self, batch: StepBatch) -> None:
         """Make the groups of a batch that was not trained on ready again."""
+        self._book.silent[:0] = batch.silent
         for group in batch.groups:
             self._staged(await self.buffer.put_back(group))
 
     def commit(self, batch: StepBatch, step: int) -> None:
         """Take in that a step is done: its trajectories are consumed, its groups no longer live."""
-        for trajectory in batch.trajectories:
+        for trajectory, staleness in zip(batch.trajectories, batch.staleness, strict=True):
             lifecycle = self._book.live.pop(trajectory.id)
-            event = lifecycle.consume(step=step, version=batch.version, weight=trajectory.weight)
+            event = lifecycle.consume(
+                step=step, version=batch.version, staleness=staleness, weight=trajectory.weight
+            )
             self._book.record(event)
             self._undoable.append((step, lifecycle))
         for group in batch.groups:
             del self._book.groups[group.group_id]
+        self._book.ages.stepped(learned=bool(batch.trajectories))
+
+    def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
+        """The event of a step that was given too few groups, None where it has all."""
+        if len(batch.groups) == batch.wanted or not batch.silent:
+            return None
+        worst, best = self._book.rewards
+        solved, hopeless = best > worst or best > 0, worst < best or worst <= 0
+        return RefillStopped(
+            step=step,
+            num_wanted=batch.wanted,
+            num_taken=len(batch.groups),
+            num_silent=len(batch.silent),
+            num_best=batch.silent.count(best) if solved else 0,
+            num_worst=batch.silent.count(worst) if hopeless else 0,
+        )
 
     def checkpointed(self, step: int) -> None:
         """Take in that steps up to `step` are on disk and cannot be undone any more."""
         self._undoable = [entry for entry in self._undoable if entry[0] > step]
 
-    async def roll_back(self) -> int:
-        """Undo every consumption since the last checkpoint; how many trajectories are ready again."""
+    async def roll_back(self, step: int) -> int:
+        """Undo every consumption since the last checkpoint, of `step`; how many trajectories are ready again."""
+        self._book.ages.rolled_back(step)
         undone, self._undoable = self._undoable, []
         groups: dict[str, Group] = {}
-        for step, lifecycle in undone:
-            self._book.record(lifecycle.undo(step))
+        for of_step, lifecycle in undone:
+            self._book.record(lifecycle.undo(of_step))
             self._book.live[lifecycle.id] = lifecycle
             group = groups.setdefault(lifecycle.group_id, Group(id=lifecycle.group_id, prompt=lifecycle.prompt))
             group.members[lifecycle.id] = lifecycle
@@ -114,12 +150,20 @@ class Consumption:
     # ---- choosing a batch
 
     @property
+    def _ends_refill(self) -> bool:
+        """True where the step is to go on with what there is; where batches are waited for, once nothing comes."""
+        comes = self._book.settings.admission.schedule is not Schedule.ASYNC and self._book.num_generating > 0
+        return self._book.ends_refill and not comes
+
+    @property
     def _look_ahead(self) -> int:
         return self._packing.look_ahead if self._packing else 0
 
     def _take(self, count: int, version: int) -> StepBatch:
+        if not count:
+            return StepBatch(version=version)
         window = self.buffer.first(count + self._look_ahead)
-        places = self._choose(window, count, version)
+        places = self._choose(window, count)
         groups = [window[place] for place in places]
         if self._packing and self._packing.by_id:
             groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
@@ -127,37 +171,44 @@ class Consumption:
             window[place].passes += 1
         bins = self._stage.settle(groups) if self._stage else []
         self.buffer.take(groups)
-        trajectories = [t for group in groups for t in self._weighted(group, version)]
-        return StepBatch(version, groups, trajectories, bins)
+        trajectories = [t for group in groups for t in self._weighted(group)]
+        ages = {v: self._book.ages.of(v) for t in trajectories for v in versions_of(t.spans)}
+        return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
 
-    def _choose(self, window: Sequence[ReadyGroup], count: int, version: int) -> list[int]:
+    def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
         packing = self._packing
         if packing is None or len(window) == count:
             return list(range(count))
         return choose(
             [group.num_tokens for group in window],
-            due=[self._is_due(group, version, packing.max_passes) for group in window],
+            due=[self._is_due(group, packing.max_passes) for group in window],
             count=count,
             unit=packing.ranks * packing.max_tokens,
         )
 
-    def _is_due(self, group: ReadyGroup, version: int, max_passes: int) -> bool:
+    def _is_due(self, group: ReadyGroup, max_passes: int) -> bool:
         """True where a group was passed over often enough, or would be too old for the next step."""
-        return group.passes >= max_passes or self._exceeds(group, version + 1)
+        return group.passes >= max_passes or self._exceeds(group, steps=1)
 
-    def _weighted(self, group: ReadyGroup, version: int) -> list[Trajectory]:
+    def _weighted(self, group: ReadyGroup) -> list[Trajectory]:
         """Members of a group with the factor on their loss."""
-        if not self._exceeds(group, version):
+        if not self._exceeds(group):
             return group.members
-        weights = [self._bound.weight(trajectory, version) for trajectory in group.members]
+        weights = self._weights(group)
         pairs = zip(group.members, weights, strict=True)
-        return [msgspec.structs.replace(trajectory, weight=weight) for trajectory, weight in pairs]
+        return [msgspec.structs.replace(item, weight=item.weight * (weight or 0.0)) for item, weight in pairs]
 
     def _staged(self, place: int) -> None:
         if self._stage:
             self._stage.arrived(place)
 
-    # ---- what the learner never gets
+    # ---- what the learner never gets, or not to train on
+
+    def _masked(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory, out of the loss if a cap has cut it and such ones are masked."""
+        if not self._book.settings.masks_truncated or trajectory.finish_reason is not FinishReason.LENGTH:
+            return trajectory
+        return msgspec.structs.replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask), weight=0.0)
 
     def _too_long(self, member: Lifecycle) -> bool:
         """True where it fits no microbatch, and so was dropped: the last guard behind the check of the config."""
@@ -168,21 +219,21 @@ class Consumption:
         self._book.drop([member], DropReason.TOO_LONG, detail)
         return True
 
-    def _drop_stale(self, count: int, version: int) -> None:
+    def _drop_stale(self, count: int) -> None:
         """Make sure that the first `count` groups, or all there are, may be consumed now."""
         place = 0
         while place < min(count, len(self.buffer)):
             group = self.buffer[place]
-            if not self._exceeds(group, version) or self._drop_stale_members(place, group, version):
+            if not self._exceeds(group) or self._drop_stale_members(place, group):
                 place += 1
 
-    def _drop_stale_members(self, place: int, group: ReadyGroup, version: int) -> bool:
+    def _drop_stale_members(self, place: int, group: ReadyGroup) -> bool:
         """Drop what is too old of a group; True where something is left of it."""
-        weights = [self._bound.weight(trajectory, version) for trajectory in group.members]
+        weights = self._weights(group)
         stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
         group.members = [t for t, weight in zip(group.members, weights, strict=True) if weight is not None]
         for trajectory in stale:
-            detail = f"staleness {trajectory.staleness(version)}"
+            detail = f"staleness {self._book.ages.of(trajectory.oldest_version)}"
             self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
         if self._stage:
             self._stage.shrunk(place, stale, gone=not group.members)
@@ -191,7 +242,11 @@ class Consumption:
             del self._book.groups[group.group_id]
         return bool(group.members)
 
-    def _exceeds(self, group: ReadyGroup, version: int) -> bool:
-        """True where the bound does something to the oldest member."""
-        bound = self._bound.max_staleness
-        return bool(group.members) and bound is not None and version - group.oldest_version > bound
+    def _weights(self, group: ReadyGroup) -> list[float | None]:
+        """Loss weight that the bound gives each member; None: it is dropped."""
+        return [self._bound.weight(self._book.ages.of(member.oldest_version)) for member in group.members]
+
+    def _exceeds(self, group: ReadyGroup, *, steps: int = 0) -> bool:
+        """True where the bound does something to a member, so many steps from now."""
+        bound, ages = self._bound.max_staleness, self._book.ages
+        return bound is not None and any(ages.of(t.oldest_version) + steps > bound for t in group.members)

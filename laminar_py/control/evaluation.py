@@ -36,18 +36,23 @@ class Evaluation:
     done: "asyncio.Future[Evaluation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
-    def accuracy(self) -> float:
-        """Mean reward over all prompts; a dropped one counts as 0."""
-        return sum(self.rewards) / len(self.prompts)
+    def accuracy(self) -> float | None:
+        """Mean reward over the answers that were scored, None if there is none."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompts whose answer has no reward."""
+        return len(self.prompts) - len(self.rewards)
 
     def finish(self) -> None:
         """Give the waiter its result, if it still waits."""
         if self.done.done():
             return
-        if self.lost or len(self.versions) != 1:
+        if self.lost or len(self.versions) > 1:
             self.done.set_exception(EvaluationLostError(f"version {self.version}, answers of {self.versions}"))
         else:
-            (self.version,) = self.versions
+            self.version = min(self.versions, default=self.version)
             self.done.set_result(self)
 
 
@@ -97,7 +102,7 @@ class Evaluations:
             self._book.record(lifecycle.make_ready(0.0))
             version = lifecycle.spans[-1].version
             evaluation.versions |= {span.version for span in lifecycle.spans}
-            self._book.record(lifecycle.consume(step=NO_STEP, version=version, weight=0.0))
+            self._book.record(lifecycle.consume(step=NO_STEP, version=version, staleness=0, weight=0.0))
             del self._book.live[lifecycle.id]
         if not evaluation.pending:
             del self._by_id[evaluation.id]

@@ -28,6 +28,7 @@ from laminar_py.records.events import (
     Undone,
 )
 from laminar_py.records.replica import Assignment, Progress
+from laminar_py.records.returns import Returns, returns_of
 from laminar_py.records.spans import clip_spans, covers, replace_spans
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status, Trajectory
 
@@ -152,7 +153,13 @@ class Lifecycle:
         """RUNNING -> INTERRUPTED; what it has stays."""
         self._move(ON_REPLICA, Status.INTERRUPTED)
         self.replica = None
-        return Interrupted(self.id, self.epoch, self.length, reason)
+        return Interrupted(
+            trajectory_id=self.id,
+            epoch=self.epoch,
+            length=self.length,
+            reason=reason,
+            used_s=self.used_s + self.here_s,
+        )
 
     def resume(self, replica: int) -> Assigned:
         """INTERRUPTED -> RUNNING on the replica that interrupted it for new weights and still owns it."""
@@ -185,16 +192,19 @@ class Lifecycle:
         self.reward, self.columns = reward, self.columns | columns
         return Scored(self.id, reward, elapsed_s)
 
+    def returns(self) -> Returns:
+        """Returns of its tokens, once it is scored."""
+        return returns_of(self.reward or 0.0, self.columns)
+
     def make_ready(self, advantage: float, scale: float = 1.0) -> Ready:
         """SCORED -> READY."""
         self._move({Status.SCORED}, Status.READY)
         self.advantage, self.advantage_scale = advantage, scale
         return Ready(self.id, advantage, scale)
 
-    def consume(self, *, step: int, version: int, weight: float) -> Consumed:
+    def consume(self, *, step: int, version: int, staleness: int, weight: float) -> Consumed:
         """READY -> CONSUMED by learner step `step` at learner version `version`."""
         self._move({Status.READY}, Status.CONSUMED)
-        staleness = version - min(span.version for span in self.spans)
         return Consumed(trajectory_id=self.id, step=step, version=version, staleness=staleness, weight=weight)
 
     def undo(self, step: int) -> Undone:

@@ -34,7 +34,7 @@ async def restore(
     recovered: Recovered, book: Book, *, waiting: WaitingQueue, evaluations: Evaluations, closing: Closing
 ) -> None:
     """Fill an empty book with what was live; evaluations under way are dropped."""
-    book.next_prompt = recovered.next_prompt
+    book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
     evaluations.next_index = recovered.next_evaluation
     for entry in recovered.live:
         lifecycle = _revive(entry, book)
@@ -76,6 +76,7 @@ def _revive(entry: LiveTrajectory, book: Book) -> Lifecycle:
         finish_reason=entry.finish_reason,
         reward=entry.reward,
         columns=entry.columns,
+        used_s=entry.used_s,
         advantage=entry.advantage or 0.0,
         advantage_scale=1.0 if entry.advantage_scale is None else entry.advantage_scale,
         routed=0 if response.routed_experts is None else response.routed_experts.positions,

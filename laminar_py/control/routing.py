@@ -7,6 +7,7 @@ group's new samples go to one replica, which prefills their prompt once.
 
 from collections.abc import Collection
 
+from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Book, Phase
 from laminar_py.control.views import ReplicaView
 
@@ -21,14 +22,15 @@ class Router:
     @property
     def num_admitted(self) -> int:
         """Groups that may be issued now."""
-        if self._book.phase is not Phase.ADMITTING:
+        in_batches = self._admission.schedule is not Schedule.ASYNC
+        if self._book.phase is not Phase.ADMITTING or (in_batches and self._book.ends_refill):
             return 0
         return self._admission.allowed(live=len(self._book.groups), generating=self._book.num_generating)
 
     @property
     def _oldest(self) -> int | None:
         """Version that a trajectory without tokens must have at least."""
-        return self._admission.oldest(self._book.newest_version)
+        return self._admission.oldest(self._book.newest_version, self._book.ages)
 
     def for_new(self, size: int) -> ReplicaView | None:
         """The least loaded replica that admits `size` more under a version that is new enough.
@@ -38,12 +40,13 @@ class Router:
         """
         groups = self._admission.share(self._book.views.num_placed)
         share = None if groups is None else groups * self._book.settings.group_size
+        oldest = self._oldest
         fitting = [
             view
             for view in self._views
             if view.admissible >= size
             and view.loading is None
-            and (self._oldest is None or view.version >= self._oldest)
+            and (oldest is None or view.version >= oldest)
             and (share is None or len(view.in_flight) + size <= share)
         ]
         return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)

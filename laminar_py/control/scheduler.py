@@ -87,6 +87,7 @@ class TrajectoryScheduler:
     def published(self, version: int) -> None:
         """Take in that the learner published `version`."""
         self.book.newest_version = version
+        self.book.ages.published(version)
 
     async def enforce_deadlines(self) -> None:
         """Drop what can never go on, and close groups whose stragglers are past the deadline."""

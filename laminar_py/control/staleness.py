@@ -1,14 +1,14 @@
 """Admission of new groups, and what becomes of data that is too old. Pure; shared by the parts of `control`.
 
 A group is live from its issue until the learner step that consumes it is committed (or it is dropped). At
-most `limit` groups are live; since a step consumes `batch` groups and raises the version by one, a group that
-is admitted as one of `(1 + n) * batch` live ones is consumed about n versions later.
+most `limit` groups are live; since a step consumes `batch` groups, a group that is admitted as one of
+`(1 + n) * batch` live ones is consumed about n steps later. `records.ages` says what staleness is.
 """
 
 from dataclasses import dataclass
 
 from laminar_py.config.staleness import Schedule, StalePolicy
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.ages import WeightAges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Admission:
     capacity: int
     max_staleness: int | None = None
     wait: bool = True
+    publish_every: int = 1  # steps; the newest version is up to one less behind the learner
 
     @property
     def limit(self) -> int:
@@ -29,17 +30,19 @@ class Admission:
         if self.schedule is Schedule.ONE_STEP:
             return min(self.capacity, 2 * self.batch)
         if self.wait and self.max_staleness is not None:
-            return min(self.capacity, (1 + self.max_staleness) * self.batch)
+            steps = max(1, 2 + self.max_staleness - self.publish_every)
+            return min(self.capacity, steps * self.batch)
         return self.capacity
 
-    def oldest(self, newest: int) -> int | None:
+    def oldest(self, newest: int, ages: WeightAges) -> int | None:
         """The oldest version that new groups may begin under: the newest, but for `async`; None: any.
 
         Under `async` and `wait`, data that is as old as the bound when it begins would exceed it when it ends.
         """
         if self.schedule is not Schedule.ASYNC:
             return newest
-        return None if self.max_staleness is None or not self.wait else newest - self.max_staleness
+        bounds = self.wait and newest >= 0  # before the first version everything is as a dead controller left it
+        return ages.oldest_within(self.max_staleness) if bounds and self.max_staleness is not None else None
 
     def share(self, replicas: int) -> int | None:
         """Groups of a batch that one of the replicas takes at most; None where no batch is waited for."""
@@ -59,17 +62,16 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """Treatment of a trajectory that is older than `max_staleness` versions when it is to be consumed."""
+    """Treatment of a trajectory that is older than `max_staleness` learner steps when it is to be consumed."""
 
     max_staleness: int | None
     policies: tuple[StalePolicy, ...] = ()
 
-    def weight(self, trajectory: Trajectory, learner_version: int) -> float | None:
+    def weight(self, staleness: int) -> float | None:
         """Factor on its loss, or None if it must be dropped.
 
         With a bound of 3 and `reweight`, staleness 3 gives 1, 7 gives 0.5; with `drop`, 7 gives None.
         """
-        staleness = trajectory.staleness(learner_version)
         if self.max_staleness is None or staleness <= self.max_staleness:
             return 1.0
         if StalePolicy.DROP in self.policies:

@@ -34,11 +34,11 @@ def read_demonstrations(source: JsonlFile, *, tokenizer: Tokenizer, max_tokens: 
     """
     end = tokenizer.eos_ids[:1]
     demonstrations = []
-    for row, line in enumerate(read_jsonl(source, _DemonstrationLine)):
+    for row, line in read_jsonl(source, _DemonstrationLine):
         for name, text in (("prompt", line.prompt), ("response", line.response)):
             if not text:
                 raise source.error(row, f"{name} is empty", value=line, remedy="write one or remove the line")
-        prompt = tokenizer.encode(line.prompt)
+        prompt = tokenizer.encode_prompt(line.prompt)
         response = np.append(tokenizer.encode(line.response), np.array(end, dtype=np.int32))
         if len(prompt) + len(response) > max_tokens:
             raise source.error(

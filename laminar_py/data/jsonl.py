@@ -1,7 +1,8 @@
 """JSONL files that a user wrote. Owns reading and the wording of faults for `prompts` and `demonstrations`.
 
-Invariant: what it returns has one record per line, in order, every field of the declared type; the record at
-index i stands in line i + 1. Anything else is a `ConfigError` that names the config field, file and line.
+Invariant: what it returns has one record for each line that is not blank, in order, every field of the declared
+type, with its row; row i is line i + 1 of the file. Anything else is a `ConfigError` that names the config field,
+file and line.
 """
 
 from dataclasses import dataclass
@@ -24,37 +25,38 @@ class JsonlFile:
     path: Path
     field: str
 
-    def place(self, index: int) -> str:
-        """`data.train=train.jsonl:7` for record 6."""
-        return f"{self.field}={self.path}:{index + 1}"
+    def place(self, row: int) -> str:
+        """`data.train=train.jsonl:7` for row 6."""
+        return f"{self.field}={self.path}:{row + 1}"
 
-    def error(self, index: int, problem: str, *, value: object, remedy: str) -> ConfigError:
-        """A fault of record `index`; `value` is quoted, cut where it is long."""
+    def error(self, row: int, problem: str, *, value: object, remedy: str) -> ConfigError:
+        """A fault of a row; `value` is quoted, cut where it is long."""
         quoted = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
         if len(quoted) > QUOTED_CHARS:
             quoted = quoted[:QUOTED_CHARS] + "..."
-        return ConfigError(f"{self.place(index)}: {problem} in {quoted!r}; {remedy}")
+        return ConfigError(f"{self.place(row)}: {problem} in {quoted!r}; {remedy}")
 
 
-def read_jsonl(source: JsonlFile, kind: type[T]) -> list[T]:
-    """Read one record of `kind` per line; fields that `kind` lacks are ignored.
+def read_jsonl(source: JsonlFile, kind: type[T]) -> list[tuple[int, T]]:
+    """Read one record of `kind` per line, each with its row; fields that `kind` lacks and blank lines are ignored.
 
     Raises `ConfigError` on a missing or empty file, broken JSON, and a missing or mistyped field.
     """
     if not source.path.is_file():
         raise ConfigError(f"{source.field}={source.path}: no such file; name a JSONL file or set data.prepare")
-    lines = source.path.read_bytes().splitlines()
-    if not lines:
-        raise ConfigError(f"{source.field}={source.path}: holds no lines; write one JSON object per line")
     decoder = msgspec.json.Decoder(kind)
     records = []
-    for index, line in enumerate(lines):
+    for row, line in enumerate(source.path.read_bytes().splitlines()):
+        if not line.strip():
+            continue
         try:
-            records.append(decoder.decode(line))
+            records.append((row, decoder.decode(line)))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             form = ", ".join(f'"{field.name}": ...' for field in msgspec.structs.fields(kind) if field.required)
             remedy = f"write {{{form}}} with strings as values, in UTF-8"
-            raise source.error(index, _lower(str(error)), value=line, remedy=remedy) from None
+            raise source.error(row, _lower(str(error)), value=line, remedy=remedy) from None
+    if not records:
+        raise ConfigError(f"{source.field}={source.path}: holds no lines; write one JSON object per line")
     return records
 
 

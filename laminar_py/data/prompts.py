@@ -34,14 +34,14 @@ def read_prompts(source: JsonlFile, *, tokenizer: Tokenizer, max_prompt_tokens: 
     """
     prompts: list[Prompt] = []
     rows: dict[str, int] = {}  # id -> row
-    for row, line in enumerate(read_jsonl(source, _PromptLine)):
+    for row, line in read_jsonl(source, _PromptLine):
         name = f"p{row}" if line.id is None else line.id
         first = rows.setdefault(name, row)
         if first != row:
             raise source.error(
                 row, f"id also in line {first + 1}", value=name, remedy="give each line its own id, or none an id"
             )
-        ids = tokenizer.encode(line.prompt)
+        ids = tokenizer.encode_prompt(line.prompt)
         _check_length(source, row, text=line.prompt, num_tokens=len(ids), limit=max_prompt_tokens)
         prompts.append(Prompt(id=name, index=row, text=line.prompt, ids=ids, answer=line.answer, task=line.task))
     return prompts
@@ -74,6 +74,11 @@ def check_disjoint(
             )
 
 
+def first_of_tasks(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompt of each task that is named, or of the only one."""
+    return list({prompt.task: prompt for prompt in reversed(prompts)}.values())[::-1]
+
+
 class PromptStream:
     """Prompts without end: epoch after epoch, each a permutation of all rows of its own.
 
@@ -83,6 +88,7 @@ class PromptStream:
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
         assert prompts, "a stream needs a prompt"
+        self.first_of_tasks = first_of_tasks(prompts)
         self._prompts = prompts
         self._seed = seed
         self._order = lru_cache(maxsize=CACHED_EPOCHS)(self._permute)

@@ -1,7 +1,8 @@
 """Text to token ids and back, with the model folder's own tokenizer. Owns the end-of-sequence ids.
 
 The controller encodes prompts when a run starts, scorers decode responses for the reward; nothing that an engine
-generated is ever encoded again.
+generated is ever encoded again. Invariant: a prompt has the ids that transformers makes of it from the same
+`tokenizer.json`, but for an end of sequence, or a second beginning of one.
 """
 
 from pathlib import Path
@@ -15,12 +16,14 @@ from laminar_py.records.codec import IntArray
 
 
 class Tokenizer:
-    """Encodes without special tokens, decodes without them. `eos_ids` end a response; the first is the usual one.
+    """Encodes prompts and responses, decodes responses. `eos_ids` end a response; the first is the usual one.
 
-    With the quickstart's word-level tokenizer `encode("e-2;o*7;1x5?")` has 7 ids and `eos_ids` is `(1,)`.
+    With the quickstart's word-level tokenizer `encode_prompt("e-2;o*7;1x5?")` has 7 ids and `eos_ids` is `(1,)`.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...]) -> None:
+        backend.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled
+        backend.no_padding()
         self._backend = backend
         self.eos_ids = eos_ids
 
@@ -32,6 +35,21 @@ class Tokenizer:
     def encode(self, text: str) -> IntArray:
         """[n] token ids of `text`, none added."""
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_prompt(self, text: str) -> IntArray:
+        """[n] token ids of `text` after those with which the tokenizer's post-processor begins a text.
+
+        A text that is written with them, as chat templates do, has them once. Without a token of its own it has
+        none at all.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=True)
+        added = encoding.special_tokens_mask  # 1 for what the post-processor adds before, between and behind
+        if 0 not in added:
+            return np.array([], dtype=np.int32)
+        begin, end = added.index(0), len(added) - added[::-1].index(0)
+        own = encoding.ids[begin:end]
+        before = encoding.ids[:begin]
+        return np.array(own if own[:begin] == before else before + own, dtype=np.int32)
 
     def decode(self, ids: IntArray) -> str:
         """Text of [n] `ids`; special tokens, the end of sequence among them, leave nothing."""

@@ -115,9 +115,12 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._meet()
-        state_dict_saver.save(
-            staged, checkpoint_id=partial, process_group=self._group, no_dist=self._group is None
-        )
+        try:
+            state_dict_saver.save(
+                staged, checkpoint_id=partial, process_group=self._group, no_dist=self._group is None
+            )
+        except CheckpointException as error:  # a BaseException, which would end the process without a word
+            raise next(iter(error.failures.values()))[0] from None
         write_file(_random_file(partial, self._rank), random)
         self._meet()
         if self._rank == 0:

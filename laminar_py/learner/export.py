@@ -1,7 +1,8 @@
-"""Weights out of the learner, under their Hugging Face names.
+"""Weights out of the learner, under their Hugging Face names, and whole folders for transformers.
 
-Called by the relay's publisher, by `warm_start`, and for `laminar export` by `orchestrator.exports`. Invariant:
-every rank iterates in the same order, because a sharded tensor is gathered from all of them.
+Called by the relay's publisher, by `warm_start`, and for `laminar export` by `orchestrator.exports`. Invariants:
+every rank iterates in the same order, because a sharded tensor is gathered from all of them; in an exported folder
+`AutoTokenizer` makes of a prompt the ids that the run made of it.
 """
 
 import os
@@ -9,10 +10,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from laminar_py.config.lora import LoraConfig
@@ -21,9 +23,9 @@ from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.marker import sync
 from laminar_py.learner.model import check_model_folder, gathered, is_mixture
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -72,7 +74,38 @@ def export_hf(
     for file in TOKENIZER_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
+    (folder / TOKENIZER_CONFIG).write_bytes(_tokenizer_config(source, config))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _tokenizer_config(source: Path, config: PretrainedConfig) -> bytes:
+    """The file of `source` where it names a class, else one by which transformers reads `tokenizer.json` itself.
+
+    Without a class it takes that of the `model_type`, which may split text in a way of its own.
+    """
+    path = source / TOKENIZER_CONFIG
+    written = path.read_bytes() if path.is_file() else b"{}"
+    settings = msgspec.json.decode(written, type=dict[str, object])
+    if settings.get("tokenizer_class") or settings.get("auto_map"):
+        return written
+    tokens = msgspec.json.decode((source / "tokenizer.json").read_bytes(), type=_TokenizerFile).added_tokens
+    names = {token.id: token.content for token in tokens}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        ids = getattr(config, f"{name}_id", None)
+        found = [names[index] for index in (ids if isinstance(ids, list) else [ids]) if index in names]
+        if found:
+            settings.setdefault(name, found[0])
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n"
 
 
 def export_checkpoint(

@@ -14,7 +14,7 @@ from laminar_py.learner.ranks import Ranks
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.metrics import Mismatch, TokenMetrics
 
-BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # versions that a token is behind the learner
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # learner steps since the weights that drew a token
 EDGES = (1, 2, 3, 5, 9)
 GAPS = 64  # bins of |engine - learner| log-probability, from 1e-7 to 10 nats
 GAP_FLOOR, GAP_TOP = -7.0, 1.0

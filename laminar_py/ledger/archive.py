@@ -85,7 +85,7 @@ def file_pieces(path: Path, number: int | None = None) -> Iterator[Piece]:
                     if number is not None:
                         rows = rows.filter(pc.equal(rows["trajectory"], number))
                     yield from _pieces(rows)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise LedgerError(f"archive={path}: cannot be read ({reason}); restore it") from error
 

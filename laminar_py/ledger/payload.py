@@ -68,7 +68,8 @@ class StoredRecording:
 
 
 def join(pieces: Iterable[Piece]) -> Payload:
-    """The response that pieces of one trajectory make, in the order of storage; ValueError names a gap.
+    """The response that pieces of one trajectory make, in the order of storage; ValueError names a gap, or a
+    piece whose log-probabilities are not of its tokens.
 
     Its spans are those that the pieces were stored with.
     """
@@ -81,6 +82,8 @@ def join(pieces: Iterable[Piece]) -> Payload:
     for piece in pieces:
         if piece.start != length:
             raise ValueError(f"tokens [{length}, {piece.start}) are missing or stored twice")
+        if len(piece.ids) != len(piece.logprobs):
+            raise ValueError(f"the piece from token {length} on has {len(piece.logprobs)} bytes of logprobs")
         ids.append(piece.ids)
         logprobs.append(piece.logprobs)
         spans.extend(decode_spans(piece.spans))

@@ -5,8 +5,9 @@ on exactly where its last stored token is.
 """
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from laminar_py.ledger.archive import find_payload
 from laminar_py.ledger.database import LedgerError, ledger_path, reading
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
+from laminar_py.records.ages import WeightAges
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, Undone
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Status
@@ -40,6 +42,7 @@ class LiveTrajectory:
     columns: dict[str, TokenValues]  # [L] each, that it was scored with
     advantage: float | None
     advantage_scale: float | None
+    used_s: float = 0.0  # of generation, at its last interruption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ class Recovered:
     next_prompt: int  # place in the stream of the next prompt
     next_evaluation: int  # evaluations that were begun
     next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
+    ages: WeightAges  # of all versions on record, once `events` are
 
 
 def _wherever(checkpoint: Checkpointed) -> bool:
@@ -72,6 +76,7 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
     with reading(run) as connection:
         checkpoint = newest_there(checkpoints_on_record(connection), there)
         step = checkpoint.step if checkpoint else 0
+        events = tuple(rollback_events(connection, step, "controller_died"))
         live = tuple(_live(ledger_path(run).parent, connection, step))
         (incarnation, next_prompt, next_evaluation) = connection.execute(
             "SELECT (SELECT coalesce(max(incarnation), 0) + 1 FROM incarnation),"
@@ -82,12 +87,24 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
             incarnation=incarnation,
             checkpoint=checkpoint,
             highest_version=newest_version(connection),
-            events=tuple(rollback_events(connection, step, "controller_died")),
+            events=events,
             live=live,
             next_prompt=next_prompt,
             next_evaluation=next_evaluation,
             next_sample=_next_samples(connection, {trajectory.group_id for trajectory in live}),
+            ages=_ages(connection, events),
         )
+
+
+def _ages(connection: sqlite3.Connection, events: Iterable[AnyEvent]) -> WeightAges:
+    """Ages of versions by the log, and by the events that follow it."""
+    ages = WeightAges()
+    rows = connection.execute(
+        "SELECT body FROM event WHERE kind IN ('stepped', 'versionpublished', 'rolledback') ORDER BY seq"
+    )
+    for event in chain((decode_event(body) for (body,) in rows), events):
+        ages.see(event)
+    return ages
 
 
 def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> list[AnyEvent]:
@@ -156,7 +173,17 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
     return {group: index for group, index in rows if group in groups}
 
 
+def _used_s(connection: sqlite3.Connection) -> dict[str, float]:
+    """Seconds of generation of each live trajectory that was interrupted."""
+    rows = connection.execute(
+        "SELECT subject, max(json_extract(body, '$.used_s')) FROM event WHERE kind = 'interrupted' AND subject IN"
+        " (SELECT id FROM trajectory WHERE status IN ('running', 'interrupted')) GROUP BY subject"
+    )
+    return {id: used_s or 0.0 for id, used_s in rows}
+
+
 def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
+    used_s = _used_s(connection)
     for row in read_rows(connection, f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}", (step,)):
         columns = connection.execute(
             "SELECT name, dtype, data FROM token_column WHERE trajectory = ?", (row.number,)
@@ -176,6 +203,7 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
             columns={name: TokenValues(Dtype(dtype), data) for name, dtype, data in columns},
             advantage=row.advantage,
             advantage_scale=row.advantage_scale,
+            used_s=used_s.get(row.id, 0.0),
         )
 
 

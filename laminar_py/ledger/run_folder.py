@@ -19,6 +19,8 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.records.events import Checkpointed
 
+_RUN = "run"  # file in the folder in shared memory
+
 
 class RunFolder:
     """Paths of a run, e.g. `runs/quickstart-3`."""
@@ -57,11 +59,25 @@ class RunFolder:
 
     def lock(self) -> None:
         """Own the run until this process ends. Raises ConfigError if another controller does."""
-        self._lock = (self.path / "lock").open("w")
+        try:
+            self._lock = (self.path / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"run={self.path}: cannot be written ({error.strerror}); make it writable") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"run={self.path}: another process runs it; end that one first") from None
+
+    def unlock(self) -> None:
+        """Give up what `lock` took."""
+        assert self._lock is not None, f"{self.path} is not locked"
+        self._lock.close()
+        self._lock = None
+
+    def note_shm(self, folder: Path) -> None:
+        """Put the run's path into its folder in shared memory, from which its name does not follow."""
+        with contextlib.suppress(OSError):  # no room, of which those hear who need it
+            (folder / _RUN).write_text(str(self.path.resolve()))
 
     def note_processes(self, pids: list[int]) -> None:
         """Remember which processes belong to this run, for `reap`."""
@@ -89,18 +105,31 @@ class RunFolder:
         return len(reaped)
 
 
+def run_of(folder: Path) -> RunFolder | None:
+    """The run that a folder in shared memory is of; None for a folder that is no run's, or another user's."""
+    with contextlib.suppress(OSError):
+        if path := (folder / _RUN).read_text():
+            return RunFolder(Path(path))
+    return None
+
+
 def new_run(config: RunConfig) -> RunFolder:
-    """The next `runs/<name>-<n>`, made and with the resolved config in it."""
-    config.runs.mkdir(parents=True, exist_ok=True)
-    while True:
-        newest = max((number for number, _ in _existing(config)), default=0)
-        run = RunFolder(config.runs / f"{config.name}-{newest + 1}")
-        with contextlib.suppress(FileExistsError):  # another start took this number
-            run.path.mkdir()
-            break
-    for folder in (run.checkpoints, run.logs):
-        folder.mkdir()
-    run.config.write_text(dump_config(config))
+    """The next `runs/<name>-<n>`, its owner's alone, with the resolved config in it. Raises ConfigError."""
+    try:
+        config.runs.mkdir(parents=True, exist_ok=True)
+        while True:
+            newest = max((number for number, _ in _existing(config)), default=0)
+            run = RunFolder(config.runs / f"{config.name}-{newest + 1}")
+            with contextlib.suppress(FileExistsError):  # another start took this number
+                run.path.mkdir(mode=0o700)
+                break
+        for folder in (run.checkpoints, run.logs):
+            folder.mkdir()
+        run.config.write_text(dump_config(config))
+    except OSError as error:
+        raise ConfigError(
+            f"runs={config.runs}: no run can be made there ({error}); make room, or name another folder"
+        ) from None
     return run
 
 

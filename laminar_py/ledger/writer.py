@@ -20,6 +20,7 @@ from laminar_py.records.events import (
     PartStarted,
     Pulled,
     Reattached,
+    RefillStopped,
     Relayed,
     RelayGaveUp,
     RolledBack,
@@ -213,7 +214,7 @@ def _subject(event: AnyEvent) -> str:
             return event.part
         case VersionPublished() | Evaluated():
             return f"version-{event.version}"
-        case Stepped() | StepSkipped() | Checkpointed() | RolledBack():
+        case Stepped() | StepSkipped() | RefillStopped() | Checkpointed() | RolledBack():
             return f"step-{event.step}"
         case _:
             return ""

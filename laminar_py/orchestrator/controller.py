@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Coroutine
 from hashlib import blake2b
 
+from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.placement import Placement
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
@@ -37,6 +38,7 @@ from laminar_py.telemetry.fleet import watch_fleet
 from laminar_py.telemetry.memory import watch_memory
 from laminar_py.telemetry.summary import Summary, summarise
 from laminar_py.telemetry.view import View
+from laminar_py.telemetry.waits import Waits
 from laminar_py.workers.incarnation import open_incarnation
 from laminar_py.workers.learner import LearnerLink
 from laminar_py.workers.reference import ReferenceStage
@@ -66,22 +68,22 @@ class Controller:
         self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
-        self._incarnation, self._view = incarnation, view
+        self._incarnation, self._view, say = incarnation, view, view.notice
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._reference = ReferenceStage(incarnation) if config.algorithm.refers_in_stage else None
         self._scheduler = scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=self._reference
         )
-        self._scoring = Scoring(incarnation, scheduler=scheduler, most=policies.max_scored(incarnation))
+        self._scoring = Scoring(incarnation, scheduler=scheduler, say=say, end=self._fail)
         self._relays = relays = Relays(incarnation)
         self._learner = learner = LearnerLink(incarnation, relays=relays, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
-        self._replicas = Replicas(incarnation, scheduler=scheduler, relays=relays)
+        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays)
         self._migration = policies.make_migration(
-            incarnation, scheduler=scheduler, replicas=self._replicas, versions=self._versions
+            incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
         )
         self._evaluator = Evaluator(
-            incarnation, scheduler=scheduler, replicas=self._replicas, hold=self._hold, publish=self._evaluated
+            incarnation, scheduler=scheduler, replicas=replicas, hold=self._hold, publish=self._evaluated, say=say
         )
         self._trainer = Trainer(
             incarnation,
@@ -123,8 +125,9 @@ class Controller:
         self._scoring.spawn()
         self._learner.spawn()
         self._replicas.spawn()
-        await self._relays.start()
-        await self._scoring.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._relays.start())
+            tasks.create_task(self._scoring.start())
         if self._recovered is not None:
             await self._scheduler.restore(self._recovered)
             self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
@@ -158,11 +161,12 @@ class Controller:
     async def _lead_rl(self) -> Summary:
         trainer, stats, scheduler = self._trainer, self._incarnation.stats, self._scheduler
         if trainer.step == 0:
-            await self._evaluator.now(trainer.moment)
+            await self._evaluate_first()
         gc.freeze()  # what the start has made stays: the collector of cycles need not look at it again and again
-        scheduler.admit()
         stats.rl_phase(True)
-        self._replicas.dispatch()
+        if scheduler.book.groups or not trainer.stop.is_set():  # nothing begins for a run that is about to end
+            scheduler.admit()
+            self._replicas.dispatch()
         await trainer.run()
         stats.rl_phase(False)
         scheduler.pause()
@@ -177,7 +181,22 @@ class Controller:
         )
         await self._incarnation.ledger.commit()
         restarts = dict(self._incarnation.supervisor.restarts)
-        return summarise(self._incarnation.run, stats, finished=finished, restarts=restarts)
+        summary = summarise(self._incarnation.run, stats, finished=finished, restarts=restarts)
+        if trainer.fault is not None and not finished:
+            raise RunFailedError(trainer.fault)
+        return summary
+
+    async def _evaluate_first(self) -> None:
+        """Until the first evaluation is there, or the run is to end."""
+        evaluation = asyncio.create_task(self._evaluator.first(self._trainer.moment), name="first-evaluation")
+        stop = asyncio.create_task(self._trainer.stop.wait(), name="stop")
+        try:
+            await asyncio.wait([evaluation, stop], return_when=asyncio.FIRST_COMPLETED)
+            if evaluation.done():
+                evaluation.result()
+        finally:
+            evaluation.cancel()
+            stop.cancel()
 
     async def _keep_house(self) -> None:
         """Enforce deadlines, which no report and no score brings about, and hand out what they free."""
@@ -185,7 +204,23 @@ class Controller:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
             self._replicas.dispatch()
-            self._view.refresh(self._incarnation.stats, self._trainer.step, self._trainer.version)
+            notes = [self._waits.line, self._scoring.failures.text]
+            self._view.refresh(self._incarnation.stats, self._trainer.step, self._trainer.version, notes)
+
+    @property
+    def _waits(self) -> Waits:
+        stats, scheduler, version = self._incarnation.stats, self._scheduler, self._trainer.version
+        return Waits(
+            in_rl=stats.in_rl,
+            step=self._trainer.step,
+            learner_idle_s=stats.learner_idle_s,
+            ready=len(scheduler.consumption.buffer),
+            wanted=self._incarnation.config.rollout.prompts_per_step,
+            generating=scheduler.views.in_flight,
+            scores=self._scoring.waits,
+            current=sum(replica.version == version for replica in stats.replicas),
+            replicas=len(stats.replicas),
+        )
 
     async def _record_start(self) -> None:
         config, recovered = self._incarnation.config, self._recovered
@@ -236,6 +271,10 @@ class Controller:
         self._incarnation.ledger.append(result)
         self._view.evaluated(result)
         self._trackers.evaluated(result)
+
+    def _fail(self, fault: str) -> None:
+        """The run cannot go on."""
+        self._trainer.end(fault)
 
     def _stepped(self, row: StepRow) -> None:
         self._view.step(row)

@@ -28,7 +28,7 @@ class Moment:
 
 
 class Evaluator:
-    """Evaluates held-out prompts; `hold` makes the relays keep a version, `publish` takes results.
+    """Evaluates held-out prompts; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
 
     A resumed run does not repeat the marks of the RL phase that is over.
     """
@@ -41,23 +41,33 @@ class Evaluator:
         replicas: Replicas,
         hold: Callable[[int], Awaitable[None]],
         publish: Callable[[Evaluated], None],
+        say: Callable[[str], None],
     ) -> None:
         self._config = incarnation.config.eval
+        self._inputs = incarnation.inputs
         self._prompts = incarnation.inputs.heldout
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
         self._publish = publish
+        self._say = say
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
         self._marks_s = sorted(to_come, reverse=True)
         self._held: list[Moment] = []
         self._running: set[asyncio.Task[None]] = set()
         self._previous: Moment | None = None
 
-    async def now(self, moment: Moment) -> None:
-        """Evaluate this version and wait for the result."""
+    async def first(self, moment: Moment) -> None:
+        """Evaluate this version, and have one response scored of each task that no held-out prompt is of.
+
+        What a reward makes of a task is known before RL; only the held-out answers make the accuracy.
+        """
+        tasks = {prompt.task for prompt in self._prompts}
+        others = [prompt for prompt in self._inputs.first_of_tasks if prompt.task not in tasks]
+        scored = [self._scheduler.evaluations.request(others, moment.version)] if others else []
         if self._prompts:
             await self._begin(moment, moment.version)
+        await asyncio.gather(*scored, return_exceptions=True)
 
     async def stepped(self, moment: Moment, *, last: bool) -> None:
         """A step was committed: evaluate if it is time to. The last one is evaluated anyway, by `finish`."""
@@ -110,8 +120,11 @@ class Evaluator:
         except EvaluationLostError as error:
             log.warning("evaluation at step %d is left out: %s is lost", moment.step, error)
             return
-        assert evaluation.version is not None, f"{evaluation.id} ended without a version"
         accuracy, count = evaluation.accuracy, len(evaluation.prompts)
+        if accuracy is None:
+            self._say(f"no held-out accuracy at step {moment.step}: none of {count} answers could be scored")
+            return
+        assert evaluation.version is not None, f"{evaluation.id} ended without a version"
         self._publish(
             Evaluated(
                 version=evaluation.version,
@@ -119,5 +132,6 @@ class Evaluator:
                 num_prompts=count,
                 accuracy=accuracy,
                 rl_s=moment.rl_s,
+                num_unscored=evaluation.num_unscored,
             )
         )

@@ -1,12 +1,26 @@
 """From a config to a finished run: preflight, run folder, cluster, controller, signals. Called by the CLI."""
 
 import asyncio
+import contextlib
 import logging
+import os
+import shutil
 import signal
+import sys
+from pathlib import Path
+from types import FrameType
 
+import psutil
 from rich.console import Console
 
-from laminar_py.cluster.errors import RunFailedError, bug_in, errors_in, tell_unexpected
+from laminar_py.cluster.errors import (
+    RunFailedError,
+    UnwritableError,
+    bug_in,
+    errors_in,
+    tell_unexpected,
+    unwritable,
+)
 from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
@@ -16,12 +30,19 @@ from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.orchestrator.controller import Controller
 from laminar_py.preflight.inputs import Inputs, check
 from laminar_py.preflight.survey import clear, place
+from laminar_py.telemetry.memory import folder_bytes
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.view import make_view
 
 log = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
+ENDED_AT_ONCE = b"laminar: ended at once, as asked three times; go on with --resume\n"
+SHOW_CURSOR = b"\x1b[?25h"  # the view had hidden it
+UNBOUNDED = (
+    "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
+    " of the weight of old data is gone"
+)
 
 
 class RunInterruptedError(Exception):
@@ -72,13 +93,16 @@ def tell_fallback(run: RunFolder, console: Console) -> None:
 def _run(
     config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, resume: bool, console: Console
 ) -> Summary:
+    logging.raiseExceptions = False  # a full disk is told in one line, and not for each line of a log
     logging.basicConfig(
         filename=run.logs / CONTROLLER_LOG,
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     console.print(f"run {run.path}: {config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas")
-    view = make_view(console, steps=config.steps)
+    if config.staleness.unbounded(config.schedule):
+        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
+    view = make_view(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
     try:
         controller = Controller(config, run, placement=placement, inputs=inputs, view=view, resume=resume)
         return asyncio.run(_lead(controller))
@@ -86,6 +110,10 @@ def _run(
         raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
     except Exception as error:
         bug, errors = bug_in(error), list(errors_in(error))
+        unwritten = next(filter(None, (_why_unwritten(one, run) for one in errors)), None)
+        if unwritten is not None:
+            log.critical("the run ends", exc_info=error)
+            raise RunFailedError(_needs(run, unwritten)) from None
         told = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
         if bug is None and told is not None:
             raise told from None
@@ -93,6 +121,26 @@ def _run(
         raise RunFailedError(tell_unexpected(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
     finally:
         view.close()
+
+
+def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:
+    """Reason why the run folder could not be written; None for another error."""
+    if isinstance(error, UnwritableError):
+        return str(error)
+    if isinstance(error, PermissionError) and error.filename and run.path in Path(error.filename).parents:
+        return str(error)
+    return unwritable(error)
+
+
+def _needs(run: RunFolder, reason: str) -> str:
+    """Line on a run folder that could not be written: why, and what it needs."""
+    free = shutil.disk_usage(run.path).free / 2**20
+    saved = [folder_bytes(folder) / 2**20 for folder in run.checkpoints.glob("*/")]
+    checkpoint = f"{max(saved):,.0f} MiB for each checkpoint" if saved else "room for checkpoints"
+    return (
+        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there, and it needs {checkpoint}"
+        " beside a ledger that grows; make room or make it writable, and go on with --resume"
+    )
 
 
 async def _lead(controller: Controller) -> Summary:
@@ -108,7 +156,19 @@ async def _lead(controller: Controller) -> Summary:
             controller.interrupt()
         else:
             task.cancel()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+                signal.signal(number, _end_at_once)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     return await controller.lead()
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    """Leave as a kill would, with all processes below this one; the record stands."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os.write(sys.stderr.fileno(), (SHOW_CURSOR if sys.stderr.isatty() else b"") + ENDED_AT_ONCE)
+    os._exit(128 + number)

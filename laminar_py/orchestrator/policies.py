@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+from laminar_py.config.algorithm import Truncated
 from laminar_py.config.repack import DEFAULT_PLANNER
-from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.rollout import OnNewWeights, WithoutSignal
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.book import ControlSettings
@@ -55,7 +56,9 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         batch_per_replica=rollout.batch_per_replica,
         group_size=rollout.group_size,
         sampling=rollout.sampling.params(stop_ids=stop_ids),
-        without_signal=rollout.without_signal,
+        without_signal=WithoutSignal.TRAIN if config.algorithm.normalises_step else rollout.without_signal,
+        max_refill=rollout.max_refill,
+        masks_truncated=config.algorithm.truncated is Truncated.MASK,
         one_version=rollout.on_new_weights is OnNewWeights.DRAIN,
         admission=Admission(
             schedule=config.schedule,
@@ -63,6 +66,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
             capacity=config.capacity // rollout.group_size,
             max_staleness=staleness.max_staleness,
             wait=StalePolicy.WAIT in staleness.policies,
+            publish_every=config.learner.publish_every,
         ),
         bound=StalenessBound(staleness.max_staleness, staleness.policies),
         group_deadline_s=rollout.group_deadline_s,

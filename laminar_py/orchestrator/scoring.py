@@ -1,26 +1,53 @@
-"""Scoring of a run: finished trajectories to the stage, scores to the scheduler. Owned by the controller."""
+"""Scoring of a run: finished trajectories to the stage, scores to the scheduler. Owned by the controller.
 
-from collections.abc import Sequence
+What cannot be scored is told at once, before RL by trials of the reward, and ends a run that it leaves nothing of.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.orchestrator.policies import max_scored
 from laminar_py.records.scoring import Score, ScoringRequest
-from laminar_py.records.trajectory import Kind, Prompt, Trajectory
+from laminar_py.records.trajectory import Prompt, Trajectory
+from laminar_py.reward.failures import ScoreFailures
 from laminar_py.reward.stage import ScoringStage
+from laminar_py.reward.trial import trials
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.scorers import Scorers
+
+log = logging.getLogger(__name__)
 
 BATCH = 64
 
 
 class Scoring:
-    """Scoring stage and its processes; at most `most` trajectories can wait for a score."""
+    """Scoring stage and its processes.
 
-    def __init__(self, incarnation: Incarnation, *, scheduler: TrajectoryScheduler, most: int) -> None:
+    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored.
+    """
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        scheduler: TrajectoryScheduler,
+        say: Callable[[str], None],
+        end: Callable[[str], None],
+    ) -> None:
+        config, inputs = incarnation.config, incarnation.inputs
+        self.failures = ScoreFailures(config.reward.function, step=config.trajectories_per_step)
         self._scorers = Scorers(incarnation)
         self._scheduler = scheduler
         self._stats = incarnation.stats
-        self._timeout_s = incarnation.config.reward.timeout_s
-        self._most = most
+        self._reward = config.reward
+        self._most = max_scored(incarnation) + 1  # and a trial
+        self._say = say
+        self._end = end
+        encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
+        self._trials = deque(trials(inputs.first_of_tasks, encode=encode, end=end_id))
+        self._complaints = set[str]()
         self._stage: ScoringStage | None = None
 
     def spawn(self) -> None:
@@ -28,16 +55,17 @@ class Scoring:
         self._scorers.spawn()
 
     async def start(self) -> None:
-        """Bring the processes up. Raises ConfigError where the reward cannot be loaded."""
+        """Bring the processes up, and have the reward tried. Raises ConfigError where it cannot be loaded."""
         self._stage = ScoringStage(
             await self._scorers.start(),
             batch=BATCH,
-            timeout_s=self._timeout_s,
+            timeout_s=self._reward.timeout_s,
             queue=self._most,
-            wanted=self._scheduler.awaits_score,
+            wanted=self._wanted,
             deliver=self._deliver,
             restart=self._scorers.restart,
         )
+        self._try_next()
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -57,13 +85,54 @@ class Scoring:
         )
 
     @property
+    def waits(self) -> str:
+        """Words on responses without a score, e.g. "scores of 64 responses, the oldest 35 s"; "" without any."""
+        if self._stage is None or not self._stage.num_unscored:
+            return ""
+        return f"scores of {self._stage.num_unscored} responses, the oldest {self._stage.oldest_s:.0f} s"
+
+    @property
     def _ready(self) -> ScoringStage:
         assert self._stage is not None, "scoring is used after `start`"
         return self._stage
 
+    def _try_next(self) -> None:
+        """Have the reward tried once more; one at a time, since it may hang, and be told of at the first."""
+        if self._trials:
+            self._ready.submit(self._trials[0].request)
+
+    def _wanted(self, trajectory_id: str) -> bool:
+        return self._is_trial(trajectory_id) or self._scheduler.awaits_score(trajectory_id)
+
+    def _is_trial(self, trajectory_id: str) -> bool:
+        return bool(self._trials) and trajectory_id == self._trials[0].request.trajectory_id
+
+    def _tried(self, score: Score) -> None:
+        trial = self._trials.popleft()
+        if score.value is None and score.detail not in self._complaints:
+            self._complaints.add(score.detail)
+            self._tell(trial.complaint(score, function=self._reward.function))
+        self._try_next()
+
     async def _deliver(self, scores: Sequence[Score]) -> None:
         for score in scores:
-            lifecycle = self._scheduler.book.live.get(score.trajectory_id)
+            if self._is_trial(score.trajectory_id):
+                self._tried(score)
+                continue
+            lifecycle = self._scheduler.book.followed(score.trajectory_id)
+            if lifecycle is not None:
+                self._note(score, task=lifecycle.prompt.task, trains=lifecycle.trains)
             await self._scheduler.closing.on_score(score)
-            if lifecycle is not None and lifecycle.kind is Kind.TRAIN and score.value is not None:
+            if lifecycle is not None and lifecycle.trains and score.value is not None:
                 self._stats.scored(score.value, lifecycle.length)
+
+    def _note(self, score: Score, *, task: str, trains: bool) -> None:
+        line = self.failures.add(score, task=task, trains=trains)
+        if line is not None:
+            self._tell(line)
+        if (fault := self.failures.fault) is not None:
+            self._end(fault)
+
+    def _tell(self, line: str) -> None:
+        log.warning("%s", line)
+        self._say(line)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from laminar_py.config.algorithm import Advantage
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.packing.packer import Packed, assign, step_terms
@@ -19,9 +18,9 @@ def pack_step(
     terms = step_terms(
         batch.bins,
         aggregation=algorithm.aggregation,
-        version=batch.version,
+        ages=batch.ages,
         constant=config.rollout.sampling.max_new_tokens,
-        normalises=algorithm.advantage is Advantage.BATCH_STD,
+        normalises=algorithm.normalises_step,
         columns=algorithm.packed_columns,
     )
     return assign(

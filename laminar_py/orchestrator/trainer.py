@@ -47,6 +47,7 @@ class Trainer:
     ) -> None:
         self.step = 0
         self.stop = asyncio.Event()
+        self.fault: str | None = None  # why the run ends before its time, if it fails
         self._config = incarnation.config
         self._run = incarnation.run
         self._ledger = incarnation.ledger
@@ -103,6 +104,7 @@ class Trainer:
                 await self._scheduler.consumption.put_back(batch)
                 await self._go_back(error)
                 continue
+            self._tell_refill(batch)
             last = self.stop.is_set() or self.step + 1 == self._config.steps
             if last:
                 self._scheduler.pause()  # what began now would be interrupted
@@ -111,6 +113,12 @@ class Trainer:
             if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
                 await self._save_or_go_back()
         await self._save_last()
+
+    def end(self, fault: str) -> None:
+        """Have the run fail with this after the step in hand; a checkpoint of it is written."""
+        if not self.stop.is_set():
+            self.fault = fault
+            self.stop.set()
 
     async def close(self) -> None:
         """Give up a checkpoint that is still being written."""
@@ -151,13 +159,26 @@ class Trainer:
     async def _asked_to_stop(self) -> None:
         """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut.
 
-        Once the scheduler is paused no batch is completed any more, whatever is live.
+        Once the scheduler is paused no batch is completed any more, whatever is live, and perhaps none of a run
+        that fails.
         """
         await self.stop.wait()
         book = self._scheduler.book
-        if self._config.schedule is Schedule.SYNC and book.groups and book.phase is not Phase.PAUSED:
+        completes = self.fault is None and book.phase is not Phase.PAUSED
+        if self._config.schedule is Schedule.SYNC and book.groups and completes:
             await asyncio.Event().wait()
         self._scheduler.pause()
+
+    def _tell_refill(self, batch: StepBatch) -> None:
+        """Put on record that a step has fewer groups than it wants. Raises RunFailedError if there are none."""
+        stopped = self._scheduler.consumption.refill_stopped(batch, self.step + 1)
+        if stopped is None:
+            return
+        self._ledger.append(stopped)
+        told = f"step {stopped.step}, at rollout.max_refill={self._config.rollout.max_refill:g}: {stopped.tell()}"
+        if not batch.groups:
+            raise RunFailedError(f"{told}; there is nothing to learn from, choose other prompts or raise it")
+        log.warning("%s", told)
 
     async def _learn(self, batch: StepBatch) -> StepOutcome | None:
         """Take an optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
@@ -170,7 +191,8 @@ class Trainer:
             attention_share=self._attention_share,
         )
         step = self.step + 1
-        publishes = step % self._config.learner.publish_every == 0 or step == self._config.steps
+        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
+        publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         self._stats.step_begins()
         try:
             return await self._learner.step(packed, version=self._versions.number() if publishes else None)
@@ -189,6 +211,7 @@ class Trainer:
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,
+            staleness=batch.staleness,
             metrics=outcome.metrics if outcome else None,
             generated_tokens=self._scheduler.book.generated_tokens,
             versions_alive=self._scheduler.book.versions_alive(),
@@ -268,7 +291,7 @@ class Trainer:
             num_layers=started.num_layers,
             num_parameters=started.num_parameters,
         )
-        await self._versions.adopt(step=self.step)
+        await self._adopt()
         version = self._versions.number()
         await self._learner.publish(version)
         self._copied(version, parent=checkpoint.version if checkpoint else None)
@@ -280,15 +303,20 @@ class Trainer:
             await self._save()
             await self._checkpoints.finish()
 
+    async def _adopt(self) -> None:
+        """Put on record what a dead learner published without a word."""
+        for version in await self._versions.adopt(step=self.step):
+            self._scheduler.book.ages.published(version)
+
     async def _go_back(self, error: PartDiedError) -> None:
         """The learner died: start it from the last checkpoint; what was consumed since is ready again."""
         first = await self._bury(error)
         checkpoint = self._checkpoints.last
         assert checkpoint is not None, "a learner trains only once there is a checkpoint"
         await self._versions.recorded()
-        await self._versions.adopt(step=self.step)
+        await self._adopt()
         self._ledger.append(RolledBack(checkpoint.step, "learner_died"))
-        undone = await self._scheduler.consumption.roll_back()
+        undone = await self._scheduler.consumption.roll_back(checkpoint.step)
         totals = read_totals(self._run.metrics, checkpoint.step)
         self._stats.totals.trained_tokens = totals.trained_tokens
         log.warning("back to step %d; %d trajectories are ready again", checkpoint.step, undone)

@@ -97,15 +97,18 @@ class Versions:
         """Forget the loss: there is a new learner."""
         self.lost = None
 
-    async def adopt(self, *, step: int) -> None:
-        """Record versions of a learner that died before it could say so: replicas may serve them."""
+    async def adopt(self, *, step: int) -> list[int]:
+        """Record versions of a learner that died before it could say so, which replicas may serve; which ones."""
         orphans = {orphan.version: orphan for orphan in await self._ledger.unpublished()}
         for found in await self._stored():
             orphans[found.version] = Published(found.version, found.digest, found.num_bytes, 0.0)
+        adopted = []
         for version in sorted(orphans):
             parent = self._ledger.newest_published
             if version > parent:
                 self._record(orphans[version], step=step, parent=parent if parent >= 0 else None)
+                adopted.append(version)
+        return adopted
 
     def _record(self, published: Published, *, step: int, parent: int | None) -> None:
         self._ledger.append(

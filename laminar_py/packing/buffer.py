@@ -8,7 +8,7 @@ generated, short ones only sooner.
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from laminar_py.records.trajectory import Trajectory
@@ -59,10 +59,15 @@ class Buffer:
             self._changed.notify_all()
         return place
 
-    async def holds(self, count: int) -> None:
-        """Until there are `count` groups."""
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Until something holds that the groups here decide, or what `wake` is called for."""
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._groups) >= count)
+            await self._changed.wait_for(condition)
+
+    async def wake(self) -> None:
+        """Have conditions looked at anew."""
+        async with self._changed:
+            self._changed.notify_all()
 
     def first(self, count: int) -> list[ReadyGroup]:
         """The oldest ones, at most `count`."""

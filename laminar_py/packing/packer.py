@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.packing.balance import Bin, deal, fit, make_entry
+from laminar_py.packing.balance import Bin, Entry, deal, fit, make_entry
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
+from laminar_py.records.columns import Array, Column
 from laminar_py.records.recordings import SamplingMask
+from laminar_py.records.returns import earlier_rewards, returns_of
+from laminar_py.records.spans import versions_of
 from laminar_py.records.trajectory import Trajectory
 
 Given = TypeVar("Given")
@@ -33,7 +35,7 @@ Bundle: TypeAlias = list[Trajectory]  # of one microbatch; without any it is a m
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     """Weights and advantages of a step's tokens, e.g. of 256 trajectories:
 
-    `StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, version=7)`.
+    `StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, ages={6: 1, 7: 0})`.
 
     With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories: `sequence_mean`
     `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
@@ -42,7 +44,7 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     aggregation: Aggregation
     num_trajectories: int
     num_trained: int  # tokens of all of them
-    version: int = 0  # the learner's
+    ages: dict[int, int] | None = None  # by version, see `records.ages`; None: all tokens are as of now
     constant: int = 1
     advantage_mean: float = 0.0  # taken off all advantages
     advantage_scale: float = 1.0  # and then their factor
@@ -63,11 +65,9 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
         """[L] advantage of each response token, or one number for every token."""
         advantage = (trajectory.advantage - self.advantage_mean) * self.advantage_scale
-        given = trajectory.columns.get(TOKEN_REWARDS)
-        if given is None:
+        earlier = earlier_rewards(trajectory.columns)
+        if earlier is None:
             return advantage
-        rewards = given.array
-        earlier = np.cumsum(rewards, dtype=np.float64) - rewards
         scale = trajectory.advantage_scale * self.advantage_scale
         return (advantage - scale * earlier).astype(np.float32)
 
@@ -77,11 +77,11 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
 
     def staleness(self, trajectory: Trajectory) -> IntArray:
-        """[L] versions between the learner and the weights, or the older KV cache, that made each token."""
-        out = np.empty(len(trajectory.response_ids), np.int32)
-        for span in trajectory.spans:
-            made_by = span.version if span.kv_version is None else min(span.version, span.kv_version)
-            out[span.start : span.end] = self.version - made_by
+        """[L] learner steps since the weights, or the older KV cache, that made each token."""
+        out = np.zeros(len(trajectory.response_ids), np.int32)
+        if self.ages is not None:
+            for span in trajectory.spans:
+                out[span.start : span.end] = max(self.ages[version] for version in versions_of([span]))
         return out
 
 
@@ -139,25 +139,45 @@ def step_terms(
     bins: Sequence[Bin],
     *,
     aggregation: Aggregation,
-    version: int = 0,
+    ages: dict[int, int] | None = None,
     constant: int = 1,
     normalises: bool = False,
     columns: Sequence[Column] = (),
 ) -> StepTerms:
     """Terms of the step that these bins are; `normalises` advantages by their mean and deviation in the step."""
-    trajectories = [entry.trajectory for item in bins for entry in item.entries]
-    advantages = [trajectory.advantage for trajectory in trajectories]
+    entries = [entry for item in bins for entry in item.entries]
+    mean, scale = _normalisation(entries) if normalises else (0.0, 1.0)
     return StepTerms(
         aggregation=aggregation,
-        num_trajectories=len(advantages),
+        num_trajectories=len(entries),
         num_trained=sum([item.num_trained for item in bins]),
-        version=version,
+        ages=ages,
         constant=constant,
-        advantage_mean=float(np.mean(advantages)) if normalises else 0.0,
-        advantage_scale=1.0 / (float(np.std(advantages)) + STD_FLOOR) if normalises else 1.0,
-        groups=tuple(sorted({trajectory.group_id for trajectory in trajectories})),
+        advantage_mean=mean,
+        advantage_scale=scale,
+        groups=tuple(sorted({entry.trajectory.group_id for entry in entries})),
         columns=tuple(columns),
     )
+
+
+def _normalisation(entries: Sequence[Entry]) -> tuple[float, float]:
+    """Mean of the step's advantages, and 1 over their deviation, each trained token counting once.
+
+    REINFORCE++, Hu et al. 2025, eq. 10; where whole responses are scored, a token's return is its response's.
+    """
+    trained = [entry for entry in entries if entry.num_trained]
+    if not trained:
+        return 0.0, 1.0
+    found = [
+        returns_of(entry.trajectory.advantage, entry.trajectory.columns, among=entry.trajectory.loss_mask)
+        for entry in trained
+    ]
+    counts = np.array([entry.num_trained for entry in trained], np.float64)
+    means = np.array([item.mean for item in found])
+    mean = float(np.average(means, weights=counts))
+    variance = np.average(np.array([item.variance for item in found]) + (means - mean) ** 2, weights=counts)
+    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in found)
+    return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
 
 
 def assign(

@@ -162,8 +162,8 @@ def _gpu() -> Finding:
 
 def _optional() -> list[Finding]:
     wanted = {
-        "flash_attn": "pip install flash-attn --no-build-isolation (CUDA only)",
-        "sglang": "pip install sglang in an environment of its own (rollout on clusters)",
+        "flash_attn": "pip install --no-build-isolation laminar-py[flash-attn] (CUDA only)",
+        "sglang": "pip install laminar-py[sglang], or sglang in an environment of its own (rollout on GPUs)",
     }
     findings = []
     for module, remedy in wanted.items():

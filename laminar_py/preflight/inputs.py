@@ -20,7 +20,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import JsonlFile
-from laminar_py.data.prompts import PromptStream, check_disjoint, read_prompts
+from laminar_py.data.prompts import PromptStream, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.records.recordings import Recording
@@ -39,6 +39,11 @@ class Inputs:
     tokenizer: Tokenizer
     stream: PromptStream
     heldout: list[Prompt]
+
+    @property
+    def first_of_tasks(self) -> list[Prompt]:
+        """A prompt of each task: a held-out one, of which the answer is evaluated anyway, or one to train on."""
+        return first_of_tasks([*self.heldout, *self.stream.first_of_tasks])
 
 
 def check(config: RunConfig) -> Inputs:

@@ -27,7 +27,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     loss_weights: FloatArray  # [T] sums to 1 over the step, all ranks together (less where staleness reweights)
     behaviour_logprobs: FloatArray  # [T]
     advantages: FloatArray  # [T]
-    staleness: IntArray  # [T] versions between the learner and what made the token
+    staleness: IntArray  # [T] learner steps since the weights that made the token
     rewards: FloatArray  # [S] of whole responses
     groups: IntArray  # [S] place of each sequence's group in the step
     columns: dict[str, Array] = msgspec.field(default_factory=dict)  # by name, each [T], for the loss

@@ -52,13 +52,14 @@ class Assigned(Event, frozen=True):
     length: int
 
 
-class Interrupted(Event, frozen=True):
+class Interrupted(Event, frozen=True, kw_only=True):
     """Generation stopped at `length` tokens: `new_weights`, `replica_died`, `controller_died`, `stopped`."""
 
     trajectory_id: str
     epoch: int
     length: int
     reason: str
+    used_s: float = 0.0  # of generation until then, on all replicas, as last reported
 
 
 class Finished(Event, frozen=True, kw_only=True):
@@ -264,6 +265,28 @@ class StepSkipped(Event, frozen=True):
     trajectory_ids: tuple[str, ...]
 
 
+class RefillStopped(Event, frozen=True, kw_only=True):
+    """Step `step` was given `num_taken` groups and not `num_wanted`: `num_silent` in their places had no signal.
+
+    Of these, `num_best` had the best reward of the run in all responses, `num_worst` the worst.
+    """
+
+    step: int
+    num_wanted: int
+    num_taken: int
+    num_silent: int
+    num_best: int
+    num_worst: int
+
+    def tell(self) -> str:
+        """Words for a log: how much of the task is solved, and how much hopeless."""
+        solved, hopeless = self.num_best / self.num_silent, self.num_worst / self.num_silent
+        return (
+            f"{self.num_taken} of {self.num_wanted} groups; {self.num_silent} others had no signal: {solved:.0%}"
+            f" are solved (all rewards the best of the run), {hopeless:.0%} hopeless (the worst)"
+        )
+
+
 class Checkpointed(Event, frozen=True, kw_only=True):
     """Step `step` is on disk at `path`, relative to the run folder; later steps may have come before this."""
 
@@ -311,13 +334,14 @@ class PartDied(Event, frozen=True):
 
 
 class Evaluated(Event, frozen=True, kw_only=True):
-    """Held-out accuracy of `version`, `rl_s` seconds into the RL phase."""
+    """Held-out accuracy of `version`, `rl_s` seconds into the RL phase, over the answers that were scored."""
 
     version: int
     step: int
     num_prompts: int
     accuracy: float
     rl_s: float
+    num_unscored: int = 0  # of the prompts, whose answer has no reward
 
 
 AnyEvent = (
@@ -345,6 +369,7 @@ AnyEvent = (
     | Reattached
     | Stepped
     | StepSkipped
+    | RefillStopped
     | Checkpointed
     | RolledBack
     | Archived

@@ -70,7 +70,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float
     elapsed_s: float
     tokens: TokenMetrics = TokenMetrics()
-    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
+    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
     mismatch: Mismatch = Mismatch()
     updates: int = 1
     skipped: int = 0  # of the updates, whose loss or gradient was not finite; all else is of the others
@@ -130,7 +130,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     mismatch_p99: float = 0.0
     mismatch_max: float = 0.0
     skipped: int = 0
-    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" versions old
+    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
 
     @property
     def not_finite(self) -> list[str]:
@@ -149,6 +149,8 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
     running: list[int]
     waiting: list[int]
     kv_use: list[float]
+    cpu_use: float | None = None  # share of the cores that the controller may use, whoever keeps them busy
+    cores: int = 0  # number of these; 0: not on record
 
 
 class LearnerProgress(msgspec.Struct, frozen=True):

@@ -110,5 +110,8 @@ class Scorer(Protocol):
     """Scores trajectories, in whatever process it likes."""
 
     async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Give one score per request, in order; a failure is a score with its reason, not an exception."""
+        """Give one score per request, in order; a failure is a score with its reason, not an exception.
+
+        May end with the first that took too long; the caller asks for the others again.
+        """
         ...

@@ -122,9 +122,5 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_version(self) -> int:
-        """The lowest version in it; staleness counts from there."""
+        """The lowest version in it, whose age is its staleness."""
         return min(span.version for span in self.spans)
-
-    def staleness(self, learner_version: int) -> int:
-        """Versions between the oldest weights in it and the learner's."""
-        return learner_version - self.oldest_version

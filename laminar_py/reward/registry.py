@@ -50,7 +50,7 @@ def _import(function: str, path: Path) -> ModuleType:
     sys.modules[name] = module  # where dataclasses look up the module they are defined in
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise _error(function, f"importing {path} failed ({line})", remedy="mend the file") from error
     return module

@@ -54,6 +54,7 @@ class ScoringStage:
         self._restart = restart
         # Room for every score that is wanted and one end mark per worker: `put_nowait` cannot fail.
         self._waiting: asyncio.Queue[ScoringRequest | None] = asyncio.Queue(queue + len(self._workers))
+        self._since: dict[str, float] = {}  # what has no score yet, the oldest first, and when it came
         self._closed = False
 
     @property
@@ -61,18 +62,31 @@ class ScoringStage:
         """Trajectories that no worker has taken yet."""
         return self._waiting.qsize()
 
+    @property
+    def num_unscored(self) -> int:
+        """Trajectories that wait or that a worker has."""
+        return len(self._since)
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the oldest of those came, 0 without any."""
+        return asyncio.get_running_loop().time() - next(iter(self._since.values())) if self._since else 0.0
+
     def submit(self, request: ScoringRequest) -> None:
         """Score it as soon as a worker is free."""
         assert not self._closed, f"{request.trajectory_id} submitted to a closed scoring stage"
         if self._waiting.qsize() >= self._most:
             self._forget_unwanted()
         self._waiting.put_nowait(request)
+        self._since[request.trajectory_id] = asyncio.get_running_loop().time()
 
     def _forget_unwanted(self) -> None:
         waiting = [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
         for request in waiting:
             if request is None or self._wanted(request.trajectory_id):
                 self._waiting.put_nowait(request)
+            else:
+                del self._since[request.trajectory_id]
 
     def close(self) -> None:
         """Workers end after the batch in hand; what waits is not scored any more."""
@@ -90,11 +104,16 @@ class ScoringStage:
 
     async def _serve(self, index: int) -> None:
         while requests := await self._take():
-            if len(requests) > 1 and (scores := await self._score_together(index, requests)):
-                await self._deliver(scores)
-                continue
+            while len(requests) > 1 and (scores := await self._score_together(index, requests)):
+                await self._hand_over(scores)
+                requests = requests[len(scores) :]
             for request in requests:
-                await self._deliver([await self._score_alone(index, request)])
+                await self._hand_over([await self._score_alone(index, request)])
+
+    async def _hand_over(self, scores: Sequence[Score]) -> None:
+        for score in scores:
+            del self._since[score.trajectory_id]
+        await self._deliver(scores)
 
     async def _take(self) -> list[ScoringRequest]:
         """A fair share of what waits, so that slow rewards spread over the workers; nothing once closed."""
@@ -105,6 +124,7 @@ class ScoringStage:
             if self._closed or request is None:
                 return []
             if not self._wanted(request.trajectory_id):
+                del self._since[request.trajectory_id]
                 continue
             if not requests:
                 share = min(self._batch, 1 + self._waiting.qsize() // len(self._workers))
@@ -112,7 +132,10 @@ class ScoringStage:
         return requests
 
     async def _score_together(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Scores of a batch; none if the worker hung or died over a member, and was replaced."""
+        """Scores of a batch, in order, up to the first member that took too long.
+
+        None if the worker hung or died over a member, and was replaced.
+        """
         try:
             return await self._call(index, requests)
         except (TimeoutError, WorkerDiedError) as error:
@@ -135,7 +158,9 @@ class ScoringStage:
     async def _call(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
         async with asyncio.timeout(len(requests) * self._timeout_s + self._grace_s):
             scores = await self._workers[index].score(requests)
-        assert [score.trajectory_id for score in scores] == [r.trajectory_id for r in requests], scores
+        asked = [request.trajectory_id for request in requests]
+        given = [score.trajectory_id for score in scores]
+        assert given == asked[: max(1, len(given))], f"{asked} were asked for, {given} given"
         return scores
 
     async def _replace(self, index: int, requests: Sequence[ScoringRequest], *, cause: Exception) -> None:

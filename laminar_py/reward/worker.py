@@ -1,8 +1,8 @@
 """Runs a reward function inside a scoring process, with a limit on its wall time for each trajectory.
 
 `workers.processes.scorer` calls it, from the main thread, where alone Python delivers signals. Invariant (law 6):
-one score per request, in order, whatever the function does short of taking the process down; a function that
-never returns to the interpreter is the business of the guard in `stage`.
+one score per request, in order, whatever the function does short of taking the process down, up to the first that
+took too long; a function that never returns to the interpreter is the business of the guard in `stage`.
 """
 
 import numbers
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from laminar_py.records.scoring import Reward, Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.registry import RewardFunction
 
-DETAIL_CHARS = 300
+DETAIL_CHARS = 400
+KEPT_CHARS = 200  # of the end of a longer text, where the place is
+LARGEST = 1e30  # reward: advantages, which are differences of rewards, are finite in float32
 PROCESS_REWARDS = Column(name=TOKEN_REWARDS)
 
 
@@ -50,9 +52,17 @@ class ScoringWorker:
         self._columns = columns
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Score requests in order: a value each, or REWARD_TIMEOUT or REWARD_FAILED with a line of detail."""
+        """Score requests in order: a value each, or REWARD_TIMEOUT or REWARD_FAILED with a line of detail.
+
+        Ends with the first that took too long, so that it is known at once; the others are asked for again.
+        """
+        scores: list[Score] = []
         with _alarms():
-            return [self._score(request) for request in requests]
+            for request in requests:
+                scores.append(self._score(request))
+                if scores[-1].failure is DropReason.REWARD_TIMEOUT:
+                    break
+        return scores
 
     def _score(self, request: ScoringRequest) -> Score:
         start = time.perf_counter()
@@ -60,17 +70,17 @@ class ScoringWorker:
         columns: dict[str, TokenValues] = {}
         failure, detail = None, ""
         try:
-            given = _plain(self._run(request))
-        except _OutOfTimeError:
+            given = self._run(request)
+        except _OutOfTimeError as error:
             failure = DropReason.REWARD_TIMEOUT
-            detail = f"no value within reward.timeout_s={self._timeout_s:g}"
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
-            failure, detail = DropReason.REWARD_FAILED, _describe(error)
+            detail = _one_line(f"no value within reward.timeout_s={self._timeout_s:g}{self._place(error)}")
+        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, a KeyboardInterrupt too
+            failure, detail = DropReason.REWARD_FAILED, _one_line(f"{_words(error)}{self._place(error)}")
         else:
             try:
                 value, columns = self._checked(given, length=len(request.response_ids))
             except ColumnError as error:
-                failure, detail = DropReason.REWARD_FAILED, _one_line(str(error))
+                failure, detail = DropReason.REWARD_FAILED, _one_line(f"{error}{self._place(None)}")
         return Score(
             trajectory_id=request.trajectory_id,
             value=value,
@@ -84,23 +94,43 @@ class ScoringWorker:
         """The value of a response, and its columns. Raises `ColumnError` if they are not as declared."""
         if not given.value.ndim:
             columns = check_columns(self._columns, given.columns, length=length)
-            if given.value.dtype.kind in "biuf" and np.isfinite(given.value):
+            if given.value.dtype.kind in "biuf" and abs(given.value) <= LARGEST:
                 return float(given.value), columns
             raise ColumnError(
-                f"the reward function returned {given.text}; return a finite number, or one for each of {length}"
-                " tokens"
+                f"the reward function returned {given.text}; return a finite number up to {LARGEST:g}, or one for"
+                f" each of {length} tokens"
             )
         rewards = check_array(PROCESS_REWARDS, given.value, length=length)
         columns = check_columns(self._columns, given.columns | {TOKEN_REWARDS: rewards}, length=length)
-        return float(rewards.sum()), columns | {TOKEN_REWARDS: token_values(rewards)}
+        with np.errstate(over="ignore"):
+            total = float(rewards.sum())
+        if not max(np.abs(rewards).max(initial=0.0), abs(total)) <= LARGEST:
+            raise ColumnError(
+                f"{length} per-token rewards add up to {total:g}; keep each and the sum below {LARGEST:g}"
+            )
+        return total, columns | {TOKEN_REWARDS: token_values(rewards)}
 
-    def _run(self, request: ScoringRequest) -> object:
+    def _run(self, request: ScoringRequest) -> "_Given":
         # An alarm that fires while the timer is being stopped is raised inside `finally`, so the caller sees it.
         try:
             signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
-            return self._function(request)
+            return _plain(self._function(request))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _place(self, error: BaseException | None) -> str:
+        """The line of the user's own code that an error came through last, e.g. " (at rewards.py:7)".
+
+        Of a wrong return value, or where no line of the file of the reward had a part, that of the function.
+        """
+        code = _code(self._function)
+        frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+        theirs = [frame for frame in frames if frame.filename != __file__]
+        own = [frame for frame in theirs if code is not None and frame.filename == code.co_filename]
+        if own or theirs:
+            last = (own or theirs)[-1]
+            return f" (at {last.filename}:{last.lineno})"
+        return "" if code is None else f" (at {code.co_filename}:{code.co_firstlineno})"
 
 
 @contextmanager
@@ -134,11 +164,27 @@ def _plain(returned: object) -> _Given:
     return _Given(value, columns, "" if value.ndim else repr(reward.value))
 
 
-def _describe(error: BaseException) -> str:
-    """Type, message and place, in one line."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return _one_line(f"{type(error).__name__}: {error} (at {last.filename}:{last.lineno})")
+def _code(function: object) -> CodeType | None:
+    """Code of a function, or of the call of an object; None of what is not written in Python."""
+    for called in (function, vars(type(function)).get("__call__")):
+        code = getattr(called, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None
+
+
+def _words(error: BaseException) -> str:
+    """Type and message of a user's exception, whose text may fail as well."""
+    try:
+        text = str(error)
+    except BaseException as fault:  # noqa: BLE001 - a user's code, like the reward
+        text = f"its text cannot be had, {type(fault).__name__}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:DETAIL_CHARS]
+    """Text in one line of at most `DETAIL_CHARS`, the end kept, and of characters that can be stored."""
+    line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+    if len(line) <= DETAIL_CHARS:
+        return line
+    return f"{line[: DETAIL_CHARS - KEPT_CHARS]} ... {line[-KEPT_CHARS:]}"

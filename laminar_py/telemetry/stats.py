@@ -152,50 +152,52 @@ class Stats:
         step: int,
         version: int,
         batch: list[Trajectory],
+        staleness: list[int],
         metrics: StepMetrics | None,
         generated_tokens: int,
         versions_alive: int,
         stall_s: float,
     ) -> StepRow:
-        """The row of a committed step; `metrics` are None where no group had signal and nothing was learned."""
-        learned, totals = metrics or NOTHING_LEARNED, self.totals
-        staleness = self._count(batch, version, learned)
-        waited_s, reference_s = self._end_step(now := self.rl_s)
-        row = StepRow(
-            step=step,
-            version=version,
-            rl_s=now,
-            reward=self._mean_reward(),
-            trajectories=len(batch),
-            trained_tokens=totals.trained_tokens,
-            generated_tokens=self._generated_before + generated_tokens,
-            staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
-            staleness_max=max(staleness, default=0),
-            length_p50=quantile(totals.lengths, 0.50),
-            length_p95=quantile(totals.lengths, 0.95),
-            learner_s=learned.elapsed_s,
-            learner_waiting_share=self.learner_waiting_share,
-            learner_busy_s=totals.learner_busy_s,
-            overlap_s=totals.overlap_s,
-            versions_alive=versions_alive,
-            kv_use=self.kv_use,
-            publish_stall_s=stall_s,
-            reference_busy_s=totals.reference_busy_s,
-            waited_s=waited_s,
-            reference_s=reference_s,
-            learner_tokens_per_s=learned.tokens_per_s,
-            learner_flops_per_s=learned.flops_per_s,
-            mfu=learned.mfu,
-            loss=learned.loss,
-            grad_norm=learned.grad_norm,
-            mismatch_mean=learned.mismatch.mean,
-            mismatch_p99=learned.mismatch.p99,
-            mismatch_max=learned.mismatch.max,
-            skipped=learned.skipped,
-            by_staleness=learned.by_staleness,
-            **learned.tokens.figures,
+        """The row of a committed step, with its trajectories' staleness; no `metrics` if nothing was learned."""
+        learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
+        self._count(batch, staleness, learned)
+        waited_s, reference_s = self._end_step(now)
+        return self._noted(
+            StepRow(
+                step=step,
+                version=version,
+                rl_s=now,
+                reward=self._mean_reward(),
+                trajectories=len(batch),
+                trained_tokens=totals.trained_tokens,
+                generated_tokens=self._generated_before + generated_tokens,
+                staleness_mean=sum(staleness) / (len(staleness) or 1),
+                staleness_max=max(staleness, default=0),
+                length_p50=quantile(totals.lengths, 0.50),
+                length_p95=quantile(totals.lengths, 0.95),
+                learner_s=learned.elapsed_s,
+                learner_waiting_share=self.learner_waiting_share,
+                learner_busy_s=totals.learner_busy_s,
+                overlap_s=totals.overlap_s,
+                versions_alive=versions_alive,
+                kv_use=self.kv_use,
+                publish_stall_s=stall_s,
+                reference_busy_s=totals.reference_busy_s,
+                waited_s=waited_s,
+                reference_s=reference_s,
+                learner_tokens_per_s=learned.tokens_per_s,
+                learner_flops_per_s=learned.flops_per_s,
+                mfu=learned.mfu,
+                loss=learned.loss,
+                grad_norm=learned.grad_norm,
+                mismatch_mean=learned.mismatch.mean,
+                mismatch_p99=learned.mismatch.p99,
+                mismatch_max=learned.mismatch.max,
+                skipped=learned.skipped,
+                by_staleness=learned.by_staleness,
+                **learned.tokens.figures,
+            )
         )
-        return self._noted(row)
 
     def _noted(self, row: StepRow) -> StepRow:
         """The row, noted in the totals; metrics that are not finite are named, each the first time."""
@@ -207,13 +209,11 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _count(self, batch: Sequence[Trajectory], version: int, learned: StepMetrics) -> list[int]:
-        """Add what a step trained on to the totals; the staleness of each trajectory."""
-        staleness = [trajectory.staleness(version) for trajectory in batch]
+    def _count(self, batch: Sequence[Trajectory], staleness: Sequence[int], learned: StepMetrics) -> None:
+        """Add what a step trained on to the totals."""
         self.totals.staleness.update(staleness)
         self.totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
-        return staleness
 
     def _end_step(self, now: float) -> tuple[float, float]:
         """Seconds of this step without a batch, and in the reference model; the next one begins `now`."""
@@ -230,8 +230,8 @@ class Stats:
             self._reward = math.fsum(rewards) / len(rewards)  # whatever came first
         return self._reward
 
-    def fleet(self, generated_tokens: int) -> FleetRow:
-        """Row of what the replicas do now."""
+    def fleet(self, generated_tokens: int, *, cpu_use: float, cores: int) -> FleetRow:
+        """Row of what the replicas do now, on a machine whose `cores` are busy to that share."""
         replicas = self.replicas
         return FleetRow(
             rl_s=round(self.rl_s, 3),
@@ -241,6 +241,8 @@ class Stats:
             running=[replica.running for replica in replicas],
             waiting=[replica.waiting for replica in replicas],
             kv_use=[round(replica.kv_use, 4) for replica in replicas],
+            cpu_use=round(cpu_use, 4),
+            cores=cores,
         )
 
     # ---- derived
@@ -254,6 +256,11 @@ class Stats:
     def in_rl(self) -> bool:
         """True while the RL phase goes on."""
         return self._rl.on
+
+    @property
+    def learner_idle_s(self) -> float | None:
+        """Seconds of RL since the learner was done with its last batch; None while it has one."""
+        return None if self._step_began is not None else self.rl_s - self._free_rl_s
 
     @property
     def kv_use(self) -> float:

@@ -11,6 +11,7 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event, read_accounting
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed, Relayed, Repacked
+from laminar_py.records.trajectory import DropReason
 from laminar_py.telemetry.stats import Stats, quantile
 
 ROOT = "relay-0"  # which holds what the learner wrote: nothing comes to it
@@ -42,7 +43,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StalenessFigures(msgspec.Struct, frozen=True):
-    """Staleness of consumed trajectories, in versions."""
+    """Staleness of consumed trajectories, in learner steps."""
 
     mean: float
     max: int
@@ -84,6 +85,14 @@ class EvaluationFigures(msgspec.Struct, frozen=True):
     accuracy: float
 
 
+class UnscoredFigures(msgspec.Struct, frozen=True):
+    """Responses that could not be scored, those of evaluations included, of all that were to be."""
+
+    count: int
+    of: int
+    first: str  # why, of the first of them
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Achievements of a run; durations in seconds, memory in bytes."""
 
@@ -108,6 +117,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: CheckpointFigures
     kv_use: float  # mean share of the replicas' KV caches over the RL phase
     repack: RepackFigures
+    unscored: UnscoredFigures
 
 
 def read_relay(connection: sqlite3.Connection) -> RelayFigures:
@@ -155,6 +165,19 @@ def read_checkpoints(connection: sqlite3.Connection) -> CheckpointFigures:
     return CheckpointFigures(
         len(events), median(event.stall_s for event in events), median(event.elapsed_s for event in events)
     )
+
+
+def read_unscored(connection: sqlite3.Connection) -> UnscoredFigures:
+    """Read what scoring failed."""
+    reasons = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
+    ((count, of),) = connection.execute(
+        "SELECT count(*) FILTER (WHERE drop_reason IN (?, ?)),"
+        " count(*) FILTER (WHERE reward IS NOT NULL OR drop_reason IN (?, ?)) FROM trajectory",
+        (*reasons, *reasons),
+    )
+    query = "SELECT drop_detail FROM trajectory WHERE drop_reason IN (?, ?) ORDER BY ended_s LIMIT 1"
+    first = connection.execute(query, reasons).fetchone() if count else None
+    return UnscoredFigures(count, of, "" if first is None else first[0])
 
 
 def _lengths(connection: sqlite3.Connection) -> LengthFigures:
@@ -218,6 +241,7 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
             checkpoints=read_checkpoints(connection),
             kv_use=stats.kv_use,
             repack=read_repack(connection),
+            unscored=read_unscored(connection),
         )
     partial = run.summary.with_suffix(".tmp")  # a dashboard may read it at this moment
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

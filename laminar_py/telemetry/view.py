@@ -1,19 +1,23 @@
 """View of a run while it goes on: a live screen on a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import LearnerProgress, StepRow
 from laminar_py.telemetry.stats import Stats
+from laminar_py.telemetry.waits import tell_time_left
 
 LINE_EVERY_STEPS = 10
-LINE_EVERY_S = 5.0
+PROGRESS_EVERY_S = 5.0
+LINE_EVERY_S = 60.0
 
 
 class View(Protocol):
@@ -31,8 +35,12 @@ class View(Protocol):
         """A held-out accuracy."""
         ...
 
-    def refresh(self, stats: Stats, step: int, version: int) -> None:
-        """A look at all parts, twice a second."""
+    def notice(self, line: str) -> None:
+        """A line that the user has to see at once."""
+        ...
+
+    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
+        """A look at all parts, twice a second; `notes` say what they wait for and what failed, "" nothing."""
         ...
 
     def close(self) -> None:
@@ -41,82 +49,101 @@ class View(Protocol):
 
 
 class PlainView:
-    """A line every ten steps, for files and pipes."""
+    """A line every ten steps and at least one a minute, for files and pipes."""
 
-    def __init__(self, console: Console, *, steps: int) -> None:
+    def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
         self._console = console
         self._steps = steps
-        self._said_s = 0.0
+        self._max_rl_s = max_rl_s
+        self._said_s = time.monotonic()  # that or longer ago
 
     def progress(self, progress: LearnerProgress) -> None:
         """Print a line every few seconds."""
-        if time.monotonic() - self._said_s > LINE_EVERY_S:
-            self._said_s = time.monotonic()
-            self._console.print(progress_line(progress), highlight=False, soft_wrap=True)
+        if time.monotonic() - self._said_s > PROGRESS_EVERY_S:
+            self._say(progress_line(progress))
 
     def step(self, row: StepRow) -> None:
         """Print a line every ten steps."""
         if row.step % LINE_EVERY_STEPS == 0 or row.step == self._steps or row.step == 1:
-            self._console.print(
+            self._say(
                 f"step {row.step}/{self._steps}  reward {row.reward:.3f}  tokens p50 {row.length_p50} p95"
                 f" {row.length_p95}  staleness {row.staleness_mean:.1f} max {row.staleness_max}  trained"
                 f" {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting {row.learner_waiting_share:.0%}"
-                f"  {row.rl_s:.1f} s",
-                highlight=False,
-                soft_wrap=True,
+                f"  {row.rl_s:.1f} s"
             )
 
     def evaluated(self, result: Evaluated) -> None:
         """Print a line."""
-        self._console.print(evaluation_line(result), highlight=False, soft_wrap=True)
+        self._say(evaluation_line(result))
 
-    def refresh(self, stats: Stats, step: int, version: int) -> None:
-        """Nothing: a file needs no live view."""
+    def notice(self, line: str) -> None:
+        """Print it."""
+        self._say(line)
+
+    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
+        """Print a line when there was none for a minute."""
+        if version >= 0 and time.monotonic() - self._said_s > LINE_EVERY_S:
+            left = tell_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
+            done = f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL"
+            self._say("; ".join(part for part in (done, left, *notes) if part))
 
     def close(self) -> None:
         """Nothing to close."""
+
+    def _say(self, line: str) -> None:
+        self._said_s = time.monotonic()
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class LiveView:
     """A screen that is drawn anew twice a second."""
 
-    def __init__(self, console: Console, *, steps: int) -> None:
+    def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
         self._steps = steps
+        self._max_rl_s = max_rl_s
         self._row: StepRow | None = None
-        self._note = "starting"
+        self._starting = "starting"  # how far the learner is, and when it said so
+        self._started_s = time.monotonic()
         self._accuracy = "-"
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
     def progress(self, progress: LearnerProgress) -> None:
-        """Shown below the numbers."""
-        self._note = progress_line(progress)
-        self._live.update(Panel(self._note, title="laminar"), refresh=True)
+        """Shown while it is new."""
+        self._starting, self._started_s = progress_line(progress), time.monotonic()
 
     def step(self, row: StepRow) -> None:
         """Kept for the next refresh."""
         self._row = row
-        self._note = ""
 
     def evaluated(self, result: Evaluated) -> None:
         """Printed above the screen and kept."""
         self._accuracy = f"{result.accuracy:.3f} (step {result.step})"
-        self._live.console.print(evaluation_line(result), highlight=False)
+        self.notice(evaluation_line(result))
 
-    def refresh(self, stats: Stats, step: int, version: int) -> None:
+    def notice(self, line: str) -> None:
+        """Print it above the screen."""
+        self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
         """Draw."""
-        if self._row is not None:
-            body = Group(_numbers(self._row, self._steps, self._accuracy), _replicas(stats, version), self._note)
-            self._live.update(Panel(body, title="laminar", expand=False), refresh=True)
+        left = tell_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
+        lines = [left, *notes] if version >= 0 else []
+        if version < 0 or time.monotonic() - self._started_s < PROGRESS_EVERY_S:
+            lines.append(self._starting)
+        numbers = [] if self._row is None else [_numbers(self._row, self._steps, self._accuracy)]
+        body = Group(*numbers, _replicas(stats, version), *(Text(line) for line in lines if line))
+        self._live.update(Panel(body, title="laminar", expand=False), refresh=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         self._live.stop()
 
 
-def make_view(console: Console, *, steps: int) -> View:
-    """Live on a terminal, plain elsewhere."""
-    return LiveView(console, steps=steps) if console.is_terminal else PlainView(console, steps=steps)
+def make_view(console: Console, *, steps: int, max_rl_s: float | None) -> View:
+    """Live on a terminal, plain elsewhere; steps and seconds of RL after which the run is done."""
+    kind = LiveView if console.is_terminal else PlainView
+    return kind(console, steps=steps, max_rl_s=max_rl_s)
 
 
 def progress_line(progress: LearnerProgress) -> str:
@@ -127,9 +154,12 @@ def progress_line(progress: LearnerProgress) -> str:
 
 def evaluation_line(result: Evaluated) -> str:
     """Line on an accuracy."""
+    count = f"{result.num_prompts - result.num_unscored} problems"
+    if result.num_unscored:
+        count += f", {result.num_unscored} more not scored"
     return (
-        f"held-out accuracy {result.accuracy:.3f} on {result.num_prompts} problems: version {result.version},"
-        f" step {result.step}, {result.rl_s:.1f} s of RL"
+        f"held-out accuracy {result.accuracy:.3f} on {count}:"
+        f" version {result.version}, step {result.step}, {result.rl_s:.1f} s of RL"
     )
 
 

@@ -3,6 +3,7 @@
 import socket
 from dataclasses import dataclass
 
+from laminar_py.cluster.memory import KernelKills
 from laminar_py.cluster.placement import Placement
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.ledger import Ledger
@@ -27,6 +28,7 @@ class Incarnation:
     ledger: Ledger
     stats: Stats
     supervisor: Supervisor
+    kernel_kills: KernelKills
     number: int = 1
     checkpoint: Checkpointed | None = None  # where the learner goes on
 
@@ -48,6 +50,7 @@ def open_incarnation(
         ledger=ledger,
         stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
+        kernel_kills=KernelKills(),
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,
     )

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from laminar_py.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.cluster.errors import PartDiedError, RunFailedError, for_memory
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.placement import Place
 from laminar_py.workers.incarnation import Incarnation
@@ -23,6 +23,7 @@ from laminar_py.workers.incarnation import Incarnation
 T = TypeVar("T")
 RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
 MAX_PATIENCE = 15  # times that
+STARVED = 2  # deaths for want of memory, which another start does not mend
 
 
 async def back_off(failures: int) -> None:
@@ -50,6 +51,8 @@ class PartSpec:
     rest: Callable[[int], Awaitable[None]] = back_off  # between a death and the next process
     first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
     on_record: bool = True  # True where its starts are events of the run
+    spares_memory: str = ""
+    """Settings to change where memory runs out, which ends the run at the second time; empty: as other deaths."""
 
 
 class Keeper:
@@ -63,6 +66,8 @@ class Keeper:
         self._placement = incarnation.placement
         self._served = False
         self._failures = 0  # starts in a row
+        self._starved = 0  # deaths for want of memory
+        self._kernel_kills = incarnation.kernel_kills
 
     def spawn(self) -> bool:
         """Start the processes, if there are none and there is room; True if there are some."""
@@ -89,6 +94,7 @@ class Keeper:
                 assert isinstance(pid, int)
                 if self._spec.on_record:
                     self._supervisor.started(part.name, pid)
+                await self._kernel_kills.meet(part)
         return self.parts
 
     async def up(self) -> Sequence[Part]:
@@ -113,16 +119,29 @@ class Keeper:
     async def replace(self, error: PartDiedError) -> None:
         """End what is left, count the death, rest. Raises RunFailedError if that was one too many."""
         self.kill()
+        node = next((part.place.node for part in self.parts if part.name == error.part), None)
         self._failures += not self.is_up
         self.parts, self.is_up = (), False
         death = await self._spec.settle(error)
         if death is not None:
+            if self._spec.spares_memory:
+                death = await self._kernel_kills.explain(death, node)
             self._supervisor.died(death)
+            self._end_if_starved(death)
             if self._failures == self._spec.first_starts and not self._served:
                 raise RunFailedError(f"{death.part} does not start: {death.reason}; see logs/{death.part}.log")
         await self._placement.refresh()
         await self._spec.rest(self._failures)
         await self._placement.refresh()  # a node may have gone meanwhile
+
+    def _end_if_starved(self, death: PartDiedError) -> None:
+        if self._spec.spares_memory and for_memory(death.reason):
+            self._starved += 1
+            if self._starved == STARVED:
+                raise RunFailedError(
+                    f"{death.part} ran out of memory twice, last: {death.reason}; {self._spec.spares_memory}, and"
+                    f" --resume; see logs/{death.part}.log"
+                )
 
     def kill(self) -> None:
         """End all processes; their keeper notices like any other death."""

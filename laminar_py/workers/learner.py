@@ -50,6 +50,7 @@ class LearnerLink:
             timeout_s=START_S,
             places=lambda: incarnation.placement.plan.learner,
             start=self._start,
+            spares_memory="lower packer.max_tokens, set learner.recompute=all, or raise learner.world_size",
         )
         self._keeper = Keeper(spec, incarnation)
 

@@ -41,6 +41,7 @@ class ReferenceStage:
             timeout_s=START_S,
             places=lambda: [incarnation.placement.plan.reference],
             start=self._start,
+            spares_memory="lower packer.max_tokens, or set algorithm.reference_pass=learner",
         )
         self._keeper = Keeper(spec, incarnation)
 

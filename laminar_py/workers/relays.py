@@ -1,5 +1,9 @@
 """The relay tree's processes: placed, started root first, kept alive on their ports. Owned by the controller.
 
+A relay that died comes back at its old port, for which it waits while a process that hangs is being ended. If the
+port stays taken it gets another: nodes below turn to the next parent (below the root they start anew), replicas to
+the new one.
+
 Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
 learner and every host with replicas has one. After the death of a host its relay starts where the plan now says,
 and if that was the root's, all others start anew below the new one.
@@ -48,6 +52,7 @@ from laminar_py.workers.specs import RelaySpec
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
+PORT_SHARE = 0.5  # of the time in which a start must answer, for the port of before to be free
 
 
 class Relays:
@@ -64,6 +69,7 @@ class Relays:
         self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
         self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
         self._endpoints: dict[int, str] = {}
+        self.left: set[str] = set()  # endpoints at which no relay listens any more
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
         self._shape: topology.Shape | None = None
         self._chunk_bytes = 0
@@ -238,20 +244,22 @@ class Relays:
             await asyncio.sleep(PING_S)
 
     async def _start_node(self, node: int, parts: Sequence[Part]) -> None:
-        """Start it, on the port it had before if it was on that host."""
+        """Start it, on the port it had before if it was on that host and that can be had."""
         (part,) = parts
         host = part.place.node
         assert host is not None, "a relay has a place"
         parents = self.tree.ancestors(node)
         if parents:
             await self.root_up()
-        planned = self._placement.plan.relays
+        planned, comes_back = self._placement.plan.relays, self._hosts.get(node) == host
         spec = RelaySpec(
             config=self._config_on(host).model_dump_json(),
             run_dir=str(self._incarnation.run.path),
             node=node,
             store=str(self.store(node)),
             port=self._port(node, host),
+            patience_s=PORT_SHARE * self._config.supervisor.heartbeat_timeout_s if comes_back else 0.0,
+            or_any_port=comes_back and self._config.relay.base_port is None,
             parents=tuple(
                 self._endpoints[parent] for parent in parents if planned[parent] and parent in self._endpoints
             ),
@@ -261,7 +269,11 @@ class Relays:
         )
         endpoint = await part.call("start", encode(spec))
         assert isinstance(endpoint, str)
-        moved = self._hosts.get(node, host) != host
+        before = self._endpoints.get(node, endpoint)
+        moved = before != endpoint
+        if moved:
+            self.left.add(before)
+        self.left.discard(endpoint)
         self._endpoints[node], self._hosts[node] = endpoint, host
         if moved and not parents:
             for other in self._keepers.keys() - {node}:  # they look for the root where it was

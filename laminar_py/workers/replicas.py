@@ -37,6 +37,7 @@ class Replicas:
         self._scheduler = scheduler
         self._relays = relays
         self._restarting: set[int] = set()  # killed on purpose
+        self._attached: dict[int, str] = {}  # endpoint of the relay that each was started with
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
         self._late_aborts: dict[int, list[str]] = {}  # of what a replica that starts is started with
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
@@ -145,6 +146,7 @@ class Replicas:
             settle=partial(self._settle, index),
             rest=self._rest,
             first_starts=FIRST_STARTS,
+            spares_memory="lower rollout.kv_capacity, rollout.max_batch or rollout.replicas",
         )
 
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
@@ -161,12 +163,13 @@ class Replicas:
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
+        relay = self._attached[index] = await self._relays.attach(index, parts[0].place)
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
             index=index,
             model_dir=str(self._config.model.path),
-            relay=await self._relays.attach(index, parts[0].place),
+            relay=relay,
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
             assignments=self._scheduler.dispatcher.for_starting(index),
@@ -188,6 +191,8 @@ class Replicas:
             self._stats.on_report(report)
             self._compare(index, report.loads)
             self.dispatch()
+            if self._attached[index] in self._relays.left:
+                raise PartDiedError(f"replica-{index}", "its relay listens at another port")
 
     def _compare(self, index: int, loads: Sequence[WeightLoad]) -> None:
         """Engines that verified one version in one layout hold the same tensors. Raises PartDiedError if not."""

@@ -22,6 +22,8 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
     node: int
     store: str
     port: int
+    patience_s: float = 0.0  # for whoever holds that port to let go of it
+    or_any_port: bool = False  # in place of one that is still held then
     parents: tuple[str, ...]  # endpoints; empty for the root
     chunk_bytes: int  # settled for the whole tree
     public_key: str

@@ -119,7 +119,7 @@ async def write_small_run(run):
         drop(ledger, "g7.0", 6, DropReason.REWARD_FAILED)
         issue(ledger, "g8.0")
         run_to(ledger, "g8.0", ((0, 0, 15),))
-        ledger.append(Interrupted("g8.0", 1, 15, "repacked"))
+        ledger.append(Interrupted(trajectory_id="g8.0", epoch=1, length=15, reason="repacked"))
         ledger.append(Assigned("g8.0", 1, 2, 15))
         ledger.append(Evaluated(version=3, step=3, num_prompts=8, accuracy=0.5, rl_s=3.0))
 

@@ -41,7 +41,7 @@ class Script:
         self._clock.second = second
         self._ledger.append_all(events)
 
-    def issue(self, second, id, *, replica=0, index=0):
+    def issue(self, second, id, *, replica=0, index=0, kind=Kind.TRAIN):
         """Issued and handed to a replica at once."""
         group, _, sample = id.partition(".")
         self._ledger.store_prompt(make_prompt(index))
@@ -53,7 +53,7 @@ class Script:
                 prompt_id=f"p{index}",
                 prompt_index=index,
                 sample_index=int(sample),
-                kind=Kind.TRAIN,
+                kind=kind,
             ),
             Assigned(id, replica, 1, 0),
         )

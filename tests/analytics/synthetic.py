@@ -149,7 +149,10 @@ class Simulation:
             began, had = self.began[id]
             length = min(self.length[id] - 1, had + int((self.clock.at - began) / TOKEN_S))
             self.grow(id, had, max(had, length), version)
-            self.ledger.append(e.Interrupted(id, self.epoch[id], max(had, length), "repacked"))
+            interrupted = e.Interrupted(
+                trajectory_id=id, epoch=self.epoch[id], length=max(had, length), reason="repacked"
+            )
+            self.ledger.append(interrupted)
             self.running[source].discard(id)
             self.assign(id, destination, max(had, length))
         self.ledger.append(

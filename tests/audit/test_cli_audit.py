@@ -10,6 +10,7 @@ from laminar_py.cli import main
 from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.ledger.seal import seal_run
 from tests.audit.test_export import a_run
+from tests.ledger.runs import begin, issue, open_ledger
 
 
 @pytest.fixture
@@ -52,11 +53,32 @@ async def test_list_and_sql_write_json_for_other_tools(tmp_path, laminar):
     await a_run(tmp_path)
     _, out, _ = laminar("audit", tmp_path, "list", "--status", "consumed", "--json")
     (row,) = map(json.loads, out.splitlines())
-    assert (row["id"], row["staleness"], row["step"]) == ("g0.0", 1, 1)
+    assert (row["id"], row["staleness"], row["step"]) == ("g0.0", 0, 1)
     _, out, _ = laminar("audit", tmp_path, "sql", "SELECT id, digest FROM prompt LIMIT 1", "--json")
     assert len(json.loads(out)["digest"]) == 32
     _, out, _ = laminar("audit", tmp_path, "show", "g1.0")
     assert "tokens 2 to 5: version 1, replica 0, on a KV cache from version 0 on" in out
+
+
+async def test_a_list_ends_with_fifty_lines_and_a_count_unless_all_are_asked_for(tmp_path, laminar):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for index in range(60):
+            issue(ledger, f"g{index}.0", index=index)
+    _, out, _ = laminar("audit", tmp_path, "list")
+    *lines, last = out.splitlines()
+    assert (len(lines), last) == (50, "50 of 60 trajectories; --all lists all")
+    for words, count in (
+        (("--all",), 60),
+        (("--limit", "70"), 60),
+        (("--group", "g7"), 1),
+        (("--group", "g99"), 0),
+    ):
+        _, out, _ = laminar("audit", tmp_path, "list", *words)
+        *lines, last = out.splitlines()
+        assert (len(lines), last) == (count, f"{count} trajectories")
+    _, out, _ = laminar("audit", tmp_path, "list", "--json")
+    assert len(out.splitlines()) == 60
 
 
 def nothing(path):

@@ -17,8 +17,8 @@ async def a_run(run):
             make_ready(ledger, id, index=index)
         make_ready(ledger, "e0.0", kind=Kind.EVAL)
         ledger.append(consume(-1, 0, "e0.0")[1])
-        ledger.append_all(consume(1, 1, "g0.0"))
-        ledger.append_all(consume(2, 4, "g0.1"))
+        ledger.append_all(consume(1, 1, "g0.0", staleness=1))
+        ledger.append_all(consume(2, 4, "g0.1", staleness=4))
         ledger.append(Dropped("g1.0", DropReason.STALE, "staleness 5"))
         issue(ledger, "g2.0", index=2)
 

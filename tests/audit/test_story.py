@@ -16,7 +16,7 @@ async def test_a_story_tells_a_trajectory_from_issue_to_use(tmp_path):
         run_to(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)], replica=2)
         ledger.append(Cut("g0.0", "tokens", 5))
         finish(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)])
-        ledger.append_all(consume(1, 2, "g0.0"))
+        ledger.append_all(consume(1, 2, "g0.0", staleness=2))
     told = story(tmp_path, "g0.0")
     kinds = [type(item.event).__name__ for item in told.events]
     assert kinds == ["Issued", "Assigned", "Cut", "Finished", "Scored", "Ready", "Consumed"]
@@ -54,10 +54,10 @@ async def test_a_story_tells_a_move_and_who_made_which_tokens(tmp_path):
         ledger.append(Dropped("g0.1", DropReason.NO_SIGNAL))
         issue(ledger, "g0.0")
         run_to(ledger, "g0.0", [(0, 0, 3)], replica=2)
-        ledger.append(Interrupted("g0.0", 1, 3, "repacked"))
+        ledger.append(Interrupted(trajectory_id="g0.0", epoch=1, length=3, reason="repacked"))
         run_to(ledger, "g0.0", [(0, 3, 5)], replica=1, epoch=2, start=3)
         finish(ledger, "g0.0", [(0, 0, 5)], epoch=2)
-        ledger.append_all(consume(1, 2, "g0.0"))
+        ledger.append_all(consume(1, 2, "g0.0", staleness=2))
     told = story(tmp_path, "g0.0")
     assert told.stretches == [Stretch(2, Span(0, 0, 3)), Stretch(1, Span(0, 3, 5))]
     lines = tell_story(told)

@@ -9,6 +9,8 @@ import random
 import re
 import sqlite3
 
+import pytest
+
 from laminar_py.audit.verify import prove, verify
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.database import LEDGER_NAME
@@ -110,6 +112,30 @@ async def test_without_a_seal_every_change_of_what_can_be_read_is_found(tmp_path
         flip(file, place, by)
     assert unused < OPEN * 0.8
     assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", [10, 1161])  # in a list of tokens; in the types of the columns
+async def test_a_changed_byte_of_the_archive_is_a_finding_and_the_file_is_not_opened(tmp_path, monkeypatch, place):
+    await closed_run(tmp_path)
+    (file,) = (tmp_path / "archive").iterdir()
+
+    def never(path, number=None):
+        raise AssertionError(f"{path} was opened, which can end the process")
+
+    monkeypatch.setattr("laminar_py.audit.responses.file_pieces", never)
+    flip(file, place, 70)
+    found = findings(tmp_path)
+    assert any("was changed, so none of its 3 trajectories is read; restore it" in line for line in found), found
+
+
+async def test_tokens_with_log_probabilities_of_another_number_are_a_finding(tmp_path):
+    await closed_run(tmp_path)
+    connection = sqlite3.connect(tmp_path / LEDGER_NAME)
+    with connection:
+        connection.execute("UPDATE segment SET logprobs = substr(logprobs, 1, length(logprobs) - 4)")
+    connection.close()
+    found = findings(tmp_path)
+    assert any("bytes of logprobs" in line for line in found), found
 
 
 def seal_findings(run):

@@ -17,6 +17,7 @@ from laminar_py.records.events import (
     Restamped,
     StreamCut,
     VersionLoaded,
+    VersionPublished,
 )
 from laminar_py.records.trajectory import DropReason, Kind, Span
 from tests.builders import make_experts, make_mask
@@ -123,17 +124,25 @@ def mixed_cache(ledger):
 
 def wrong_staleness(ledger):
     make_ready(ledger, "g0.0")
-    ledger.append_all(consume(1, 1, "g0.0", oldest=1))
+    ledger.append_all(consume(1, 1, "g0.0", staleness=1))
+
+
+def steps(ledger, count):
+    """Steps that consume a trajectory of version 0 each, whatever the learner publishes meanwhile."""
+    for step in range(1, count + 1):
+        make_ready(ledger, f"g{step}.0", index=step)
+        ledger.append_all(consume(step, step - 1, f"g{step}.0"))
 
 
 def too_stale(ledger):
     make_ready(ledger, "g0.0")
-    ledger.append_all(consume(1, 9, "g0.0"))
+    steps(ledger, 3)
+    ledger.append_all(consume(4, 3, "g0.0"))
 
 
 def miscounted_step(ledger):
     make_ready(ledger, "g0.0")
-    ledger.append(Consumed(trajectory_id="g0.0", step=1, version=1, staleness=1, weight=1.0))
+    ledger.append(Consumed(trajectory_id="g0.0", step=1, version=1, staleness=0, weight=1.0))
 
 
 def unpublished_tokens(ledger):
@@ -260,8 +269,26 @@ async def test_what_the_rules_allow_is_no_finding(tmp_path):
         ledger.append(PartStarted("replica-3", 12))
         ledger.append(VersionLoaded(replica=3, version=1, digest="digest1", elapsed_s=0.1))
         make_ready(ledger, "g0.0", spans=((0, 0, 2), (1, 2, 5)))
-        ledger.append_all(consume(1, 3, "g0.0", weight=0.5))
+        steps(ledger, 3)
+        ledger.append_all(consume(4, 3, "g0.0", weight=0.5))
     assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize(("staleness", "found"), [(1, []), (0, [Rule.STALENESS])])
+async def test_staleness_of_a_version_that_comes_on_record_after_its_first_use_is_checked_then(
+    tmp_path, staleness, found
+):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0,))
+        steps(ledger, 2)
+        make_ready(ledger, "g0.0", spans=((5, 0, 5),))
+        ledger.append_all(consume(3, 5, "g0.0", staleness=staleness))
+        ledger.append(
+            VersionPublished(
+                version=5, step=1, incarnation=1, parent=0, digest="digest5", num_bytes=10, stall_s=0.1
+            )
+        )
+    assert [finding.rule for finding in verify(tmp_path)] == found
 
 
 def recorded_from_the_middle(ledger, *, hole):
@@ -301,7 +328,7 @@ async def test_a_second_consumption_is_found_even_with_a_valid_chain(tmp_path):
     await good_run(tmp_path)
     writer = Writer(open_writer(tmp_path / LEDGER_NAME), host="host-1")
     again = Stamped(
-        writer.seq + 1, 0.0, 0.0, Consumed(trajectory_id="g0.0", step=2, version=2, staleness=2, weight=1.0)
+        writer.seq + 1, 0.0, 0.0, Consumed(trajectory_id="g0.0", step=2, version=2, staleness=1, weight=1.0)
     )
     writer.write(Unwritten(events=[again]))
     writer.close()

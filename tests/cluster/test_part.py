@@ -1,11 +1,13 @@
 """What a part's error means for its run: it is started anew, the user mends something, or we do."""
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from laminar_py.cluster.errors import PartBugError, PartDiedError, tell_unexpected
+from laminar_py.cluster.errors import PartBugError, PartDiedError, UnwritableError, tell_unexpected
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.section import ConfigError
@@ -23,6 +25,9 @@ class Faulty:
         errors = [{kind.__name__: kind for kind in RAISED}[name]("why") for name in names]
         raise errors[0] if len(errors) == 1 else ExceptionGroup("group", [ExceptionGroup("inner", errors)])
 
+    def fill_disk(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model")
+
     def answer(self):
         return 1
 
@@ -31,6 +36,7 @@ RAISED = {
     TypeError: BUG,
     ValueError: BUG,
     RuntimeError: DIED,
+    MemoryError: DIED,
     RefusedError: DIED,
     NoRoomError: USER,
 }
@@ -64,6 +70,18 @@ async def test_a_bug_anywhere_in_a_group_counts_and_after_that_what_the_user_has
         part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
         with pytest.raises(kind, match="why"):
             await part.call("call", *names)
+
+
+async def test_a_disk_that_is_full_is_no_death(cluster):
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    with pytest.raises(UnwritableError, match=r"part-0: \[Errno 28\] No space left on device: 'model'"):
+        await part.call("fill_disk")
+
+
+async def test_a_death_for_want_of_memory_names_what_asked_for_it(cluster):
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    with pytest.raises(PartDiedError, match="part-0: out of memory in call: MemoryError: why"):
+        await part.call("call", "MemoryError")
 
 
 def test_the_line_on_a_parts_bug_names_the_error_itself():

@@ -1,6 +1,7 @@
 """A config is checked before anything starts, and a fault names field, value and remedy."""
 
 import importlib.util
+import re
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
@@ -25,7 +26,13 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"stepz": 1}, "stepz=1: unknown key; docs/config.md lists"),
+        ({"stepz": 1}, "stepz=1: unknown key; did you mean steps? docs/config.md lists"),
+        ({"lr": 1e-3}, "lr=0.001: unknown key; did you mean warm_start.lr or learner.lr? docs/config.md lists"),
+        ({"learnr": {}}, "learnr={}: unknown key; did you mean learner? docs"),
+        ({"rollout": {"sampling": {"top-k": 5}}}, "key; did you mean rollout.sampling.top_k? docs"),
+        ({"rollout": {"engine": {**SGLANG, "tensor_paralel": 2}}}, "did you mean rollout.engine.tensor_parallel?"),
+        ({"algorithm": {"clip_hi": 0.3}}, "algorithm.clip_hi=0.3: unknown key; did you mean algorithm.clip_high?"),
+        ({"elephants": 3}, "elephants=3: unknown key; docs/config.md lists"),
         ({"rollout": {"engine": {"stepz": 1}}}, "rollout.engine.stepz=1: unknown key; docs/config.md lists"),
         ({"steps": "many"}, "steps='many': input should be a valid integer"),
         ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
@@ -35,6 +42,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies has both drop and reweight"),
+        ({"staleness": {"max_staleness": 1}, "learner": {"publish_every": 3}}, "set it to at least 2"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "unknown key; set rollout.engine.kind=sglang"),
         (
             {"rollout": {"engine": {**SGLANG, "tensor_parallel": 0}}},
@@ -128,6 +136,13 @@ def test_a_config_under_which_nothing_moves_repacks_only_if_it_is_asked_to_and_t
     assert parse_config(MINIMAL).repacks
     assert not parse_config({**MINIMAL, "schedule": "one_step"}).repacks
     assert not parse_config({**MINIMAL, "repack": {"planner": "none"}}).repacks
+
+
+def test_the_config_of_the_readme_is_read_with_its_learning_rate(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert load_config(path, []).learner.lr == 1e-3
 
 
 def test_overrides_reach_nested_settings_and_read_scientific_notation(tmp_path):

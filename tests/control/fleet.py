@@ -13,6 +13,7 @@ from laminar_py.control.closing import Credit, Stages
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages
+from laminar_py.records.ages import WeightAges
 from laminar_py.records.engine import EngineStatus, SamplingParams
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.scoring import Score
@@ -40,6 +41,15 @@ def broken_off(item, *, generate_s):
         broken=Break.NEW_WEIGHTS,
         generate_s=generate_s,
     )
+
+
+def ages_of(versions):
+    """Ages of versions that were published a step after another."""
+    ages = WeightAges()
+    for version in versions:
+        ages.published(version)
+        ages.stepped(learned=True)
+    return ages
 
 
 class Log:
@@ -125,6 +135,12 @@ class Fleet:
         )
         self.scheduler.admit()
         self.scheduler.published(0)
+
+    def learned(self, version):
+        """The learner makes a step before each version up to this one."""
+        for newer in range(self.scheduler.book.newest_version + 1, version + 1):
+            self.scheduler.book.ages.stepped(learned=True)
+            self.scheduler.published(newer)
 
     async def report(self, index, *, progress=(), admissible=64, lost=()):
         """Replica `index` speaks, then is given what there is for it."""

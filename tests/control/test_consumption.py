@@ -95,6 +95,7 @@ async def test_a_group_that_is_all_too_long_is_live_no_more():
 async def test_what_became_stale_while_it_was_staged_is_not_in_the_batch():
     fleet = make_fleet(groups=2, max_staleness=1, policies=(StalePolicy.DROP,))
     await make_ready(fleet, [10, 20])
+    fleet.learned(2)
     waiting = asyncio.create_task(take(fleet, 2, version=2))
     await settle()
     assert reasons(fleet) == {DropReason.STALE: 4}
@@ -110,6 +111,7 @@ async def test_what_became_stale_while_it_was_staged_is_not_in_the_batch():
 async def test_a_reweighted_trajectory_takes_its_factor_to_the_learner():
     fleet = make_fleet(groups=1, capacity=1, max_staleness=1, policies=(StalePolicy.REWEIGHT,))
     await make_ready(fleet, [10])
+    fleet.learned(4)
     batch = await take(fleet, 1, version=4)
     assert [trajectory.weight for trajectory in batch.reweighted.values()] == [0.4, 0.4]
     fleet.scheduler.consumption.commit(batch, 1)
@@ -126,6 +128,7 @@ async def test_look_ahead_takes_a_later_group_that_fits_and_passes_over_none_too
 async def test_look_ahead_passes_over_nothing_that_would_be_too_old_for_the_next_step():
     fleet = make_fleet(groups=2, look_ahead=2, max_staleness=1, policies=(StalePolicy.DROP,))
     await make_ready(fleet, [30, 27, 27, 27])
+    fleet.learned(1)
     assert taken(await take(fleet, 2, version=1)) == ["g0", "g1"]
 
 
@@ -168,9 +171,11 @@ async def play(actions, look_ahead, max_staleness):
             else:
                 await consumption.put_back(batch)
         elif action == "die":
-            await consumption.roll_back()
+            await consumption.roll_back(0)
+            step = 0
         elif action == "publish":
             version += 1
+            fleet.learned(version)
         assert_law_one(fleet)
 
 

@@ -68,6 +68,6 @@ async def test_what_was_undone_keeps_what_the_reference_found():
     await fleet.refer_all()
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     fleet.scheduler.consumption.commit(batch, 1)
-    assert await fleet.scheduler.consumption.roll_back() == 4
+    assert await fleet.scheduler.consumption.roll_back(0) == 4
     again = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     assert all(REFERENCE_LOGPROBS in trajectory.columns for trajectory in again.trajectories)

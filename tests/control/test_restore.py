@@ -13,10 +13,11 @@ from laminar_py.control.recovery import check_scored
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
 from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, token_values
+from laminar_py.records.events import Interrupted
 from laminar_py.records.replica import Progress
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Status
 from tests.builders import make_experts, make_mask, make_prompt
-from tests.control.fleet import Fleet
+from tests.control.fleet import Fleet, ages_of
 
 RESPONSE = Payload(ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32), spans=(Span(4, 0, 3),))
 NOTHING = Payload(ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=())
@@ -60,6 +61,7 @@ async def restored(*live, **settings):
             next_prompt=9,
             next_evaluation=1,
             next_sample=groups,
+            ages=ages_of(range(10)),
         )
     )
     return fleet
@@ -71,6 +73,16 @@ async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
     (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert (assignment.trajectory_id, assignment.version, assignment.epoch) == ("g1.0", 4, 3)
     assert assignment.prefix_ids.tolist() == [0, 1, 2]
+
+
+async def test_the_cap_on_seconds_does_not_start_over():
+    used = replace(left("g1.0", Status.RUNNING), used_s=7.5)
+    fleet = await restored(used, left("g1.1", Status.QUEUED, response=NOTHING))
+    (interrupted,) = [event for event in fleet.log.events if isinstance(event, Interrupted)]
+    assert interrupted.used_s == 7.5
+    fleet.scheduler.continue_live()
+    (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
+    assert assignment.used_s == 7.5
 
 
 async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():

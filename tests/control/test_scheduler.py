@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.ledger.machine import IllegalEventError
-from laminar_py.records.events import Cut, Dropped, Issued, Ready
+from laminar_py.records.columns import TOKEN_REWARDS, token_values
+from laminar_py.records.events import Consumed, Cut, Dropped, Issued, Ready
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
 from tests.builders import make_prompt
@@ -125,6 +127,24 @@ async def test_length_changes_advantages_and_not_whether_a_group_has_signal(rewa
     assert [event.advantage for event in events] == pytest.approx([0.707, -0.707][:ready], abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "ready"),
+    [([[1, 0, 0], [0, 0, 1]], 2), ([[0, 0, 1], [0, 0, 1]], 0), ([[0, 0, 0], [0, 0, 0]], 0)],
+)
+async def test_signal_is_a_matter_of_token_rewards_where_there_are_any(rewards, ready):
+    """Of their returns: equal totals teach something where the tokens that earned them differ."""
+    fleet = Fleet(replicas=1, capacity=1, group_size=2, without_signal=WithoutSignal.REFILL)
+    await fleet.report(0)
+    await fleet.finish_all(0, tokens=3)
+    for trajectory in fleet.unscored:
+        values = np.array(rewards[trajectory.sample_index], np.float32)
+        columns = {TOKEN_REWARDS: token_values(values)}
+        await fleet.scheduler.closing.on_score(
+            Score(trajectory_id=trajectory.id, value=float(values.sum()), columns=columns)
+        )
+    assert sum(isinstance(event, Ready) for event in fleet.log.events) == ready
+
+
 async def test_a_straggler_past_the_deadline_is_dropped_with_an_event_and_its_replica_told():
     fleet = Fleet(replicas=1, capacity=1, group_deadline_s=10.0)
     await fleet.report(0)
@@ -179,7 +199,7 @@ async def test_a_transition_that_is_not_allowed_ends_in_an_error_that_names_the_
     await fleet.report(0)
     running = fleet.scheduler.book.live["g0.0"]
     with pytest.raises(IllegalEventError, match=r"trajectory g0\.0 cannot go from running to consumed"):
-        running.consume(step=1, version=0, weight=1.0)
+        running.consume(step=1, version=0, staleness=0, weight=1.0)
     assert running.status is Status.RUNNING
 
 
@@ -199,6 +219,7 @@ async def test_what_exceeds_the_bound_at_consumption_is_kept_reweighted_or_dropp
     await fleet.report(0)
     await fleet.finish_all(0, admissible=0)
     await fleet.score_all()
+    fleet.learned(4)
     take = asyncio.create_task(fleet.scheduler.consumption.next_batch(groups=1, version=4))
     await settle()
     if weights:
@@ -207,6 +228,19 @@ async def test_what_exceeds_the_bound_at_consumption_is_kept_reweighted_or_dropp
         assert {event.reason for event in fleet.log.events if isinstance(event, Dropped)} == {DropReason.STALE}
         assert not fleet.scheduler.book.groups
         take.cancel()
+
+
+async def test_the_bound_counts_steps_that_the_learner_does_not_publish():
+    fleet = Fleet(replicas=1, capacity=1, max_staleness=1, policies=(StalePolicy.REWEIGHT,))
+    await fleet.report(0)
+    await fleet.finish_all(0, admissible=0)
+    await fleet.score_all()
+    for _ in range(4):
+        fleet.scheduler.book.ages.stepped(learned=True)
+    batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
+    assert [trajectory.weight for trajectory in batch.trajectories] == [0.4] * 4
+    fleet.scheduler.consumption.commit(batch, 5)
+    assert [event.staleness for event in fleet.log.events if isinstance(event, Consumed)] == [4] * 4
 
 
 async def test_sync_admits_a_batch_only_when_the_one_before_is_consumed_and_weights_are_new():
@@ -232,12 +266,12 @@ async def test_rolled_back_trajectories_are_ready_again_and_consumed_once_more()
     await fleet.score_all()
     first = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     fleet.scheduler.consumption.commit(first, 1)
-    assert await fleet.scheduler.consumption.roll_back() == 4
+    assert await fleet.scheduler.consumption.roll_back(0) == 4
     again = await asyncio.wait_for(fleet.scheduler.consumption.next_batch(groups=1, version=0), 1)
     assert {t.id for t in again.trajectories} == {t.id for t in first.trajectories}
     fleet.scheduler.consumption.commit(again, 1)
     fleet.scheduler.consumption.checkpointed(1)
-    assert await fleet.scheduler.consumption.roll_back() == 0
+    assert await fleet.scheduler.consumption.roll_back(1) == 0
 
 
 async def test_a_cancelled_wait_for_a_batch_loses_no_group():
@@ -287,6 +321,21 @@ async def test_an_evaluation_is_greedy_and_never_trains():
     await fleet.score_all(lambda index: 1.0)
     assert (await done).accuracy == 1.0
     assert not fleet.scheduler.book.live
+
+
+async def test_answers_that_could_not_be_scored_are_no_zeros_of_an_evaluation():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    for rewards, accuracy in (([1.0, None, 0.0], 0.5), ([None, None, None], None)):
+        done = fleet.scheduler.evaluations.request([make_prompt(index) for index in range(3)], version=0)
+        await fleet.report(0)
+        await fleet.finish_all(0)
+        for reward in rewards:
+            failure = DropReason.REWARD_FAILED if reward is None else None
+            id = fleet.unscored.pop().id
+            await fleet.scheduler.closing.on_score(Score(trajectory_id=id, value=reward, failure=failure))
+        found = await done
+        assert (found.accuracy, found.num_unscored, found.version) == (accuracy, rewards.count(None), 0)
 
 
 async def test_an_evaluation_whose_version_is_lost_fails_loudly():
@@ -344,7 +393,8 @@ async def play(actions, without_signal, schedule):
                 await fleet.scheduler.consumption.next_batch(groups=2, version=0), step
             )
         elif name == "die":
-            await fleet.scheduler.consumption.roll_back()
+            await fleet.scheduler.consumption.roll_back(0)
+            step = 0
         assert_law_one(fleet)
 
 
@@ -367,7 +417,7 @@ async def test_a_barrier_schedule_shares_a_batch_though_one_replica_reports_firs
 
 async def test_waiting_admission_passes_over_a_replica_whose_weights_are_as_old_as_the_bound_forbids():
     fleet = Fleet(replicas=1, max_staleness=1, policies=(StalePolicy.DROP,))
-    fleet.scheduler.published(2)
+    fleet.learned(2)
     await fleet.report(0)
     assert not fleet.running[0]
     fleet.versions[0] = 1

@@ -12,7 +12,7 @@ from laminar_py.ledger.recovery import Recovered
 from laminar_py.records.events import Dropped
 from laminar_py.records.trajectory import DropReason, Kind, Span, Status
 from tests.builders import make_prompt
-from tests.control.fleet import Fleet
+from tests.control.fleet import Fleet, ages_of
 from tests.control.test_restore import left
 
 REPLICAS, BATCH, VERSIONS = 16, 128, 4
@@ -112,6 +112,7 @@ async def resumed(*, per_version=REPLICAS * BATCH // VERSIONS):
             next_prompt=len(live) // 8,
             next_evaluation=0,
             next_sample={entry.group_id: 8 for entry in live},
+            ages=ages_of(range(VERSIONS)),
         )
     )
     fleet.scheduler.continue_live()

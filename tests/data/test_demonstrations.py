@@ -29,6 +29,16 @@ def test_a_response_ends_in_the_first_eos_id(tmp_path: Path) -> None:
     assert demonstration.response_ids.tolist() == [1, 0, 7]
 
 
+def test_a_prompt_begins_as_in_rl_and_its_response_does_not(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<s>": 2}, "a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", behavior="isolated")
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    source = written(tmp_path / "w.jsonl", '{"prompt": "ab", "response": "ba"}')
+    (demonstration,) = read_demonstrations(source, tokenizer=Tokenizer(backend, eos_ids=(7,)), max_tokens=6)
+    assert demonstration.prompt_ids.tolist() == [2, 0, 1]
+    assert demonstration.response_ids.tolist() == [1, 0, 7]
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [

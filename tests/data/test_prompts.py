@@ -52,7 +52,6 @@ def test_a_good_file_gives_one_prompt_per_line(tmp_path: Path) -> None:
     ("line", "fault"),
     [
         ('{"prompt": "1', "input data was truncated"),
-        ("", "input data was truncated"),
         ('["1+1=", "2"]', "expected `object`, got `array`"),
         ('{"prompt": "1+1="}', "missing required field `answer`"),
         ('{"prompt": "1+1=", "answer": 2}', "expected `str`, got `int` - at `$.answer`"),
@@ -77,6 +76,15 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "\xff", "answer": "2"}\n')
     with pytest.raises(ConfigError, match=r"t\.jsonl:1: .*utf-8.*\\\\xff"):
         read(JsonlFile(path, "data.heldout"))
+
+
+def test_blank_lines_are_skipped_and_every_other_line_keeps_its_number(tmp_path: Path) -> None:
+    source = written(tmp_path / "t.jsonl", "", GOOD, "  \t", '{"prompt": "a", "answer": "b"}', "")
+    assert [(prompt.id, prompt.index) for prompt in read(source)] == [("p1", 1), ("p3", 3)]
+    with pytest.raises(ConfigError, match=r"t\.jsonl:3: .*missing required field"):
+        read(written(tmp_path / "t.jsonl", GOOD, "", '{"prompt": "a"}'))
+    with pytest.raises(ConfigError, match=r"holds no lines"):
+        read(written(tmp_path / "t.jsonl", "", " "))
 
 
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:

@@ -33,6 +33,33 @@ def test_encoding_adds_nothing_and_decoding_shows_no_special_token(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("ab", [0, 2, 3]),
+        ("<s>ab", [0, 2, 3]),  # as a chat template writes it
+        ("a<s>", [0, 2, 0]),
+        ("", []),
+    ],
+)
+def test_a_prompt_begins_once_with_what_the_post_processor_adds_before_it(
+    tmp_path: Path, text: str, ids: list[int]
+) -> None:
+    tokenizer = load_tokenizer(model_folder(tmp_path, config='{"eos_token_id": 1}'))
+    assert tokenizer.encode_prompt(text).tolist() == ids
+
+
+def test_a_prompt_of_a_tokenizer_that_adds_nothing_has_its_own_ids_alone(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, config='{"eos_token_id": 1}')
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.ByteLevel()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode_prompt("abba").tolist() == tokenizer.encode("abba").tolist() == [2, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
     ("files", "eos_ids"),
     [
         ({"config": '{"eos_token_id": 1}'}, (1,)),

@@ -25,7 +25,12 @@ from laminar_py.reward.registry import load_reward
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments/quickstart"
 CONFIG = load_config(ROOT / "configs/quickstart.yaml", [])
-MODEL_FILES = ("model/config.json", "model/generation_config.json", "model/tokenizer.json")
+MODEL_FILES = (
+    "model/config.json",
+    "model/generation_config.json",
+    "model/tokenizer.json",
+    "model/tokenizer_config.json",
+)
 FILES = ("train.jsonl", "heldout.jsonl", "warm_start.jsonl", *MODEL_FILES)
 
 

@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import resource
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from laminar_py.cluster.errors import unwritable
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.marker import MARKER, read_marker
 from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
@@ -120,6 +122,21 @@ def test_a_save_that_broke_off_leaves_the_older_checkpoint(model_folder: Path, t
     again = make_learner(model_folder)
     again.save(tmp_path / "last")
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def test_a_disk_that_is_full_is_an_error_that_says_so(model_folder: Path, tmp_path: Path):
+    learner = make_learner(model_folder)
+    learner.begin_save(tmp_path / "first")
+    learner.finish_save()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(Exception) as full:  # noqa: PT011 - whatever of them torch raises
+            learner.save(tmp_path / "next")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert unwritable(full.value)
+    learner.load(tmp_path / "first")
 
 
 def save_often(model_folder: Path, folder: Path) -> None:

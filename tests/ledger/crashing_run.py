@@ -39,7 +39,14 @@ async def run(folder: Path) -> None:
         for trajectory in recovered.live if recovered else ():
             if trajectory.status is Status.RUNNING:
                 length = len(trajectory.response.ids)
-                ledger.append(Interrupted(trajectory.id, trajectory.epoch, length, "controller_died"))
+                ledger.append(
+                    Interrupted(
+                        trajectory_id=trajectory.id,
+                        epoch=trajectory.epoch,
+                        length=length,
+                        reason="controller_died",
+                    )
+                )
         await train(ledger, step, version, recovered.next_prompt if recovered else 0, ready)
 
 

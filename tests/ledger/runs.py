@@ -147,12 +147,10 @@ def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):
     finish(ledger, id, spans)
 
 
-def consume(step, version, *ids, oldest=0, weight=1.0):
-    """The events of one learner step."""
-    used = [
-        Consumed(trajectory_id=id, step=step, version=version, staleness=version - oldest, weight=weight)
-        for id in ids
-    ]
+def consume(step, version, *ids, staleness=None, weight=1.0):
+    """The events of one learner step; of trajectories that version 0 drew, if no staleness is given."""
+    age = max(0, step - 1) if staleness is None else staleness
+    used = [Consumed(trajectory_id=id, step=step, version=version, staleness=age, weight=weight) for id in ids]
     return [
         Stepped(
             step=step,

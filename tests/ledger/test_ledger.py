@@ -126,7 +126,7 @@ def finished(length, *, epoch=1, spans=((0, 0, 5),)):
                 kind=Kind.TRAIN,
             ),
         ),
-        ("queued", Interrupted("g0.0", 0, 0, "stopped")),
+        ("queued", Interrupted(trajectory_id="g0.0", epoch=0, length=0, reason="stopped")),
         ("queued", Assigned("g0.0", 0, 1, 3)),
         ("queued", Assigned("g0.9", 0, 1, 0)),
         ("queued", StreamCut("g0.0", 0, 0)),

@@ -108,7 +108,7 @@ class Histories(RuleBasedStateMachine):
         digest = response_digest(*tokens(id, 0, length))
         return {
             "assigned": Assigned(id, 0, epoch + 1, length),
-            "interrupted": Interrupted(id, epoch, length, "replica_died"),
+            "interrupted": Interrupted(trajectory_id=id, epoch=epoch, length=length, reason="replica_died"),
             "finished": Finished(
                 trajectory_id=id,
                 epoch=epoch,

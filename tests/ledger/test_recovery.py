@@ -50,10 +50,26 @@ async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
     assert (live.prompt.text, live.prompt.ids.tolist()) == ("prompt 3", [2, 3, 4])
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, incarnation=2, versions=())
-        ledger.append(Interrupted("g3.1", 2, 9, "controller_died"))
+        ledger.append(Interrupted(trajectory_id="g3.1", epoch=2, length=9, reason="controller_died"))
         run_to(ledger, "g3.1", [(1, 9, 12)], epoch=3, start=9)
         finish(ledger, "g3.1", [(0, 0, 3), (1, 3, 12)], epoch=3)
     assert verify(tmp_path) == []
+
+
+async def test_the_time_that_a_trajectory_has_used_comes_back(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for name in ("g3.1", "g3.2"):
+            issue(ledger, name)
+            run_to(ledger, name, [(0, 0, 3)], epoch=1, start=0)
+        for epoch, used_s in ((1, 4.0), (2, 6.5)):
+            if epoch > 1:
+                run_to(ledger, "g3.1", [(0, 3, 4)], epoch=epoch, start=3)
+            ledger.append(
+                Interrupted(trajectory_id="g3.1", epoch=epoch, length=2 + epoch, reason="stopped", used_s=used_s)
+            )
+        run_to(ledger, "g3.1", [(0, 4, 5)], epoch=3, start=4)
+    assert {live.id: live.used_s for live in recover(tmp_path).live} == {"g3.1": 6.5, "g3.2": 0.0}
 
 
 async def test_recovery_knows_every_counter_of_the_run(tmp_path):

@@ -1,20 +1,34 @@
 """`laminar export`: what a run has learned, as any tool loads it; or one line."""
 
 import asyncio
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
+from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.marker import MARKER
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.orchestrator.exports import export
 from laminar_py.workers.processes.learner_part import start_model
-from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder, make_sequences, pack
+from tests.engines.engine_conformance import collect, make_request
+from tests.learner.builders import (
+    SETTINGS,
+    VOCAB,
+    full_parameters,
+    make_learner,
+    make_model_folder,
+    make_sequences,
+    pack,
+)
 from tests.ledger.runs import begin, checkpoint, open_ledger
 from tests.runs.runs import LAMINAR, REPO
 
@@ -62,6 +76,70 @@ def test_a_named_checkpoint_in_the_type_asked_for(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, first[name].bfloat16()) for name, tensor in model.named_parameters())
+
+
+SPECIAL = ("<bos>", "<eos>", "<pad>")
+TEXTS = ("w7w33w4", "w60", "w12w12w12w5w40", "w9 w9")
+
+
+def write_tokenizer(model: Path) -> Tokenizer:
+    """Words `w3` to the last id, which no class of a `model_type` splits like this, after a `<bos>`."""
+    words = {word: index for index, word in enumerate((*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), VOCAB))))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"w\d+"), behavior="isolated")
+    backend.add_special_tokens(list(SPECIAL))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    backend.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    (model / "config.json").write_text(json.dumps(config | ends))
+    return load_tokenizer(model)
+
+
+def greedy_tokens(model: Path, weights: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens that a replica makes of prompts, as the ledger has them."""
+
+    async def generate() -> list[list[int]]:
+        engine = LocalEngine(model, max_batch=4, max_len=64, kv_capacity=256)
+        await engine.start()
+        await engine.load_weights(weights, 1)
+        made = [await collect(engine, make_request(prompt=ids, length=24, stop_ids=(1,))) for ids in prompts]
+        await engine.close()
+        return [response.ids for response in made]
+
+    return asyncio.run(generate())
+
+
+@pytest.mark.parametrize("settings", [None, "{}", '{"clean_up_tokenization_spaces": false, "eos_token": "<eos>"}'])
+def test_transformers_alone_makes_of_an_export_the_prompts_and_greedy_tokens_of_the_run(tmp_path, settings):
+    learner = make_run(tmp_path / "run", steps=1)
+    model = tmp_path / "run/model"
+    ours = write_tokenizer(model)
+    if settings is not None:
+        (model / "tokenizer_config.json").write_text(settings)
+    export(tmp_path / "run", tmp_path / "out")
+    prompts = [ours.encode_prompt(text).tolist() for text in TEXTS]
+    (tmp_path / "served").mkdir()
+    save_file(full_parameters(learner), tmp_path / "served/model.safetensors")
+    expected = greedy_tokens(model, tmp_path / "served", prompts)
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    inputs = [theirs(text, return_tensors="pt") for text in TEXTS]
+    assert [found.input_ids[0].tolist() for found in inputs] == prompts
+    made = [policy.generate(**found, do_sample=False, max_new_tokens=24)[0].tolist() for found in inputs]
+    assert made == [prompt + response for prompt, response in zip(prompts, expected, strict=True)]
+    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == SPECIAL
+
+
+def test_a_tokenizer_that_names_its_class_is_exported_as_it_is(tmp_path):
+    make_run(tmp_path / "run", steps=1)
+    written = '{"tokenizer_class": "Qwen2Tokenizer", "chat_template": "{{ messages }}"}\n'
+    (tmp_path / "run/model/tokenizer_config.json").write_text(written)
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out/tokenizer_config.json").read_text() == written
 
 
 ADAPTED = ("learner.lora.rank=4", "learner.lora.alpha=8.0", "model.from_scratch=false")

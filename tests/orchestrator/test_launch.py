@@ -1,11 +1,14 @@
 """How a run's errors are told: what the user or a limit explains in its own line, a mistake of ours as one."""
 
+import errno
 import io
+import sqlite3
+from contextlib import closing
 
 import pytest
 from rich.console import Console
 
-from laminar_py.cluster.errors import PartBugError, RunFailedError
+from laminar_py.cluster.errors import PartBugError, RunFailedError, UnwritableError
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder
@@ -13,6 +16,42 @@ from laminar_py.orchestrator import launch
 from tests.runs.runs import REPO
 
 BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        (["staleness.max_staleness=null"], 1),
+        (["staleness.max_staleness=2"], 0),
+        (["staleness.max_staleness=null", "schedule=sync"], 0),
+    ],
+)
+def test_a_run_whose_staleness_nothing_bounds_says_so_once_at_its_start(tmp_path, monkeypatch, settings, times):
+    async def lead(controller):
+        raise RunFailedError("here it ends")
+
+    monkeypatch.setattr(launch, "Controller", lambda *arguments, **settings: None)
+    monkeypatch.setattr(launch, "_lead", lead)
+    config, said = load_config(REPO / "configs/quickstart.yaml", settings), io.StringIO()
+    run = RunFolder(tmp_path)
+    run.logs.mkdir()
+    with pytest.raises(RunFailedError, match="here it ends"):
+        launch._run(config, run, placement=None, inputs=None, resume=False, console=Console(file=said, width=80))
+    assert said.getvalue().count(launch.UNBOUNDED) == times
+
+
+UNWRITTEN = r"cannot be written \(.*{}\); .* MiB are free there, and it needs room for checkpoints .* --resume$"
+
+
+def full_ledger() -> sqlite3.Error:
+    """What SQLite raises where there is no room."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("PRAGMA max_page_count = 1")
+        try:
+            connection.execute("CREATE TABLE event (body TEXT)")
+        except sqlite3.Error as error:
+            return error
+    raise AssertionError("there was room")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +66,14 @@ BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"
             BUG.format("replica-0: KeyError: 3"),
         ),
         ([OSError("disk")], RunFailedError, BUG.format("OSError: disk")),
+        ([TypeError("after it"), OSError(errno.ENOSPC, "full")], RunFailedError, UNWRITTEN.format("full")),
+        (
+            [OSError(errno.EROFS, "read-only", "x/ledger")],
+            RunFailedError,
+            UNWRITTEN.format("read-only: 'x/ledger'"),
+        ),
+        ([UnwritableError("learner-0: full")], RunFailedError, UNWRITTEN.format("learner-0: full")),
+        ([full_ledger()], RunFailedError, UNWRITTEN.format("the ledger: database or disk is full")),
     ],
 )
 def test_a_bug_anywhere_in_a_group_counts_before_all_else(tmp_path, monkeypatch, errors, kind, line):

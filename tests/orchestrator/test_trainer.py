@@ -2,14 +2,16 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from laminar_py.audit.verify import verify
-from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.config.loading import load_config
-from laminar_py.ledger.database import SCHEMA_VERSION
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.ledger.database import SCHEMA_VERSION, reading
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.evaluator import Evaluator
@@ -113,7 +115,9 @@ async def training(path, *settings, fails, admission):
             incarnation,
             scheduler=fleet.scheduler,
             learner=learner,
-            evaluator=Evaluator(incarnation, scheduler=fleet.scheduler, replicas=None, hold=None, publish=None),
+            evaluator=Evaluator(
+                incarnation, scheduler=fleet.scheduler, replicas=None, hold=None, publish=None, say=None
+            ),
             versions=versions,
             show=lambda row: None,
         )
@@ -128,13 +132,13 @@ async def training(path, *settings, fails, admission):
             await trainer.close()
 
 
-async def generate(fleet, wanted=lambda: True):
+async def generate(fleet, wanted=lambda: True, reward=lambda index: float(index % 2)):
     """What is handed out is finished and scored at once, as long as that is wanted."""
     while wanted():
         fleet.versions[0] = fleet.scheduler.book.newest_version
         await fleet.report(0)
         await fleet.finish_all(0)
-        await fleet.score_all()
+        await fleet.score_all(reward)
         await asyncio.sleep(0.001)
 
 
@@ -156,6 +160,42 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_pat
         assert (trainer.step, learner.steps, learner.saves) == (2, 3, 4)
     assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == 2
     assert verify(tmp_path) == []
+
+
+async def test_a_task_without_any_signal_ends_the_run_with_one_line_and_an_event(tmp_path):
+    async with training(tmp_path, "steps=9", fails={}, admission="sync") as (trainer, learner, fleet):
+        book = fleet.scheduler.book
+        book.settings = replace(book.settings, without_signal=WithoutSignal.REFILL)
+        async with generating(fleet, reward=lambda index: 0.0):
+            with pytest.raises(
+                RunFailedError, match=r"step 1, at rollout\.max_refill=4: 0 of 2 groups; \d+ others"
+            ) as told:
+                await asyncio.wait_for(trainer.run(), PATIENCE_S)
+        assert "100% hopeless" in str(told.value)
+        assert "\n" not in str(told.value)
+        assert learner.steps == 0
+    with reading(tmp_path) as connection:
+        assert connection.execute("SELECT count(*) FROM event WHERE kind = 'refillstopped'").fetchone() == (1,)
+
+
+async def test_staleness_counts_steps_where_versions_are_fewer(tmp_path):
+    """Under `sync` a batch begins under the newest version, which every other step leaves as it is."""
+    settings = ("steps=5", "learner.publish_every=2")
+    async with (
+        training(tmp_path, *settings, fails={}, admission="sync") as (trainer, _, fleet),
+        generating(fleet),
+        asyncio.timeout(PATIENCE_S),
+    ):
+        await trainer.run()
+    with reading(tmp_path) as connection:
+        rows = connection.execute(
+            "SELECT DISTINCT step, oldest_version, staleness FROM trajectory WHERE step > 0 ORDER BY step"
+        ).fetchall()
+    assert rows[:2] == [(1, 0, 0), (2, 0, 1)]
+    assert all(staleness == step - 1 - 2 * oldest for step, oldest, staleness in rows), "two steps a version"
+    assert verify(tmp_path) == []
+    ages = recover(tmp_path).ages
+    assert [ages.of(version) for version in range(4)] == [5, 3, 1, 0]
 
 
 async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is_lost(tmp_path, caplog):
@@ -191,3 +231,17 @@ async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_pa
         async with asyncio.timeout(PATIENCE_S):
             await trainer.run()
         assert trainer.step == 1
+
+
+async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_checkpoint(tmp_path):
+    async with training(tmp_path, "steps=9", fails={}, admission="sync") as (trainer, _, fleet):
+        running = asyncio.create_task(trainer.run())
+        await asyncio.wait_for(generate(fleet, wanted=lambda: trainer.step < 1), PATIENCE_S)
+        await fleet.report(0)
+        assert fleet.scheduler.book.groups, "a batch has begun, and is never completed"
+        trainer.end("nothing can be scored")
+        trainer.end("something else")
+        await asyncio.wait_for(running, PATIENCE_S)
+        assert (trainer.fault, trainer.step) == ("nothing can be scored", 1)
+    assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == 1
+    assert verify(tmp_path) == []

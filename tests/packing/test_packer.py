@@ -98,7 +98,8 @@ def test_a_constant_length_leaves_every_token_its_weight_however_long_its_respon
 def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
     spans = (Span(5, 0, 2), Span(7, 2, 3), Span(7, 3, 4, kv_version=4))
     item = replace(make_trajectory("a", response=4), spans=spans)
-    assert StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=4, version=8).staleness(
+    ages = {4: 4, 5: 3, 7: 1}
+    assert StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=4, ages=ages).staleness(
         item
     ).tolist() == [3, 3, 1, 4]
 
@@ -109,6 +110,38 @@ def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     found = [terms.advantages(item) for item in items]
     assert (np.mean(found), np.std(found)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0, rel=1e-3))
+
+
+def test_a_step_is_normalised_over_its_tokens_as_published():
+    """REINFORCE++, Hu et al. 2025, eq. 10, and OpenRLHF: returns of all trained tokens, each counting once."""
+    given = {"a": [0.0, 1.0, 0.0, 2.0], "b": None, "c": [-1.0, 0.5]}
+    items, returns = [], []
+    for id, rewards in given.items():
+        total = 2.5 if rewards is None else sum(rewards)
+        item = make_trajectory(id, response=3 if rewards is None else len(rewards), advantage=total)
+        if rewards is None:
+            returns += [total] * 3
+        else:
+            item = replace(item, columns={TOKEN_REWARDS: token_values(np.array(rewards, np.float32))})
+            returns += np.cumsum(rewards[::-1])[::-1].tolist()
+        items.append(item)
+    bins = fit([make_entry(item) for item in items], max_tokens=64)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    found = [terms.advantages(item) * np.ones(len(item.response_ids)) for item in items]
+    returns = np.array(returns)
+    expected = (returns - returns.mean()) / (returns.std() + 1e-4)
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_equal_reward_are_in_the_mean_and_the_deviation_of_a_step():
+    """Without them the mean of [1, 0, 1, 1] would be 0.5, and both answers would seem equally rare."""
+    items = [
+        make_trajectory(f"g{i // 2}.{i % 2}", response=4, advantage=float(a)) for i, a in enumerate([1, 0, 1, 1])
+    ]
+    bins = fit([make_entry(item) for item in items], max_tokens=64)
+    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    found = [terms.advantages(item) for item in items]
+    assert found == pytest.approx([0.577, -1.732, 0.577, 0.577], abs=1e-3)
 
 
 def test_rewards_of_tokens_become_the_return_from_there_on():

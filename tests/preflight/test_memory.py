@@ -22,6 +22,7 @@ from laminar_py.preflight.doctor import fit
 from laminar_py.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
 from laminar_py.preflight.model_shape import ModelShape, read_shape
 from tests.learner.builders import make_learner, make_model_folder, make_sequences, pack
+from tests.preflight.test_doctor import doctor
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 
@@ -263,6 +264,19 @@ def test_a_shape_without_a_size_is_none(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 3584}')
     assert read_shape(tmp_path) is None
     assert ModelShape(vocab_size=2, hidden_size=4, num_hidden_layers=1, num_attention_heads=2).key_width == 4
+
+
+def test_the_table_and_the_refusal_are_shown_also_where_there_is_no_gpu(tmp_path):
+    """Here nothing has a place either, which is the last line."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    config = ("configs/math_7b_8gpu_tp1.yaml", f"model.path={tmp_path}", "learner.world_size=2")
+    code, output, lines = doctor(*config)
+    assert code == 2
+    assert "masters (fp32)" in output
+    assert "KV cache" in output
+    assert "learner.world_size=2: a GPU of the learner needs 80.9 GB and has 80.0; set it to 3" in output
+    assert len(lines) == 1
+    assert "a GPU of" not in doctor(*config, "--gpu-gb", "141")[1]
 
 
 def test_doctor_places_a_config_that_fits_and_refuses_the_one_that_does_not(tmp_path):

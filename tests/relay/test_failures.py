@@ -1,6 +1,7 @@
 """The tree heals: dead parents, dead nodes, damaged chunks, full file systems."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import msgspec
@@ -273,6 +274,18 @@ async def test_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"relay.base_port={port}"):
             await rival.start()
         await rival.close()
+
+
+async def test_a_port_that_another_process_still_holds_is_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        node = make_node(tmp_path, "relay-0", port=port)
+        starting = asyncio.create_task(node.start(patience_s=30.0))
+        await asyncio.wait([starting], timeout=0.3)
+        assert not starting.done()
+    await starting
+    assert port_of(node.endpoint) == port
+    await node.close()
 
 
 async def test_a_foreign_address_is_refused_by_name(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_a_function_in_a_file_of_the_user_is_a_reward(tmp_path: Path) -> None:
         ("{tmp}/mine.py:", "{tmp}/mine.py defines no function ''; "),
         ("{tmp}/mine.txt:half", "{tmp}/mine.txt is no Python file; "),
         ("{tmp}/broken.py:half", "importing {tmp}/broken.py failed (ZeroDivisionError: division by zero); "),
+        ("{tmp}/leaves.py:half", "importing {tmp}/leaves.py failed (SystemExit: 3); "),
         ("{tmp}/mangled.py:half", "importing {tmp}/mangled.py failed (SyntaxError: "),
     ],
 )
@@ -79,6 +80,7 @@ def test_a_reward_that_cannot_be_had_is_explained_in_one_line(tmp_path: Path, fu
         ("mine.py", "NUMBER = 1\n"),
         ("mine.txt", ""),
         ("broken.py", "1 / 0\n"),
+        ("leaves.py", "raise SystemExit(3)\n"),
         ("mangled.py", "("),
     ):
         (tmp_path / name).write_text(text)

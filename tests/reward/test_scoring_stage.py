@@ -134,6 +134,7 @@ async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() 
     for request in make_requests("a", "b", "c", "d", "e"):  # of which a deadline dropped `a` and `c`
         stage.submit(request)
     assert stage.num_waiting == 3, "b, d and e"
+    assert stage.num_unscored == 3
     async with running(stage):
         scorer.gate.set()
         assert set(await inbox.wait(3)) == {"g0.1", "g0.3", "g0.4"}
@@ -149,6 +150,7 @@ async def test_what_was_dropped_while_it_waited_takes_no_time_of_a_worker() -> N
     async with running(stage):
         assert set(await inbox.wait(1)) == {"g0.2"}
     assert scorer.batches == [["c"]]
+    assert (stage.num_unscored, stage.oldest_s) == (0, 0.0)
 
 
 async def test_close_wakes_idle_workers_and_leaves_what_waits() -> None:
@@ -214,6 +216,15 @@ async def test_a_loop_in_python_costs_its_own_trajectory_and_no_worker() -> None
     scores, restarts = await judge("1", "spin", "2")
     assert [score.value for score in scores] == [1.0, None, 2.0]
     assert (scores[1].failure, restarts) == (DropReason.REWARD_TIMEOUT, 0)
+
+
+async def test_each_that_takes_too_long_is_told_at_once_and_not_after_its_batch() -> None:
+    inbox = Inbox()
+    async with real_stage(inbox) as (stage, fleet):
+        for request in make_requests("1", *["spin"] * 5):
+            stage.submit(request)
+        arrived = [len(await inbox.wait(count)) for count in range(2, 7)]
+    assert (arrived, fleet.restarts) == ([2, 3, 4, 5, 6], 0)
 
 
 async def test_a_hang_beyond_python_drops_only_the_guilty_and_replaces_the_worker() -> None:

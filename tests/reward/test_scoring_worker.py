@@ -1,13 +1,17 @@
 """The scoring worker: one score per request, whatever the reward function does."""
 
+import asyncio
+import json
 import re
 import signal
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype
 from laminar_py.records.scoring import Reward, Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason
@@ -31,7 +35,7 @@ def make_request(response: str, *, index: int = 0) -> ScoringRequest:
 
 
 def score(
-    function: Callable[[ScoringRequest], object], *responses: str, timeout_s: float = 0.1, columns: tuple = ()
+    function: Callable[[ScoringRequest], object], *responses: str, timeout_s: float = 30.0, columns: tuple = ()
 ) -> list[Score]:
     requests = [make_request(response, index=index) for index, response in enumerate(responses)]
     return ScoringWorker(function, timeout_s=timeout_s, columns=columns).score(requests)  # type: ignore[arg-type]
@@ -59,7 +63,7 @@ def test_every_real_number_is_a_value(value: object) -> None:
     assert type(scored.value) is float
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), {"reward": 1.0}])
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), 1e300, {"reward": 1.0}])
 def test_anything_else_is_a_failed_reward(value: object) -> None:
     (scored,) = score(lambda _: value, "a")
     assert (scored.value, scored.failure) == (None, DropReason.REWARD_FAILED)
@@ -67,18 +71,32 @@ def test_anything_else_is_a_failed_reward(value: object) -> None:
 
 
 def test_only_the_trajectory_that_takes_too_long_is_dropped() -> None:
-    scores = score(spin, "a", "spin", "b")
-    assert [s.failure for s in scores] == [None, DropReason.REWARD_TIMEOUT, None]
+    scores = score(spin, "a", "spin", "b", timeout_s=0.1)
+    assert [s.failure for s in scores] == [None, DropReason.REWARD_TIMEOUT], (
+        "told at once; the rest is asked for again"
+    )
     assert "reward.timeout_s=0.1" in scores[1].detail
     assert scores[1].elapsed_s >= 0.1
 
 
 def test_catastrophic_backtracking_is_interrupted() -> None:
-    (scored,) = score(lambda request: float(bool(re.match(r"(a+)+$", request.response))), "a" * 64 + "b")
+    (scored,) = score(
+        lambda request: float(bool(re.match(r"(a+)+$", request.response))), "a" * 64 + "b", timeout_s=0.1
+    )
     assert scored.failure is DropReason.REWARD_TIMEOUT
 
 
-@pytest.mark.parametrize("error", [ValueError("two\nlines"), RecursionError("deep"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("two\nlines"),
+        RecursionError("deep"),
+        SystemExit(3),
+        KeyboardInterrupt("mine"),
+        asyncio.CancelledError("mine"),
+        GeneratorExit("mine"),
+    ],
+)
 def test_an_exception_is_a_failed_reward_with_type_message_and_place(error: BaseException) -> None:
     def fail(request: ScoringRequest) -> float:
         raise error
@@ -92,18 +110,60 @@ def test_an_exception_is_a_failed_reward_with_type_message_and_place(error: Base
 
 def test_the_timer_and_the_handler_are_gone_afterwards() -> None:
     before = signal.getsignal(signal.SIGALRM)
-    score(spin, "a", "spin")
+    score(spin, "a", "spin", timeout_s=0.1)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-def test_an_interrupt_from_the_keyboard_is_not_a_score() -> None:
-    def interrupt(request: ScoringRequest) -> float:
+class Wordless(Exception):
+    def __str__(self) -> str:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        score(interrupt, "a")
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (Wordless(), "Wordless: its text cannot be had, KeyboardInterrupt"),
+        (ValueError("\ud800 \x00"), "ValueError: \\ud800 \x00"),
+        (ValueError("x" * 10_000), "ValueError: xxx"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_an_exception_whose_text_fails_or_cannot_be_stored_costs_its_own_trajectory(error, words) -> None:
+    def fail(request: ScoringRequest) -> float:
+        if request.response == "bad":
+            raise error
+        return 1.0
+
+    scores = decode(list[Score], encode(score(fail, "a", "bad", "b")))
+    assert [s.value for s in scores] == [1.0, None, 1.0]
+    assert scores[1].detail.startswith(words)
+    assert f"(at {__file__}:" in scores[1].detail, "the end of a long text is kept"
+
+
+def test_the_place_is_the_users_line_and_not_that_of_a_library() -> None:
+    def parse(request: ScoringRequest) -> float:
+        return json.loads(request.response)
+
+    (scored,) = score(parse, "{")
+    assert scored.detail.endswith(f"(at {__file__}:{parse.__code__.co_firstlineno + 1})")
+
+
+def test_a_wrong_value_is_told_with_the_place_of_the_function_and_a_hang_with_its_line() -> None:
+    (wrong,) = score(lambda request: None, "a")
+    (late,) = score(spin, "spin", timeout_s=0.1)
+    assert f"(at {__file__}:" in wrong.detail
+    first = spin.__code__.co_firstlineno
+    assert f"(at {__file__}:{first + 3})" in late.detail
+
+
+def test_reading_what_was_returned_is_limited_as_well() -> None:
+    class Slow:
+        def __array__(self, dtype=None, copy=None) -> None:
+            time.sleep(10)
+
+    (scored,) = score(lambda request: Slow(), "a", timeout_s=0.1)
+    assert scored.failure is DropReason.REWARD_TIMEOUT
 
 
 def test_deep_recursion_in_the_reward_is_survived() -> None:
@@ -118,6 +178,16 @@ def test_per_token_scores_travel_beside_their_sum() -> None:
     (scored,) = score(lambda request: [0.25 for _ in request.response_ids], "a")
     assert scored.value == 0.25
     assert scored.columns[TOKEN_REWARDS].array.tolist() == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("given", "total"), [([3e38, 3e38], "inf"), ([3e38, -3e38], "0"), ([9e29, 9e29], "1.8e+30")]
+)
+def test_per_token_scores_that_are_too_large_together_are_a_failed_reward(given: list[float], total: str) -> None:
+    request = msgspec.structs.replace(make_request("a"), response_ids=np.array([1, 1], np.int32))
+    (scored,) = ScoringWorker(lambda request: given, timeout_s=1.0).score([request])
+    assert (scored.value, scored.failure) == (None, DropReason.REWARD_FAILED)
+    assert f"2 per-token rewards add up to {total};" in scored.detail
 
 
 def test_per_token_scores_of_another_length_are_a_failed_reward() -> None:

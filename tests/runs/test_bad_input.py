@@ -94,6 +94,17 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path, 
     assert lines[0].startswith(f"laminar: model.path={folder}: its tokenizer has ")
 
 
+def test_an_architecture_that_is_not_served_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    sizes = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["MixtralForCausalLM"]}))
+    before = children()
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", f"model.path={folder}")
+    assert (code, len(lines)) == (2, 1)
+    assert "architecture MixtralForCausalLM is none of Qwen3ForCausalLM" in lines[0]
+    assert children() <= before
+
+
 def test_a_port_in_use_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,6 +1,8 @@
 """A whole run of emulated replicas and learner: real processes, relays and ledger, and the time of GPUs."""
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
 from laminar_py.records.trajectory import Kind, Status
-from tests.runs.runs import LAMINAR, REPO, TrainProcess
+from tests.runs.runs import LAMINAR, REPO, TrainProcess, forget_versions
+from tests.runs.test_train import starts_of
 
 CONFIG = REPO / "configs/emulation/repack.yaml"
 SETTINGS = (
@@ -51,6 +54,24 @@ def test_an_emulated_run_repacks_and_keeps_the_laws_without_torch_in_its_replica
     assert first["learner_s"] >= (2 + first["trained_tokens"] / 8675) / 20, "prompts come on top"
     moved = json.loads((train.run / "summary.json").read_text())["repack"]
     assert moved["running"] + moved["waiting"] > 0, "they repack"
+    assert verify(train.run) == []
+    assert accounting(train.run).balanced
+
+
+def test_relays_that_hang_are_replaced_while_the_run_goes_on(tmp_path):
+    hanging = ("relay-0", "relay-2")
+    with TrainProcess(
+        tmp_path, *SETTINGS, "steps=10000", "supervisor.heartbeat_timeout_s=10", config=CONFIG
+    ) as train:
+        train.wait_for_step(1)
+        for part in hanging:
+            os.kill(starts_of(train.run)[part][-1], signal.SIGSTOP)
+        train.wait_until(lambda: all(len(starts_of(train.run)[part]) > 1 for part in hanging))
+        train.wait_for_step(len((train.run / "metrics.jsonl").read_bytes().splitlines()) + 2)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    forget_versions(train.run)
+    assert code == 130, output
     assert verify(train.run) == []
     assert accounting(train.run).balanced
 

@@ -4,6 +4,7 @@ A refactor of the package edits this module and no other of `tests/tapes`; the t
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -353,7 +354,9 @@ class Batch:
         tape.write("bins", bin_ids(taken.bins))
         if not self.is_empty:
             compares = plan.packs and plan.overlong is not None
-            _write_packed(tape, plan, self._packed(plan), compares=compares)
+            _write_packed(
+                tape, plan, self._packed(plan), version=taken.version if plan.packs else 0, compares=compares
+            )
 
     def _packed(self, plan: Plan) -> object:
         if not plan.packs:
@@ -367,7 +370,7 @@ class Batch:
         terms = step_terms(
             self.taken.bins,
             aggregation=Aggregation(plan.aggregation),
-            version=self.taken.version,
+            ages=self.taken.ages,
             constant=plan.cap,
             normalises=plan.advantage == "batch_std",
             columns=_columns(plan),
@@ -393,14 +396,14 @@ def _columns(plan: Plan) -> tuple[Column, ...]:
     return (*teacher, *reference)
 
 
-def _write_packed(tape: Tape, plan: Plan, packed: object, *, compares: bool = False) -> None:
+def _write_packed(tape: Tape, plan: Plan, packed: object, *, version: int, compares: bool = False) -> None:
     terms = packed.terms
     tape.write(
         "terms",
         terms.aggregation.value,
         terms.num_trajectories,
         terms.num_trained,
-        terms.version,
+        version,
         number(round(terms.advantage_mean, 9)),
         number(round(terms.advantage_scale, 7)),
         list(terms.groups) if compares else None,
@@ -592,7 +595,7 @@ class Control:
         self._evaluations[index] = asked
 
     def evaluated(self, step: int) -> list[list]:
-        """Results that are there: number, version, accuracy; None where the version was lost."""
+        """Results that are there: number, version, accuracy; None where one is not known."""
         out = []
         for index, future in sorted(self._evaluations.items()):
             if future.done():
@@ -611,9 +614,16 @@ class Control:
             done = future.result()
         except EvaluationLostError:
             return [None, None]
+        if done.accuracy is None:
+            return [done.version, None]
         self.listener.append(
             Evaluated(
-                version=done.version, step=step, num_prompts=len(done.prompts), accuracy=done.accuracy, rl_s=1.0
+                version=done.version,
+                step=step,
+                num_prompts=len(done.prompts),
+                accuracy=done.accuracy,
+                rl_s=1.0,
+                num_unscored=done.num_unscored,
             )
         )
         return [done.version, number(done.accuracy)]
@@ -682,6 +692,7 @@ class Control:
         """Put on record what replicas have and a dead controller did not come to say; the newest version."""
         for orphan in await self.ledger.unpublished():
             self.published(orphan.version, step=step, parent=None, incarnation=incarnation)
+            self.scheduler.book.ages.published(orphan.version)
         return self.ledger.newest_version
 
     async def checkpoint(self, *, step: int, version: int) -> None:
@@ -697,7 +708,7 @@ class Control:
         for event in await undo_since(self.ledger, step, reason="learner_died"):
             self._tape.write("to-undo", *event_line(event))
         self.listener.append(RolledBack(step, "learner_died"))
-        return await self.scheduler.consumption.roll_back()
+        return await self.scheduler.consumption.roll_back(step)
 
     # ---- repacking
 
@@ -746,7 +757,7 @@ class Control:
             len(scheduler.consumption.buffer),
             scheduler.book.generated_tokens,
             newest,
-            [admission.limit, admission.oldest(newest), admission.share(self._plan.replicas)],
+            [admission.limit, admission.oldest(newest, scheduler.book.ages), admission.share(self._plan.replicas)],
             self.peers(),
         ]
 
@@ -776,6 +787,7 @@ def _settings(plan: Plan) -> ControlSettings:
         group_size=plan.group_size,
         sampling=SamplingParams(max_new_tokens=plan.cap, stop_ids=(1,)),
         without_signal=WithoutSignal(plan.without_signal),
+        max_refill=math.inf,
         one_version=plan.on_new_weights == "drain",
         admission=_admission(plan),
         bound=StalenessBound(plan.max_staleness, tuple(StalePolicy(policy) for policy in plan.policies)),
@@ -795,6 +807,7 @@ def _admission(plan: Plan) -> Admission:
         capacity=plan.capacity,
         max_staleness=plan.max_staleness,
         wait=waits,
+        publish_every=plan.publish_every,
     )
 
 
@@ -920,9 +933,10 @@ def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, 
     """Put down how a whole step is packed."""
     bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=plan.max_tokens)
     tape.write("fit", bin_ids(bins))
-    terms = step_terms(bins, aggregation=Aggregation(plan.aggregation), version=version, constant=plan.cap)
+    ages = {made: version - made for made in range(version + 1)}
+    terms = step_terms(bins, aggregation=Aggregation(plan.aggregation), ages=ages, constant=plan.cap)
     packed = assign(bins, terms, max_tokens=plan.max_tokens, ranks=plan.ranks, attention_share=ATTENTION_SHARE)
-    _write_packed(tape, plan, packed)
+    _write_packed(tape, plan, packed, version=version)
 
 
 class Stream:

@@ -27,5 +27,12 @@ def _row(stats, step, entropy):
         mismatch=Mismatch(0.1, 0.2, 0.3),
         work=Work(1000, 4e12, 8e12),
     )
-    facts = {"version": step, "batch": [], "generated_tokens": 0, "versions_alive": 1, "stall_s": 0.0}
+    facts = {
+        "version": step,
+        "batch": [],
+        "staleness": [],
+        "generated_tokens": 0,
+        "versions_alive": 1,
+        "stall_s": 0.0,
+    }
     return stats.row(step=step, metrics=metrics, **facts)

@@ -2,9 +2,17 @@
 
 from laminar_py.cli.train import tell_checkpoints, tell_relay
 from laminar_py.ledger.database import reading
-from laminar_py.records.events import Checkpointed, Relayed, VersionPublished
-from laminar_py.telemetry.summary import CheckpointFigures, RelayFigures, read_checkpoints, read_relay
-from tests.ledger.runs import begin, open_ledger
+from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPublished
+from laminar_py.records.trajectory import DropReason, Kind
+from laminar_py.telemetry.summary import (
+    CheckpointFigures,
+    RelayFigures,
+    UnscoredFigures,
+    read_checkpoints,
+    read_relay,
+    read_unscored,
+)
+from tests.ledger.runs import begin, issue, make_ready, open_ledger
 
 
 def relayed(node, version, wire_bytes, elapsed_s):
@@ -43,9 +51,13 @@ async def test_the_relay_is_summed_up_from_the_ledger(tmp_path):
         figures = read_relay(connection)
     assert figures == RelayFigures(4, 0.2, 2.5, 2060 / 8000)
     assert tell_relay(figures) == (
-        "4 versions, the learner stood still 200.0 ms for one, 2.50 s until the last relay had it, 25.8% of the"
-        " bytes over the wire"
+        "4 versions, the learner stood still 200.0 ms for one, 2.50 s until the last relay had it, what travelled"
+        " was 25.8% of whole versions, the rest was as in the version before"
     )
+
+
+def test_where_nothing_could_be_left_out_whole_versions_travelled():
+    assert tell_relay(RelayFigures(3, None, None, 1.0)) == "3 versions, whole versions travelled"
 
 
 async def test_a_lone_root_has_nothing_to_say_of_the_wire(tmp_path):
@@ -71,3 +83,19 @@ async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
         figures = read_checkpoints(connection)
     assert figures == CheckpointFigures(3, 0.003, 1.5)
     assert tell_checkpoints(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"
+
+
+async def test_what_could_not_be_scored_is_summed_up_with_the_first_reason(tmp_path):
+    failures = [
+        ("g0.0", Kind.TRAIN, DropReason.REWARD_FAILED, "KeyError: 4 (at mine.py:2)"),
+        ("e0.0", Kind.EVAL, DropReason.REWARD_TIMEOUT, "no value"),
+        ("g0.1", Kind.TRAIN, DropReason.GROUP_LOST, "1 survivors"),
+    ]
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.2")
+        for id, kind, reason, detail in failures:
+            issue(ledger, id, kind=kind)
+            ledger.append(Dropped(id, reason, detail))
+    with reading(tmp_path) as connection:
+        assert read_unscored(connection) == UnscoredFigures(2, 3, "KeyError: 4 (at mine.py:2)")

@@ -15,7 +15,18 @@ def make_incarnation(**given):
     """What is not given is not there."""
     absent = dict.fromkeys((field.name for field in fields(Incarnation)), None)
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    return Incarnation(**(absent | {"supervisor": supervisor, "number": 1} | given))
+    own = {"supervisor": supervisor, "number": 1, "kernel_kills": NoKills()}
+    return Incarnation(**(absent | own | given))
+
+
+class NoKills:
+    """Stands for `cluster.memory.KernelKills` where the kernel ends nothing."""
+
+    async def meet(self, part):
+        pass
+
+    async def explain(self, death, node):
+        return death
 
 
 class Processes:

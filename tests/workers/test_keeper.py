@@ -64,7 +64,7 @@ class Life:
     async def start(self, parts):
         if self._fails:
             self._fails -= 1
-            raise PartDiedError("part-0", "no memory")
+            raise PartDiedError("part-0", "out of memory")
 
     async def serve(self, parts):
         self.served.put_nowait(parts)
@@ -129,7 +129,7 @@ async def test_failed_starts_in_a_row_are_rested_for_ever_longer(monkeypatch):
 
 async def test_a_first_start_that_fails_too_often_ends_the_run(monkeypatch):
     life = Life(monkeypatch, fails=2, first_starts=2)
-    with pytest.raises(RunFailedError, match=r"part-0 does not start: no memory; see logs/part-0\.log"):
+    with pytest.raises(RunFailedError, match=r"part-0 does not start: out of memory; see logs/part-0\.log"):
         await life.keeper.up()
 
 
@@ -196,3 +196,22 @@ async def test_a_part_whose_place_goes_in_the_rest_before_its_restart_waits_for_
         life.room.real = [Place("node-1")]
         (second,) = await life.served.get()
     assert second.place == Place("node-1")
+
+
+async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_to_change(monkeypatch):
+    async def start(parts):
+        raise PartDiedError(
+            "part-0", "out of memory in step: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+        )
+
+    life = Life(monkeypatch, start=start, max_restarts=9, spares_memory="lower packer.max_tokens")
+    told = r"part-0 ran out of memory twice, last: out of memory in step: .* 2.00 GiB; lower packer\.max_tokens"
+    with pytest.raises(RunFailedError, match=told):
+        await life.keeper.up()
+    assert sum(isinstance(event, PartDied) for event in life.events) == 2
+
+
+async def test_a_part_whose_memory_no_setting_spares_dies_of_it_as_of_anything(monkeypatch):
+    life = Life(monkeypatch, fails=3)
+    async with asyncio.timeout(PATIENCE_S):
+        await life.keeper.up()

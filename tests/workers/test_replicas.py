@@ -69,8 +69,10 @@ class World:
 
         self.supervisor = Supervisor(record=lambda event: None, max_restarts=9)
 
+        self.relay, self.left = "tcp://relay", set()
+
         async def attach(replica, place):
-            return "tcp://relay"
+            return self.relay
 
         self.replicas = Replicas(
             make_incarnation(
@@ -81,7 +83,7 @@ class World:
                 stats=Stats(SystemClock(), replicas=2, totals=Totals()),
             ),
             scheduler=self.scheduler,
-            relays=SimpleNamespace(attach=attach, keys=SimpleNamespace(public="p", secret="s")),
+            relays=SimpleNamespace(attach=attach, left=self.left, keys=SimpleNamespace(public="p", secret="s")),
         )
 
     async def next(self):
@@ -186,3 +188,14 @@ async def test_a_replica_ended_on_purpose_is_no_death(monkeypatch, tmp_path):
         assert Counter(process.name for process in fresh) == {"replica-0": 1, "replica-1": 1}
         assert [process.is_dead for process in (first, second)] == [True, True]
     assert world.supervisor.total_restarts == 0
+
+
+async def test_a_replica_whose_relay_has_moved_starts_anew_and_attaches_there(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, _):
+        world.left.add(world.relay)
+        world.relay = "tcp://moved"
+        first.actor.report()
+        third = await world.next()
+        assert (third.name, third.actor.spec.result().relay) == (first.name, "tcp://moved")
+        assert first.is_dead

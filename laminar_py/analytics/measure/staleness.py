@@ -1,4 +1,4 @@
-"""Staleness of what the learner consumed, in versions. Pure."""
+"""Staleness of what the learner consumed, in learner steps. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass

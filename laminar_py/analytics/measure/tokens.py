@@ -70,6 +70,8 @@ def account_tokens(snapshot: Snapshot) -> TokenAccount:
     masks |= _without_signal(t)
     masks["still live"] = ~consumed & ~t.is_status(Status.DROPPED)
     masks["step skipped"] = consumed & skipped
+    masked = stands & (t.weight == 0) & (t.cap >= 0)
+    masks["cut, masked from the loss"], stands = masked, stands & ~masked
     losses = [TokenLoss(name, int(lengths[mask].sum()), int(mask.sum())) for name, mask in masks.items()]
     whole = int(lengths[stands].sum())
     useful = round(float(np.sum(lengths[stands] * t.weight[stands].astype(np.float64))))

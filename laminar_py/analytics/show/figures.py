@@ -18,6 +18,7 @@ from laminar_py.analytics.show.panels import (
     DroppedTrajectory,
     Figure,
     Histogram,
+    LearnerCurves,
     RelayHop,
     StageBar,
     StalenessMap,
@@ -26,7 +27,7 @@ from laminar_py.analytics.show.timeline import natural, thin
 from laminar_py.analytics.show.walls import stage_bars
 from laminar_py.analytics.triage.report import RunReport
 from laminar_py.records.events import Pulled, Reattached, Relayed, VersionPublished
-from laminar_py.records.trajectory import Status
+from laminar_py.records.trajectory import DropReason, Status
 
 MOST_BINS, MOST_COLUMNS, MOST_POINTS, MOST_RECENT, MOST_ROWS, NUM_EXAMPLES = 50, 240, 2_000, 60, 200, 3
 
@@ -104,6 +105,25 @@ def curves(snapshot: Snapshot) -> Curves:
         _rewards_until(snapshot.trajectories, np.array([ends[row.step] for row in rows], np.float64)),
         [round(row.entropy, 5) for row in rows],
         [(event.rl_s, event.accuracy) for event in snapshot.history.evaluations],
+    )
+
+
+def learner_curves(snapshot: Snapshot) -> LearnerCurves:
+    """Figures of the steps that count."""
+    train, counted = snapshot.trajectories, {step.step for _, step in snapshot.history.steps}
+    rows = [row for row in thin(snapshot.samples.steps, MOST_POINTS) if row.step in counted]
+    used = train.where(train.is_status(Status.CONSUMED))
+    counts, tokens = np.bincount(used.step), np.bincount(used.step, weights=used.length)
+    with np.errstate(invalid="ignore"):
+        lengths = dict(enumerate(np.round(tokens / counts, 2).tolist()))
+    return LearnerCurves(
+        steps=[row.step for row in rows],
+        loss=[row.loss for row in rows],
+        grad_norm=[row.grad_norm for row in rows],
+        kl=[row.kl_behaviour_k3 for row in rows],
+        clipped=[row.clip_fraction for row in rows],
+        effective=[row.effective_share for row in rows],
+        length=[lengths.get(row.step, np.nan) for row in rows],
     )
 
 
@@ -194,11 +214,16 @@ def _learner_bars(history: History) -> tuple[list[StageBar], float]:
 
 
 def drops(snapshot: Snapshot) -> tuple[list[DropKind], list[DroppedTrajectory]]:
-    """Drops by reason, the most frequent first; and rows of each reason, the newest first."""
+    """Drops by reason, the most frequent first; and rows of each reason, the newest first.
+
+    Those without signal are counted alone: groups whose rewards are equal are no loss to look into one by one.
+    """
     train = snapshot.trajectories
     dropped = train.is_status(Status.DROPPED)
     codes, counts = np.unique(train.drop[dropped], return_counts=True)
     kinds, rows = list[DropKind](), list[DroppedTrajectory]()
+    silent = REASONS.index(DropReason.NO_SIGNAL)
+    each = max(1, MOST_ROWS // max(1, int((codes != silent).sum())))
     for code, count in sorted(zip(codes.tolist(), counts.tolist(), strict=True), key=lambda pair: -pair[1]):
         of_kind = train.where(dropped & (train.drop == code))
         rewards = of_kind.reward[~np.isnan(of_kind.reward)]
@@ -211,6 +236,6 @@ def drops(snapshot: Snapshot) -> tuple[list[DropKind], list[DroppedTrajectory]]:
                 examples=snapshot.ids(of_kind.number[:NUM_EXAMPLES]),
             )
         )
-        newest = of_kind.number[-max(1, MOST_ROWS // len(codes)) :]
-        rows += [DroppedTrajectory(*row) for row in snapshot.dropped(newest)]
+        if code != silent:
+            rows += [DroppedTrajectory(*row) for row in snapshot.dropped(of_kind.number[-each:])]
     return kinds, rows

@@ -69,7 +69,7 @@ def _tails(report: RunReport) -> Iterator[Metric]:
     overall, train = report.tails.overall, report.snapshot.trajectories
     staleness = train.staleness[train.is_status(Status.CONSUMED)].astype(np.float64)
     yield _quantiles("response_length_tokens", "Response length", overall.get(Measure.LENGTH))
-    yield _quantiles("staleness_versions", "Staleness of what was consumed", distribution(staleness))
+    yield _quantiles("staleness_steps", "Staleness of what was consumed", distribution(staleness))
     family = GaugeMetricFamily(
         "laminar_latency_seconds", "Seconds of the stages of a trajectory's way", labels=["stage", "quantile"]
     )

@@ -1,9 +1,12 @@
 """`report.html`: one file without network, made of a report. Owns how the page is put together.
 
 Called by `laminar report` and, with fresh data again and again, by the dashboard. Everything that comes from the
-run reaches the page as JSON and is shown as text, so nothing in it can become markup or script.
+run reaches the page as JSON and is shown as text, so nothing in it can become markup or script; a content security
+policy, which names the page's own scripts by digest, holds the browser to that.
 """
 
+import base64
+import hashlib
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from laminar_py.analytics.show.panels import Page
 from laminar_py.analytics.show.timeline import make_timeline
 from laminar_py.analytics.show.walls import wall_panel
 from laminar_py.analytics.triage.report import RunReport
+from laminar_py.config.loading import dump_config
 from laminar_py.ledger.database import ledger_path
 
 REPORT_NAME = "report.html"
@@ -49,11 +53,13 @@ def make_page(report: RunReport) -> Page:
         distributions=figures.histograms(train),
         staleness=figures.staleness_map(train),
         curves=figures.curves(snapshot),
+        learner=figures.learner_curves(snapshot),
         hops=figures.relay_hops(snapshot.history),
         stages=stages,
         step_s=step_s,
         drops=drop_kinds,
         drop_rows=drop_rows,
+        config="" if snapshot.config is None else dump_config(snapshot.config),
     )
 
 
@@ -74,6 +80,7 @@ def render(page: Page | None) -> str:
         "scripts": "\n".join((web / name).read_text("utf-8") for name in ("panels.js", "timeline.js", "page.js")),
         "data": data.replace("<", "\\u003c"),  # no end of script within strings
     }
+    contents["policy"] = _policy(contents["plotly"], contents["scripts"])
     html = (web / "page.html").read_text("utf-8")
     before, *rest = html.split("{{")
     pieces = [before]
@@ -81,3 +88,13 @@ def render(page: Page | None) -> str:
         name, _, after = piece.partition("}}")
         pieces += [contents[name], after]
     return "".join(pieces)
+
+
+def _policy(*scripts: str) -> str:
+    """Content security policy: these scripts run and no other, and the page asks its own server alone."""
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:;"
+        " font-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )

@@ -130,7 +130,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     relays: list[str]
     trajectories: int
     shown: int  # of them, as bars
-    most_running: float  # on one replica: mean of a bin
+    most_running: float  # on one replica, of training: mean of a bin
     heat: Heat
     bars: Bars
     moves: list[MoveArrow]
@@ -169,6 +169,18 @@ class Curves(msgspec.Struct, frozen=True):
     accuracy: list[tuple[float, float]]
 
 
+class LearnerCurves(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures [S] of learner steps; NaN where one is not known."""
+
+    steps: list[int]
+    loss: list[float]
+    grad_norm: list[float]
+    kl: list[float]  # nats, behaviour to new policy
+    clipped: list[float]  # share of the tokens
+    effective: list[float]  # effective sample size of the weights new / behaviour, of the tokens
+    length: list[float]  # mean response tokens of what the step trained on
+
+
 class RelayHop(msgspec.Struct, frozen=True, kw_only=True):
     """Relay or, as a leaf, subscriber; times in seconds: medians, and of versions one by one."""
 
@@ -195,7 +207,7 @@ class DropKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DroppedTrajectory(msgspec.Struct, frozen=True, array_like=True):
-    """Row of the table of dropped trajectories."""
+    """Row of the table of dropped trajectories, which leaves out those without signal."""
 
     id: str
     reason: str
@@ -219,8 +231,10 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     distributions: list[Histogram]
     staleness: StalenessMap
     curves: Curves
+    learner: LearnerCurves
     hops: list[RelayHop]
     stages: list[StageBar]
     step_s: float
     drops: list[DropKind]
     drop_rows: list[DroppedTrajectory]
+    config: str  # as YAML; "" where the folder holds none

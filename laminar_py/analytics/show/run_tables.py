@@ -12,6 +12,7 @@ from laminar_py.analytics.measure.tokens import TokenAccount, TokenLoss
 from laminar_py.analytics.show.walls import NO_STEP, wall_rows
 from laminar_py.analytics.triage.diagnosis import Diagnosis
 from laminar_py.analytics.triage.report import RunReport
+from laminar_py.records.events import RefillStopped
 
 _BY = (Measure.LENGTH, Measure.GENERATION, Measure.REWARD, Measure.END_TO_END)
 
@@ -33,7 +34,8 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
     yield tail_table(report.tails)
     yield from _stragglers(report)
     if report.staleness is not None:
-        yield f"staleness: mean {report.staleness.mean:.2f}, max {report.staleness.max} versions"
+        yield f"staleness: mean {report.staleness.mean:.2f}, max {report.staleness.max} learner steps"
+    yield from _refills(report)
     if details:
         for title, rows in (
             ("replica", report.tails.by_replica),
@@ -45,6 +47,14 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
     if report.drops.rows:
         yield drop_table(report.drops, details=details)
     yield from report.dropping
+
+
+def _refills(report: RunReport) -> Iterator[str]:
+    """The last step that dynamic sampling could not fill, and how many there were."""
+    stopped = [event for _, event in report.snapshot.history.of(RefillStopped)]
+    if stopped:
+        last = stopped[-1]
+        yield f"steps that refill could not fill: {len(stopped)}, at last step {last.step} with {last.tell()}"
 
 
 def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Iterable[str]]) -> Group:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from laminar_py.analytics.read.columns import STATUSES, Times
+from laminar_py.analytics.read.columns import STATUSES, Floats, Times
 from laminar_py.analytics.read.snapshot import Snapshot
 from laminar_py.analytics.read.stays import StayEnd, Stays
 from laminar_py.analytics.show.lanes import occupancy
@@ -35,7 +35,7 @@ def make_timeline(snapshot: Snapshot) -> Timeline:
     place = {replica: row for row, replica in enumerate(replicas)}
     relays = sorted({event.node for _, event in history.of(Relayed)}, key=natural)
     drawn, chosen = draw(snapshot, MOST_BARS)
-    heat, most_running = _heat(stays, replicas, snapshot.end_s)
+    heat, most_running = _heat(stays, snapshot.is_eval[snapshot.places(stays)], replicas, snapshot.end_s)
     return Timeline(
         start_s=0.0,
         end_s=snapshot.end_s,
@@ -102,19 +102,12 @@ def _ms(seconds: Times) -> Times:
     return milliseconds
 
 
-def _heat(stays: Stays, replicas: list[int], end_s: float) -> tuple[Heat, float]:
-    """Areas of all replicas, and the most that one runs in a bin."""
+def _heat(stays: Stays, is_eval: BoolArray, replicas: list[int], end_s: float) -> tuple[Heat, float]:
+    """Areas of all replicas, and the most that one runs of training in a bin; of evaluations in a run of these."""
     bins = max(1, min(MOST_BINS, MOST_CELLS // max(1, len(replicas))))
     edges = np.linspace(0.0, max(end_s, 1e-3), bins + 1)
-    order = np.argsort(stays.replica, kind="stable")  # so that each replica is one slice
-    by_replica = stays.where(order)
-    bounds = np.searchsorted(by_replica.replica, [*replicas, (replicas or [0])[-1] + 1])
-    rows = [
-        occupancy(by_replica.where(np.arange(first, last)), replica=replica, edges=edges)
-        for replica, first, last in zip(replicas, bounds, bounds[1:], strict=False)
-    ]
-    running = np.concatenate([np.empty(0, np.float32), *(row for row, _ in rows)])
-    version = np.concatenate([np.empty(0, np.float32), *(row for _, row in rows)])
+    running, version = _occupancies(stays, replicas, edges)
+    training = running if is_eval.all() else _occupancies(stays.where(~is_eval), replicas, edges)[0]
     heat = Heat(
         start_s=0.0,
         bin_s=float(edges[1] - edges[0]),
@@ -122,7 +115,20 @@ def _heat(stays: Stays, replicas: list[int], end_s: float) -> tuple[Heat, float]
         running=pack(running, "float32"),
         version=pack(version, "float32"),
     )
-    return heat, float(running.max(initial=0.0))
+    return heat, float(training.max(initial=0.0))
+
+
+def _occupancies(stays: Stays, replicas: list[int], edges: Times) -> tuple[Floats, Floats]:
+    """Mean number running and mean version, replica by replica: two of [replicas x bins]."""
+    order = np.argsort(stays.replica, kind="stable")  # so that each replica is one slice
+    by_replica = stays.where(order)
+    bounds = np.searchsorted(by_replica.replica, [*replicas, (replicas or [0])[-1] + 1])
+    rows = [
+        occupancy(by_replica.where(np.arange(first, last)), replica=replica, edges=edges)
+        for replica, first, last in zip(replicas, bounds, bounds[1:], strict=False)
+    ]
+    none = np.empty(0, np.float32)
+    return np.concatenate([none, *(row for row, _ in rows)]), np.concatenate([none, *(row for _, row in rows)])
 
 
 def _moves(stays: Stays, place: dict[int, int]) -> Iterator[MoveArrow]:

@@ -2,8 +2,16 @@
 
 from collections.abc import Iterator
 
+from laminar_py.analytics.measure.use import Use
 from laminar_py.analytics.show.panels import StageBar, WallPanel
-from laminar_py.analytics.triage.diagnosis import STAGE_OF, Diagnosis, what_if
+from laminar_py.analytics.triage.diagnosis import (
+    STAGE_OF,
+    BoundFit,
+    BoundSide,
+    Diagnosis,
+    tell_divergence,
+    what_if,
+)
 from laminar_py.analytics.triage.goodput import StageTimes, StepStage
 from laminar_py.analytics.triage.mean_step import MeanStep
 from laminar_py.analytics.triage.remedies import Wall
@@ -26,7 +34,9 @@ MEANINGS = {
     Wall.WEIGHTS: "New weights are so long on their way to the replicas that these stand empty meanwhile.",
     Wall.LEARNER: "Trajectories are there faster than the learner trains on them.",
     Wall.FRESHNESS: "The bound on staleness keeps the replicas from beginning new work, though nothing is busy.",
+    Wall.STALE_DATA: "Weights have moved so far from those that drew the data that much of it hardly counts.",
     Wall.SPARSE_REWARD: "Most of what is generated never succeeds, and teaches nothing.",
+    Wall.CPU: "Processes fill the machine's cores: more of them would share these, and be no faster.",
 }
 
 
@@ -38,7 +48,12 @@ def wall_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "change first", str(first)
     if others:
         yield "or instead", ", or ".join(f"{remedy.key} {remedy.change}" for remedy in others[:NEXT_REMEDIES])
-    yield "without it", f"{_gain(binding.gain)}; then {following.wall} limits, now: {following.evidence}"
+    without = "with twice the cores" if binding.wall is Wall.CPU else "without it"
+    yield without, f"{_gain(binding.gain)}; then {following.wall} limits, now: {following.evidence}"
+    if diagnosis.bound is not None:
+        yield "staleness", tell_bound(diagnosis.bound, step)
+    if step.use is not None:
+        yield "in use", tell_use(step.use)
     stages = f"its stages, {HOW[step.schedule]} (schedule={step.schedule}): {_stages(step)}"
     yield "a step", f"takes {step.measured_s:.2f} s; {stages}"
     twice = ", ".join(_twice(step))
@@ -47,6 +62,23 @@ def wall_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     others_s = (schedule for schedule in Schedule if schedule is not step.schedule)
     words = (f"schedule={s} {diagnosis.under[s]:.2f} s (most of it {diagnosis.walls_under[s]})" for s in others_s)
     yield "", f"with {', with '.join(words)}"
+
+
+def tell_bound(bound: BoundFit, step: MeanStep) -> str:
+    """The bound on staleness, and which of its two costs is larger, in one line."""
+    lost = f"{bound.lost:.0%} of the weight is gone"
+    kl = tell_divergence(step)
+    if bound.max_staleness is None:
+        return f"staleness.max_staleness=null: nothing bounds staleness; {lost} ({kl})"
+    idle = f"{bound.idle:.0%} of the goodput is lost to idle replicas and dropped work"
+    first, second = (lost, idle) if bound.side is BoundSide.LOOSE else (idle, lost)
+    return f"staleness.max_staleness={bound.max_staleness} is {bound.side}: {first}; {second} ({kl})"
+
+
+def tell_use(use: Use) -> str:
+    """Use of slots, KV caches and cores, in one line."""
+    engines = f"{use.slots:.0%} of the engines' slots, {use.kv:.0%} of their KV caches"
+    return f"{engines}, {use.cpu:.0%} of {use.cores} cores" if use.cores else engines
 
 
 def _gain(gain: float) -> str:
@@ -78,13 +110,18 @@ def _twice(step: MeanStep) -> Iterator[str]:
 def wall_panel(diagnosis: Diagnosis) -> WallPanel:
     """Panel of the page on what limits the run."""
     binding, following = diagnosis.binding, diagnosis.next
-    evidence = (
+    step, without = diagnosis.mean_step, "with twice the cores" if binding.wall is Wall.CPU else "without it"
+    evidence = [
         binding.evidence,
-        f"without it, goodput would be at most {binding.gain:.3g} times as high",
+        f"{without}, goodput would be at most {binding.gain:.3g} times as high",
         f"the next wall is then {following.wall}: {following.evidence}",
-    )
+    ]
+    if diagnosis.bound is not None:
+        evidence.append(tell_bound(diagnosis.bound, step))
+    if step.use is not None:
+        evidence.append(f"in use: {tell_use(step.use)}")
     meaning = MEANINGS[binding.wall]
-    return WallPanel(name=str(binding.wall), meaning=meaning, evidence=evidence, remedies=binding.remedies)
+    return WallPanel(name=str(binding.wall), meaning=meaning, evidence=tuple(evidence), remedies=binding.remedies)
 
 
 def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> list[StageBar]:

@@ -5,6 +5,7 @@ called by `triage.report`.
 """
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from laminar_py.analytics.triage.goodput import StageTimes, StepStage, compose, predict
 from laminar_py.analytics.triage.mean_step import MeanStep
@@ -12,6 +13,7 @@ from laminar_py.analytics.triage.remedies import Remedy, Wall, remedies
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule
 
+WORTH_A_WORD = 0.05  # share that a bound on staleness costs, below which it fits
 SPARSE = 0.5  # share of the groups without any success from which on that may be the wall
 STAGE_OF = {Wall(stage): stage for stage in StepStage}  # a wall that is a stage has its name
 
@@ -26,6 +28,24 @@ class JudgedWall:
     remedies: tuple[Remedy, ...]  # the first is to be tried first
 
 
+class BoundSide(StrEnum):
+    """Side on which a bound on staleness costs more."""
+
+    TIGHT = "too tight"
+    LOOSE = "too loose"
+    NEITHER = "neither too tight nor too loose"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundFit:
+    """Costs of the bound on staleness, e.g. `BoundFit(BoundSide.LOOSE, 2, 0.01, 0.38)`."""
+
+    side: BoundSide
+    max_staleness: int | None
+    idle: float  # share of the goodput that waits, or is dropped, for freshness
+    lost: float  # share of the weight that age has taken from the data
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """Wall of a run, the wall that would follow it, and what the schedule has to do with them."""
@@ -35,6 +55,7 @@ class Diagnosis:
     next: JudgedWall  # once the first is gone
     under: dict[Schedule, float]  # seconds of a step: as measured, and predicted under the other schedules
     walls_under: dict[Schedule, StepStage]  # what takes most of such a step
+    bound: BoundFit | None  # None under schedules that bound staleness by themselves
 
 
 def diagnose(step: MeanStep, config: RunConfig) -> Diagnosis:
@@ -49,22 +70,36 @@ def diagnose(step: MeanStep, config: RunConfig) -> Diagnosis:
         for name, gain in ((wall, gains[wall]), (following, later[following]))
     )
     under = {schedule: _times_under(schedule, step) for schedule in Schedule}
+    bounded = step.schedule is Schedule.ASYNC
     return Diagnosis(
         mean_step=step,
         binding=binding,
         next=after,
         under={
-            schedule: step.measured_s if schedule is step.schedule else compose(schedule, times)
+            schedule: step.measured_s if schedule is step.schedule else max(compose(schedule, times), step.cpu_s)
             for schedule, times in under.items()
         },
         walls_under={schedule: max(StepStage, key=times.of) for schedule, times in under.items()},
+        bound=fit_bound(step, config.staleness.max_staleness, gains[Wall.FRESHNESS]) if bounded else None,
     )
 
 
+def fit_bound(step: MeanStep, max_staleness: int | None, gain: float) -> BoundFit:
+    """Side on which the bound costs more; `gain` is what goodput would be without it, over what it is."""
+    idle, lost = 0.0 if max_staleness is None else max(0.0, 1 - 1 / gain), step.age.lost
+    if max(idle, lost) < WORTH_A_WORD:
+        return BoundFit(BoundSide.NEITHER, max_staleness, idle, lost)
+    return BoundFit(BoundSide.TIGHT if idle >= lost else BoundSide.LOOSE, max_staleness, idle, lost)
+
+
 def what_if(step: MeanStep, stage: StepStage, factor: float = 2.0) -> float:
-    """Predicted seconds of a step with `factor` times as much of a stage, e.g. twice the replicas."""
+    """Predicted seconds of a step with `factor` times as much of a stage, e.g. twice the replicas.
+
+    Never less than its work takes all cores, which more processes share.
+    """
     times = step.times
-    return predict(step.schedule, measured_s=step.measured_s, now=times, then=times.faster(stage, factor))
+    predicted = predict(step.schedule, measured_s=step.measured_s, now=times, then=times.faster(stage, factor))
+    return max(predicted, min(step.cpu_s, step.measured_s))
 
 
 def evidence(wall: Wall, step: MeanStep) -> str:
@@ -77,7 +112,8 @@ def evidence(wall: Wall, step: MeanStep) -> str:
     match wall:
         case Wall.GENERATION:
             busy = share(times.generation_s)
-            return f"replicas are busy {busy} of the time; the learner waits for a batch {share(step.waited_s)}"
+            waits = f"the learner waits for a batch {share(step.waited_s)}"
+            return f"replicas are busy {busy} of the time{_filled(step)}; {waits}"
         case Wall.LONG_TAIL:
             few = f"replicas have less than a quarter of their usual batch {share(times.tail_s)} of the time"
             return f"{few}, held by the last long responses; p95 of lengths is {step.length_ratio:.1f} x p50"
@@ -100,8 +136,31 @@ def evidence(wall: Wall, step: MeanStep) -> str:
             if not step.stale_share:
                 return held
             return f"{held}, and {step.stale_share:.0%} of the tokens are dropped as too old"
+        case Wall.STALE_DATA:
+            return f"{step.age.lost:.0%} of the weight of what is trained on is gone: {tell_divergence(step)}"
+        case Wall.CPU:
+            cpu, cores = (step.use.cpu, step.use.cores) if step.use is not None else (0.0, 0)
+            return f"processes keep {cpu:.0%} of the {cores} cores busy; most of a step takes {_longest(step)}"
         case Wall.SPARSE_REWARD:
             return f"in {step.hopeless_share:.0%} of the groups no member had any success"
+
+
+def _filled(step: MeanStep) -> str:
+    if step.use is None:
+        return ""
+    return f", with {step.use.slots:.0%} of their slots and {step.use.kv:.0%} of their KV caches in use"
+
+
+def tell_divergence(step: MeanStep) -> str:
+    """KL of old data, in one phrase."""
+    if not step.age.kl:
+        return "KL by staleness is not on record"
+    values, ages = ", ".join(f"{value:.1g}" for value in step.age.kl.values()), ", ".join(step.age.kl)
+    return f"KL {values} nats at staleness {ages}"
+
+
+def _longest(step: MeanStep) -> StepStage:
+    return max(StepStage, key=step.times.of)
 
 
 def _gains(step: MeanStep) -> dict[Wall, float]:
@@ -123,18 +182,24 @@ def _largest(gains: dict[Wall, float], step: MeanStep) -> Wall:
 
 
 def _useful(step: MeanStep) -> float:
-    return (1 - step.stale_share) * (1 - step.hopeless_share)
+    return (1 - step.stale_share) * (1 - step.hopeless_share) * (1 - step.age.lost)
 
 
 def _without(wall: Wall, step: MeanStep) -> MeanStep:
-    """Mean step if that wall were not there."""
+    """Mean step if that wall were not there; of full cores, if they were twice as many."""
     times = step.times
+    shortest_s = min(step.cpu_s, step.measured_s) if step.cores_full else 0.0
     match wall:
+        case Wall.CPU:
+            return replace(step, measured_s=step.measured_s - shortest_s / 2, cpu_s=0.0) if shortest_s else step
+        case Wall.STALE_DATA:
+            return replace(step, age=replace(step.age, lost=0.0))
         case Wall.SPARSE_REWARD:
             return replace(step, hopeless_share=0.0) if step.hopeless_share > SPARSE else step
         case Wall.FRESHNESS if step.schedule is Schedule.ASYNC:
             composed = compose(step.schedule, times)
-            return replace(step, measured_s=min(composed, step.measured_s), held_s=0.0, stale_share=0.0)
+            measured = min(max(composed, shortest_s), step.measured_s)
+            return replace(step, measured_s=measured, held_s=0.0, stale_share=0.0)
         case Wall.FRESHNESS:
             return replace(step, stale_share=0.0)
         case Wall.LONG_TAIL:
@@ -144,7 +209,7 @@ def _without(wall: Wall, step: MeanStep) -> MeanStep:
         case _:
             then = times.without(STAGE_OF[wall])
     measured = predict(step.schedule, measured_s=step.measured_s, now=times, then=then)
-    return replace(step, times=then, measured_s=measured)
+    return replace(step, times=then, measured_s=max(measured, shortest_s))
 
 
 def _times_under(schedule: Schedule, step: MeanStep) -> StageTimes:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.analytics.measure.pipeline import Pipeline
+from laminar_py.analytics.measure.use import Age, Use, measure_age, measure_use
 from laminar_py.analytics.read.columns import Ints, Times, Trajectories
+from laminar_py.analytics.read.samples import Samples
 from laminar_py.analytics.triage.goodput import StageTimes
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule
@@ -17,6 +19,7 @@ from laminar_py.records.trajectory import DropReason
 
 WARM_UP = 0.25  # of the steps
 FEW_STEPS = 8  # with fewer, none is left out
+CORES_FULL = 0.91  # share of the cores from which on more processes only share them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +44,19 @@ class MeanStep:
     transfer_s: float  # weights were on the way between relays
     load_s: float  # of one version, in a replica
     microbatches: float  # of a rank in a step, at least
+    use: Use | None  # None: no sample of the fleet counts
+    cpu_s: float  # that all cores work for a step: no more processes make it shorter; 0 where that is not known
+    age: Age
+
+    @property
+    def cores_full(self) -> bool:
+        """True where the cores have next to no time left."""
+        return self.cpu_s >= CORES_FULL * self.measured_s > 0
 
 
-def mean_step(config: RunConfig, trajectories: Trajectories, pipeline: Pipeline) -> MeanStep | None:
+def mean_step(
+    config: RunConfig, trajectories: Trajectories, pipeline: Pipeline, samples: Samples
+) -> MeanStep | None:
     """Mean of the steps after the warm-up; None before the first whole step."""
     if not len(pipeline):
         return None
@@ -57,6 +70,8 @@ def mean_step(config: RunConfig, trajectories: Trajectories, pipeline: Pipeline)
     tokens = _tokens_per_step(trajectories)
     trajectories = trajectories.where(trajectories.issued_s >= since - mean(pipeline.measured_s))
     finished = trajectories.where(trajectories.finish >= 0)
+    samples = _since(int(pipeline.step[first]), samples)
+    use = measure_use(samples.fleet, max_batch=config.rollout.max_batch)
     times = StageTimes(
         generation_s=mean(pipeline.generation_s),
         reward_s=mean(pipeline.reward_s),
@@ -66,7 +81,6 @@ def mean_step(config: RunConfig, trajectories: Trajectories, pipeline: Pipeline)
         tail_s=mean(pipeline.tail_s),
         stall_s=mean(pipeline.stall_s),
     )
-    p50, p95 = np.percentile(finished.length, [50, 95]) if len(finished) else (0.0, 0.0)
     return MeanStep(
         schedule=config.schedule,
         steps=len(pipeline) - first,
@@ -79,14 +93,41 @@ def mean_step(config: RunConfig, trajectories: Trajectories, pipeline: Pipeline)
         longest_s=_longest(finished, config.trajectories_per_step),
         stale_share=_share(trajectories, trajectories.dropped_for(DropReason.STALE)),
         hopeless_share=_hopeless(trajectories),
-        length_ratio=float(p95 / p50) if p50 else 0.0,
+        length_ratio=_length_ratio(finished),
         crowded_share=mean(pipeline.crowded_s) / max(mean(pipeline.generation_s), 1e-9),
         group_p90_s=_group_spread(finished),
         reward_p95_s=float(np.nanpercentile(finished.score_s, 95)) if np.isfinite(finished.score_s).any() else 0.0,
         transfer_s=mean(pipeline.transfer_s),
         load_s=mean(pipeline.load_s),
         microbatches=tokens / (config.packer.max_tokens * config.learner.world_size),
+        use=use,
+        cpu_s=_cpu_share(config, use) * mean(pipeline.measured_s),
+        age=measure_age(samples.steps),
     )
+
+
+def _since(step: int, samples: Samples) -> Samples:
+    """Samples from this step on."""
+    begin_s = max((row.rl_s for row in samples.steps if row.step < step), default=0.0)
+    rows = tuple(row for row in samples.steps if row.step >= step)
+    return Samples(rows, tuple(row for row in samples.fleet if row.rl_s > begin_s), samples.rl_s)
+
+
+def _cpu_share(config: RunConfig, use: Use | None) -> float:
+    """Share of the cores in use, where it bounds a step; 0 where it says nothing of the run's parts.
+
+    Of a cluster's machines one is known. Servers on GPUs keep cores busy while they wait, so less than all cores
+    says nothing there.
+    """
+    if use is None or config.cluster.address is not None:
+        return 0.0
+    return use.cpu if not config.rollout.engine.gpus or use.cpu >= CORES_FULL else 0.0
+
+
+def _length_ratio(finished: Trajectories) -> float:
+    """p95 over p50 of the lengths."""
+    p50, p95 = np.percentile(finished.length, [50, 95]) if len(finished) else (0.0, 0.0)
+    return float(p95 / p50) if p50 else 0.0
 
 
 def _longest(finished: Trajectories, count: int) -> float:

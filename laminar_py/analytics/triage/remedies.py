@@ -21,6 +21,9 @@ from laminar_py.config.staleness import Schedule, StalePolicy
 SMALL_MICROBATCHES = 4  # for each rank and step, above which larger ones are worth a try
 WORKERS = 8  # times that many are advised at most
 CROWDED = 0.3  # share of the time from which on a larger decode batch is worth a try
+WIDEST = 8  # no bound above is advised
+FIRST_BOUND = 4  # where there is none
+MUCH_LOST = 0.25  # share of the data's weight from which on no wider bound is advised
 
 
 class Wall(StrEnum):
@@ -33,7 +36,9 @@ class Wall(StrEnum):
     WEIGHTS = "weights"
     LEARNER = "learner"
     FRESHNESS = "freshness"
+    STALE_DATA = "stale data"
     SPARSE_REWARD = "sparse reward"
+    CPU = "cpu cores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,7 @@ def remedies(wall: Wall, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...
 def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     rollout = config.rollout
     if step.crowded_share > CROWDED:
-        change = f"{rollout.max_batch} -> {4 * rollout.max_batch}"
-        why = f"replicas have more than they decode at a time, {step.crowded_share:.0%} of the time"
-        yield Remedy("rollout.max_batch", change, why)
+        yield from _larger_batch(config, step)
     yield Remedy(
         "rollout.replicas", f"{rollout.replicas} -> {2 * rollout.replicas}", "generation divides by their number"
     )
@@ -70,20 +73,25 @@ def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy(f"rollout.engine.{setting}", change, why)
 
 
+def _larger_batch(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    change = f"{config.rollout.max_batch} -> {4 * config.rollout.max_batch}"
+    why = f"replicas have more than they decode at a time, {step.crowded_share:.0%} of the time"
+    yield Remedy("rollout.max_batch", change, why)
+
+
 def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     rollout = config.rollout
     if rollout.on_new_weights is OnNewWeights.DRAIN:
         why = "partial rollout: a replica takes new prompts and weights beside its stragglers"
+        if config.repacks:
+            planner = config.repack.planner
+            also = f": leave out repack.planner={planner} too" if planner is not None else ""
+            why = f"{why}; repacking, which needs drain, ends with it{also}"
         yield Remedy("rollout.on_new_weights", "drain -> resume", why)
         if config.repack.planner == NO_PLANNER and rollout.replicas > 1:
             yield Remedy("repack.planner", "none -> predictive", "stragglers move together, the rest goes on")
-    bound = config.staleness.max_staleness
-    if bound is not None and config.schedule is Schedule.ASYNC:
-        yield Remedy(
-            "staleness.max_staleness",
-            f"{bound} -> {bound + 2}",
-            "others may go on while a group waits for its last",
-        )
+    if config.schedule is Schedule.ASYNC:
+        yield from _wider_bound(config, step, more=2, why="others may go on while a group waits for its last")
     cap = rollout.sampling.max_new_tokens
     if rollout.group_deadline_s is None and step.group_p90_s > 0:
         why = "groups close without stragglers; set rollout.counterfactual_share too, to see what that drops"
@@ -111,12 +119,7 @@ def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     learner, algorithm = config.learner, config.algorithm
-    if step.microbatches > SMALL_MICROBATCHES:
-        change = f"{config.packer.max_tokens} -> {2 * config.packer.max_tokens}"
-        why = f"a rank computes {step.microbatches:.0f} microbatches a step"
-        yield Remedy("packer.max_tokens", change, why)
-    if learner.recompute is not Recompute.NONE:
-        yield Remedy("learner.recompute", f"{learner.recompute} -> none", "activations are computed once")
+    yield from _less_work(config, step)
     if step.reference_in_learner and step.reference_s > 0.1 * step.times.learner_s:
         yield Remedy("algorithm.reference_pass", "learner -> stage", f"{step.reference_s:.2f} s of its step")
     if algorithm.updates_per_step > 1:
@@ -128,6 +131,16 @@ def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy("learner.lora.rank", "none -> 16", "gradients and optimizer for adapters alone")
 
 
+def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    if step.microbatches > SMALL_MICROBATCHES:
+        change = f"{config.packer.max_tokens} -> {2 * config.packer.max_tokens}"
+        why = f"a rank computes {step.microbatches:.0f} microbatches a step"
+        yield Remedy("packer.max_tokens", change, why)
+    if config.learner.recompute is not Recompute.NONE:
+        change = f"{config.learner.recompute} -> none"
+        yield Remedy("learner.recompute", change, "activations are computed once")
+
+
 def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     learner, relay = config.learner, config.relay
     if relay.max_bytes_per_s is not None:
@@ -137,31 +150,77 @@ def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy(
             "relay.topology", f"{relay.topology} -> auto", "the tree that takes least time on these links"
         )
-    change = f"{learner.publish_every} -> {2 * learner.publish_every}"
-    yield Remedy("learner.publish_every", change, "fewer versions travel")
+    every, bound = 2 * learner.publish_every, config.staleness.enforced
+    needed = f", with staleness.max_staleness={every - 1}" if bound is not None and bound < every - 1 else ""
+    yield Remedy("learner.publish_every", f"{learner.publish_every} -> {every}", f"fewer versions travel{needed}")
     if learner.lora is None:
         yield Remedy("learner.lora.rank", "none -> 16", "adapters are a few percent of the bytes")
+    yield from _wider_bound(config, step, more=2, why="work goes on under the version before")
+
+
+def _wider_bound(config: RunConfig, step: MeanStep, *, more: int, why: str) -> Iterator[Remedy]:
+    """A bound wider by `more`, unless it is wide enough, or the data too old already."""
     bound = config.staleness.max_staleness
-    if bound is not None:
-        yield Remedy("staleness.max_staleness", f"{bound} -> {bound + 2}", "work goes on under the version before")
+    if bound is not None and bound < WIDEST and step.age.lost <= MUCH_LOST:
+        yield Remedy("staleness.max_staleness", f"{bound} -> {min(bound + more, WIDEST)}", why)
 
 
 def _freshness(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    bound = config.staleness.max_staleness
+    bound, replicas = config.staleness.max_staleness, config.rollout.replicas
+    capacity = Remedy("buffer.capacity", f"{config.capacity} -> {2 * config.capacity}", "it bounds what may begin")
+    if bound is None and config.schedule is Schedule.ASYNC:
+        yield capacity
     if bound is not None:
-        why = "useful staleness ends at about 4 to 8 versions"
-        yield Remedy("staleness.max_staleness", f"{bound} -> {max(2, 2 * bound)}", why)
+        why = f"useful staleness ends at about 4 to {WIDEST}"
+        yield from _wider_bound(config, step, more=max(2, bound), why=why)
         if config.algorithm.correction is Correction.NONE:
             why = "corrects for what older weights drew; or algorithm.name=decoupled_ppo"
             yield Remedy("algorithm.correction", "none -> tis", why)
         if step.stale_share > 0 and StalePolicy.DROP in config.staleness.policies:
             why = f"{step.stale_share:.0%} of the tokens were dropped as too old"
             yield Remedy("staleness.policies", "drop -> reweight", why)
-    elif config.schedule is Schedule.ASYNC:
-        yield Remedy("buffer.capacity", f"{config.capacity} -> {2 * config.capacity}", "it bounds what may begin")
+    yield from _smaller_batches(config)
+    if bound is not None and bound >= WIDEST and replicas > 1:
+        why = f"no more work fits within {bound}, and half of them would do it"
+        yield Remedy("rollout.replicas", f"{replicas} -> {replicas // 2}", why)
+    elif bound is not None and config.schedule is Schedule.ASYNC:
+        yield capacity
+
+
+def _smaller_batches(config: RunConfig) -> Iterator[Remedy]:
     batch = config.rollout.batch_per_replica
     if config.rollout.on_new_weights is OnNewWeights.DRAIN and batch > config.rollout.group_size:
         yield Remedy("rollout.batch_per_replica", f"{batch} -> {batch // 2}", "replicas take new weights sooner")
+
+
+def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    bound, why = config.staleness.max_staleness, f"{step.age.lost:.0%} of the weight is gone"
+    if bound is None:
+        yield Remedy("staleness.max_staleness", f"none -> {FIRST_BOUND}", why)
+    elif (narrower := max(min(bound // 2, WIDEST), 1, config.learner.publish_every - 1)) < bound:
+        yield Remedy("staleness.max_staleness", f"{bound} -> {narrower}", why)
+    if config.algorithm.correction is Correction.NONE:
+        yield Remedy("algorithm.correction", "none -> tis", "corrects for what older weights drew")
+    yield from _smaller_batches(config)
+    change = f"{config.learner.lr:g} -> {config.learner.lr / 2:g}"
+    yield Remedy("learner.lr", change, "smaller steps leave the policy nearer to the one that drew the data")
+
+
+def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Savings of work first, then other machines: more processes would only share these cores."""
+    generation_s, learner_s = step.times.generation_s, step.times.learner_s
+    if step.crowded_share > CROWDED and generation_s >= learner_s:
+        yield from _larger_batch(config, step)
+    elif learner_s >= generation_s:
+        yield from _less_work(config, step)
+    cores = step.use.cores if step.use is not None else 0
+    why = f"its machines add cores; here {cores} are full, and more replicas, workers or ranks would share them"
+    yield Remedy("cluster.address", "none -> that of a Ray cluster", why)
+    replicas = config.rollout.replicas
+    if replicas > 1:
+        yield Remedy(
+            "rollout.replicas", f"{replicas} -> {replicas // 2}", "as fast on full cores, with less memory"
+        )
 
 
 def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -182,5 +241,7 @@ _BY_WALL = {
     Wall.WEIGHTS: _weights,
     Wall.LEARNER: _learner,
     Wall.FRESHNESS: _freshness,
+    Wall.STALE_DATA: _stale_data,
     Wall.SPARSE_REWARD: _sparse,
+    Wall.CPU: _cpu,
 }

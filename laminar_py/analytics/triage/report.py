@@ -38,7 +38,7 @@ class RunReport:
         if config is None:
             return None
         pipeline = measure_pipeline(config, snapshot.trajectories, snapshot.stays, snapshot.history)
-        found = mean_step(config, snapshot.trajectories, pipeline)
+        found = mean_step(config, snapshot.trajectories, pipeline, snapshot.samples)
         return None if found is None else diagnose(found, config)
 
     @property

@@ -1,7 +1,8 @@
 """Share of a GPU that a learner step uses: row `mfu`. Without a GPU there is a row without a value, and why."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,20 +83,30 @@ def _conditions(size: GpuStep, steps: Sequence[StepMetrics]) -> str:
 
 
 def measure_steps(folder: Path, size: GpuStep, *, device_type: str) -> Sequence[StepMetrics]:
-    """Whole optimizer steps of one rank, after some that warm it up."""
-    model = ModelConfig(path=folder / "mfu", from_scratch=True)
-    size.model.save_pretrained(model.path)
-    write_no_tokenizer(model.path)
-    rendezvous = folder / "mfu-rendezvous"
-    rendezvous.unlink(missing_ok=True)  # of a measurement before
-    mesh = join_group(str(rendezvous), rank=0, world_size=1, device_type=device_type)
-    try:
-        learner = Learner(model, size.settings, AlgorithmConfig(), temperature=1.0, seed=0, mesh=mesh)
+    """Whole optimizer steps of one rank, after some that warm it up. CUDA's peak of memory is theirs, too."""
+    with open_learner(folder, size, device_type=device_type) as learner:
         lengths = draw_lengths(size.sequences, median=size.median, seed=0, longest=size.max_tokens // 2)
         items = make_trajectories(lengths, vocab=size.model.vocab_size)
         batches = pack_here(items, max_tokens=size.max_tokens)
-        steps = [learner.step(batches) for _ in range(WARM_STEPS + size.steps)][WARM_STEPS:]
+        for _ in range(WARM_STEPS):
+            learner.step(batches)
+        if device_type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        steps = [learner.step(batches) for _ in range(size.steps)]
         assert all(step.skipped == 0 for step in steps), "a step without an update takes less time"
         return steps
+
+
+@contextmanager
+def open_learner(folder: Path, size: GpuStep, *, device_type: str) -> Iterator[Learner]:
+    """A rank that is alone, with a new model whose files lie in `folder / "model"`."""
+    model = ModelConfig(path=folder / "model", from_scratch=True)
+    size.model.save_pretrained(model.path)
+    write_no_tokenizer(model.path)
+    rendezvous = folder / "rendezvous"
+    rendezvous.unlink(missing_ok=True)  # of a measurement before
+    mesh = join_group(str(rendezvous), rank=0, world_size=1, device_type=device_type)
+    try:
+        yield Learner(model, size.settings, AlgorithmConfig(), temperature=1.0, seed=0, mesh=mesh)
     finally:
         leave_group()

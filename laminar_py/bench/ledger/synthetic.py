@@ -75,8 +75,13 @@ class SyntheticRun:
         while len(self._live) < LIVE:
             self._issue()
         ready = [member for _ in range(STEP) for member in self._finish(self._live.popleft())]
-        self.step += 1
-        consumed = [member.consume(step=self.step, version=self.step - 1, weight=1.0) for member in ready]
+        version, self.step = self.step, self.step + 1
+        consumed = [
+            member.consume(
+                step=self.step, version=version, staleness=version - member.spans[0].version, weight=1.0
+            )
+            for member in ready
+        ]
         stepped = Stepped(
             step=self.step,
             incarnation=1,

@@ -94,7 +94,7 @@ def delta_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config = SMA
         found.append(row)
         tell(f"{row.name} {row.value:.4f}")
         if rate == min(RATES.values()):
-            speeds = _codec(base, new, repeats=repeats, rate=rate)
+            speeds = codec_rows(base, new, repeats=repeats, rate=rate)
     return found + speeds
 
 
@@ -156,7 +156,7 @@ def _step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, generator: 
     optimizer.zero_grad()
 
 
-def _codec(base: Words, new: Words, *, repeats: int, rate: float) -> list[Row]:
+def codec_rows(base: Words, new: Words, *, repeats: int, rate: float) -> list[Row]:
     """Speed over full-model bytes on one thread, in its CPU time: one core's."""
     olds, news = _pieces(base), _pieces(new)
     encoding, copying, applying = [], [], []

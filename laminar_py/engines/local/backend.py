@@ -2,6 +2,7 @@
 
 from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
 from laminar_py.config.run import RunConfig
+from laminar_py.engines.local.spec import read_config
 from laminar_py.records.protocols import InferenceEngine
 
 
@@ -24,4 +25,9 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
     return engine
 
 
-LOCAL = Backend(settings=EngineConfig, open=open_engine)
+def check_start(config: RunConfig) -> None:
+    """Refuse a model that the engine cannot compute."""
+    read_config(config.model.path)
+
+
+LOCAL = Backend(settings=EngineConfig, open=open_engine, check_start=check_start)

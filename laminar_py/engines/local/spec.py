@@ -1,19 +1,22 @@
 """Sizes and structure of a model for the embedded engine: read from its `config.json`, or refused by name.
 
-Called by `LocalEngine` before anything is allocated. Invariant: a `ModelSpec` describes a model that the
-hand-written forward computes exactly; whatever that forward does not do is a `ConfigError` here.
+Called in the controller before a run starts, where there is no torch, and by `LocalEngine` before anything is
+allocated. Invariant: a `ModelSpec` describes a model that the hand-written forward computes exactly; whatever that
+forward does not do is a `ConfigError` here.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
-import torch
 
 from laminar_py.config.section import ConfigError
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = ("float32", "bfloat16")
 _QWEN3, _QWEN2, _LLAMA = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"
 _QWEN3_MOE = "Qwen3MoeForCausalLM"
 _BY_MODEL_TYPE = {"qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE, "qwen2": _QWEN2, "llama": _LLAMA}
@@ -101,7 +104,7 @@ class ModelSpec:
     out_bias: bool
     mlp_bias: bool
     tied: bool  # the output head is the embedding
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     mixture: Mixture | None = None
 
     @property
@@ -112,13 +115,9 @@ class ModelSpec:
     @classmethod
     def read(cls, model_dir: Path) -> Self:
         """The spec of the model in `model_dir`; `ConfigError` names what the engine cannot compute."""
-        try:
-            config = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=_Config)
-        except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"model.path={model_dir}: config.json: {error}; choose a causal language model"
-            ) from error
-        _refuse(config, model_dir=model_dir)
+        import torch
+
+        config = read_config(model_dir)
         architecture = config.architecture
         rope = config.rope_parameters
         heads, mixture = config.num_attention_heads, config.mixture
@@ -138,9 +137,21 @@ class ModelSpec:
             out_bias=architecture != _QWEN2 and config.attention_bias,
             mlp_bias=architecture == _LLAMA and config.mlp_bias,
             tied=config.tie_word_embeddings,
-            dtype=_DTYPES[config.dtype or config.torch_dtype or "float32"],
+            dtype=getattr(torch, config.dtype or config.torch_dtype or "float32"),
             mixture=mixture,
         )
+
+
+def read_config(model_dir: Path) -> _Config:
+    """The `config.json` of a model that the engine can compute; `ConfigError` names what it cannot."""
+    try:
+        config = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=_Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"model.path={model_dir}: config.json: {error}; choose a causal language model"
+        ) from error
+    _refuse(config, model_dir=model_dir)
+    return config
 
 
 def _refuse(config: _Config, *, model_dir: Path) -> None:

@@ -28,12 +28,14 @@ class _Loaded(msgspec.Struct):
 class ServerAdapters:
     """Adapters that one client has put on a server, which serves the weights in `base`.
 
-    E.g. `ServerAdapters(server, client="3f9a01bc", base=Path("/models/qwen"))`.
+    E.g. `ServerAdapters(server, client="3f9a01bc", base=Path("/models/qwen"), limit_s=600)`: a load that takes
+    longer than that loses the server.
     """
 
-    def __init__(self, server: Connection, *, client: str, base: Path | None) -> None:
+    def __init__(self, server: Connection, *, client: str, base: Path | None, limit_s: float) -> None:
         self.current: str | None = None  # that new requests name
         self._server = server
+        self._limit_s = limit_s
         self._client = client
         self._count = itertools.count()  # a version may be loaded again
         self._base = base
@@ -57,7 +59,8 @@ class ServerAdapters:
                 f"version {version} in {path} has other tensors than the version before; publish the same"
             )
         name = f"{self._client}-{version}-{next(self._count)}"
-        answer = await self._server.ask("load_lora_adapter", _Loaded, lora_name=name, lora_path=str(path))
+        order = {"lora_name": name, "lora_path": str(path)}
+        answer = await self._server.ask("load_lora_adapter", _Loaded, limit_s=self._limit_s, **order)
         if answer.loaded_adapters.get(name) != str(path):
             raise RefusedError(
                 f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead"

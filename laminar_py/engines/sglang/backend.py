@@ -168,6 +168,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         api_key=api_key,
         served=served,
         stall_timeout_s=section.stall_timeout_s,
+        load_timeout_s=section.load_timeout_s,
         watch_server=watch_server,
     )
     await engine.start()

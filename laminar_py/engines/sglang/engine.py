@@ -34,6 +34,7 @@ POLL_S = 0.5  # between two looks at the server's use, while it has requests
 # an abort may overtake its request on the way to the server, so it is said again, each time after twice as long
 ABORT_AGAIN_S, ABORT_AGAIN_MAX_S = 0.05, 1.0
 FLUSH_AGAIN_S = 0.01
+LOAD_S = 600.0
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -42,7 +43,8 @@ class SGLangEngine:
     """Streams requests through the server at `url` once `load_weights` has given it weights.
 
     `watch_server` ends when the server's process does, if it is ours. A server that has requests and sends no
-    token, or leaves a call unanswered, for `stall_timeout_s` is lost.
+    token, or leaves a call unanswered, for `stall_timeout_s` is lost; loading and hashing weights may take
+    `load_timeout_s`.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class SGLangEngine:
         api_key: str | None,
         served: Served,
         stall_timeout_s: float,
+        load_timeout_s: float = LOAD_S,
         watch_server: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self._server = Connection(url, api_key=api_key, timeout_s=stall_timeout_s)
         self._served = served
+        self._load_timeout_s = load_timeout_s
         self._watch_server = watch_server
         self._version = -1
         self._layout: WeightsLayout | None = None  # of the weights that it has
@@ -63,7 +67,9 @@ class SGLangEngine:
         self._server_paused = False  # it generates nothing until it is continued
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
-        self._adapters = ServerAdapters(self._server, client=self._client, base=served.base)
+        self._adapters = ServerAdapters(
+            self._server, client=self._client, base=served.base, limit_s=load_timeout_s
+        )
         self._tickets = itertools.count()
         self._by_rid: dict[str, Stream] = {}  # those that may be aborted
         self._streams: set[Stream] = set()
@@ -284,6 +290,7 @@ class SGLangEngine:
         answer = await self._server.ask(
             "update_weights_from_disk",
             wire.UpdateAnswer,
+            limit_s=self._load_timeout_s,
             model_path=str(path),
             load_format="auto",  # servers that we launch begin with random weights, which is another format
             weight_version=str(version),
@@ -305,7 +312,10 @@ class SGLangEngine:
 
     async def checksum(self) -> str:
         """See `InferenceEngine.checksum`: the server hashes its own tensors, one hash for each GPU."""
-        answer = await self._server.ask("weights_checker", wire.WeightsChecksums, action="checksum")
+        limit_s = self._load_timeout_s
+        answer = await self._server.ask(
+            "weights_checker", wire.WeightsChecksums, limit_s=limit_s, action="checksum"
+        )
         return "-".join(rank.per_gpu_checksum for rank in answer.ranks)
 
     # ---- state

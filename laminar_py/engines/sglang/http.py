@@ -93,26 +93,29 @@ class Connection:
         """Call by POST. `RefusedError` if the server refuses it, `EngineLostError` if it fails."""
         await self._call("POST", name, body)
 
-    async def ask(self, name: str, answer: type[T], **body: object) -> T:
-        """The decoded answer of a POST; raises as `post`."""
-        return self._decode(name, await self._call("POST", name, body), answer)
+    async def ask(self, name: str, answer: type[T], *, limit_s: float | None = None, **body: object) -> T:
+        """The decoded answer of a POST, which may take `limit_s` where that is given; raises as `post`."""
+        return self._decode(name, await self._call("POST", name, body, limit_s), answer)
 
     async def get(self, name: str, answer: type[T]) -> T:
         """The decoded answer of a GET; raises as `post`."""
         return self._decode(name, await self._call("GET", name, None), answer)
 
-    async def _call(self, method: str, name: str, body: dict[str, object] | None) -> bytes:
+    async def _call(
+        self, method: str, name: str, body: dict[str, object] | None, limit_s: float | None = None
+    ) -> bytes:
         self.raise_if_lost()
+        limit_s = self.timeout_s if limit_s is None else limit_s
         content = None if body is None else msgspec.json.encode(body)
         with self._losing(f"{name} failed"):
             try:
                 async with (
-                    asyncio.timeout(self.timeout_s),
+                    asyncio.timeout(limit_s),
                     self._session.request(method, f"{self._url}/{name}", data=content) as response,
                 ):
                     data, status = await response.read(), response.status
             except TimeoutError:
-                raise self.lose(f"no answer to {name} in {self.timeout_s:g} s") from None
+                raise self.lose(f"no answer to {name} in {limit_s:g} s") from None
         if 400 <= status < 500:
             raise RefusedError(f"{name} was refused with {status}: {_excerpt(data)}")
         if status != 200:

@@ -35,6 +35,8 @@ class SGLangConfig(EngineConfig):
     """Longest start of a launched server."""
     stall_timeout_s: Seconds = 60.0
     """A server that has requests and sends no token, or leaves a call unanswered, for so long is lost."""
+    load_timeout_s: Seconds = 600.0
+    """A server that loads a version of the weights, or hashes it, for longer than so many seconds is lost."""
     stream_interval: Count = 8
     """Tokens in one message of a stream of a launched server: more cost less CPU, fewer tell sooner."""
 

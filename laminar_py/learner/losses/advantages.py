@@ -1,6 +1,6 @@
 """Advantages of a group of trajectories. Called by the controller, so nothing here imports torch.
 
-Invariant: depends on the group's rewards alone, in whatever order its members finished.
+Invariant: depends on the group's returns alone, in whatever order its members finished.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,42 +11,50 @@ import numpy.typing as npt
 
 from laminar_py.config.algorithm import Advantage
 from laminar_py.records.codec import FloatArray
+from laminar_py.records.returns import Returns
 
-Rewards: TypeAlias = npt.NDArray[np.float64]
-Advantages: TypeAlias = tuple[Rewards, float]
+Numbers: TypeAlias = npt.NDArray[np.float64]
+Advantages: TypeAlias = tuple[Numbers, float]
 STD_FLOOR = 1e-4  # added to the deviation; rewards are of the order of 1
 
 
-def over_std(rewards: Rewards) -> Advantages:
+def over_std(returns: Sequence[Returns]) -> Advantages:
     """`(r - mean) / (std + 1e-4)` with the sample deviation (K - 1): GRPO, Shao et al. 2024, section 4.1.2.
 
-    E.g. `[1, 0, 0, 1]` gives about `[0.866, -0.866, -0.866, 0.866]`.
+    E.g. rewards `[1, 0, 0, 1]` give about `[0.866, -0.866, -0.866, 0.866]`. Mean and deviation are of the returns
+    of all tokens, each response counting once; without token rewards these are the rewards themselves.
     """
-    scale = 1.0 / (float(rewards.std(ddof=1)) + STD_FLOOR)
-    return (rewards - float(rewards.mean())) * scale, scale
+    means = _means(returns)
+    within = sum(item.variance for item in returns) / (len(returns) - 1)
+    deviation = float(np.sqrt(means.var(ddof=1) + within))
+    noise = max(item.noise for item in returns)
+    scale = 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
+    return (_totals(returns) - float(means.mean())) * scale, scale
 
 
-def centred(rewards: Rewards) -> Advantages:
+def centred(returns: Sequence[Returns]) -> Advantages:
     """`r - mean`: Dr. GRPO, Liu et al. 2025."""
-    return rewards - float(rewards.mean()), 1.0
+    return _totals(returns) - float(_means(returns).mean()), 1.0
 
 
-def against_others(rewards: Rewards) -> Advantages:
+def against_others(returns: Sequence[Returns]) -> Advantages:
     """`r_i - mean_{j != i} r_j`: RLOO, Ahmadian et al. 2024; equals `K / (K - 1) (r - mean)`."""
-    return (rewards - float(rewards.mean())) * (len(rewards) / (len(rewards) - 1)), 1.0
+    means = _means(returns)
+    others = (means - float(means.mean())) * (len(means) / (len(means) - 1))
+    return (_totals(returns) - means) + others, 1.0
 
 
-def as_they_are(rewards: Rewards) -> Advantages:
+def as_they_are(returns: Sequence[Returns]) -> Advantages:
     """`r`; the packer normalises by mean and deviation of the whole step: REINFORCE++, Hu et al. 2025."""
-    return rewards, 1.0
+    return _totals(returns), 1.0
 
 
-def nothing(rewards: Rewards) -> Advantages:
+def nothing(returns: Sequence[Returns]) -> Advantages:
     """0: only a teacher, a reference or a balance teaches."""
-    return np.zeros_like(rewards), 0.0
+    return np.zeros(len(returns)), 0.0
 
 
-GroupAdvantage: TypeAlias = Callable[[Rewards], Advantages]
+GroupAdvantage: TypeAlias = Callable[[Sequence[Returns]], Advantages]
 ADVANTAGES: dict[Advantage, GroupAdvantage] = {
     Advantage.GROUP_STD: over_std,
     Advantage.GROUP_MEAN: centred,
@@ -56,19 +64,28 @@ ADVANTAGES: dict[Advantage, GroupAdvantage] = {
 }
 
 
-def group_advantages(kind: Advantage) -> Callable[[Sequence[float]], tuple[FloatArray, float]]:
-    """Function from the K >= 2 rewards of one prompt [K] to advantages [K], and what a unit of reward is in them.
+def group_advantages(kind: Advantage) -> Callable[[Sequence[Returns]], tuple[FloatArray, float]]:
+    """Function from the returns of the K >= 2 responses of one prompt to advantages [K] and their scale.
 
-    Rewards are those of whole responses; where each token has its own, the advantage of token t is that of its
-    response less `scale * sum_{s < t} r_s`: the return from there on against the same baseline (`packing.packer`).
+    An advantage is that of a response's first token, the scale is what a unit of reward is in it: where each token
+    has a reward, the advantage of token t is that of its response less `scale * sum_{s < t} r_s`, which is the
+    return from there on against the same baseline (`packing.packer`).
     """
 
-    def advantages(rewards: Sequence[float]) -> tuple[FloatArray, float]:
-        assert len(rewards) >= 2, f"a group of {len(rewards)} has no baseline"
-        values, scale = ADVANTAGES[kind](np.asarray(rewards, dtype=np.float64))
+    def advantages(returns: Sequence[Returns]) -> tuple[FloatArray, float]:
+        assert len(returns) >= 2, f"a group of {len(returns)} has no baseline"
+        values, scale = ADVANTAGES[kind](returns)
         return values.astype(np.float32), scale
 
     return advantages
+
+
+def _totals(returns: Sequence[Returns]) -> Numbers:
+    return np.array([item.total for item in returns], dtype=np.float64)
+
+
+def _means(returns: Sequence[Returns]) -> Numbers:
+    return np.array([item.mean for item in returns], dtype=np.float64)
 
 
 def overlong_cost(cap: int, buffer: int | None) -> Callable[[int], float]:

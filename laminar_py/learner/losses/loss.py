@@ -40,7 +40,7 @@ def proximal_logprobs(
     """Log-probabilities [N] of the policy that the trust region is around, without gradient.
 
     `own` are those of the policy that is trained, `recomputed` those at the start of the step (None: the same),
-    `staleness` [N] counts versions. `interpolate`: `b + (1 - 1/d) (own - b)` for staleness d >= 1, `own` for 0.
+    `staleness` [N] counts learner steps: `interpolate` gives `own` at 0, else `b + (1 - 1/d) (own - b)` at d.
 
     Decoupled PPO, Hilton et al. 2022; AReaL, Fu et al. 2025; interpolation: A-3PO, Li et al. 2025.
     """

@@ -26,7 +26,7 @@ class Terms:
     proximal: Tensor  # [N] that the trust region is around
     advantages: Tensor  # [N]
     weights: Tensor  # [N] loss weights, above 0
-    staleness: Tensor  # [N] versions between the learner and what made the token
+    staleness: Tensor  # [N] learner steps since the weights that made the token
     sequence: Tensor  # [N] int64, the sequence that each token is in
     rewards: Tensor  # [S] of whole responses
     groups: Tensor  # [S] place of each sequence's group in the step

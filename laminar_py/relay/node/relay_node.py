@@ -18,9 +18,10 @@ from laminar_py.relay.node.pace import Pace
 from laminar_py.relay.node.uplink import VISIT_S, Uplink
 from laminar_py.relay.store.versions import Store
 from laminar_py.relay.wire import messages as m
-from laminar_py.relay.wire.transport import Listener, RelayKeys, Wire
+from laminar_py.relay.wire.transport import Listener, PortInUseError, RelayKeys, Wire
 
 CONTROL_RECORDS = 256  # beside chunks, that may wait for a connection
+PORT_AGAIN_S = 0.1  # between two looks at a port that is held
 
 
 class RelayNode:
@@ -83,10 +84,20 @@ class RelayNode:
         assert self._downlink.listener is not None, f"{self.name} has not been started"
         return self._downlink.listener
 
-    async def start(self) -> None:
-        """Scan the store and bind. Raises `ConfigError` naming relay.base_port or relay.host."""
+    async def start(self, *, patience_s: float = 0.0) -> None:
+        """Scan the store and bind. Raises `ConfigError` naming relay.base_port or relay.host.
+
+        A port that another process holds is waited for, `patience_s` at most.
+        """
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while self._downlink.listener is None:
+            try:
+                self._downlink.listener = self._wire.listen(*self._address, max_queue=self._max_queue)
+            except PortInUseError:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                await asyncio.sleep(PORT_AGAIN_S)
         self._versions.open()
-        self._downlink.listener = self._wire.listen(*self._address, max_queue=self._max_queue)
 
     async def run(self) -> None:
         """Relay until `close`."""

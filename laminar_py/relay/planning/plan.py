@@ -5,6 +5,7 @@ not is refused with the field, its value and the remedy.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -18,6 +19,7 @@ from laminar_py.relay.planning.cost import (
     PAGE_BYTES,
     Broadcast,
     Links,
+    Route,
     broadcast_s,
     routes,
     settle,
@@ -27,6 +29,7 @@ from laminar_py.relay.planning.drawing import draw
 from laminar_py.relay.planning.topology import Shape, Topology, grow
 
 _GIB = 2**30
+_SPAN, _HALVINGS = 20.0, 40  # of the search for the speed of links at which a delta and the full version are equal
 _POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -132,6 +135,7 @@ class RelayPlan:
     chunk_bytes: int
     full_s: float  # until the last host has a full version
     delta_s: float | None  # the same for a delta, encoded and applied
+    delta_pays_gbit_per_s: float | None  # speed of links below which the delta is the faster one
     peak_bytes: int  # of shared memory on a host
 
     @property
@@ -157,7 +161,8 @@ def make_relay_plan(spec: TreeSpec) -> RelayPlan:
     tree = grow(choice.shape, zones)
     ways, chunk_bytes = routes(tree, zones), spec.chunk_bytes or choice.chunk_bytes
     full_s = broadcast_s(ways, spec.full, links, chunk_bytes=chunk_bytes)
-    delta_s = broadcast_s(ways, spec.delta, links, chunk_bytes=chunk_bytes) if spec.delta else None
+    delta = spec.delta
+    delta_s = broadcast_s(ways, delta, links, chunk_bytes=chunk_bytes) if delta else None
     return RelayPlan(
         spec=spec,
         zones=zones,
@@ -166,8 +171,30 @@ def make_relay_plan(spec: TreeSpec) -> RelayPlan:
         chunk_bytes=chunk_bytes,
         full_s=full_s,
         delta_s=delta_s,
+        delta_pays_gbit_per_s=_delta_pays(spec, delta, ways, chunk_bytes) if delta else None,
         peak_bytes=peak_bytes,
     )
+
+
+def _delta_pays(spec: TreeSpec, delta: Broadcast, ways: Sequence[Route], chunk_bytes: int) -> float:
+    """Speed of a link, in Gbit/s, below which a delta through this tree is the faster one; others in proportion.
+
+    0 if there is none.
+    """
+    links = spec.links
+
+    def pays(factor: float) -> bool:
+        slower = Links(links.bytes_per_s * factor, links.overhead_s, links.zone_bytes_per_s * factor)
+        full_s, delta_s = (broadcast_s(ways, way, slower, chunk_bytes=chunk_bytes) for way in (spec.full, delta))
+        return delta_s < full_s
+
+    low, high = -_SPAN, _SPAN  # powers of two; a delta pays at `low` if it pays anywhere
+    if not pays(2.0**low):
+        return 0.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pays(2.0**middle) else (low, middle)
+    return spec.link_gbit_per_s * float(2.0**low)
 
 
 def _peak_bytes(spec: TreeSpec) -> int:
@@ -182,6 +209,22 @@ def _peak_bytes(spec: TreeSpec) -> int:
         f" the peak ({spec.keep_versions} kept, 1 arriving, 1 that deltas build on or a slow child fetches,"
         f" {spec.replicas_per_host} held by replicas); set it to {math.ceil(peak_bytes / _GIB)}{lower}"
     )
+
+
+def _tell_delta(plan: RelayPlan) -> list[str]:
+    """Reason why a delta is slower than the full version, and when to use it; nothing where it is faster."""
+    spec, pays = plan.spec, plan.delta_pays_gbit_per_s
+    if plan.delta_s is None or pays is None or plan.delta_s <= plan.full_s:
+        return []
+    names = ("encode_gbyte_per_s", "apply_gbyte_per_s")
+    slowest = min(names, key=lambda name: float(getattr(spec, name)))
+    return [
+        f"slower than the full version: {slowest}={getattr(spec, slowest):g}, and links carry"
+        f" {spec.link_gbit_per_s / 8:.3g} GB/s",
+        f"use it where links have less than {pays:.2g} Gbit/s for weights, or where traffic is what counts"
+        if pays
+        else "use it where traffic is what counts",
+    ]
 
 
 def tell(plan: RelayPlan) -> list[str]:
@@ -200,6 +243,7 @@ def tell(plan: RelayPlan) -> list[str]:
         lines.append(
             f"delta          {plan.delta_s:.3g} s until the last host has it; {spec.delta_share:.1%} of the bytes"
         )
+        lines += [f"{'':15}{words}" for words in _tell_delta(plan)]
     versions = plan.peak_bytes // spec.full.num_bytes
     memory = f"{plan.peak_bytes / _GIB:.4g} of {spec.shm_gib:g} GiB a host"
     lines.append(f"shared memory  {memory}, {versions} versions at the peak")

@@ -70,7 +70,8 @@ class Store:
 
     def open(self) -> None:
         """Make the folder, throw away what was left unfinished, and find complete versions and pins."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # that of a run
+        self.path.mkdir(mode=0o700, exist_ok=True)
         for leftover in (*self.path.glob("v*.part"), *self.path.glob("v*.old")):
             log.info("throwing away %s", leftover)
             shutil.rmtree(leftover, ignore_errors=True)  # an earlier node's thread may be at it, too

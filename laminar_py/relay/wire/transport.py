@@ -36,6 +36,10 @@ SocketError = zmq.ZMQError  # what a socket raises, for those who may not import
 Received = TypeVar("Received")
 
 
+class PortInUseError(ConfigError):
+    """A port that another process has."""
+
+
 class RelayKeys(msgspec.Struct, frozen=True):
     """The keypair that all parties of one run hold, e.g. `RelayKeys.generate()`; whoever has it is let in."""
 
@@ -223,7 +227,7 @@ class Wire:
         """A listener on `host:port`, port 0 for a free one, or on a host that is an `ipc://` address.
 
         At most `max_queue` records wait for a connection that does not read. Raises `ConfigError` if the address
-        cannot be had.
+        cannot be had, `PortInUseError` if that is because another process has its port.
         """
         if self._keys is None and not is_local(host):
             raise ConfigError(f"relay.host={host}: without keys a node listens on 127.0.0.1 only; give it keys")
@@ -288,7 +292,7 @@ def is_local(host: str) -> bool:
 
 def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(
+        return PortInUseError(
             f"relay.base_port={port}: in use on {host}; choose a free range, or leave it out for free ports"
         )
     return ConfigError(f"relay.host={host}: cannot listen there ({error}); name an address of this machine")

@@ -9,6 +9,7 @@ import logging
 import os
 from pathlib import Path
 
+from laminar_py.cluster.memory import kernel_kills
 from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
 from laminar_py.workers.specs import PartStart
@@ -20,6 +21,10 @@ class PartActor:
     def pid(self) -> int:
         """Id of the process."""
         return os.getpid()
+
+    def kernel_kills(self) -> bytes:
+        """Count of `cluster.memory.kernel_kills` on this host."""
+        return kernel_kills()
 
 
 def open_part(spec: PartStart, name: str) -> RunConfig:

@@ -12,11 +12,11 @@ from laminar_py.analytics.measure.tokens import account_tokens
 from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.audit.verify import verify
 from laminar_py.ledger.machine import IllegalEventError
-from laminar_py.records.events import CounterfactualScored
+from laminar_py.records.events import CounterfactualScored, Cut
 from laminar_py.records.trajectory import DropReason, FinishReason
 from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.ledgers import live, random_ledger, useful, write_small_run
-from tests.ledger.runs import open_ledger
+from tests.ledger.runs import begin, consume, finish, issue, open_ledger, run_to
 
 FATES = st.one_of(
     st.sampled_from(["consumed", "running", "finished", "scored", "ready"]), st.sampled_from(sorted(DropReason))
@@ -48,6 +48,19 @@ async def test_every_token_of_a_small_run_is_where_it_belongs(tmp_path):
     assert (found.issued, found.useful, found.goodput) == (103, 25, 2.5)
     assert (found.recomputed, found.counterfactual, found.cut) == (3 + 15, 40 - 12, 0)
     assert found.undone == 5
+
+
+async def test_what_was_cut_and_masked_from_the_loss_is_not_useful(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        run_to(ledger, "g0.0", ((0, 0, 5),))
+        ledger.append(Cut("g0.0", "tokens", 5))
+        finish(ledger, "g0.0", ((0, 0, 5),))
+        ledger.append_all(consume(1, 0, "g0.0", weight=0.0))
+    found = account(tmp_path)
+    assert {loss.name: loss.tokens for loss in found.losses} == {"cut, masked from the loss": 5}
+    assert (found.useful, found.useful_trajectories, found.cut) == (0, 0, 0)
 
 
 async def test_a_counterfactual_score_breaks_no_law(tmp_path):

@@ -64,7 +64,7 @@ async def test_each_stay_has_its_replica_its_version_and_how_it_ended(tmp_path):
         begin(ledger, versions=(0, 1))
         issue(ledger, "g0.0")
         run_to(ledger, "g0.0", [(0, 0, 3)])
-        ledger.append(Interrupted("g0.0", 1, 3, "repacked"))
+        ledger.append(Interrupted(trajectory_id="g0.0", epoch=1, length=3, reason="repacked"))
         run_to(ledger, "g0.0", [(1, 3, 5)], replica=1, epoch=2, start=3)
         finish(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)], epoch=2)
         make_ready(ledger, "e0.0", kind=Kind.EVAL, index=9)

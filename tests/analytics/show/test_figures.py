@@ -3,11 +3,14 @@
 from contextlib import asynccontextmanager
 from math import isnan
 
+import pytest
+
 from laminar_py.analytics.read.snapshot import read_snapshot
-from laminar_py.analytics.show.figures import curves
+from laminar_py.analytics.show.figures import curves, drops, learner_curves
 from laminar_py.analytics.show.timeline import make_timeline
 from laminar_py.ledger.database import reading
 from laminar_py.records.events import RunEnded
+from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.scripted import scripted
 
@@ -41,6 +44,51 @@ async def test_the_bar_of_a_step_has_the_reward_of_what_it_trained_on(tmp_path):
         pass
     steps = make_timeline(read_snapshot(tmp_path)).steps
     assert [step.reward for step in steps] == [1.0, 0.0, 0.5]
+
+
+async def test_heights_are_those_of_training_and_not_of_an_evaluation_that_crowds_a_replica(tmp_path):
+    async with scripted(tmp_path) as script:
+        for sample in range(2):
+            script.issue(0, f"g1.{sample}")
+        for sample in range(40):
+            script.issue(20, f"e1.{sample}", kind=Kind.EVAL)
+        for sample in range(40):
+            script.finish(30, f"e1.{sample}")
+        for sample in range(2):
+            script.finish(40, f"g1.{sample}")
+    found = make_timeline(read_snapshot(tmp_path))
+    assert found.most_running == pytest.approx(2.0, rel=0.01)
+    assert found.trajectories == 42
+
+
+async def test_drops_without_signal_are_counted_and_all_others_listed(tmp_path):
+    async with scripted(tmp_path) as script:
+        for group in range(6):
+            script.issue(0, f"g{group}.0")
+            script.drop(1 + group, f"g{group}.0", DropReason.NO_SIGNAL if group < 4 else DropReason.STALE)
+    kinds, rows = drops(read_snapshot(tmp_path))
+    assert {kind.reason: kind.count for kind in kinds} == {"no_signal": 4, "stale": 2}
+    assert [row.id for row in rows] == ["g5.0", "g4.0"]
+
+
+async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):
+    rows = [
+        make_step_row(step, 10.0 * step, loss=0.1 * step, grad_norm=1.0, kl_behaviour_k3=0.02, clip_fraction=0.3)
+        for step in (1, 2)
+    ]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    async with scripted(tmp_path) as script:
+        for step, lengths in ((1, (4, 8)), (2, (10,))):
+            ids = [f"g{step}.{place}" for place in range(len(lengths))]
+            for id, length in zip(ids, lengths, strict=True):
+                script.issue(10 * step - 9, id)
+                script.finish(10 * step - 5, id, length=length)
+                script.score(10 * step - 4, id)
+            script.step(10 * step, step, *ids)
+    found = learner_curves(read_snapshot(tmp_path))
+    assert (found.steps, found.loss, found.length) == ([1, 2], [0.1, 0.2], [6.0, 10.0])
+    assert (found.grad_norm, found.kl, found.clipped) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3])
+    assert found.effective == [1.0, 1.0]
 
 
 async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event(tmp_path):

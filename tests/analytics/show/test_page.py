@@ -21,7 +21,7 @@ from tests.analytics.synthetic import simulate
 from tests.ledger.runs import begin, issue, open_ledger
 
 MARKS = """JSON.stringify(Object.fromEntries(
-  ['lengths', 'latencies', 'staleness', 'step', 'curves'].map((id) => {
+  ['lengths', 'latencies', 'staleness', 'step', 'curves', 'learner'].map((id) => {
     const box = document.getElementById(id), size = box.querySelector('svg').getBoundingClientRect();
     const marks = box.querySelectorAll('.bars .point, .heatmaplayer image, .scatterlayer path.js-line').length;
     return [id, [size.width, size.height, marks]];
@@ -65,7 +65,11 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
         assert drawn["transfers"] > 0
         assert await tab.look(INK) > 10  # colours
         assert await tab.look("document.querySelectorAll('#relays circle').length") == 6
-        assert await tab.look("document.querySelectorAll('#drop-rows tbody tr').length") > 0
+        silent = await tab.look("document.getElementById('drop-note').textContent")
+        assert silent.endswith("without signal are counted, not listed. ")
+        assert await tab.look("document.querySelectorAll('#drop-rows tbody tr').length") == 0
+        assert await tab.look("document.querySelectorAll('#learner .js-line').length") == 6
+        assert await tab.look("document.getElementById('config').textContent") == (run / "config.yaml").read_text()
         assert await tab.look("document.getElementById('wall-name').textContent") == wall.wall
         told = await tab.look("document.getElementById('wall').textContent")
         for words in (MEANINGS[wall.wall], wall.evidence, *(remedy.change for remedy in wall.remedies)):
@@ -163,6 +167,30 @@ async def test_nothing_from_a_run_becomes_markup(tmp_path):
         assert tab.errors == []
 
 
+INJECT = """(() => {
+  const script = document.createElement('script'), link = document.createElement('a');
+  script.textContent = 'window.hit = 1';
+  document.body.append(script);
+  link.setAttribute('onclick', 'window.hit = 2');
+  document.body.append(link);
+  link.click();
+  return window.hit;
+})()"""
+
+
+@needs_browser
+async def test_the_browser_runs_no_script_but_the_pages_own_and_asks_nobody(run, tmp_path):
+    report = write_report(run)
+    async with browsing(tmp_path / "profile") as tab:
+        await tab.open(report.as_uri())
+        assert await tab.look("document.querySelectorAll('#curves .js-line').length") >= 2
+        assert tab.errors == []
+        assert await tab.look(INJECT) is None
+        assert await tab.look("fetch('http://127.0.0.1:9/').then(() => 'came', () => 'refused')") == "refused"
+        assert any("Content Security Policy" in error for error in tab.errors)
+        assert local_only(tab)
+
+
 @needs_browser
 async def test_a_run_in_which_nothing_has_happened_has_a_page_too(tmp_path):
     async with open_ledger(tmp_path) as ledger:
@@ -178,5 +206,5 @@ def test_the_page_is_one_file_with_all_that_it_needs():
     web = Path(timeline.__file__).parent / "web"
     for part in web.iterdir():
         text = part.read_text()
-        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), part.name
+        assert "://" not in text.replace("http://www.w3.org/2000/svg", ""), part.name
         assert "innerHTML" not in text, part.name

@@ -15,6 +15,7 @@ from laminar_py.analytics.show.run_tables import tail_table
 from laminar_py.analytics.triage.report import read_report
 from laminar_py.cli import app
 from laminar_py.cli.report import print_limits
+from laminar_py.records.events import RefillStopped
 from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
 from tests.analytics.ledgers import live, write_small_run
 from tests.ledger.runs import open_ledger
@@ -48,6 +49,16 @@ async def run(tmp_path):
 
 def invoke(*arguments):
     return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+
+
+async def test_the_report_says_what_refill_found_where_it_could_not_fill_a_step(run):
+    async with open_ledger(run) as ledger:
+        ledger.append(RefillStopped(step=4, num_wanted=8, num_taken=2, num_silent=30, num_best=24, num_worst=3))
+    told = " ".join(invoke(run).output.split())
+    assert (
+        "steps that refill could not fill: 1, at last step 4 with 2 of 8 groups; 30 others had no signal" in told
+    )
+    assert "80% are solved (all rewards the best of the run), 10% hopeless (the worst)" in told
 
 
 async def test_half_a_line_counts_for_nothing_and_a_step_counts_as_last_done(run):

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from laminar_py.analytics.measure.use import Age, Use
 from laminar_py.analytics.show.walls import wall_rows
-from laminar_py.analytics.triage.diagnosis import diagnose, what_if
+from laminar_py.analytics.triage.diagnosis import BoundSide, diagnose, what_if
 from laminar_py.analytics.triage.goodput import StageTimes, StepStage, compose, predict
 from laminar_py.analytics.triage.mean_step import MeanStep, expected_longest
 from laminar_py.analytics.triage.remedies import Wall
@@ -36,6 +37,9 @@ def mean_step_of(schedule=Schedule.ASYNC, *, measured_s=10.0, held_s=0.0, **time
         transfer_s=0.0,
         load_s=0.0,
         microbatches=2.0,
+        use=None,
+        cpu_s=0.0,
+        age=Age(lost=0.0, kl={}),
     )
 
 
@@ -139,13 +143,117 @@ def test_the_first_remedy_is_a_key_of_the_config(wall, overrides, key):
     assert diagnosis(mean_step_of(**WALLS[wall]), *overrides).binding.remedies[0].key == key
 
 
+FULL = Use(slots=0.31, kv=0.12, cpu=0.98, cores=2)
+
+
+def on_full_cores(**times):
+    """A run whose processes fill both cores."""
+    return replace(mean_step_of(**times), use=FULL, cpu_s=9.8)
+
+
+def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_the_wall():
+    idle = mean_step_of(generation_s=9.9)
+    assert 10.0 / what_if(idle, StepStage.GENERATION) > 1.5
+    full = on_full_cores(generation_s=9.9)
+    for stage in StepStage:
+        assert 10.0 / what_if(full, stage) <= 1.1
+    found = diagnosis(full)
+    assert found.binding.wall is Wall.CPU
+    assert found.binding.gain < 2.0
+    assert found.next.wall is Wall.GENERATION
+    told = dict(wall_rows(found))
+    assert told["limited by"] == (
+        "CPU CORES: processes keep 98% of the 2 cores busy; most of a step takes generation"
+    )
+    assert told["in use"] == "31% of the engines' slots, 12% of their KV caches, 98% of 2 cores"
+    assert told["it would take"].startswith("with twice the replicas 9.80 s")
+    assert "rollout.replicas 2 -> 4" not in told["change first"]
+
+
+def test_on_full_cores_what_saves_work_is_advised_before_more_machines():
+    few = replace(on_full_cores(generation_s=9.9), crowded_share=0.9)
+    assert [one.key for one in diagnosis(few).binding.remedies][:2] == ["rollout.max_batch", "cluster.address"]
+    slow = replace(on_full_cores(learner_s=9.9), microbatches=9.0)
+    assert [one.key for one in diagnosis(slow).binding.remedies][:2] == ["packer.max_tokens", "cluster.address"]
+
+
+def test_replicas_that_are_busy_say_what_of_slots_and_kv_is_in_use():
+    step = replace(mean_step_of(generation_s=9.9), use=replace(FULL, cpu=0.4))
+    assert diagnosis(step).binding.evidence.startswith(
+        "replicas are busy 99% of the time, with 31% of their slots and 12% of their KV caches in use;"
+    )
+
+
+@pytest.mark.parametrize(
+    ("held_s", "lost", "side", "words"),
+    [
+        (7.0, 0.02, BoundSide.TIGHT, "is too tight: 60% of the goodput is lost to idle replicas and dropped work"),
+        (0.0, 0.38, BoundSide.LOOSE, "is too loose: 38% of the weight is gone"),
+        (0.0, 0.02, BoundSide.NEITHER, "is neither too tight nor too loose"),
+    ],
+)
+def test_of_a_bound_it_is_told_whether_idle_replicas_or_lost_weight_bind(held_s, lost, side, words):
+    busy = {"generation_s": 3.0, "learner_s": 4.0} if held_s else {"generation_s": 9.9, "learner_s": 9.9}
+    step = replace(mean_step_of(held_s=held_s, **busy), age=Age(lost=lost, kl={"0": 1e-4, "3-4": 0.03}))
+    found = diagnosis(step)
+    assert found.bound.side is side
+    told = dict(wall_rows(found))["staleness"]
+    assert words in told
+    assert "KL 0.0001, 0.03 nats at staleness 0, 3-4" in told
+
+
+def test_data_that_is_mostly_too_old_is_a_wall_and_a_narrower_bound_its_remedy():
+    step = replace(mean_step_of(generation_s=9.9, learner_s=9.9), age=Age(lost=0.38, kl={"3-4": 0.03}))
+    found = diagnosis(step, "staleness.max_staleness=6").binding
+    assert found.wall is Wall.STALE_DATA
+    assert (found.remedies[0].key, found.remedies[0].change) == ("staleness.max_staleness", "6 -> 3")
+    unbounded = diagnosis(step, "staleness.max_staleness=null")
+    assert unbounded.binding.remedies[0].change == "none -> 4"
+    assert "nothing bounds staleness" in dict(wall_rows(unbounded))["staleness"]
+
+
+@pytest.mark.parametrize("wall", [Wall.FRESHNESS, Wall.LONG_TAIL, Wall.WEIGHTS])
+@pytest.mark.parametrize("bound", [0, 1, 3, 5, 7, 8, 40])
+def test_no_bound_above_eight_is_advised(wall, bound):
+    found = diagnosis(mean_step_of(**WALLS[wall]), f"staleness.max_staleness={bound}").binding
+    assert found.wall is wall
+    advised = [one.change for one in found.remedies if one.key == "staleness.max_staleness"]
+    assert len(advised) == (bound < 8)
+    assert all(bound < int(change.split(" -> ")[1]) <= 8 for change in advised)
+    assert found.remedies
+
+
+def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised():
+    step = replace(mean_step_of(**WALLS[Wall.FRESHNESS]), age=Age(lost=0.3, kl={}))
+    found = diagnosis(step).binding
+    assert found.wall is Wall.FRESHNESS
+    assert "staleness.max_staleness" not in [one.key for one in found.remedies]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), "repacking, which needs drain, ends with it"),
+        (("repack.planner=paper",), "ends with it: leave out repack.planner=paper too"),
+        (("repack.planner=none",), None),
+    ],
+)
+def test_the_end_of_drain_says_that_repacking_ends_with_it(overrides, words):
+    settings = ("rollout.on_new_weights=drain", *overrides)
+    first = diagnosis(mean_step_of(**WALLS[Wall.LONG_TAIL]), *settings).binding.remedies[0]
+    assert first.change == "drain -> resume"
+    assert "repacking" not in first.why if words is None else words in first.why
+
+
 def test_every_remedy_names_a_setting_that_exists():
-    for wall, times in WALLS.items():
-        found = diagnosis(mean_step_of(**times), "learner.recompute=all", "relay.max_bytes_per_s=1e5")
+    steps = [mean_step_of(**times) for times in WALLS.values()]
+    steps += [on_full_cores(generation_s=9.9), replace(steps[0], age=Age(lost=0.6, kl={}))]
+    for step in steps:
+        found = diagnosis(step, "learner.recompute=all", "relay.max_bytes_per_s=1e5")
         for remedy in (*found.binding.remedies, *found.next.remedies):
             section = type(load_config(CONFIG, []))
             for name in remedy.key.split("."):
-                assert name in section.model_fields, f"{wall}: {remedy.key}"
+                assert name in section.model_fields, remedy.key
                 section = section.model_fields[name].annotation
                 section = next(
                     (kind for kind in getattr(section, "__args__", ()) if kind is not type(None)), section

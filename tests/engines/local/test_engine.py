@@ -21,6 +21,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from laminar_py.config.loading import parse_config
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.local.backend import LOCAL
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.model import LocalModel
 from laminar_py.records.engine import PauseMode
@@ -409,6 +412,9 @@ def test_a_model_it_cannot_compute_is_refused_by_name(folders, tmp_path, changes
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ValueError, match=rf"model\.path={tmp_path}.*{message}"):
         LocalEngine(tmp_path, **ROOM)
+    settings = {"name": "t", "steps": 1, "model": {"path": str(tmp_path)}, "data": {"train": "t.jsonl"}}
+    with pytest.raises(ConfigError, match=message):  # before a run starts too
+        LOCAL.check_start(parse_config(settings))
 
 
 def test_experts_of_a_model_without_any_are_refused(folders):

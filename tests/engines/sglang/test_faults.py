@@ -55,6 +55,7 @@ class Server:
         self.events, self.status, self.end = events, status, end
         self.answers = {"/v1/loads": {"loads": [LOAD]}, "/update_weights_from_disk": {"success": True}}
         self.answers |= answers or {}
+        self.slow = {}  # seconds that a call takes
         self.bodies, self.calls = [], []
         self.aborted, self.dead = asyncio.Event(), asyncio.Event()
 
@@ -78,6 +79,7 @@ class Server:
 
     async def call(self, request):
         self.calls.append(request.path)
+        await asyncio.sleep(self.slow.get(request.path, 0.0))
         answer = self.answers.get(request.path, {})
         if request.path == "/abort_request":
             self.aborted.set()
@@ -88,7 +90,7 @@ class Server:
         return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
 
     @asynccontextmanager
-    async def client(self, *, stall_timeout_s=PATIENCE_S, loaded=True, **served):
+    async def client(self, *, stall_timeout_s=PATIENCE_S, load_timeout_s=PATIENCE_S, loaded=True, **served):
         """`stall_timeout_s` holds once it has started and, if it is to be, is loaded."""
         app = web.Application()
         app.router.add_post("/generate", self.generate)
@@ -103,6 +105,7 @@ class Server:
             api_key=None,
             served=Served(vocab=100, max_len=64, **served),
             stall_timeout_s=PATIENCE_S,
+            load_timeout_s=load_timeout_s,
             watch_server=self.watch,
         )
         try:
@@ -300,9 +303,19 @@ async def test_a_server_that_has_nothing_to_do_may_be_silent():
 @pytest.mark.parametrize("answer", ["hang", 500, 503, "<html>", {"success": "perhaps"}])
 async def test_a_call_that_fails_loses_the_server(answer):
     server = Server(answers={"/update_weights_from_disk": answer})
-    async with server.client(stall_timeout_s=1.0, loaded=False) as engine:
+    async with server.client(load_timeout_s=1.0, loaded=False) as engine:
         with pytest.raises(EngineLostError, match="update_weights_from_disk"):
             await engine.load_weights(WEIGHTS, 1)
+
+
+@pytest.mark.parametrize("call", ["load_weights", "checksum"])
+async def test_a_load_may_take_longer_than_any_other_call(call):
+    loads = "/update_weights_from_disk" if call == "load_weights" else "/weights_checker"
+    server = Server(answers={"/weights_checker": {"ranks": [{"per_gpu_checksum": "c"}]}})
+    server.slow[loads] = 1.0
+    async with server.client(stall_timeout_s=0.3, loaded=False) as engine:
+        await (engine.load_weights(WEIGHTS, 1) if call == "load_weights" else engine.checksum())
+        assert loads in server.calls
 
 
 @pytest.mark.parametrize("answer", [400, {"success": False, "message": "shapes differ"}])

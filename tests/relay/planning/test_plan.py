@@ -135,6 +135,25 @@ def test_a_delta_over_a_slow_network_is_faster_and_can_be_left_out(tmp_path: Pat
     assert plan_of(tmp_path, "delta_share=null").delta_s is None
 
 
+def test_a_delta_that_is_slower_than_the_full_bytes_says_why_and_below_which_link_it_is_not(
+    tmp_path: Path,
+) -> None:
+    plan = plan_of(tmp_path)
+    told = "\n".join(tell(plan))
+    assert "slower than the full version: encode_gbyte_per_s=1.5, and links carry 12.5 GB/s" in told
+    pays = plan.delta_pays_gbit_per_s
+    assert pays is not None
+    assert f"use it where links have less than {pays:.2g} Gbit/s" in told
+    for factor, faster in ((0.98, True), (1.02, False)):
+        chosen = f"chunk_bytes={plan.chunk_bytes}"
+        other = plan_of(tmp_path, "topology=chain", chosen, f"link_gbit_per_s={pays * factor}")
+        assert other.delta_s is not None
+        assert (other.delta_s < other.full_s) is faster
+    assert "slower" not in "\n".join(tell(plan_of(tmp_path, "link_gbit_per_s=1")))
+    never = tell(plan_of(tmp_path, "delta_share=1"))
+    assert any(line.strip() == "use it where traffic is what counts" for line in never)
+
+
 def test_one_host_needs_no_network(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "hosts=1")
     assert (plan.full_s, plan.bound_s, plan.tree.num_nodes) == (0, 0, 1)

@@ -32,11 +32,11 @@ def test_open_throws_away_what_was_unfinished_and_keeps_the_rest(tmp_path: Path)
 
 def test_folders_are_private(tmp_path: Path) -> None:
     version = write_version(tmp_path / "origin", 1, CHUNK)
-    store = make_store(tmp_path / "store")
+    store = make_store(tmp_path / "run" / "store")
     arriving = store.begin(version.manifest)
     arriving.write(version.read(0, 0))
     store.commit(arriving)
-    for folder in (tmp_path / "store", tmp_path / "store" / "v1"):
+    for folder in (tmp_path / "run", tmp_path / "run" / "store", tmp_path / "run" / "store" / "v1"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

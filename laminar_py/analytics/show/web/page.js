@@ -14,8 +14,10 @@ function drawPage(page) {
   drawStaleness(page);
   drawStep(page);
   drawCurves(page);
+  drawLearner(page);
   drawRelays(page);
   drawDrops(page);
+  drawConfig(page);
 }
 
 function say(text) {

@@ -115,8 +115,8 @@ function drawStaleness(page) {
   plot("staleness", map.steps.length ? [{
     type: "heatmap", x: map.steps, y: map.staleness, z: map.counts, colorscale: scale, zmin: 0, xgap: 0.5, ygap: 1,
     colorbar: { title: { text: "trajectories", side: "right", font: { size: 11 } }, thickness: 10, outlinewidth: 0, tickfont: { size: 11 } },
-    hovertemplate: "step %{x}<br>%{y} versions old<br>%{z:,} trajectories<extra></extra>",
-  }] : [], { xaxis: axis(wide, { showgrid: false }), yaxis: axis("staleness (versions)", { showgrid: false, dtick: map.staleness.length > 12 ? undefined : 1 }) });
+    hovertemplate: "step %{x}<br>%{y} learner steps old<br>%{z:,} trajectories<extra></extra>",
+  }] : [], { xaxis: axis(wide, { showgrid: false }), yaxis: axis("staleness (learner steps)", { showgrid: false, dtick: map.staleness.length > 12 ? undefined : 1 }) });
 }
 
 function drawStep(page) {
@@ -151,6 +151,31 @@ function drawCurves(page) {
     margin: { l: 56, r: 16, t: 36, b: 44 }, xaxis: axis("time of the RL phase (s)", { anchor: "y2" }),
     yaxis: axis("reward, accuracy", { domain: [0.44, 1] }), yaxis2: axis("entropy (nats)", { domain: [0, 0.34], rangemode: "tozero" }),
   });
+}
+
+function drawLearner(page) {
+  const { steps, ...found } = page.learner, small = {};
+  const names = {
+    loss: "loss", grad_norm: "gradient norm", length: "mean response (tokens)", kl: "KL from the policy that drew (nats)",
+    clipped: "share of the tokens clipped", effective: "effective sample size, share of the tokens",
+  };
+  const low = ["length", "kl", "clipped", "effective"], heads = [];
+  const traces = Object.entries(names).map(([key, name], i) => {
+    const n = i ? i + 1 : "", left = (i % 3) * 0.35, top = i < 3 ? [0.58, 0.95] : [0, 0.37];
+    small[`xaxis${n}`] = axis(i < 3 ? "" : "step", { anchor: `y${n}`, domain: [left, left + 0.3], nticks: 5 });
+    small[`yaxis${n}`] = axis("", { anchor: `x${n}`, domain: top, nticks: 5, ...(low.includes(key) ? { rangemode: "tozero" } : {}) });
+    heads.push({ text: name, x: left, y: top[1], xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 12, color: css("muted") } });
+    return {
+      type: "scatter", mode: steps.length > 1 ? "lines" : "markers", x: steps, y: found[key], xaxis: `x${n}`, yaxis: `y${n}`,
+      line: { color: css("accent"), width: 1.6 }, hovertemplate: `step %{x}<br>${name} %{y:.4g}<extra></extra>`,
+    };
+  });
+  plot("learner", steps.length ? traces : [], { ...small, annotations: heads });
+}
+
+function drawConfig(page) {
+  byId("config-panel").hidden = !page.config;
+  byId("config").textContent = page.config;
 }
 
 function drawRelays(page) {
@@ -206,7 +231,7 @@ function drawTree(all, version) {
   };
   svg.setAttribute("width", (depth + 1) * column), svg.setAttribute("height", Math.max(1, rows.length) * pitch + 8);
   for (const hop of hops.filter((one) => place.has(one.name))) {
-    const share = hop.is_relay ? `, ${number(hop.wire_share * 100)} % of the bytes` : "";
+    const share = !hop.is_relay ? "" : hop.wire_share >= 0.995 ? ", whole versions" : `, ${number(hop.wire_share * 100)} % of whole versions`;
     const left = hop.left_parent ? `, left its parent ${hop.left_parent} times` : "";
     words.set(hop.name, hop === root ? `${hop.versions} versions` : told.get(hop.name) + (version === null ? share + left : ""));
   }
@@ -245,8 +270,10 @@ function drawDrops(page) {
   const refill = () => {
     const wanted = filter.value.trim().toLowerCase();
     const rows = page.drop_rows.filter((row) => row.slice(0, 3).join(" ").toLowerCase().includes(wanted));
-    byId("drop-note").textContent = total ? `${rows.length} of ${total.toLocaleString("en")}: the newest of each reason.` : "None was dropped.";
-    byId("drop-rows").replaceChildren(table(
+    const silent = kinds.find((kind) => kind.reason === "no_signal")?.count || 0, told = total - silent;
+    const without = silent ? `${silent.toLocaleString("en")} without signal are counted, not listed. ` : "";
+    byId("drop-note").textContent = !total ? "None was dropped." : told ? `${without}${rows.length} of ${told.toLocaleString("en")} others: the newest of each reason.` : without;
+    byId("drop-rows").replaceChildren(!told ? "" : table(
       [["trajectory"], ["reason"], ["detail"], ["length (tokens)", 1], ["reward", 1], ["replica", 1], ["time (s)", 1]],
       rows.map(([id, reason, detail, length, reward, replica, at]) =>
         [id, reason, detail, String(length), number(reward), replica === null ? "–" : String(replica), at.toFixed(1)])));

@@ -195,7 +195,7 @@ class Timeline {
         const running = this.heat.running[row * heat.bins + bin], version = this.heat.version[row * heat.bins + bin];
         if (!(running > 0)) continue;
         const x = this.x(heat.start_s + bin * heat.bin_s), right = this.x(heat.start_s + (bin + 1) * heat.bin_s);
-        const tall = Math.max(1, (running / most) * height);
+        const tall = Math.max(1, Math.min(1, running / most) * height);
         this.box(x, y + height - tall, right - x + 0.3, tall, this.colour(version));
         this.drawn.areas++;
       }
@@ -211,27 +211,34 @@ class Timeline {
   }
 
   drawBars(visible) {
+    const { is_eval: isEval, of } = this.bars;
+    this.places = new Map();
+    this.drawn.bars = visible.length;
+    for (const layer of [1, 0]) this.drawLayer(visible.filter((bar) => isEval[of[bar]] === layer)); // training in front
+  }
+
+  // Lanes of training from below, of evaluations from above, each as high as its own number leaves them.
+  drawLayer(bars) {
     const { replica, start, end, version, is_eval: isEval, of, fate } = this.bars, free = this.bands.map(() => []);
     const lane = new Map();
-    for (const bar of visible) {
+    for (const bar of bars) {
       const ends = free[replica[bar]];
       let row = ends.findIndex((until) => until <= start[bar]);
       if (row < 0) row = ends.length;
       ends[row] = end[bar];
       lane.set(bar, row);
     }
-    this.places = new Map();
     const base = this.data.start_s;
-    for (const bar of visible) {
+    for (const bar of bars) {
       const band = this.bands[replica[bar]], pitch = Math.min(9, band.height / Math.max(1, free[replica[bar]].length));
       const x = this.x(base + start[bar] / 1000), width = Math.max(1, this.x(base + end[bar] / 1000) - x - (pitch > 3 ? 0.6 : 0));
-      const tall = Math.max(0.8, pitch > 3 ? pitch - 1 : pitch), y = band.y + band.height - (lane.get(bar) + 1) * pitch;
+      const tall = Math.max(0.8, pitch > 3 ? pitch - 1 : pitch), low = (lane.get(bar) + 1) * pitch;
+      const y = isEval[of[bar]] ? band.y + low - pitch : band.y + band.height - low;
       this.box(x, y, width, tall, isEval[of[bar]] ? css("quiet") : this.colour(version[bar]));
       if (fate[bar] === DROPPED && pitch > 2) this.box(x + width - 2, y, 2, tall, css("alarm"));
       this.places.set(bar, [x, y + tall / 2, width]);
       this.hits.push([x, y, Math.max(3, width), Math.max(2, tall), () => this.tellBar(bar)]);
     }
-    this.drawn.bars = visible.length;
   }
 
   tellBar(bar) {
@@ -343,7 +350,7 @@ class Timeline {
     const parts = [`${trajectories.toLocaleString("en")} trajectories.`];
     parts.push(this.mode === "bars"
       ? `Each bar is one on its replica (${this.drawn.bars.toLocaleString("en")} here).`
-      : `Height: how many run at a time, evaluations too, ${number(most)} at most; zoom in for single trajectories.`);
+      : `Height: how many run at a time, up to the ${number(most)} of training; evaluations may be more. Zoom in for single trajectories.`);
     if (this.crowded) parts.push("Orange ticks on a replica are repacks away from it, arrows when near.");
     if (shown < trajectories) parts.push(`Bars show 1 in ${number(trajectories / shown, 2)}, chosen by number; heights and arrows count all.`);
     parts.push("Time counts from the first trajectory. Drag to zoom in, double-click for the whole run, Ctrl + wheel at the pointer, arrow keys to move.");

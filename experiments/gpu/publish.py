@@ -1,0 +1,266 @@
+"""A weight version at 1.5B parameters: the learner's stall, bytes that travel, time until another process has it.
+
+`python -m experiments.gpu.publish [--cpu]` in the project's folder, as `run` calls it. A learner trains in fp32
+masters, on new random tokens in each step, and publishes bf16 to a root and its child in processes of their own on
+this host, with CURVE. With `--cpu` it is a tiny model.
+"""
+
+import argparse
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.gpu.learner import TINY
+from laminar_py.bench.catalog import SHARED_MEMORY, tell
+from laminar_py.bench.learner.mfu import FULL, GpuStep, open_learner
+from laminar_py.bench.learner.parts import draw_lengths, make_trajectory, pack_here
+from laminar_py.bench.models import count_parameters
+from laminar_py.bench.relay.steps import (
+    BETAS,
+    FIRST_STEP,
+    LAST_STEP,
+    RATES,
+    WEIGHT_DECAY,
+    Words,
+    codec_rows,
+)
+from laminar_py.bench.relay.tree import Tree, copy_s, raw
+from laminar_py.bench.report import Row, show
+from laminar_py.bench.turns import Ratio, Side, in_turn
+from laminar_py.bench.workplace import workplace
+from laminar_py.config.learner import LearnerConfig, Recompute
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.step import Learner
+from laminar_py.records.batch import MicroBatch
+from laminar_py.relay.wire.messages import VersionComplete
+from laminar_py.relay.wire.transport import RelayKeys
+
+SEQUENCES = 8  # of a step
+REPEATS, FULL_REFRESHES = 5, 3
+WARM_TURNS = 2  # of two publishes each: `WARM_VERSIONS`
+HELD_VERSIONS = 12  # in both stores together, at the most
+REFRESH = "from the beginning of the publish until a node in another process has verified the version"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A version at the child, e.g. `Arrival(2.1, report)`."""
+
+    seconds: float  # from the beginning of its publish until it was verified
+    report: VersionComplete
+
+    @property
+    def share(self) -> float:
+        """Bytes that travelled over those of the version."""
+        return self.report.wire_bytes / self.report.num_bytes
+
+
+class Bench:
+    """A learner, and a tree that it publishes to, e.g. `Bench(learner, tree, size)`."""
+
+    def __init__(self, learner: Learner, tree: Tree, size: GpuStep) -> None:
+        self.learner = learner
+        self._tree = tree
+        self.size = size
+
+    def train(self, step: int) -> None:
+        """A step on tokens that are new; each weighs as one that the policy itself has just drawn."""
+        size = self.size
+        lengths = draw_lengths(size.sequences, median=size.median, seed=step, longest=size.max_tokens // 2)
+        first, vocab = step * size.sequences, size.model.vocab_size
+        items = [make_trajectory(first + place, length, vocab=vocab) for place, length in enumerate(lengths)]
+        found = self.learner.step([self._drawn(batch) for batch in pack_here(items, max_tokens=size.max_tokens)])
+        assert found.skipped == 0, f"step {step} changed nothing"
+
+    def _drawn(self, batch: MicroBatch) -> MicroBatch:
+        with torch.no_grad():
+            logprobs, _ = policy_logprobs(self.learner.model, batch)
+        return msgspec.structs.replace(batch, behaviour_logprobs=logprobs.float().cpu().numpy())
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Weights as they are published: gathered and cast while they are read."""
+        return self.learner.named_tensors(dtype=torch.bfloat16)
+
+    def words(self) -> Words:
+        """[num_parameters] of what is published."""
+        flat = torch.cat([tensor.flatten().cpu() for _, tensor in self.tensors()])
+        words: Words = flat.view(torch.uint16).numpy()
+        return words
+
+    def stall(self, tensors: Iterable[tuple[str, Tensor]]) -> float:
+        """Seconds for which the learner stands still for a version, once pages for it are warm."""
+        self._tree.await_spare()
+        stall_s = self._tree.publish(tensors)
+        self._tree.await_last()
+        return stall_s
+
+    def refresh(self) -> Arrival:
+        """Publish the weights and wait for them at the child."""
+        self._tree.await_spare()
+        began = time.monotonic()
+        self._tree.publish(self.tensors())
+        _, report = self._tree.await_last()
+        return Arrival(time.monotonic() - began, report)
+
+
+def groups(size: GpuStep, *, device_type: str, shm: Path, repeats: int) -> Iterator[list[Row]]:
+    """Figures as they are found: stall, deltas and full versions at the least learning rate; deltas at others."""
+    setting = _setting(size, device_type, shm)
+    for name, rate in RATES.items():
+        settings = LearnerConfig(lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, recompute=Recompute.SELECTIVE)
+        with workplace(shm) as folder:
+            yield from _at_rate(
+                folder,
+                replace(size, settings=settings),
+                device_type=device_type,
+                name=name,
+                setting=setting,
+                repeats=repeats,
+            )
+        gc.collect()  # a model refers to itself, and the next one needs its room
+
+
+def _at_rate(
+    folder: Path, size: GpuStep, *, device_type: str, name: str, setting: str, repeats: int
+) -> Iterator[list[Row]]:
+    with (
+        open_learner(folder, size, device_type=device_type) as learner,
+        Tree(folder / "tree", keys=RelayKeys.generate(), leaf=True) as tree,
+    ):
+        bench = Bench(learner, tree, size)
+        least = size.settings.lr == min(RATES.values())
+        if least:
+            yield stall_rows(bench, device_type=device_type, setting=setting, repeats=repeats)
+        found, base, new = delta_rows(bench, name, setting=setting)
+        yield found
+        if least:
+            yield [full_row(bench, setting=setting)]
+            yield codec_rows(base, new, repeats=max(1, repeats // 2), rate=size.settings.lr)
+
+
+def _setting(size: GpuStep, device_type: str, shm: Path) -> str:
+    where = "a CPU" if device_type == "cpu" else torch.cuda.get_device_name()
+    memory = "shared memory" if shm == SHARED_MEMORY else "a disk, since shared memory has no room"
+    return f"{count_parameters(size.model) / 1e9:.2g}G parameters on {where}, bf16 of fp32 masters, in {memory}"
+
+
+def delta_rows(bench: Bench, name: str, *, setting: str) -> tuple[list[Row], Words, Words]:
+    """Bytes and time of the versions of the last few steps, each against the one before; and the last two."""
+    rate = bench.size.settings.lr
+    arrivals: list[Arrival] = []
+    base = words = bench.words()
+    for step in range(1, LAST_STEP + 1):
+        bench.train(step)
+        if step >= LAST_STEP - 1:
+            base, words = words, bench.words()
+        if step >= FIRST_STEP - 1:
+            arrivals.append(bench.refresh())
+            tell(f"step {step} at {rate:g}: {arrivals[-1].share:.4f} in {arrivals[-1].seconds:.2f} s")
+    deltas = arrivals[1:]
+    worst = max(delta.share for delta in deltas)
+    conditions = (
+        f"{setting}; AdamW at {rate:g} with betas {BETAS}, policy-gradient loss on new random tokens; steps"
+        f" {FIRST_STEP} to {LAST_STEP} ({', '.join(f'{delta.share:.4f}' for delta in deltas)}), in the last"
+        f" {np.mean(base != words):.2%} of elements changed"
+    )
+    seconds, num_bytes = median(delta.seconds for delta in deltas), deltas[-1].report.num_bytes
+    rows = [
+        Row(f"delta_bytes_{name}", worst, "of full bytes", f"worst of {conditions}"),
+        Row(f"delta_MB_{name}", worst * num_bytes / 1e6, "MB", f"worst of {conditions}"),
+        Row(f"refresh_delta_{name}_s", seconds, "s", f"{REFRESH}, median; {conditions}"),
+    ]
+    return rows, base, words
+
+
+def stall_rows(bench: Bench, *, device_type: str, setting: str, repeats: int) -> list[Row]:
+    """Stall of a publish from fp32 masters, and of tensors that are bf16, over plain copies of the same bytes."""
+    ready = [(name, tensor.detach().clone()) for name, tensor in bench.tensors()]
+    pairs = [(raw(tensor.cpu()), np.ones_like(raw(tensor.cpu()))) for _, tensor in ready]
+    sides = {
+        "cast": lambda _: bench.stall(bench.tensors()),
+        "ready": lambda _: bench.stall(ready),
+        "copy": lambda _: copy_s(pairs),
+    }
+    if device_type == "cuda":
+        sides["device_copy"] = _device_copy([tensor for _, tensor in ready])
+    found = in_turn(sides, rounds=repeats, warm=WARM_TURNS, tell=tell)
+    num_bytes = sum(tensor.nbytes for _, tensor in ready)
+    conditions = (
+        f"{setting}; {num_bytes / 1e9:.2f} GB in {len(ready)} tensors; numpy.copyto of them into warm memory"
+        f" {1000 * median(found['copy']):.0f} ms; median of {repeats} in turn"
+    )
+    cast, plain = (Ratio.of(found[side], found["copy"]) for side in ("cast", "ready"))
+    rows = [
+        Row("publish_stall_ms", 1000 * median(found["cast"]), "ms", f"gather and cast included; {conditions}"),
+        Row("publish_stall_without_cast_ms", 1000 * median(found["ready"]), "ms", conditions),
+        Row("stall_with_cast_over_memcpy", cast.median, "x", f"{conditions}; {cast}"),
+        Row("stall_over_memcpy", plain.median, "x", f"{conditions}; {plain}"),
+    ]
+    if "device_copy" in found:
+        speed = num_bytes / 1e9 / median(found["device_copy"])
+        ours = Ratio.of(found["cast"], found["device_copy"])
+        rows += [
+            Row("device_copy_GBps", speed, "GB/s", f"GPU to page-locked memory; {conditions}"),
+            Row("stall_with_cast_over_device_copy", ours.median, "x", f"{conditions}; {ours}"),
+        ]
+    return rows
+
+
+def _device_copy(tensors: Sequence[Tensor]) -> Side:
+    """Seconds of a plain copy from a GPU to page-locked memory."""
+    landing = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+
+    def copy(_: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for target, tensor in zip(landing, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return copy
+
+
+def full_row(bench: Bench, *, setting: str) -> Row:
+    """Time of versions in which every weight has changed, so that no delta is worth its while."""
+    arrivals = []
+    for _ in range(FULL_REFRESHES):
+        with torch.no_grad():
+            for parameter in bench.learner.model.parameters():
+                parameter.mul_(1.02)
+        arrivals.append(bench.refresh())
+    seconds = median(arrival.seconds for arrival in arrivals)
+    shares = ", ".join(f"{arrival.share:.3f}" for arrival in arrivals)
+    conditions = f"{REFRESH}; every weight 2 % larger, {shares} of the bytes over the wire; {setting}"
+    return Row("refresh_full_s", seconds, "s", conditions)
+
+
+def roomy(shm: Path, num_bytes: float) -> Path:
+    """Shared memory, or where that has no room the folder for temporary files."""
+    return shm if shm.is_dir() and shutil.disk_usage(shm).free > num_bytes else Path(tempfile.gettempdir())
+
+
+def main() -> None:
+    """Measure, and print a report as JSON for each group of figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on a CPU")
+    args = parser.parse_args()
+    size = TINY if args.cpu else replace(FULL, sequences=SEQUENCES)
+    shm = roomy(SHARED_MEMORY, HELD_VERSIONS * 2.0 * count_parameters(size.model))
+    device_type, repeats = ("cpu", 1) if args.cpu else ("cuda", REPEATS)
+    for rows in groups(size, device_type=device_type, shm=shm, repeats=repeats):
+        show("gpu", rows, as_json=True)
+
+
+if __name__ == "__main__":
+    main()

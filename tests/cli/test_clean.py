@@ -1,0 +1,48 @@
+"""What stopped runs keep in shared memory is listed, and freed; what a running one has stays."""
+
+import pytest
+from typer.testing import CliRunner
+
+from laminar_py.cli import app
+from laminar_py.ledger.run_folder import RunFolder
+
+
+@pytest.fixture
+def shm(tmp_path):
+    """Shared memory with folders of a run that runs, one that was stopped, one that is gone, and of a stranger."""
+    folder = tmp_path / "shm"
+    (folder / "laminar-of-no-run").mkdir(parents=True)
+    for name in ("running", "stopped", "gone"):
+        run = RunFolder(tmp_path / "runs" / name)
+        run.path.mkdir(parents=True)
+        run.shm(folder).mkdir(parents=True)
+        run.note_shm(run.shm(folder))
+        (run.shm(folder) / "model").write_bytes(bytes(3 << 20))
+        if name == "gone":
+            run.path.rmdir()
+    return folder
+
+
+def clean(*arguments):
+    done = CliRunner().invoke(app, ["clean", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
+def test_what_stopped_runs_keep_is_listed_and_freed(shm, tmp_path):
+    running = RunFolder(tmp_path / "runs/running")
+    running.lock()
+    before = sorted(shm.iterdir())
+    lines = clean("--shm", str(shm))
+    assert len(lines) == 4
+    for name, state in (("gone", "its run is gone"), ("running", "runs"), ("stopped", "stopped")):
+        folder = RunFolder(tmp_path / "runs" / name).shm(shm)
+        assert f"{folder}: 3 MiB, {tmp_path / 'runs' / name}: {state}" in lines
+    assert sorted(shm.iterdir()) == before, "listing deletes nothing"
+    assert sum(line.endswith("; deleted") for line in clean("--free", "--shm", str(shm))) == 2
+    assert sorted(shm.iterdir()) == [shm / "laminar-of-no-run", running.shm(shm)]
+    running.unlock()
+
+
+def test_shared_memory_without_runs_is_said_to_be_so(tmp_path):
+    assert clean("--shm", str(tmp_path)) == [f"no run has left anything in {tmp_path}"]

@@ -1,0 +1,34 @@
+"""`laminar doctor` on the terminal, and the extras that remedies name."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from laminar_py.cli import app
+from laminar_py.preflight.doctor import Finding
+
+REPO = Path(__file__).parents[2]
+
+
+def test_a_remedy_is_printed_with_its_brackets(monkeypatch):
+    remedy = "pip install laminar-py[sglang]"
+    monkeypatch.setattr(
+        "laminar_py.preflight.doctor.examine", lambda: [Finding("x", "[a]", good=False, remedy=remedy)]
+    )
+    told = CliRunner().invoke(app, ["doctor"]).stdout
+    assert remedy in told
+    assert "[a]" in told
+
+
+def test_every_extra_that_is_named_anywhere_can_be_installed():
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [REPO / "README.md", *(REPO / "docs").glob("*.md"), *(REPO / "laminar_py").rglob("*.py")]
+    named = {
+        extra
+        for file in files
+        for found in re.findall(r"laminar-py\[([a-z,-]+)\]", file.read_text())
+        for extra in found.split(",")
+    }
+    assert {"sglang", "flash-attn", "lora"} <= named <= set(extras)

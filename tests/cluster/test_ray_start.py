@@ -1,0 +1,37 @@
+"""Ray's start on one host: waited for on a machine that is busy, and one line where it fails."""
+
+import pytest
+
+from laminar_py.cluster import ray_cluster
+from laminar_py.cluster.errors import RunFailedError
+from laminar_py.cluster.ray_cluster import _patient_on_loopback, open_cluster
+
+SERVICES = ray_cluster.ray._private.services
+
+
+def test_a_first_process_that_dies_is_one_line(monkeypatch):
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "1")
+    monkeypatch.setattr(SERVICES, "GCS_SERVER_EXECUTABLE", "/bin/false")
+    told = r"^Ray does not start on this machine \(.*set cluster.address=auto$"
+    with pytest.raises(RunFailedError, match=told), open_cluster(None):
+        pass
+    assert not ray_cluster.ray.is_initialized()
+
+
+def test_a_node_that_registers_late_is_waited_for(monkeypatch):
+    failures = [RuntimeError("not yet")] * 3
+
+    def get_node(gcs_address, node_id):
+        if failures:
+            raise failures.pop()
+        return {"node_id": node_id}
+
+    monkeypatch.setattr(SERVICES, "get_node", get_node)
+    monkeypatch.setattr(ray_cluster, "LOOK_S", 0.01)
+    with _patient_on_loopback():
+        assert SERVICES.get_node("address", "id") == {"node_id": "id"}
+        failures += [RuntimeError("never")] * 3
+        monkeypatch.setattr(ray_cluster, "START_S", 0.0)
+    assert SERVICES.get_node is get_node
+    with _patient_on_loopback(), pytest.raises(RuntimeError, match="never"):
+        SERVICES.get_node("address", "id")

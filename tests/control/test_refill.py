@@ -1,0 +1,121 @@
+"""Dynamic sampling: its ceiling; responses that a cap has cut, out of the loss."""
+
+import asyncio
+
+import pytest
+
+from laminar_py.config.algorithm import AlgorithmConfig, Truncated
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.config.staleness import Schedule
+from laminar_py.packing.stage import Packing
+from laminar_py.records.events import Consumed, Ready
+from laminar_py.records.trajectory import FinishReason
+from tests.control.fleet import Fleet, settle
+
+PATIENCE_S = 5.0
+
+
+def refilling(**settings):
+    """Steps of two groups of two, for which five are generated at most."""
+    fleet = Fleet(
+        replicas=1, group_size=2, batch=2, without_signal=WithoutSignal.REFILL, max_refill=2.5, **settings
+    )
+    fleet.scheduler.consumption.pack(Packing(groups=2, max_tokens=128))
+    return fleet
+
+
+async def generate(fleet, *rewards):
+    """Groups one after another, the members of each with these rewards."""
+    for pair in rewards:
+        await fleet.report(0)
+        group = min((id.split(".")[0] for id in fleet.running[0]), key=lambda id: int(id[1:]))
+        for id in [f"{group}.0", f"{group}.1"]:
+            await fleet.finish(0, id)
+        await fleet.score_all(lambda index, pair=pair: pair[index])
+
+
+def asks(fleet):
+    return asyncio.create_task(fleet.scheduler.consumption.next_batch(groups=2, version=0))
+
+
+SOLVED, HOPELESS, SIGNAL = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
+
+
+async def test_a_step_goes_on_with_what_there_is_at_the_ceiling_of_refill_and_says_why():
+    fleet = refilling()
+    task = asks(fleet)
+    await generate(fleet, SIGNAL, SOLVED, SOLVED, HOPELESS)
+    await settle()
+    assert not task.done()
+    await generate(fleet, SOLVED)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert [group.group_id for group in batch.groups] == ["g0"]
+    event = fleet.scheduler.consumption.refill_stopped(batch, 1)
+    assert (event.num_wanted, event.num_taken, event.num_silent) == (2, 1, 4)
+    assert (event.num_best, event.num_worst) == (3, 1)
+    assert "75% are solved" in event.tell()
+    fleet.scheduler.consumption.commit(batch, 1)
+    task = asks(fleet)
+    await generate(fleet, *[SOLVED] * 4)
+    await settle()
+    assert not task.done(), "the next step counts anew"
+    task.cancel()
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+async def test_a_step_without_any_group_comes_to_its_end(schedule):
+    fleet = refilling(schedule=schedule)
+    task = asks(fleet)
+    async with asyncio.timeout(PATIENCE_S):
+        while not task.done():
+            await generate(fleet, HOPELESS)
+            await settle()
+    batch = task.result()
+    assert not batch.groups
+    event = fleet.scheduler.consumption.refill_stopped(batch, 1)
+    assert event.num_worst == event.num_silent >= 5
+    assert event.num_best == 0
+
+
+async def test_under_a_barrier_the_ceiling_leaves_nothing_in_flight():
+    fleet = refilling(schedule=Schedule.SYNC)
+    task = asks(fleet)
+    await generate(fleet, SIGNAL, HOPELESS, HOPELESS, HOPELESS)
+    await fleet.report(0)
+    await generate(fleet, HOPELESS)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert len(batch.groups) == 1
+    assert not fleet.running[0]
+
+
+async def test_a_full_step_has_no_event_and_a_batch_that_is_put_back_keeps_its_count():
+    fleet = refilling()
+    task = asks(fleet)
+    await generate(fleet, SOLVED, SOLVED, SIGNAL, SIGNAL)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert fleet.scheduler.consumption.refill_stopped(batch, 1) is None
+    await fleet.scheduler.consumption.put_back(batch)
+    assert fleet.scheduler.book.silent == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("masks", [True, False])
+async def test_a_response_that_was_cut_counts_for_its_group_and_not_in_the_loss(masks):
+    fleet = Fleet(replicas=1, capacity=1, group_size=2, batch=1, masks_truncated=masks)
+    fleet.scheduler.consumption.pack(Packing(groups=1, max_tokens=128))
+    await fleet.report(0)
+    await fleet.finish(0, "g0.0", reason=FinishReason.LENGTH)
+    await fleet.finish(0, "g0.1")
+    await fleet.score_all()
+    ready = [event.advantage for event in fleet.log.events if isinstance(event, Ready)]
+    assert ready == pytest.approx([-0.707, 0.707], abs=1e-3)
+    batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
+    fleet.scheduler.consumption.commit(batch, 1)
+    assert sum(entry.num_trained for item in batch.bins for entry in item.entries) == (3 if masks else 6)
+    weights = {event.trajectory_id: event.weight for event in fleet.log.events if isinstance(event, Consumed)}
+    assert weights == {"g0.0": 0.0 if masks else 1.0, "g0.1": 1.0}
+
+
+def test_dapo_masks_what_was_cut_as_published_and_grpo_trains_on_it():
+    assert AlgorithmConfig(name="dapo").truncated is Truncated.MASK
+    assert AlgorithmConfig(name="dapo", truncated=Truncated.TRAIN).truncated is Truncated.TRAIN
+    assert AlgorithmConfig(name="grpo").truncated is Truncated.TRAIN

@@ -1,0 +1,158 @@
+"""The campaign on a GPU, as far as it goes without one: its plan, its budget, its JSON, its wheels."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.gpu import learner, publish, run
+from experiments.gpu.run import BUDGET_MIN, INSTALL_S, PIECES, Campaign, Figure, Piece, Result, read_reports
+from experiments.gpu.strip import strip
+from laminar_py.bench.learner.mfu import FULL
+
+ROOT = Path(__file__).parents[2]
+ROW = {"name": "a", "value": 1.5, "unit": "x", "conditions": "c"}
+REPORT = json.dumps({"bench": "b", "machine": "m", "rows": [ROW]})
+
+
+def piece(name: str, code: str, *, limit_s: float = 30.0) -> Piece:
+    return Piece(name=name, arguments=("-c", code), limit_s=limit_s, read=read_reports)
+
+
+def campaign(out: Path, *, budget_s: float = 60.0) -> Campaign:
+    result = Result(conditions="test", machine="here", gpus=[], versions={})
+    return Campaign(result, out=out, budget_s=budget_s)
+
+
+def statuses(out: Path) -> dict[str, str]:
+    return {piece["name"]: piece["status"] for piece in json.loads(out.read_text())["pieces"]}
+
+
+def call(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "experiments/gpu/run.py", "--out", str(out), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_all_pieces_have_time_within_the_budget():
+    names = [piece.name for piece in PIECES]
+    assert len(set(names)) == len(names)
+    assert INSTALL_S + sum(piece.limit_s for piece in PIECES) <= 60 * BUDGET_MIN
+
+
+def test_every_module_and_file_of_a_piece_is_there():
+    for arguments in (piece.arguments for piece in PIECES):
+        assert all((ROOT / path).exists() for path in arguments if path.startswith("tests/"))
+        if arguments[:2] == ("-m", "experiments.gpu.learner"):
+            assert arguments[2] in {*learner.WAYS, learner.ATTENTION}
+        elif arguments[1].startswith("experiments"):
+            assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file()
+
+
+def test_a_piece_that_fails_or_runs_out_of_time_costs_itself_alone(tmp_path):
+    out = tmp_path / "result.json"
+    ours = campaign(out)
+    ours.run(piece("fails", f"print('{REPORT}'); raise SystemExit('why it failed')"), ())
+    began = time.monotonic()
+    ours.run(piece("hangs", f"print('{REPORT}'); import time; time.sleep(600)", limit_s=2.0), ())
+    assert time.monotonic() - began < 30
+    ours.run(piece("measures", f"print('noise'); print('{REPORT}')"), ())
+    assert statuses(out) == {"fails": "failed", "hangs": "out of time", "measures": "done"}
+    found = json.loads(out.read_text())
+    assert found["rows"] == [{"piece": name, **ROW} for name in ("fails", "hangs", "measures")]
+    assert "why it failed" in found["pieces"][0]["log"]
+
+
+def test_what_the_budget_does_not_reach_is_not_begun(tmp_path):
+    out = tmp_path / "result.json"
+    campaign(out, budget_s=5.0).run(piece("late", f"print('{REPORT}')"), ())
+    assert statuses(out) == {"late": "not begun"}
+
+
+def test_another_call_goes_on_with_what_is_not_done_and_loses_no_figure(tmp_path):
+    out = tmp_path / "result.json"
+    ours = campaign(out)
+    ours.run(piece("measures", f"print('{REPORT}')"), ())
+    ours.run(piece("fails", f"print('{REPORT}'); raise SystemExit(1)"), ())
+    again = Result(conditions="test", machine="here", gpus=[], versions={})
+    run.go_on(out, again)
+    later = Campaign(again, out=out, budget_s=1.0)
+    later.run(piece("fails", "", limit_s=100.0), ())
+    assert statuses(out) == {"measures": "done", "fails": "failed"}
+    assert again.rows == [Figure(piece=name, **ROW) for name in ("measures", "fails")]
+    Campaign(again, out=out, budget_s=60.0).run(piece("fails", f"print('{REPORT}')"), ())
+    assert statuses(out) == {"measures": "done", "fails": "done"}
+    assert again.rows == [Figure(piece=name, **ROW) for name in ("measures", "fails")]
+
+
+def test_the_last_line_of_pytest_becomes_figures():
+    found = run.read_tests(
+        "tests", "..F\nFAILED tests/a.py::b - 2 passed\n1 failed, 11 passed, 2 skipped in 80.12s\n"
+    )
+    assert {row.name: row.value for row in found} == {"tests_failed": 1, "tests_passed": 11, "tests_skipped": 2}
+    assert run.read_tests("tests", "..") == []
+
+
+def test_a_dry_run_plans_every_piece_and_begins_none(tmp_path):
+    out = tmp_path / "result.json"
+    assert call(out, "--dry-run").returncode == 0
+    assert statuses(out) == {piece.name: "planned" for piece in PIECES}
+
+
+def test_a_cpu_runs_the_learner_at_a_tiny_size_and_plans_what_needs_a_gpu(tmp_path):
+    out = tmp_path / "result.json"
+    ran = call(out, "--cpu", "--only", "learner_selective,tests")
+    assert ran.returncode == 0, out.read_text()
+    assert statuses(out) == {"learner_selective": "done", "tests": "planned"}
+    found = json.loads(out.read_text())
+    assert [row["name"] for row in found["rows"] if row["value"] > 0] == ["tokens_per_s_selective"]
+    assert {"python", "torch", "ray"} <= set(found["versions"])
+    assert str(ROOT) not in out.read_text()
+
+
+def test_every_figure_of_a_publish_is_found_at_a_tiny_size():
+    groups = publish.groups(learner.TINY, device_type="cpu", shm=publish.SHARED_MEMORY, repeats=1)
+    values = {row.name: row.value for group in groups for row in group}
+    wanted = {"publish_stall_ms", "stall_with_cast_over_memcpy", "refresh_full_s", "delta_encode_GBps"}
+    assert wanted | {"delta_bytes_1e6", "delta_bytes_3e6", "refresh_delta_1e6_s"} <= set(values)
+    assert all(value > 0 for value in values.values())
+
+
+def test_a_piece_that_nobody_knows_is_refused(tmp_path):
+    ran = call(tmp_path / "result.json", "--cpu", "--only", "hops")
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "hops: no such piece" in ran.stderr
+
+
+@pytest.mark.parametrize("way", learner.WAYS)
+def test_doctors_formula_takes_every_way(tmp_path, way):
+    FULL.model.save_pretrained(tmp_path)
+    size = replace(FULL, settings=learner.WAYS[way])
+    assert 5e9 < learner.expected_bytes(tmp_path, size) < 80e9
+
+
+def test_a_stripped_wheel_lists_what_is_in_it(tmp_path):
+    wheel = tmp_path / "ray-1-py3-none-any.whl"
+    names = ["ray/__init__.py", "ray/jars/ray.jar", "ray/jarsome.py", "ray-1.dist-info/RECORD"]
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names[:-1]:
+            archive.writestr(name, "x")
+        archive.writestr(names[-1], "".join(f"{name},,\n" for name in names))
+    strip(wheel, ("ray/jars",))
+    with zipfile.ZipFile(wheel) as archive:
+        kept = archive.namelist()
+        assert kept == [name for name in names if name != "ray/jars/ray.jar"]
+        assert archive.read(names[-1]).decode().split() == [f"{name},," for name in kept]
+
+
+def test_wheels_are_of_the_versions_that_are_tested_here():
+    pins = re.compile(r"^([\w.-]+)==(\S+)$", re.MULTILINE)
+    tested = dict(pins.findall((ROOT / "constraints/cpu.txt").read_text()))
+    carried = dict(pins.findall((ROOT / "experiments/gpu/wheels.txt").read_text()))
+    assert carried["ray"]
+    assert {name: version for name, version in carried.items() if tested.get(name, version) != version} == {}

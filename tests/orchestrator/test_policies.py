@@ -1,0 +1,21 @@
+"""What a config decides for the control plane."""
+
+import pytest
+
+from laminar_py.config.loading import parse_config
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.orchestrator.policies import control_settings
+
+
+def settings_of(**sections):
+    config = parse_config(
+        {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}, **sections}
+    )
+    return control_settings(config, stop_ids=())
+
+
+@pytest.mark.parametrize("said", list(WithoutSignal))
+def test_what_is_normalised_over_a_step_sees_all_groups_whatever_is_said_of_those_without_signal(said):
+    rollout = {"without_signal": said}
+    assert settings_of(algorithm={"name": "reinforce_pp"}, rollout=rollout).without_signal is WithoutSignal.TRAIN
+    assert settings_of(algorithm={"name": "grpo"}, rollout=rollout).without_signal is said

@@ -1,0 +1,198 @@
+"""Scoring of a run, with a real scheduler and stage and a reward in this process; and the first evaluation."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+
+from laminar_py.config.loading import load_config
+from laminar_py.orchestrator import scoring as scoring_module
+from laminar_py.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.orchestrator.scoring import Scoring
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.events import Dropped
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import DropReason, Kind
+from laminar_py.telemetry.stats import Stats, Totals
+from tests.builders import make_prompt
+from tests.control.fleet import Fleet
+from tests.runs.runs import REPO
+from tests.workers.fakes import make_incarnation
+
+PATIENCE_S = 20
+STEP = 32
+
+
+class Scorers:
+    """Stands for the processes; `reward` gives a value or None."""
+
+    def __init__(self, reward):
+        self._reward = reward
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def start(self):
+        return [self]
+
+    async def score(self, requests):
+        await self.gate.wait()
+        return [self._scored(request, self._reward(request)) for request in requests]
+
+    def _scored(self, request, value):
+        failure = DropReason.REWARD_FAILED if value is None else None
+        detail = "" if failure is None else "KeyError: 4 (at mine.py:2)"
+        return Score(trajectory_id=request.trajectory_id, value=value, failure=failure, detail=detail)
+
+    async def restart(self, index):
+        raise AssertionError(f"worker {index} was restarted")
+
+
+@asynccontextmanager
+async def scoring_of(monkeypatch, reward, *, prompts):
+    """Scoring, a fleet whose finished responses go there, the scorers, and what the user is told."""
+    config = load_config(
+        REPO / "configs/quickstart.yaml",
+        ["rollout.prompts_per_step=8", "rollout.group_size=4", "reward.function=mine.py:score"],
+    )
+    told, ends = [], []
+    fleet, scorers = Fleet(replicas=1, batch=8, capacity=64), Scorers(reward)
+    monkeypatch.setattr(scoring_module, "Scorers", lambda incarnation: scorers)
+    tokenizer = SimpleNamespace(encode=lambda text: np.empty(0, np.int32), eos_ids=(1,))
+    incarnation = make_incarnation(
+        config=config,
+        inputs=SimpleNamespace(first_of_tasks=prompts, heldout=[], tokenizer=tokenizer),
+        stats=Stats(SystemClock(), replicas=1, totals=Totals()),
+    )
+    scoring = Scoring(incarnation, scheduler=fleet.scheduler, say=told.append, end=ends.append)
+    await scoring.start()
+    task = asyncio.create_task(scoring.run())
+    try:
+        yield scoring, fleet, scorers, told, ends
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def score_all(scoring, fleet):
+    """Have all that is finished scored."""
+    while fleet.unscored:
+        scoring.submit(fleet.unscored.pop(), make_prompt())
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert not scoring.waits
+
+
+async def test_a_reward_is_tried_before_there_is_a_response_and_a_trial_ends_nothing(monkeypatch):
+    prompts = [msgspec.structs.replace(make_prompt(index), task=task) for index, task in enumerate("ab")]
+    tried = []
+    reward = lambda request: tried.append(request.trajectory_id)  # noqa: E731 - None for each
+    async with scoring_of(monkeypatch, reward, prompts=prompts) as (scoring, fleet, _, told, ends):
+        await score_all(scoring, fleet)
+        assert tried == ["trial/0", "trial/1", "trial/2", "trial/3"]
+        assert (told, ends) == (
+            [
+                "reward.function=mine.py:score: fails on the right answer to prompt 'p0' of task 'a' (a trial,"
+                " made up): KeyError: 4 (at mine.py:2)"
+            ],
+            [],
+        ), "the same complaint is told once"
+        assert scoring.failures.text == "", "no response of a model has failed"
+        assert not fleet.log.events
+
+
+async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run(monkeypatch):
+    async with scoring_of(monkeypatch, lambda request: None, prompts=[]) as (scoring, fleet, _, told, ends):
+        await fleet.report(0)
+        await fleet.finish_all(0)
+        fleet.unscored, rest = fleet.unscored[:1], fleet.unscored[1:]
+        (first,) = fleet.unscored
+        await score_all(scoring, fleet)
+        assert told == [
+            f"reward.function=mine.py:score: {first.id} could not be scored: KeyError: 4 (at mine.py:2)"
+        ]
+        assert ends == []
+        fleet.unscored = rest
+        await score_all(scoring, fleet)
+        assert len(told) == 1
+        assert f"{STEP} of the last {STEP} responses could not be scored" in ends[0]
+        dropped = [event for event in fleet.log.events if isinstance(event, Dropped)]
+        assert {event.reason for event in dropped} == {DropReason.REWARD_FAILED}, "each on record (law 6)"
+
+
+async def test_what_waits_for_a_score_is_told_with_the_age_of_the_oldest(monkeypatch):
+    async with scoring_of(monkeypatch, lambda request: 1.0, prompts=[]) as (scoring, fleet, scorers, _, _):
+        scorers.gate.clear()
+        await fleet.report(0)
+        await fleet.finish_all(0)
+        count = len(fleet.unscored)
+        while fleet.unscored:
+            scoring.submit(fleet.unscored.pop(), make_prompt())
+        assert scoring.waits == f"scores of {count} responses, the oldest 0 s"
+        await asyncio.sleep(0)
+        assert scoring.waits.startswith(f"scores of {count} responses"), "those that a worker has are among them"
+        scorers.gate.set()
+        await score_all(scoring, fleet)
+        assert scoring.waits == ""
+
+
+async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_prompt_is_of():
+    fleet, published = Fleet(replicas=1), []
+    fleet.scheduler.pause()
+    heldout, other = (
+        msgspec.structs.replace(make_prompt(index), task=task) for index, task in enumerate(("add", "carry"))
+    )
+    incarnation = make_incarnation(
+        config=load_config(REPO / "configs/quickstart.yaml", []),
+        inputs=SimpleNamespace(heldout=[heldout], first_of_tasks=[heldout, other]),
+        stats=Stats(SystemClock(), replicas=1, totals=Totals()),
+    )
+    evaluator = Evaluator(
+        incarnation,
+        scheduler=fleet.scheduler,
+        replicas=None,
+        hold=None,
+        publish=published.append,
+        say=None,
+    )
+    first = asyncio.create_task(evaluator.first(Moment(0, 0, 0.0)))
+    await asyncio.sleep(0)
+    await fleet.report(0)
+    assert sorted(item.kind for item in fleet.running[0].values()) == [Kind.EVAL, Kind.EVAL]
+    await fleet.finish_all(0)
+    assert {trajectory.prompt_id for trajectory in fleet.unscored} == {"p0", "p1"}
+    assert not first.done()
+    await fleet.score_all(lambda index: 1.0)
+    async with asyncio.timeout(PATIENCE_S):
+        await first
+    assert [(result.num_prompts, result.accuracy) for result in published] == [(1, 1.0)]
+    assert not fleet.scheduler.book.live
+
+
+async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_is_told():
+    fleet, published, told = Fleet(replicas=1), [], []
+    fleet.scheduler.pause()
+    incarnation = make_incarnation(
+        config=load_config(REPO / "configs/quickstart.yaml", []),
+        inputs=SimpleNamespace(heldout=[make_prompt()], first_of_tasks=[make_prompt()]),
+        stats=Stats(SystemClock(), replicas=1, totals=Totals()),
+    )
+    evaluator = Evaluator(
+        incarnation,
+        scheduler=fleet.scheduler,
+        replicas=None,
+        hold=None,
+        publish=published.append,
+        say=told.append,
+    )
+    first = asyncio.create_task(evaluator.first(Moment(0, 0, 0.0)))
+    await asyncio.sleep(0)
+    await fleet.report(0)
+    await fleet.finish_all(0)
+    id = fleet.unscored.pop().id
+    failed = Score(trajectory_id=id, value=None, failure=DropReason.REWARD_FAILED)
+    await fleet.scheduler.closing.on_score(failed)
+    async with asyncio.timeout(PATIENCE_S):
+        await first
+    assert (published, told) == ([], ["no held-out accuracy at step 0: none of 1 answers could be scored"])

@@ -1,0 +1,45 @@
+"""Samples of the fleet: the use of cores is on record beside slots and KV."""
+
+import asyncio
+import os
+
+from laminar_py.analytics.read.samples import read_samples
+from laminar_py.ledger.row_files import append_row
+from laminar_py.records.clock import SystemClock
+from laminar_py.telemetry import fleet
+from laminar_py.telemetry.fleet import cpu_use, watch_fleet
+from laminar_py.telemetry.stats import Stats, Totals
+
+
+def test_cores_that_a_loop_fills_are_busy():
+    own = os.sched_getaffinity(0)
+    cpu_use(own)
+    deadline = os.times().user + 0.3
+    while os.times().user < deadline:
+        pass
+    assert 0.5 / len(own) <= cpu_use(own) <= 1.0
+
+
+def test_cores_that_the_run_may_not_use_do_not_count(monkeypatch):
+    monkeypatch.setattr(fleet.psutil, "cpu_percent", lambda percpu: [100.0, 40.0, 60.0, 100.0])
+    assert cpu_use({1, 2}) == 0.5
+
+
+async def test_every_sample_has_the_use_of_the_cores(tmp_path, monkeypatch):
+    written = asyncio.Event()
+
+    def append(file, row):
+        append_row(file, row)
+        written.set()
+
+    monkeypatch.setattr(fleet, "append_row", append)
+    monkeypatch.setattr(fleet, "EVERY_S", 0.01)
+    monkeypatch.setattr(fleet, "cpu_use", lambda cores: 0.97)
+    stats = Stats(SystemClock(), replicas=2, totals=Totals())
+    stats.rl_phase(True)
+    task = asyncio.create_task(watch_fleet(tmp_path / "fleet.jsonl", stats, generated_tokens=lambda: 7))
+    await written.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    first = read_samples(tmp_path).fleet[0]
+    assert (first.cpu_use, first.cores, first.generated_tokens) == (0.97, len(os.sched_getaffinity(0)), 7)

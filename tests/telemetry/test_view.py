@@ -1,0 +1,121 @@
+"""What a run says of itself while it goes on: what everything waits for, and what the user has to know at once."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.events import Evaluated
+from laminar_py.records.metrics import LearnerProgress
+from laminar_py.telemetry import view as view_module
+from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.telemetry.view import LiveView, PlainView, evaluation_line
+from laminar_py.telemetry.waits import Waits, tell_time_left
+
+NOTES = ["learner waits 35 s", "12 of 480 responses could not be scored (reward_failed 12)"]
+
+
+def make_waits(**changes) -> Waits:
+    given = {
+        "in_rl": True,
+        "step": 3,
+        "learner_idle_s": 35.4,
+        "ready": 0,
+        "wanted": 32,
+        "generating": 0,
+        "scores": "scores of 64 responses, the oldest 35 s",
+        "current": 4,
+        "replicas": 4,
+    }
+    return Waits(**(given | changes))
+
+
+def make_stats(*, rl_s: float = 0.0) -> Stats:
+    return Stats(SystemClock(), replicas=2, totals=Totals(rl_s=rl_s))
+
+
+def make_console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=200), file
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {},
+            "learner waits 35 s for a batch (0 of 32 groups ready); waiting for: scores of 64 responses, the"
+            " oldest 35 s",
+        ),
+        (
+            {"scores": "", "generating": 40, "current": 2},
+            "learner waits 35 s for a batch (0 of 32 groups ready); waiting for: 40 responses being generated,"
+            " weights at 2 of 4 replicas",
+        ),
+        ({"learner_idle_s": None, "scores": ""}, "learner at work on step 4; waiting for: nothing"),
+        ({"in_rl": False, "step": 0}, "before RL; waiting for: scores of 64 responses, the oldest 35 s"),
+        ({"in_rl": False, "scores": ""}, "after step 3, RL is over; waiting for: nothing"),
+    ],
+)
+def test_a_line_says_what_everything_waits_for(changes, line):
+    assert make_waits(**changes).line == line
+
+
+@pytest.mark.parametrize(
+    ("step", "rl_s", "max_rl_s", "words"),
+    [
+        (0, 5.0, None, ""),
+        (10, 100.0, None, "about 15 min left"),
+        (10, 100.0, 280.0, "about 3 min left"),
+        (0, 100.0, 280.0, "about 3 min left"),
+        (98, 98.0, None, "less than a minute left"),
+    ],
+)
+def test_time_left_is_of_the_steps_or_of_the_limit_whichever_is_less(step, rl_s, max_rl_s, words):
+    assert tell_time_left(step=step, steps=100, rl_s=rl_s, max_rl_s=max_rl_s) == words
+
+
+def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
+    console, file = make_console()
+    now = 1000.0
+    monkeypatch.setattr(view_module.time, "monotonic", lambda: now)
+    view = PlainView(console, steps=100)
+    for _ in range(500):  # looks at half a second each
+        view.refresh(make_stats(rl_s=100.0), 10, 3, NOTES)
+        now += 0.5
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 4, "in 250 s"
+    assert set(lines) == {f"step 10/100, 100 s of RL; about 15 min left; {NOTES[0]}; {NOTES[1]}"}
+
+
+@pytest.mark.parametrize("kind", [PlainView, LiveView])
+def test_a_notice_is_printed_at_once_and_as_it_is(kind):
+    console, file = make_console()
+    view = kind(console, steps=100)
+    view.notice("reward.function=mine.py:score: KeyError: '[red]' " + "x" * 300)
+    view.close()
+    assert "KeyError: '[red]' " + "x" * 300 in file.getvalue()
+
+
+def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_learner_that_has_long_started():
+    console, file = make_console(terminal=True)
+    view = LiveView(console, steps=100)
+    view.progress(LearnerProgress("loading", 0, 1, 0.0))
+    view.refresh(make_stats(), 0, -1, NOTES)
+    assert "learner: loading 0/1" in file.getvalue()
+    assert NOTES[0] not in file.getvalue()
+    view._started_s -= 60.0
+    before = len(file.getvalue())
+    view.refresh(make_stats(), 0, 0, NOTES)
+    drawn = file.getvalue()[before:]
+    view.close()
+    assert [note in drawn for note in NOTES] == [True, True]
+    assert "loading" not in drawn
+
+
+def test_an_accuracy_is_told_with_the_number_that_it_is_of_and_the_count_of_the_others():
+    done = Evaluated(version=3, step=3, num_prompts=300, accuracy=0.5, rl_s=10.0, num_unscored=12)
+    assert evaluation_line(done).startswith(
+        "held-out accuracy 0.500 on 288 problems, 12 more not scored: version 3"
+    )
