@@ -54,6 +54,11 @@ class Mismatch(msgspec.Struct, frozen=True):
     p99: float = 0.0  # upper edge of its bin, an eighth of a decade
     max: float = 0.0
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """Each figure under its name in a step's row, e.g. `{"mismatch_mean": 1e-6, ...}`."""
+        return {f"mismatch_{name}": getattr(self, name) for name in self.__struct_fields__}
+
 
 class Work(msgspec.Struct, frozen=True):
     """Computation of all ranks in a step, e.g. `Work(65536, 2.9e15, 7.9e15)`."""

@@ -208,7 +208,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
 
 
 def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(tmp_path):
-    (tmp_path / "reward.py").write_text("def score(request): return 3e38 * (len(request.response_ids) % 2)")
+    (tmp_path / "reward.py").write_text("def score(request): return 9e29 * (len(request.response_ids) % 2)")
     unbounded = ["algorithm.advantage=group_mean", f"reward.function={tmp_path / 'reward.py'}:score", "steps=9"]
     with TrainProcess(tmp_path, *ALONE, *unbounded) as train:
         code, output = train.finish()
