@@ -94,10 +94,12 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
     for module, name, parameter in absent:
         placeholder = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         module.register_parameter(name, nn.Parameter(placeholder, requires_grad=parameter.requires_grad))
-    yield
-    for module, name, parameter in absent:
-        parameter.requires_grad_(getattr(module, name).requires_grad)
-        module.register_parameter(name, parameter)
+    try:
+        yield
+    finally:
+        for module, name, parameter in absent:
+            parameter.requires_grad_(getattr(module, name).requires_grad)
+            module.register_parameter(name, parameter)
 
 
 # ---- weights of a shard
@@ -159,7 +161,8 @@ def _sharded(parameter: nn.Parameter, rows: Rows, device: torch.device) -> nn.Pa
     each = -(-length // mesh.size())  # as torch.chunk deals them
     first = min(length, mesh.get_local_rank() * each)
     local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
-    local.copy_(rows(first, min(length, first + each)))
+    if local.numel():  # a rank beyond the last rows, or experts, has none
+        local.copy_(rows(first, min(length, first + each)))
     values = DTensor.from_local(
         local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -211,7 +214,7 @@ class _Files:
     def _experts(self, names: Sequence[Sequence[str]]) -> Rows:
         def rows(first: int, last: int) -> Tensor:
             stacked = [torch.cat([self.read(name) for name in names[expert]]) for expert in range(first, last)]
-            return torch.stack(stacked) if stacked else torch.empty(0)
+            return torch.stack(stacked)
 
         return rows
 
