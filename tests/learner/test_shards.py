@@ -158,7 +158,7 @@ def test_a_rank_never_holds_more_on_the_host_than_its_shards_and_a_tensor(tmp_pa
     (tmp_path / "model" / "tokenizer.json").write_text('{"version": "1.0"}')
     make_model_folder(tmp_path / "small")
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
-    slack = 32 << 20  # of the allocator
+    slack = 40 << 20  # of the allocator
     limit = sum(sizes) // 2 + max(sizes) + slack
     assert limit < 0.75 * sum(sizes)
     for on_meta in (True, False):

@@ -6,9 +6,10 @@ import shutil
 import signal
 import sqlite3
 from collections import defaultdict
-from contextlib import closing, suppress
+from contextlib import closing, suppress, suppress
 from importlib.util import find_spec
 
+import psutil
 import psutil
 import pytest
 
@@ -69,13 +70,19 @@ def relays_that_listen(family):
     return relays
 
 
+def relays_of(train):
+    """Relays that listen; none where a process of the run ended while it was looked at."""
+    with suppress(psutil.NoSuchProcess):
+        return relays_that_listen(train.family())
+
+
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory):
     """A run one step behind, whose versions are evaluated after its end; what is left of its processes."""
     evaluates = ("eval.every_steps=1", "eval.deferred=true", "relay.keep_versions=1")
     with TrainProcess(tmp_path_factory.mktemp("one-step"), "schedule=one_step", *evaluates) as train:
         train.wait_for_step(1)
-        train.wait_until(lambda: relays_that_listen(train.family()) == 3)
+        train.wait_until(lambda: relays_of(train) == 3)
         family = train.family()
         code, output = train.finish()
         left = wait_until_gone(family)
