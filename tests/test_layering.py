@@ -35,7 +35,7 @@ FLOORS = {  # room: its sub-rooms in order, each of which may import those befor
 }
 TOP = {"bench", "cli"}  # these may import anything of the package, and nobody imports them
 LIBRARIES = {  # heavy library: where it may be imported
-    "ray": ("cluster/", "preflight/survey.py", "workers/"),
+    "ray": ("cluster/",),
     "zmq": ("relay/wire/transport.py",),
     "torch": (
         "engines/local/",

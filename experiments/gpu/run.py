@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".cache/gpu-site"
@@ -73,7 +74,7 @@ class Piece:
     arguments: tuple[str, ...]  # of the interpreter
     limit_s: float
     on_cpu: tuple[str, ...] | None = None  # further arguments with `--cpu`; None: it needs a GPU
-    read: Callable[[str, str], list[Figure]]  # of its name and its output
+    read: Callable[[str, str], Iterable[Figure]]  # of its name and its output; ends in ValueError if broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +101,22 @@ class Result:
     pieces: list[Outcome] = field(default_factory=list)
 
 
-def read_reports(piece: str, output: str) -> list[Figure]:
-    """Rows of the reports of `laminar_py.bench.report` among the lines of an output."""
-    reports = [json.loads(line) for line in output.splitlines() if line.startswith('{"bench"')]
-    return [Figure(piece=piece, **row) for report in reports for row in report["rows"]]
+def read_reports(piece: str, output: str) -> Iterator[Figure]:
+    """Rows of the reports of `laminar_py.bench.report` among the lines of an output, but for broken lines.
+
+    Raises `ValueError` after the last if there was one.
+    """
+    broken = []
+    for line in output.split("\n"):
+        if line.startswith('{"bench"'):
+            try:
+                rows = [Figure(piece=piece, **row) for row in json.loads(line)["rows"]]
+            except (ValueError, KeyError, TypeError) as error:
+                broken.append(f"{error!r} in {line}")
+            else:
+                yield from rows
+    if broken:
+        raise ValueError(f"{len(broken)} broken lines among the reports: {broken[0]:.200}")
 
 
 def read_tests(piece: str, output: str) -> list[Figure]:
@@ -179,13 +192,13 @@ class Campaign:
         if began + piece.limit_s > self._end:
             self.note(piece, Status.NOT_BEGUN)
             return
-        with tempfile.TemporaryFile("w+") as said:
+        with _said() as output, _said() as errors:
             process = subprocess.Popen(
                 [sys.executable, *piece.arguments, *further],
                 cwd=ROOT,
                 env=environment(),
-                stdout=said,
-                stderr=subprocess.STDOUT,
+                stdout=output,
+                stderr=errors,
                 start_new_session=True,
             )
             try:
@@ -194,11 +207,15 @@ class Campaign:
                 status = Status.OUT_OF_TIME
             finally:
                 end(process)
-            said.seek(0)
-            output = said.read()
-        others = [row for row in self._result.rows if row.piece != piece.name]
-        self._result.rows = others + piece.read(piece.name, output)
-        log = "" if status is Status.DONE else output[-LOG_CHARS:].replace(str(ROOT), ".")
+            told, complaints = (_all_of(file) for file in (output, errors))
+        self._result.rows = [row for row in self._result.rows if row.piece != piece.name]
+        try:
+            self._result.rows.extend(piece.read(piece.name, told))
+        except ValueError as error:
+            complaints += f"\n{error}"
+            status = Status.FAILED if status is Status.DONE else status
+        ends = (text[-LOG_CHARS // 2 :] for text in (told, complaints))
+        log = "" if status is Status.DONE else "\n".join(ends).replace(str(ROOT), ".")
         self.note(piece, status, seconds=time.monotonic() - began, log=log)
 
     def note(self, piece: Piece, status: Status, *, seconds: float = 0.0, log: str = "") -> None:
@@ -212,6 +229,16 @@ class Campaign:
         self._result.pieces = [other for other in self._result.pieces if other.name != piece.name] + [outcome]
         print(f"{piece.name}: {status.value} after {seconds:.0f} s", file=sys.stderr, flush=True)
         write(self._out, self._result)
+
+
+def _said() -> IO[str]:
+    """A file for what a process says, which need not be UTF-8."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _all_of(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

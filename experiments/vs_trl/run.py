@@ -1,22 +1,27 @@
 """laminar_py against TRL's `GRPOTrainer`, same task, same machine: `python experiments/vs_trl/run.py [--json]`.
 
 Both sides start RL from one warm-started model and share prompts, reward, batch, group size, learning rate and
-clip; README.md lists all of it. Ours runs first and leaves the warm start for TRL, which lives in a virtual
-environment of its own that this script makes once. Progress goes to stderr, the result to stdout.
+clip; README.md lists all of it. For each seed ours runs first and leaves the warm start for TRL, which lives in a
+virtual environment of its own that this script makes once. Progress goes to stderr, the result to stdout. Started
+again, it goes on with what has not been measured.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
+import msgspec
+
+from laminar_py.bench.kept import KeptResults
 from laminar_py.bench.report import Row, show
-from laminar_py.bench.runs import FinishedRun, train
+from laminar_py.bench.runs import FinishedRun, call, train
+from laminar_py.bench.turns import Ratio, spread
 from laminar_py.config.loading import load_config
 from laminar_py.learner.warm_start import cache_key
 
@@ -25,8 +30,11 @@ ROOT = HERE.parents[1]
 CONFIG = "configs/quickstart.yaml"
 DATA = ROOT / "experiments/quickstart/data"
 CONSTRAINTS = ROOT / "constraints/trl.txt"
+KEPT = ROOT / ".cache/vs_trl"
 
+SEEDS = 3
 MAX_STEPS = 120
+OURS_LIMIT_S, TRL_LIMIT_S = 600.0, 1800.0  # of one run, its evaluations included; on two idle cores a third of it
 FIRST_STEP, LAST_STEP = 3, 20  # steps whose throughput counts: warm, and before either side has learnt much
 EVAL_EVERY = 5
 
@@ -52,18 +60,19 @@ class Measured:
         return next((seconds for _, seconds, accuracy in self.accuracy if accuracy >= target), None)
 
 
-def run_ours(seed: int) -> FinishedRun:
+def run_ours(seed: int, steps: int) -> FinishedRun:
     """Train with laminar_py."""
     return train(
         Path(CONFIG),
         [
             "name=vs_trl",
             f"seed={seed}",
-            f"steps={MAX_STEPS}",
+            f"steps={steps}",
             "rollout.without_signal=train",  # as TRL does
             f"eval.every_steps={EVAL_EVERY}",
             "eval.deferred=true",
         ],
+        limit_s=OURS_LIMIT_S,
     )
 
 
@@ -85,18 +94,14 @@ def warm_started_model(run: FinishedRun) -> Path:
     return config.warm_start.cache / cache_key(config.model, config.warm_start, seed=config.seed)
 
 
-def run_trl(python: Path, *, model: Path, seed: int, target: float) -> Measured:
+def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float) -> Measured:
     """Train with TRL from the same weights."""
-    out = HERE / "out" / f"trl-{seed}.json"
-    out.parent.mkdir(exist_ok=True)
-    files = [model, DATA / "train.jsonl", DATA / "heldout.jsonl", out]
-    options = ["--seed", seed, "--steps", MAX_STEPS, "--target", target]
-    call([python, HERE / "trl_side.py", *files, *options], environment=TRL_ALLOCATOR)
-    measured = json.loads(out.read_text())
-    return Measured(
-        [(tokens, seconds) for tokens, seconds in measured["steps"]],
-        [(step, seconds, accuracy) for step, seconds, accuracy in measured["accuracy"]],
-    )
+    with tempfile.TemporaryDirectory(prefix="laminar-trl-") as folder:
+        out = Path(folder, "measured.json")
+        files = [model, DATA / "train.jsonl", DATA / "heldout.jsonl", out]
+        options = ["--seed", seed, "--steps", steps, "--target", target]
+        say([python, HERE / "trl_side.py", *files, *options], limit_s=TRL_LIMIT_S, environment=TRL_ALLOCATOR)
+        return msgspec.json.decode(out.read_bytes(), type=Measured)
 
 
 def ensure_venv(folder: Path) -> Path:
@@ -104,64 +109,73 @@ def ensure_venv(folder: Path) -> Path:
     python, stamp = folder / "bin/python", folder / "constraints.txt"
     if stamp.is_file() and stamp.read_text() == CONSTRAINTS.read_text():
         return python
-    call([sys.executable, "-m", "venv", "--clear", folder])
+    say([sys.executable, "-m", "venv", "--clear", folder])
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
-    call([*pip, "torch"])  # first and alone, so that pip takes whatever build of it is at hand
-    call([*pip, "trl", "transformers"])
+    say([*pip, "torch"])  # first and alone, so that pip takes whatever build of it is at hand
+    say([*pip, "trl", "transformers"])
     stamp.write_text(CONSTRAINTS.read_text())
     return python
 
 
-def call(command: list[object], *, environment: dict[str, str] | None = None) -> None:
-    """Run it in the repository root; its output goes to stderr. Raises `CalledProcessError`."""
-    words = [str(word) for word in command]
-    print("$", *words, file=sys.stderr, flush=True)
+def say(
+    words: Sequence[object], *, limit_s: float | None = None, environment: Mapping[str, str] | None = None
+) -> None:
+    """Print a command and run it in the repository root, without the Hub."""
+    command = [str(word) for word in words]
+    print("$", *command, file=sys.stderr, flush=True)
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-    subprocess.run(words, check=True, cwd=ROOT, stdout=sys.stderr, env=variables)
+    call(command, limit_s=limit_s, cwd=ROOT, environment=variables)
 
 
 def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list[Row]:
-    """The figures, each the median over the seeds; a time to accuracy only if every run reached it."""
+    """The figures, medians and ranges over the seeds; a time to accuracy only if every run reached it."""
+    setting = f"quickstart task, model of 245,000 parameters, {len(ours)} seeds"
+    speeds = [[run.tokens_per_s for run in side] for side in (ours, trl)]
+    ratio = Ratio.of(*speeds)
     conditions = (
-        f"quickstart task, 32 prompts x 8, lr 1e-3, median of {len(ours)} seeds, {os.cpu_count()} cores each;"
-        f" ours {median([run.tokens_per_s for run in ours]):.0f},"
-        f" TRL {median([run.tokens_per_s for run in trl]):.0f} response tokens/s over steps 3 to 20"
+        f"{setting}, 32 prompts x 8, lr 1e-3, {os.cpu_count()} cores each; {ratio}; ours {spread(speeds[0])},"
+        f" TRL {spread(speeds[1])} response tokens/s over steps {FIRST_STEP} to {LAST_STEP}"
     )
-    ratios = [mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in zip(ours, trl, strict=True)]
-    rows: list[Row] = [Row("trained_tokens_over_trl", median(ratios), "x", conditions)]
+    rows: list[Row] = [Row("trained_tokens_over_trl", ratio.median, "x", conditions)]
     times = [(mine.seconds_to(target), theirs.seconds_to(target)) for mine, theirs in zip(ours, trl, strict=True)]
     reached = [(mine, theirs) for mine, theirs in times if mine is not None and theirs is not None]
     if len(reached) < len(times):
         print(f"accuracy {target:g} was not reached by every run: {times}", file=sys.stderr)
         return rows
+    mine, theirs = ([pair[side] for pair in reached] for side in (0, 1))
+    ratio = Ratio.of(theirs, mine)
     conditions = (
-        f"seconds of RL to {target:g} greedy accuracy on 300 held-out problems, looked at every {EVAL_EVERY} steps"
-        f" off the clock, median of {len(ours)} seeds; ours {median([mine for mine, _ in reached]):.1f} s,"
-        f" TRL {median([theirs for _, theirs in reached]):.1f} s"
+        f"{setting}; seconds of RL to {target:g} greedy accuracy on 300 held-out problems, looked at every"
+        f" {EVAL_EVERY} steps off the clock; {ratio}; ours {spread(mine, '.1f')} s, TRL {spread(theirs, '.1f')} s"
     )
-    ratio = median([theirs / mine for mine, theirs in reached])
-    return [*rows, Row("time_to_accuracy_trl_over_ours", ratio, "x", conditions)]
+    return [*rows, Row("time_to_accuracy_trl_over_ours", ratio.median, "x", conditions)]
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each side, with seeds 0, 1, ...")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each side, with seeds 0, 1, ...")
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, help="of a run, if it does not reach the target")
     parser.add_argument("--target", type=float, default=0.9, help="held-out accuracy that ends the race")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-trl", help="TRL's virtual environment")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run both sides in turn and print the result."""
+    """Run both sides in turn, as far as that has not been done, and print the result."""
     args = parse()
     python = ensure_venv(args.venv.absolute())
+    sources = [HERE, ROOT / CONFIG, CONSTRAINTS]
+    kept = KeptResults(KEPT, sources=sources, settings=f"{args.steps} steps, target {args.target}")
     ours, trl = [], []
     for seed in range(args.seeds):
-        run = run_ours(seed)
+        run = kept.run(f"ours-{seed}", partial(run_ours, seed, args.steps))
         ours.append(measure(run))
-        trl.append(run_trl(python, model=warm_started_model(run), seed=seed, target=args.target))
+        side = partial(
+            run_trl, python, model=warm_started_model(run), seed=seed, steps=args.steps, target=args.target
+        )
+        trl.append(kept.get(f"trl-{seed}", Measured, side))
     show("vs_trl", rows_of(ours, trl, target=args.target), as_json=args.json)
 
 

@@ -5,6 +5,7 @@ says what is still open.
 """
 
 from collections import Counter
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 from laminar_py.audit.violations import Rule, Violation
@@ -12,6 +13,7 @@ from laminar_py.ledger.rows import TrajectoryRow
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.events import (
     AnyEvent,
+    Archived,
     Consumed,
     Event,
     Finished,
@@ -236,3 +238,18 @@ class StepCheck(Check):
                 message = f"says it used {said} trajectories, {consumed} were consumed by it"
                 found.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
         return found
+
+
+class ArchiveCheck(Check):
+    """Files of the archive that are on record are there; their bytes are compared elsewhere."""
+
+    sees = (Archived,)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Look for the file."""
+        if not isinstance(event, Archived) or (self._folder / event.path).is_file():
+            return []
+        return [Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.archive import archive_files, file_pieces
+from laminar_py.ledger.archive import archive_files, file_pieces, is_recorded
 from laminar_py.ledger.database import ledger_path, reading
 from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_rows
@@ -72,7 +72,8 @@ def export(run: Path, out: Path, *, responses: bool = False) -> int:
 def _with_responses(run: Path, connection: "sqlite3.Connection") -> Iterator[ExportRow]:
     """Rows with responses, each trajectory once: pieces that a crash left in two places are equal."""
     files = archive_files(ledger_path(run).parent)
-    sources = chain((file_pieces(path) for path in files), (stored_pieces(connection),))
+    archived = (file_pieces(path) for path in files if is_recorded(path, connection))
+    sources = chain(archived, (stored_pieces(connection),))
     done: set[int] = set()
     for source in sources:
         for block in _blocks(groupby(source, key=lambda piece: piece.trajectory), done):

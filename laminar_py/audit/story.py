@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.archive import find_payload
+from laminar_py.ledger.archive import StoredResponses
 from laminar_py.ledger.database import ledger_path, reading
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
@@ -76,7 +76,7 @@ def story(run: Path, trajectory_id: str) -> Story:
             )
         query = "SELECT text, answer, task FROM prompt WHERE id = ?"
         text, answer, task = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "")
-        response = find_payload(ledger_path(run).parent, connection, row)
+        response = StoredResponses(ledger_path(run).parent, connection).of(row)
         events = tuple(_events(connection, row))
         return Story(
             row=row,

@@ -5,21 +5,28 @@ Invariant: a task reads one state of the ledger, and its result holds of that st
 
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from laminar_py.audit import log
-from laminar_py.audit.checks import Check, ChecksumCheck, DrainCheck, StalenessCheck, StepCheck, WeightsCheck
+from laminar_py.audit.checks import (
+    ArchiveCheck,
+    Check,
+    ChecksumCheck,
+    DrainCheck,
+    StalenessCheck,
+    StepCheck,
+    WeightsCheck,
+)
 from laminar_py.audit.replay import Replay
 from laminar_py.audit.responses import ResponseCheck
 from laminar_py.audit.violations import Rule, Violation
+from laminar_py.ledger.archive import record_of, was_changed
 from laminar_py.ledger.database import LedgerError, ledger_path, reading, unlike_schema
-from laminar_py.ledger.rows import decode_event
-from laminar_py.records.digests import column_digest, file_digest, prompt_digest
-from laminar_py.records.events import Archived, Event
+from laminar_py.records.digests import column_digest, prompt_digest
+from laminar_py.records.events import Event
 
 _NAMED = 20  # trajectories whose loss is told one by one
 
@@ -46,7 +53,8 @@ def check_file(run: Path) -> TaskResult:
 
 def check_events(run: Path) -> TaskResult:
     """Replay all events: every rule along the log, and the tables that follow from it."""
-    checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck()]
+    archive = ArchiveCheck(ledger_path(run).parent)
+    checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck(), archive]
     watching: dict[type[Event], list[Check]] = {}
     for check in checks:
         for kind in check.sees:
@@ -59,7 +67,6 @@ def check_events(run: Path) -> TaskResult:
                 found += check.see(event, replay.row_before(event))
             replay.see(seq, event, wall=wall, mono=mono)
         replay.end()
-        found += _check_archived(run, connection)
     for check in checks:
         found += check.end()
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(entries.unknown.items()))
@@ -93,10 +100,10 @@ def check_archive(run: Path, path: Path) -> TaskResult:
     A file that is not the recorded one is not opened: a reader of Parquet can end the process over a changed byte.
     """
     with reading(run) as connection:
-        check = ResponseCheck(connection)
-        recorded = {ledger_path(run).parent / event.path: event for event in _archived(connection)}
-        if path in recorded and _was_changed(path, recorded[path]):
-            return TaskResult()  # `check_events` says so
+        check, event = ResponseCheck(connection), record_of(path, connection)
+        if event is not None and was_changed(path, event):
+            message = f"was changed, so none of its {event.num_trajectories} trajectories is read; restore it"
+            return TaskResult([Violation(Rule.ARCHIVE, event.path, message)])
         try:
             check.see_file(path)
         except LedgerError as error:
@@ -115,31 +122,6 @@ def find_nowhere(run: Path, missing: Collection[int]) -> Iterator[Violation]:
         yield Violation(
             Rule.SPANS, "archive", f"has no tokens of {len(missing) - _NAMED} more trajectories either"
         )
-
-
-def _check_archived(run: Path, connection: sqlite3.Connection) -> Iterator[Violation]:
-    """Compare the files of the archive with those on record."""
-    for event in _archived(connection):
-        path = ledger_path(run).parent / event.path
-        if not path.is_file():
-            yield Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")
-        elif _was_changed(path, event):
-            message = f"was changed, so none of its {event.num_trajectories} trajectories is read; restore it"
-            yield Violation(Rule.ARCHIVE, event.path, message)
-
-
-def _archived(connection: sqlite3.Connection) -> Iterator[Archived]:
-    """Files of the archive as the log has them; of an event that cannot be read the log's own check tells."""
-    for (body,) in connection.execute("SELECT CAST(body AS BLOB) FROM event WHERE kind = 'archived'"):
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
-            event = decode_event(body)
-            if isinstance(event, Archived):
-                yield event
-
-
-def _was_changed(path: Path, event: Archived) -> bool:
-    """True where a file is not, byte for byte, what was recorded of it."""
-    return path.stat().st_size != event.num_bytes or file_digest(path) != event.digest
 
 
 def _check_prompts(connection: sqlite3.Connection) -> Iterator[Violation]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import msgspec
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.telemetry.summary import Summary
+
+GRACE_S = 30.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +25,44 @@ class FinishedRun:
     fleet: list[FleetRow]
 
 
-def train(config: Path, settings: list[str]) -> FinishedRun:
-    """Run `laminar train`; its output goes to standard error. Raises `CalledProcessError`."""
+def train(config: Path, settings: list[str], *, limit_s: float | None = None) -> FinishedRun:
+    """Run `laminar train`, as `call` does."""
     command = [sys.executable, "-c", "from laminar_py.cli import main; main()", "train", str(config), *settings]
     given = dict(setting.split("=", 1) for setting in settings)
     runs, pattern = Path(given.get("runs", "runs")), f"{given['name']}-*"
     before = set(runs.glob(pattern))
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    call(command, limit_s=limit_s)
     (folder,) = set(runs.glob(pattern)) - before
     return read_run(folder)
+
+
+def call(
+    command: Sequence[str],
+    *,
+    limit_s: float | None = None,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run a command to its end; its output goes to standard error.
+
+    Raises `CalledProcessError` if it fails, and `TimeoutExpired` after `limit_s`, when it has been ended.
+    """
+    with subprocess.Popen(command, stdout=sys.stderr, cwd=cwd, env=environment) as process:
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def read_run(folder: Path) -> FinishedRun:

@@ -29,6 +29,11 @@ class Ratio:
         return f"median of {self.count} rounds in turn, {self.least:.2f} to {self.most:.2f}"
 
 
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    """Median and range, e.g. `spread([9, 11, 10])` is "10 (9 to 11)"."""
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
 def in_turn(
     sides: Mapping[str, Side], *, rounds: int, warm: int = 0, tell: Tell | None = None
 ) -> dict[str, list[float]]:

@@ -13,7 +13,9 @@ BENCHMARKS: Catalog = {
         options=[repeats(7), SHM],
         measurements={
             "hop": Measurement("laminar_py.bench.relay.hop:rows", "hop_GBps hop_curve_GBps ipc_hop_GBps"),
-            "publish": Measurement("laminar_py.bench.relay.steps:stall_rows", "stall_over_memcpy"),
+            "publish": Measurement(
+                "laminar_py.bench.relay.steps:stall_rows", "stall_with_cast_over_memcpy stall_over_memcpy"
+            ),
             "delta": Measurement(
                 "laminar_py.bench.relay.steps:delta_rows",
                 "delta_bytes_1e6 delta_bytes_3e6 delta_encode_GBps delta_apply_GBps",
@@ -31,8 +33,8 @@ BENCHMARKS: Catalog = {
             ),
             "sglang": Measurement(
                 "laminar_py.bench.engines.sglang:rows",
-                "client_over_bare_http refresh_in_place_s refresh_in_place_over_bare refresh_drain_s"
-                " refresh_resume_s refresh_retract_s refresh_retract_over_bare",
+                "client_over_bare_http client_cpu_us_per_token refresh_in_place_s refresh_in_place_over_bare"
+                " refresh_drain_s refresh_resume_s refresh_retract_s refresh_retract_over_bare",
             ),
         },
     ),

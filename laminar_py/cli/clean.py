@@ -1,10 +1,14 @@
 """`laminar clean`: weights that runs have left in the shared memory of this host, listed and deleted.
 
 A run that finished has deleted its own; one that was stopped keeps them for `--resume`. Each folder names its run.
+Invariant: weights of a run that may run are not deleted unless the user says that its folder is gone for good.
 """
 
+import contextlib
 import os
 import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,30 +21,42 @@ from laminar_py.telemetry.memory import folder_bytes
 
 
 def clean(
-    free: Annotated[bool, typer.Option("--free", help="Delete those that no running run uses")] = False,
+    free: Annotated[bool, typer.Option("--free", help="Delete those of stopped runs")] = False,
+    gone: Annotated[bool, typer.Option("--gone", help="Delete those of runs whose folder is not there")] = False,
     shm: Annotated[Path, typer.Option(help="Shared memory, as relay.shm")] = Path("/dev/shm"),
 ) -> None:
     """List what stopped runs keep in this host's shared memory; --free deletes it.
 
-    A stopped run can be resumed all the same: from its checkpoint, and responses under way begin anew.
+    A stopped run can be resumed all the same: from its checkpoint, and responses under way begin anew. A run whose
+    folder is not there was deleted, or lies on a disk that is not mounted now: --gone says that it was deleted.
     """
-    own = [folder for folder in sorted(shm.glob("laminar-*")) if folder.lstat().st_uid == os.getuid()]
-    folders = [(folder, run) for folder in own if not folder.is_symlink() and (run := run_of(folder)) is not None]
+    folders = list(_folders(shm))
     for folder, run in folders:
         size = f"{folder_bytes(folder) / 2**20:,.0f} MiB"
-        gone = not run.path.is_dir()
-        ours = not gone and _lock(run)  # so that nobody resumes it meanwhile
-        state = "its run is gone" if gone else "stopped" if ours else "runs"
-        if free and (gone or ours):
-            shutil.rmtree(folder)
-            state = f"{state}; deleted"
+        is_there = os.path.isdir(run.path)
+        ours = is_there and _lock(run)  # so that nobody resumes it meanwhile
+        state = "not there, deleted or not mounted" if not is_there else "stopped" if ours else "runs"
+        if (free and ours) or (gone and not is_there):
+            with contextlib.suppress(FileNotFoundError):  # another call is at it
+                shutil.rmtree(folder)
+            state = f"{state}; freed"
         if ours:
             run.unlock()
         say(f"{folder}: {size}, {run.path}: {state}")
     if not folders:
         say(f"no run has left anything in {shm}")
-    elif not free:
-        say("laminar clean --free deletes those that no running run uses")
+    elif not (free or gone):
+        say("laminar clean --free deletes those of stopped runs, --gone those of runs that were deleted")
+
+
+def _folders(shm: Path) -> Iterator[tuple[Path, RunFolder]]:
+    """Folders of this user's runs, each with its run; one that vanishes meanwhile is none."""
+    for folder in sorted(shm.glob("laminar-*")):
+        with contextlib.suppress(FileNotFoundError):
+            status = folder.lstat()
+            own = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
+            if own and (run := run_of(folder)) is not None:
+                yield folder, run
 
 
 def _lock(run: RunFolder) -> bool:

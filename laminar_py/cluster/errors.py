@@ -23,12 +23,16 @@ UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writ
 
 
 class PartDiedError(Exception):
-    """A supervised part is gone or of no use any more; the message says why."""
+    """A supervised part is gone or of no use any more; the message says why.
 
-    def __init__(self, part: str, reason: str) -> None:
+    `vanished` where somebody ended its process, or its engine's, and neither it nor this run says who.
+    """
+
+    def __init__(self, part: str, reason: str, *, vanished: bool = False) -> None:
         super().__init__(f"{part}: {reason}")
         self.part = part
         self.reason = reason
+        self.vanished = vanished
 
 
 def for_memory(words: str) -> bool:

@@ -1,13 +1,16 @@
 """Deaths of parts for want of memory, of a host or of a GPU: told from others by what the part said last, or by
-what the kernel of its node counts.
+what the kernel counts where it vanished.
 
-Asked by the keepers of parts. Invariant: a rise of a node's count explains one death there, the first that asks.
+Asked by the keepers of parts. Invariant: a rise of a node's count explains one death there, the first that asks,
+and a kill from before a part started there explains none.
 """
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 from ray.exceptions import RayError
 
 from laminar_py.cluster.errors import PartDiedError, for_memory
@@ -15,41 +18,62 @@ from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import on_node
 from laminar_py.records.codec import decode, encode
 
-COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, or else of the host
+PROC = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
 LOOK_S = 20.0  # a process starts on another node for it
 
 
+class Kills(msgspec.Struct, frozen=True):
+    """Processes that the kernel has ended for want of memory so far, e.g. `Kills(2, own=True)`."""
+
+    count: int
+    own: bool  # of this process's control group; else of the whole host, whose others may have been meant
+
+
 def kernel_kills() -> bytes:
-    """Processes that the kernel has ended for want of memory since this host started, 0 if nobody counts."""
-    for path in COUNTERS:
+    """The `Kills` of this process's control group, or of the host where the group does not count."""
+    for path, own in [*((path, True) for path in _counters_of_group()), (PROC / "vmstat", False)]:
         with suppress(OSError):
             for name, _, count in (line.partition(" ") for line in path.read_text().splitlines()):
                 if name == "oom_kill":
-                    return encode(int(count))
-    return encode(0)
+                    return encode(Kills(int(count), own))
+    return encode(Kills(0, own=False))
+
+
+def _counters_of_group() -> Iterator[Path]:
+    """Files that may hold the count of this process's group; in a container the group's folder is the topmost."""
+    with suppress(OSError):
+        for line in (PROC / "self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            if not kinds:
+                yield from (folder / "memory.events" for folder in (GROUPS / group.lstrip("/"), GROUPS))
+            elif kinds == "memory":
+                top = GROUPS / "memory"
+                yield from (folder / "memory.oom_control" for folder in (top / group.lstrip("/"), top))
 
 
 class KernelKills:
     """Counts of `kernel_kills` on the nodes of a run, as they were when last looked at."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}  # by Ray node
+        self._seen: dict[str, Kills] = {}  # by Ray node
 
     async def meet(self, part: Part) -> None:
-        """Take the count of the node of a part that has started, if that was never looked at."""
-        node = part.place.node
-        if node is not None and node not in self._seen:
-            self._seen[node] = await part.ask(int, "kernel_kills")
+        """Take the count of the node of a part that has started."""
+        if part.place.node is not None:
+            self._seen[part.place.node] = await part.ask(Kills, "kernel_kills")
 
     async def explain(self, death: PartDiedError, node: str | None) -> PartDiedError:
-        """The death of a part on that node, with its cause where the kernel ended a process there for memory."""
-        if node is None or node not in self._seen or for_memory(death.reason):
+        """The death of a part on that node; one that vanished as the kernel ended a process for memory says so."""
+        if not death.vanished or node is None or node not in self._seen or for_memory(death.reason):
             return death
         try:
             async with asyncio.timeout(LOOK_S):
-                count = decode(int, await on_node(node, kernel_kills))
+                found = decode(Kills, await on_node(node, kernel_kills))
         except (RayError, TimeoutError):  # it is gone or hangs, which explains the death
             return death
-        rose, self._seen[node] = count > self._seen[node], count
-        reason = f"out of memory: the kernel ended a process of its node ({death.reason})"
-        return PartDiedError(death.part, reason) if rose else death
+        rose, self._seen[node] = found.count > self._seen[node].count, found
+        if not rose:
+            return death
+        cause = "the kernel ended a process" if found.own else "the kernel ended a process of its host, perhaps it"
+        return PartDiedError(death.part, f"out of memory: {cause} ({death.reason})", vanished=True)

@@ -12,7 +12,9 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError
+from ray.exceptions import RayError as RayError  # also for others, who get it only after its variables are set
+from ray.exceptions import RayTaskError as RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.cluster.errors import (
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANYWHERE = Place()
+ENGINE_KILLED = "ended with code 137"  # as a shell says SIGKILL; `engines.sglang.server` says it of its server
 
 
 class Part:
@@ -65,7 +68,7 @@ class Part:
             raise self._failure(method, error) from error
         except RayError as error:
             self.kill()
-            raise PartDiedError(self.name, _reason(error)) from error
+            raise PartDiedError(self.name, _reason(error), vanished="ray.kill" not in str(error)) from error
         if self._bug is not None:
             raise self._bug
         return answer
@@ -97,7 +100,8 @@ class Part:
             if (reason := unwritable(cause)) is not None:
                 return UnwritableError(f"{self.name}: {reason}")
         reason = f"{type(causes[0]).__name__}: {causes[0]}"
-        return PartDiedError(self.name, f"out of memory in {method}: {reason}" if for_memory(reason) else reason)
+        told = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
+        return PartDiedError(self.name, told, vanished=ENGINE_KILLED in reason)
 
     def kill(self) -> None:
         """End its process."""

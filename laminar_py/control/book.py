@@ -107,15 +107,17 @@ class Book:
         self.rewards = (math.inf, -math.inf)  # the worst and the best so far
         self.next_prompt = 0  # place in the stream
         self.num_generating = 0  # groups that are not ready yet
+        self.num_in_step = 0  # groups that the learner took for the step in hand
+        self.num_missing = 0  # groups that this step wanted and did not get
         self.generated_tokens = 0  # of training, in this incarnation
 
     @property
     def ends_refill(self) -> bool:
-        """True where so many groups were generated for the next step that no more are to be."""
-        settings = self.settings
-        closed = len(self.silent) + len(self.groups) - self.num_generating
-        most = settings.max_refill * settings.admission.batch
-        return settings.without_signal is WithoutSignal.REFILL and closed >= most
+        """True where the next step is not full, and was given so many groups that no more are to be generated."""
+        settings, batch = self.settings, self.settings.admission.batch
+        num_ready = len(self.groups) - self.num_generating - self.num_in_step
+        closed, most = len(self.silent) + num_ready, settings.max_refill * batch
+        return settings.without_signal is WithoutSignal.REFILL and num_ready < batch and closed >= most
 
     def record(self, event: AnyEvent) -> None:
         """Append an event."""

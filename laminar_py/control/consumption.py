@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
@@ -71,6 +70,7 @@ class Consumption:
         members = [self._masked(m.trajectory()) for m in ready if not self._too_long(m)]
         if not members:
             del self._book.groups[group.id]
+            await self.buffer.wake()  # perhaps it was the last that a step waits for
             return
         oldest = min(member.oldest_version for member in members)
         self._staged(await self.buffer.put(group.id, members, oldest_version=oldest))
@@ -82,8 +82,8 @@ class Consumption:
     async def next_batch(self, *, groups: int, version: int) -> StepBatch:
         """The next `groups` groups for a learner at `version`, the staleness bound enforced.
 
-        Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none. Fewer, down
-        to none, come where too many had no signal (`rollout.max_refill`).
+        Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none. Where too
+        many had no signal (`rollout.max_refill`) fewer come, down to none, once nothing is generated any more.
         """
         while True:
             await self.buffer.until(lambda: len(self.buffer) >= groups or self._ends_refill)
@@ -92,10 +92,12 @@ class Consumption:
                 batch = self._take(min(groups, len(self.buffer)), version)
                 batch.wanted, batch.silent = groups, tuple(self._book.silent)
                 self._book.silent.clear()
+                self._in_hand(batch.groups, missing=groups - len(batch.groups) if batch.groups else 0)
                 return batch
 
     async def put_back(self, batch: StepBatch) -> None:
         """Make the groups of a batch that was not trained on ready again."""
+        self._in_hand((), missing=0)
         self._book.silent[:0] = batch.silent
         for group in batch.groups:
             self._staged(await self.buffer.put_back(group))
@@ -111,6 +113,7 @@ class Consumption:
             self._undoable.append((step, lifecycle))
         for group in batch.groups:
             del self._book.groups[group.group_id]
+        self._in_hand((), missing=0)
         self._book.ages.stepped(learned=bool(batch.trajectories))
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
@@ -118,14 +121,15 @@ class Consumption:
         if len(batch.groups) == batch.wanted or not batch.silent:
             return None
         worst, best = self._book.rewards
-        solved, hopeless = best > worst or best > 0, worst < best or worst <= 0
+        differ = worst < best
         return RefillStopped(
             step=step,
             num_wanted=batch.wanted,
             num_taken=len(batch.groups),
             num_silent=len(batch.silent),
-            num_best=batch.silent.count(best) if solved else 0,
-            num_worst=batch.silent.count(worst) if hopeless else 0,
+            num_best=batch.silent.count(best) if differ else 0,
+            num_worst=batch.silent.count(worst) if differ else 0,
+            only_reward=None if differ else best,
         )
 
     def checkpointed(self, step: int) -> None:
@@ -151,9 +155,13 @@ class Consumption:
 
     @property
     def _ends_refill(self) -> bool:
-        """True where the step is to go on with what there is; where batches are waited for, once nothing comes."""
-        comes = self._book.settings.admission.schedule is not Schedule.ASYNC and self._book.num_generating > 0
+        """True where the step is to go on with what there is: no more is to be generated, and nothing comes."""
+        comes = len(self._book.groups) - len(self.buffer) - self._book.num_in_step
         return self._book.ends_refill and not comes
+
+    def _in_hand(self, groups: Sequence[ReadyGroup], *, missing: int) -> None:
+        """Note what the learner has taken for a step."""
+        self._book.num_in_step, self._book.num_missing = len(groups), missing
 
     @property
     def _look_ahead(self) -> int:

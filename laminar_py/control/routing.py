@@ -7,7 +7,6 @@ group's new samples go to one replica, which prefills their prompt once.
 
 from collections.abc import Collection
 
-from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Book, Phase
 from laminar_py.control.views import ReplicaView
 
@@ -21,11 +20,11 @@ class Router:
 
     @property
     def num_admitted(self) -> int:
-        """Groups that may be issued now."""
-        in_batches = self._admission.schedule is not Schedule.ASYNC
-        if self._book.phase is not Phase.ADMITTING or (in_batches and self._book.ends_refill):
+        """Groups that may be issued now; a step with too few counts as a full one, so what follows is no older."""
+        book = self._book
+        if book.phase is not Phase.ADMITTING or book.ends_refill:
             return 0
-        return self._admission.allowed(live=len(self._book.groups), generating=self._book.num_generating)
+        return self._admission.allowed(live=len(book.groups) + book.num_missing, generating=book.num_generating)
 
     @property
     def _oldest(self) -> int | None:

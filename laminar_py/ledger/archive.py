@@ -2,23 +2,27 @@
 
 Written by the ledger after a checkpoint, for what is older than all that are kept; it deletes the pieces from
 SQLite only when the file is complete. A crash in between leaves some pieces in both places, equal byte for byte.
+Invariant: a file that is not the recorded one is never opened for a response.
 pyarrow is imported by the functions that need it: a controller that archives nothing is spared its memory.
 """
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from laminar_py.ledger.database import ARCHIVE_NAME, LedgerError, reading
 from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
-from laminar_py.ledger.rows import TrajectoryRow
+from laminar_py.ledger.rows import TrajectoryRow, decode_event
 from laminar_py.records.digests import file_digest
 from laminar_py.records.events import Archived
 from laminar_py.records.spans import decode_spans, replace_spans
@@ -90,25 +94,68 @@ def file_pieces(path: Path, number: int | None = None) -> Iterator[Piece]:
         raise LedgerError(f"archive={path}: cannot be read ({reason}); restore it") from error
 
 
-def find_payload(run: Path, connection: sqlite3.Connection, row: TrajectoryRow) -> Payload:
-    """The response of a trajectory, wherever its pieces are, with the spans that hold."""
-    pieces = list(stored_pieces(connection, "number = ?", (row.number,)))
-    if not pieces and row.length:
-        pieces = _archived(run, row)
-    response = join(pieces)
-    if row.spans is None:
-        return response
-    return replace(response, spans=replace_spans(response.spans, decode_spans(row.spans)))
+def record_of(path: Path, connection: sqlite3.Connection) -> Archived | None:
+    """The record of a file of the archive; None for one that a crash kept off the record.
+
+    No other of its kind lies between that event and the one that the file is named by, so no more is read.
+    """
+    query = "SELECT CAST(body AS BLOB) FROM event WHERE seq > ? AND kind = 'archived' ORDER BY seq LIMIT 1"
+    seq = re.fullmatch(r"pieces-(\d{12})\.parquet", path.name)
+    found = connection.execute(query, (int(seq[1]),)).fetchone() if seq else None
+    if found is not None:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            event = decode_event(found[0])
+            if isinstance(event, Archived) and Path(event.path).name == path.name:
+                return event
+    return None
 
 
-def _archived(run: Path, row: TrajectoryRow) -> list[Piece]:
-    """Pieces of a trajectory in the archive: all in one file, which was written after its last event."""
-    for path in archive_files(run):
-        if path.name >= _file_name(row.last_seq):
-            pieces = list(file_pieces(path, row.number))
-            if pieces:
-                return pieces
-    return []
+def was_changed(path: Path, event: Archived) -> bool:
+    """True where a file is not, byte for byte, what was recorded of it."""
+    return path.stat().st_size != event.num_bytes or file_digest(path) != event.digest
+
+
+def is_recorded(path: Path, connection: sqlite3.Connection) -> bool:
+    """True for a file that is on record, and so has what SQLite lacks. Raises `LedgerError` if it was changed."""
+    event = record_of(path, connection)
+    if event is not None and was_changed(path, event):
+        raise LedgerError(f"archive={path}: was changed since it was written; restore it")
+    return event is not None
+
+
+class StoredResponses:
+    """Responses of a run, wherever their pieces are; each file of the archive is checked when first needed."""
+
+    def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
+        self._run = run
+        self._connection = connection
+        self._recorded: dict[Path, bool] = {}
+
+    def of(self, row: TrajectoryRow) -> Payload:
+        """The response of a trajectory, with the spans that hold. Raises `LedgerError` where it is lost."""
+        pieces = list(stored_pieces(self._connection, "number = ?", (row.number,)))
+        if not pieces and row.length:
+            pieces = self._archived(row)
+        response = join(pieces)
+        if row.spans is None:
+            return response
+        return replace(response, spans=replace_spans(response.spans, decode_spans(row.spans)))
+
+    def _archived(self, row: TrajectoryRow) -> list[Piece]:
+        """Pieces of a trajectory in the archive: all in one file, which was written after its last event."""
+        for path in archive_files(self._run):
+            if path.name >= _file_name(row.last_seq) and self._is_recorded(path):
+                pieces = list(file_pieces(path, row.number))
+                if pieces:
+                    return pieces
+        raise LedgerError(
+            f"archive={self._run / ARCHIVE_NAME}: none of the {row.length} tokens of {row.id} is there; restore it"
+        )
+
+    def _is_recorded(self, path: Path) -> bool:
+        if path not in self._recorded:
+            self._recorded[path] = is_recorded(path, self._connection)
+        return self._recorded[path]
 
 
 def _file_name(seq: int) -> str:

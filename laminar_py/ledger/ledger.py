@@ -19,7 +19,7 @@ from laminar_py.ledger.archive import write_archive
 from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer, reading
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
 from laminar_py.ledger.payload import StoredRecording, stored_recordings
-from laminar_py.ledger.recovery import newest_version, unpublished
+from laminar_py.ledger.recovery import unpublished
 from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow, read_accounting, read_rows
 from laminar_py.ledger.seal import seal_digest
 from laminar_py.ledger.writer import Segment, Stamped, Unwritten, Writer, end_of
@@ -199,10 +199,12 @@ class Ledger:
         """Counts of trajectories by where they are now."""
         return self._machine.accounting()
 
-    async def unpublished(self) -> list[Published]:
-        """Versions that relays or replicas have above all published ones, ascending."""
-        await self.commit()
-        return await asyncio.to_thread(unpublished, self._reader)
+    def unpublished(self) -> list[Published]:
+        """Versions that relays or replicas have above all published ones, ascending.
+
+        Their learner died before its own word was on record. Nobody knows the size of one that was only loaded: 0.
+        """
+        return sorted(self._machine.marks.unpublished.values(), key=lambda one: one.version)
 
     async def join_recordings(self, trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:
         """Trajectories with masks and experts, which are kept here alone, by id; those without are left out."""
@@ -298,13 +300,12 @@ def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
         "SELECT (SELECT coalesce(max(number), 0) FROM trajectory),"
         " (SELECT coalesce(max(incarnation), 0) FROM incarnation),"
         " (SELECT coalesce(max(version), -1) FROM version),"
-        " ?,"
-        " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)",
-        (newest_version(connection),),
+        " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)"
     ).fetchone()
-    number, incarnation, version, seen_version, step = marks
+    number, incarnation, version, step = marks
+    spoken_of = {one.version: one for one in unpublished(connection)}
     machine.marks = Marks(
-        number=number, incarnation=incarnation, version=version, seen_version=seen_version, step=step
+        number=number, incarnation=incarnation, version=version, unpublished=spoken_of, step=step
     )
     clock = connection.execute(
         "SELECT wall, mono FROM event WHERE seq = (SELECT coalesce(max(seq), 1) FROM incarnation)"

@@ -38,6 +38,7 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.spans import clip_spans, covers, encode_spans, merge_spans
 from laminar_py.records.trajectory import DropReason, Kind, Span, Status
+from laminar_py.records.weights import Published
 
 TrajectoryEvent = (
     Issued
@@ -70,13 +71,29 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class Marks:
-    """The highest numbers so far, which the next ones must exceed."""
+    """The highest numbers so far, which the next ones must exceed; `unpublished` are above `version`."""
 
     number: int = 0  # of a trajectory
     incarnation: int = 0
     version: int = -1  # on record as published
-    seen_version: int = -1  # on record at all: a learner may die before it says what it published
+    unpublished: dict[int, Published] = field(default_factory=dict)  # versions that parts have spoken of
     step: int = 0  # falls back with a rollback
+
+    @property
+    def seen_version(self) -> int:
+        """The highest version on record at all: a learner may die before it says what it published."""
+        return max(self.unpublished, default=self.version)
+
+    def published(self, version: int) -> None:
+        """Take in that the learner published a version."""
+        self.version = version
+        self.unpublished = {number: one for number, one in self.unpublished.items() if number > version}
+
+    def spoken_of(self, version: int, digest: str, *, num_bytes: int) -> None:
+        """Take in that a part has a version, of a size that only relays know."""
+        known = self.unpublished.get(version)
+        if version > self.version and (known is None or num_bytes > known.num_bytes):
+            self.unpublished[version] = Published(version, digest, num_bytes, 0.0)
 
 
 @dataclass(slots=True)
@@ -300,11 +317,11 @@ class Machine:
     def _version_published(self, event: VersionPublished) -> None:
         if event.version <= self.marks.version:
             _refuse(event, f"version {self.marks.version} was published before; numbers are never reused")
-        self.marks.version = event.version
-        self._version_seen(event)
+        self.marks.published(event.version)
 
-    def _version_seen(self, event: VersionPublished | VersionLoaded | Relayed) -> None:
-        self.marks.seen_version = max(self.marks.seen_version, event.version)
+    def _version_seen(self, event: VersionLoaded | Relayed) -> None:
+        num_bytes = event.num_bytes if isinstance(event, Relayed) else 0
+        self.marks.spoken_of(event.version, event.digest, num_bytes=num_bytes)
 
     def _stepped(self, event: Stepped) -> None:
         if event.step <= self.marks.step:

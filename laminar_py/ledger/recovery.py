@@ -4,6 +4,7 @@ Reads the ledger only; the caller appends the events returned here. Nothing is c
 on exactly where its last stored token is.
 """
 
+import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.archive import find_payload
+from laminar_py.ledger.archive import StoredResponses
 from laminar_py.ledger.database import LedgerError, ledger_path, reading
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, Undone
-from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Status
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
 
 
@@ -55,13 +56,14 @@ class Recovered:
 
     incarnation: int  # of the controller that starts now
     checkpoint: Checkpointed | None  # None: the run starts from its first weights
-    highest_version: int  # on record, whoever spoke of it, -1 if there is none; the next one is above it
     events: tuple[AnyEvent, ...]
     live: tuple[LiveTrajectory, ...]  # in the order of issue
     next_prompt: int  # place in the stream of the next prompt
     next_evaluation: int  # evaluations that were begun
     next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
     ages: WeightAges  # of all versions on record, once `events` are
+    silent: tuple[float, ...] = ()  # rewards of the groups without signal that were dropped since the last step
+    rewards: tuple[float, float] = (math.inf, -math.inf)  # the worst and the best in training
 
 
 def _wherever(checkpoint: Checkpointed) -> bool:
@@ -86,14 +88,33 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
         return Recovered(
             incarnation=incarnation,
             checkpoint=checkpoint,
-            highest_version=newest_version(connection),
             events=events,
             live=live,
             next_prompt=next_prompt,
             next_evaluation=next_evaluation,
             next_sample=_next_samples(connection, {trajectory.group_id for trajectory in live}),
             ages=_ages(connection, events),
+            silent=_silent(connection),
+            rewards=_rewards(connection),
         )
+
+
+def _silent(connection: sqlite3.Connection) -> tuple[float, ...]:
+    """Reward of each group that was dropped without signal since the last step, or the last that had no group."""
+    (stepped,) = connection.execute("SELECT coalesce(max(seq), 0) FROM step").fetchone()
+    rows = connection.execute(
+        "SELECT reward, min(last_seq) FROM trajectory WHERE drop_reason = ? AND last_seq > coalesce("
+        "(SELECT max(seq) FROM event WHERE seq > ? AND kind = 'refillstopped'), ?)"
+        " GROUP BY group_id ORDER BY min(last_seq)",
+        (DropReason.NO_SIGNAL, stepped, stepped),
+    )
+    return tuple(reward for reward, _ in rows)
+
+
+def _rewards(connection: sqlite3.Connection) -> tuple[float, float]:
+    query = "SELECT min(reward), max(reward) FROM trajectory WHERE kind = 'train'"
+    worst, best = connection.execute(query).fetchone()
+    return (math.inf, -math.inf) if worst is None else (worst, best)
 
 
 def _ages(connection: sqlite3.Connection, events: Iterable[AnyEvent]) -> WeightAges:
@@ -119,28 +140,13 @@ def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> l
     return [RolledBack(step, reason), *(Undone(id, of_step) for id, of_step in undone)]
 
 
-_SPOKEN_OF = (
-    "(SELECT json_extract(body, '$.version') AS version, json_extract(body, '$.digest') AS digest,"
-    " json_extract(body, '$.num_bytes') AS num_bytes FROM event WHERE kind IN ('relayed', 'versionloaded'))"
-)
-_PUBLISHED = "(SELECT coalesce(max(version), -1) FROM version)"
-
-
-def newest_version(connection: sqlite3.Connection) -> int:
-    """The highest version that was published, relayed or loaded, -1 if there is none."""
-    query = f"SELECT max({_PUBLISHED}, (SELECT coalesce(max(version), -1) FROM {_SPOKEN_OF}))"
-    version: int = connection.execute(query).fetchone()[0]
-    return version
-
-
 def unpublished(connection: sqlite3.Connection) -> list[Published]:
-    """Versions that were relayed or loaded and are above all published ones, ascending.
-
-    Their learner died before its own word was on record. Nobody knows the size of one that was only loaded: 0.
-    """
+    """Versions that were relayed or loaded and are above all published ones: `machine.Marks.unpublished`."""
     rows = connection.execute(
-        f"SELECT version, digest, coalesce(max(num_bytes), 0) FROM {_SPOKEN_OF} WHERE version > {_PUBLISHED}"
-        " GROUP BY version ORDER BY version"
+        "SELECT json_extract(body, '$.version') AS spoken, json_extract(body, '$.digest'),"
+        " coalesce(max(json_extract(body, '$.num_bytes')), 0)"
+        " FROM event WHERE kind IN ('relayed', 'versionloaded')"
+        " AND spoken > (SELECT coalesce(max(version), -1) FROM version) GROUP BY spoken"
     )
     return [Published(version, digest, num_bytes, 0.0) for version, digest, num_bytes in rows]
 
@@ -151,7 +157,7 @@ _UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
     """Checkpoints that can be gone back to, the newest first, whether or not their folders are there."""
     rows = connection.execute(
-        "SELECT body FROM event JOIN checkpoint USING (seq) WHERE NOT undone ORDER BY seq DESC"
+        "SELECT body FROM checkpoint CROSS JOIN event USING (seq) WHERE NOT undone ORDER BY seq DESC"
     )
     events = [decode_event(body) for (body,) in rows]
     return [event for event in events if isinstance(event, Checkpointed)]
@@ -174,16 +180,19 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 
 
 def _used_s(connection: sqlite3.Connection) -> dict[str, float]:
-    """Seconds of generation of each live trajectory that was interrupted."""
+    """Seconds of generation of each live trajectory that was interrupted, from the events since their issue."""
     rows = connection.execute(
-        "SELECT subject, max(json_extract(body, '$.used_s')) FROM event WHERE kind = 'interrupted' AND subject IN"
-        " (SELECT id FROM trajectory WHERE status IN ('running', 'interrupted')) GROUP BY subject"
+        "WITH live AS MATERIALIZED"
+        " (SELECT id, first_seq FROM trajectory WHERE status IN ('running', 'interrupted'))"
+        " SELECT subject, max(json_extract(body, '$.used_s')) FROM event"
+        " WHERE seq > (SELECT min(first_seq) FROM live) AND kind = 'interrupted'"
+        " AND subject IN (SELECT id FROM live) GROUP BY subject"
     )
     return {id: used_s or 0.0 for id, used_s in rows}
 
 
 def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
-    used_s = _used_s(connection)
+    used_s, responses = _used_s(connection), StoredResponses(run, connection)
     for row in read_rows(connection, f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}", (step,)):
         columns = connection.execute(
             "SELECT name, dtype, data FROM token_column WHERE trajectory = ?", (row.number,)
@@ -197,7 +206,7 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
             status=Status.READY if row.status is Status.CONSUMED else row.status,
             epoch=row.epoch,
             replica=row.replica,
-            response=find_payload(run, connection, row),
+            response=responses.of(row),
             finish_reason=row.finish_reason,
             reward=row.reward,
             columns={name: TokenValues(Dtype(dtype), data) for name, dtype, data in columns},

@@ -1,12 +1,13 @@
 """Files of rows beside the ledger: `metrics.jsonl`, a row a step, and `fleet.jsonl`, a row a second.
 
 Written by the controller; read by the run that goes on from them, by reports and by benchmarks, also while they
-grow. Invariants: a line that a crash tore is no row, even if a resumed run wrote the next one behind it; a number
+grow. Invariants: a line that a crash tore is no row, and costs none of those that a resumed run writes; a number
 that is not finite, for which JSON has no word, is null in the file and NaN for every reader.
 """
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -18,6 +19,16 @@ from laminar_py.config.section import ConfigError
 log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
+
+
+def open_rows(path: Path) -> BinaryIO:
+    """Open a file of rows to append to, made if need be; what a crash tore off is left as a line of its own."""
+    file = path.open("a+b")
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return file
 
 
 def append_row(file: BinaryIO, row: msgspec.Struct) -> None:

@@ -3,6 +3,7 @@
 What cannot be scored is told at once, before RL by trials of the reward, and ends a run that it leaves nothing of.
 """
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from laminar_py.workers.scorers import Scorers
 log = logging.getLogger(__name__)
 
 BATCH = 64
+OUTAGE_REST_S = 5.0  # of a scorer between batches while nearly all fails, so that less is generated for nothing
 
 
 class Scoring:
@@ -41,6 +43,7 @@ class Scoring:
         self._scorers = Scorers(incarnation)
         self._scheduler = scheduler
         self._stats = incarnation.stats
+        self._clock = incarnation.clock
         self._reward = config.reward
         self._most = max_scored(incarnation) + 1  # and a trial
         self._say = say
@@ -109,6 +112,7 @@ class Scoring:
 
     def _tried(self, score: Score) -> None:
         trial = self._trials.popleft()
+        self.failures.tried(score)
         if score.value is None and score.detail not in self._complaints:
             self._complaints.add(score.detail)
             self._tell(trial.complaint(score, function=self._reward.function))
@@ -125,9 +129,11 @@ class Scoring:
             await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.trains and score.value is not None:
                 self._stats.scored(score.value, lifecycle.length)
+        if self.failures.is_outage:
+            await asyncio.sleep(OUTAGE_REST_S)
 
     def _note(self, score: Score, *, task: str, trains: bool) -> None:
-        line = self.failures.add(score, task=task, trains=trains)
+        line = self.failures.add(score, task=task, trains=trains, now_s=self._clock.now())
         if line is not None:
             self._tell(line)
         if (fault := self.failures.fault) is not None:

@@ -13,9 +13,10 @@ from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Phase
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.ledger.row_files import append_row
+from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.orchestrator.refill import RefillWatch
 from laminar_py.orchestrator.steps import pack_step, step_events
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.packing.balance import attention_share
@@ -48,6 +49,7 @@ class Trainer:
         self.step = 0
         self.stop = asyncio.Event()
         self.fault: str | None = None  # why the run ends before its time, if it fails
+        self._failed = asyncio.Event()
         self._config = incarnation.config
         self._run = incarnation.run
         self._ledger = incarnation.ledger
@@ -67,6 +69,9 @@ class Trainer:
         )
         self._show = show
         self._attention_share = 0.0
+        self._refill = RefillWatch(
+            max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=self.end
+        )
         self._skipped = 0  # steps in a row without a finite gradient
         self._saved_step = -1  # of the checkpoint that was begun last
 
@@ -104,10 +109,11 @@ class Trainer:
                 await self._scheduler.consumption.put_back(batch)
                 await self._go_back(error)
                 continue
-            self._tell_refill(batch)
-            last = self.stop.is_set() or self.step + 1 == self._config.steps
-            if last:
+            self._refill.see(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
+            if self.stop.is_set() or self.step + bool(batch.groups) == self._config.steps:
                 self._scheduler.pause()  # what began now would be interrupted
+            if not batch.groups:
+                continue  # others are generated
             await self._commit(batch, outcome)
             self._count_skipped(outcome)
             if self.step % self._config.learner.checkpoint_every == 0 or self.step == self._config.steps:
@@ -116,9 +122,9 @@ class Trainer:
 
     def end(self, fault: str) -> None:
         """Have the run fail with this after the step in hand; a checkpoint of it is written."""
-        if not self.stop.is_set():
-            self.fault = fault
-            self.stop.set()
+        self.fault = self.fault or fault
+        self.stop.set()
+        self._failed.set()
 
     async def close(self) -> None:
         """Give up a checkpoint that is still being written."""
@@ -160,25 +166,13 @@ class Trainer:
         """Until the run is to stop here. Under `sync` a batch that has begun is trained first: nothing is cut.
 
         Once the scheduler is paused no batch is completed any more, whatever is live, and perhaps none of a run
-        that fails.
+        that fails, before it is asked to stop or after.
         """
         await self.stop.wait()
         book = self._scheduler.book
-        completes = self.fault is None and book.phase is not Phase.PAUSED
-        if self._config.schedule is Schedule.SYNC and book.groups and completes:
-            await asyncio.Event().wait()
+        if self._config.schedule is Schedule.SYNC and book.groups and book.phase is not Phase.PAUSED:
+            await self._failed.wait()
         self._scheduler.pause()
-
-    def _tell_refill(self, batch: StepBatch) -> None:
-        """Put on record that a step has fewer groups than it wants. Raises RunFailedError if there are none."""
-        stopped = self._scheduler.consumption.refill_stopped(batch, self.step + 1)
-        if stopped is None:
-            return
-        self._ledger.append(stopped)
-        told = f"step {stopped.step}, at rollout.max_refill={self._config.rollout.max_refill:g}: {stopped.tell()}"
-        if not batch.groups:
-            raise RunFailedError(f"{told}; there is nothing to learn from, choose other prompts or raise it")
-        log.warning("%s", told)
 
     async def _learn(self, batch: StepBatch) -> StepOutcome | None:
         """Take an optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
@@ -223,7 +217,7 @@ class Trainer:
         if outcome is not None and outcome.version is not None:
             self._copied(outcome.version, parent=batch.version)
         # One transaction, since nothing was awaited in between; the next step need not wait for the disk.
-        with self._run.metrics.open("ab") as file:
+        with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)
         await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)

@@ -99,7 +99,7 @@ class Versions:
 
     async def adopt(self, *, step: int) -> list[int]:
         """Record versions of a learner that died before it could say so, which replicas may serve; which ones."""
-        orphans = {orphan.version: orphan for orphan in await self._ledger.unpublished()}
+        orphans = {orphan.version: orphan for orphan in self._ledger.unpublished()}
         for found in await self._stored():
             orphans[found.version] = Published(found.version, found.digest, found.num_bytes, 0.0)
         adopted = []

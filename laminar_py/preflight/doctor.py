@@ -14,13 +14,12 @@ from pathlib import Path
 import psutil
 
 from laminar_py.cluster.placement import Needs, Node, Placement, Plan
-from laminar_py.cluster.ray_cluster import nodes, on_node, open_cluster
+from laminar_py.cluster.ray_cluster import nodes, open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.preflight import survey
 from laminar_py.preflight.inputs import check_engine
-from laminar_py.preflight.memory import GPU_BYTES, GpuMemory, gpu_memory, memory_faults, smallest_gpu
-from laminar_py.preflight.survey import faults
-from laminar_py.records.codec import decode
+from laminar_py.preflight.memory import GpuMemory, gpu_memory, memory_faults
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
@@ -55,14 +54,14 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
     """
     with open_cluster(config.cluster.address):
         needs, seen = Needs.of(config), nodes()
-        gpu_bytes = gpu_bytes or asyncio.run(_gpu_bytes(seen))
-        memory = gpu_memory(config, gpu_bytes=gpu_bytes)
-        found = memory_faults(config, gpu_bytes=gpu_bytes)
+        size = gpu_bytes or asyncio.run(survey.gpu_bytes(seen))
+        memory = gpu_memory(config, gpu_bytes=size)
+        found = memory_faults(config, gpu_bytes=size)
         try:
             placement = Placement(needs, nodes)
         except ConfigError as error:
             return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=error)
-        found += asyncio.run(faults(config, placement))
+        found += asyncio.run(survey.faults(config, placement))
         try:
             if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
                 check_engine(config)
@@ -71,12 +70,6 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
                 found.append(str(error))
         rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(placement.plan)]
     return Fit(nodes=seen, memory=memory, rows=rows, warnings=_warnings(needs, seen), faults=found)
-
-
-async def _gpu_bytes(seen: Sequence[Node]) -> float:
-    """Bytes of the smallest GPU of the nodes that have some, or of one that nobody has told of."""
-    told = await asyncio.gather(*(on_node(node.id, smallest_gpu) for node in seen if node.gpus))
-    return min(filter(None, (decode(int, size) for size in told)), default=GPU_BYTES)
 
 
 def _rows(plan: Plan) -> list[tuple[str, str, str]]:

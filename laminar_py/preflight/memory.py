@@ -1,9 +1,11 @@
 """Memory of each kind of GPU of a run, by what takes it: a formula over a config and a model's shape.
 
-Called by `laminar doctor`. The learner's parts are those at its peak, the largest of three moments of a step: the
-output embedding's backward pass, that of a layer, and the reduction of the embeddings' gradients at the end.
-Sizes of activations follow transformers' layers: bf16, with norms in fp32. Invariant: states of the learner and
-weights and KV cache of an engine are exact; activations and what CUDA and its allocator keep are estimates.
+Called by `laminar doctor`, and before a run, which it refuses where the doctor does. The learner's parts are those
+at its peak, the largest of three moments of a step: the output embedding's backward pass, that of a layer, and the
+reduction of the embeddings' gradients at the end. Sizes of activations follow transformers' layers: bf16, with
+norms in fp32.
+Invariant: states of the learner and weights and KV cache of an engine are exact; activations and what CUDA and its
+allocator keep are estimates.
 """
 
 import subprocess
@@ -57,13 +59,9 @@ def gpu_memory(config: RunConfig, *, gpu_bytes: float = GPU_BYTES) -> list[GpuMe
 
 def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES) -> list[str]:
     """Complaint, in a line, about each kind of GPU that the run does not fit, with a setting that it fits with."""
-    return [
-        _learner_fault(config, column, gpu_bytes)
-        if column.kind == "learner"
-        else _engine_fault(config, column, gpu_bytes)
-        for column in gpu_memory(config, gpu_bytes=gpu_bytes)
-        if column.total > gpu_bytes
-    ]
+    faults = {"learner": _learner_fault, "engine": _engine_fault}
+    columns = gpu_memory(config, gpu_bytes=gpu_bytes)
+    return list(filter(None, (faults[column.kind](config, column, gpu_bytes) for column in columns)))
 
 
 def smallest_gpu() -> bytes:
@@ -169,7 +167,9 @@ def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
     return None if config.learner.lora is not None else shape
 
 
-def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str:
+def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
+    if column.total <= gpu_bytes:
+        return None
     learner, needs = config.learner, _needs(column, gpu_bytes)
     for change in _changes(learner):
         changed = config.model_copy(update={"learner": learner.model_copy(update=dict(change))})
@@ -222,22 +222,46 @@ def _width(config: RunConfig) -> float:
     return 4.0 if served_dtype(config.model.path) == "float32" else 2.0
 
 
-def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str:
-    engine, shape, width = config.rollout.engine, read_shape(config.model.path), _width(config)
+def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
+    """Complaint about weights and cache that do not fit, or about a cache that has no room for one trajectory."""
+    engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
+    shape = read_shape(config.model.path)
     assert shape is not None, "a column has a shape"
-    static, needs = engine.static_share * gpu_bytes, _needs(column, gpu_bytes)
+    static = engine.static_share * gpu_bytes
 
     def room(gpus: int) -> int:
         """Tokens of KV cache beside the weights."""
-        return int((static - width * shape.total / gpus) / token_bytes(shape, gpus, width=width))
+        left = static - width * shape.total / gpus
+        return max(0, int(left / token_bytes(shape, gpus, width=width)))
 
-    if room(engine.gpus) >= config.rollout.max_len:
-        value = room(engine.gpus) // 1000 * 1000
+    here, too_large = room(engine.gpus), column.total > gpu_bytes
+    if here >= rollout.max_len:
+        return _cache_fault(config, column, gpu_bytes, room=here) if too_large else None
+    why = (
+        f"a GPU of the engine has room for {here} tokens of KV cache, less than rollout.max_len={rollout.max_len}"
+    )
+    if too_large:
+        why = _needs(column, gpu_bytes)
+    enough = next((gpus for gpus in shape.divisions if gpus > engine.gpus and room(gpus) >= rollout.max_len), None)
+    if enough is None:
         return (
-            f"rollout.kv_capacity={config.rollout.kv_capacity}: {needs}, of which weights and cache may take"
-            f" {static / 1e9:.1f}; set it to {max(value, config.rollout.max_len)}"
+            f"rollout.max_len={rollout.max_len}: {why}, on any number of GPUs that the model's heads divide over;"
+            " lower it, or serve a smaller model"
         )
-    gpus = engine.gpus
-    while room(gpus) < config.rollout.max_len:
-        gpus *= 2
-    return f"{engine.placed_by}={engine.gpus}: {needs}; set it to {gpus}"
+    further = ""
+    if rollout.kv_capacity is not None and room(enough) < rollout.kv_capacity:
+        further = f" and rollout.kv_capacity to {_rounded(room(enough), rollout.max_len)}"
+    return f"{engine.placed_by}={engine.gpus}: {why}; set it to {enough}{further}"
+
+
+def _cache_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float, *, room: int) -> str:
+    rollout, static = config.rollout, config.rollout.engine.static_share * gpu_bytes
+    return (
+        f"rollout.kv_capacity={rollout.kv_capacity}: {_needs(column, gpu_bytes)}, of which weights and cache may"
+        f" take {static / 1e9:.1f}; set it to {_rounded(room, rollout.max_len)}"
+    )
+
+
+def _rounded(room: int, least: int) -> int:
+    """Tokens of a cache, in thousands, that fit in a room for `least` or more."""
+    return max(room // 1000 * 1000, least)

@@ -45,6 +45,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
+    def divisions(self) -> list[int]:
+        """Numbers of GPUs that share each layer: queries divide over them, and keys do, or are copied evenly."""
+        keys = self.num_key_heads
+        return [
+            gpus
+            for gpus in range(1, self.num_attention_heads + 1)
+            if not self.num_attention_heads % gpus and (not keys % gpus or not gpus % keys)
+        ]
+
+    @property
     def _head(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 

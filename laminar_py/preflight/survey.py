@@ -8,19 +8,21 @@ import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from ray.exceptions import RayError, RayTaskError
 
 from laminar_py.cluster.errors import bug_in
-from laminar_py.cluster.placement import Needs, Placement, Plan
+from laminar_py.cluster.part import RayError, RayTaskError
+from laminar_py.cluster.placement import Needs, Node, Placement, Plan
 from laminar_py.cluster.ray_cluster import nodes, on_node
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.preflight.inputs import MemoryShare, memory_fault
+from laminar_py.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
 from laminar_py.records.codec import decode, encode
 
 LOOK_S = 60.0  # a process starts on the node for it
@@ -55,12 +57,32 @@ def look(witness: str, settings: str, serving: str) -> bytes:
 
 
 async def place(config: RunConfig) -> Placement:
-    """Place the parts of a run. Raises ConfigError if they do not fit, or a joined node lacks something."""
+    """Place the parts of a run.
+
+    Raises ConfigError if they do not fit on the cluster or into its GPUs, or if a joined node lacks something.
+    """
     placement = Placement(Needs.of(config), nodes)
     if config.cluster.address is not None:
         for line in await faults(config, placement):
             raise ConfigError(line)
+    if gpu_memory(config):
+        for line in memory_faults(config, gpu_bytes=await gpu_bytes(nodes())):
+            raise ConfigError(line)
     return placement
+
+
+async def gpu_bytes(seen: Sequence[Node]) -> float:
+    """Bytes of the smallest GPU of the nodes that have some, or of one that nobody has told of."""
+    told = await asyncio.gather(*(_smallest_gpu(node) for node in seen if node.gpus))
+    return min(filter(None, told), default=GPU_BYTES)
+
+
+async def _smallest_gpu(node: Node) -> int:
+    try:
+        async with asyncio.timeout(LOOK_S):
+            return decode(int, await on_node(node.id, smallest_gpu))
+    except (RayError, TimeoutError):  # `faults` says what that node lacks
+        return 0
 
 
 async def clear(placement: Placement, folder: Path) -> None:

@@ -268,7 +268,8 @@ class StepSkipped(Event, frozen=True):
 class RefillStopped(Event, frozen=True, kw_only=True):
     """Step `step` was given `num_taken` groups and not `num_wanted`: `num_silent` in their places had no signal.
 
-    Of these, `num_best` had the best reward of the run in all responses, `num_worst` the worst.
+    Of these, `num_best` had the best reward of the run in all responses, `num_worst` the worst. Where every reward
+    of the run so far is `only_reward` nobody can tell them apart, and both are 0.
     """
 
     step: int
@@ -277,14 +278,15 @@ class RefillStopped(Event, frozen=True, kw_only=True):
     num_silent: int
     num_best: int
     num_worst: int
+    only_reward: float | None = None
 
     def tell(self) -> str:
         """Words for a log: how much of the task is solved, and how much hopeless."""
         solved, hopeless = self.num_best / self.num_silent, self.num_worst / self.num_silent
-        return (
-            f"{self.num_taken} of {self.num_wanted} groups; {self.num_silent} others had no signal: {solved:.0%}"
-            f" are solved (all rewards the best of the run), {hopeless:.0%} hopeless (the worst)"
-        )
+        judged = f"{solved:.0%} are solved (all rewards the best of the run), {hopeless:.0%} hopeless (the worst)"
+        if self.only_reward is not None:
+            judged = f"every reward of the run is {self.only_reward:g}, so they are all solved or all hopeless"
+        return f"{self.num_taken} of {self.num_wanted} groups; {self.num_silent} others had no signal: {judged}"
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import Begun, Score, ScoringRequest
 
 
 class Clock(Protocol):
@@ -112,6 +112,10 @@ class Scorer(Protocol):
     async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         """Give one score per request, in order; a failure is a score with its reason, not an exception.
 
-        May end with the first that took too long; the caller asks for the others again.
+        May end with the first that took too long, or after a while; the caller asks for the others again.
         """
+        ...
+
+    def begun(self) -> Begun | None:
+        """Name the response that was begun last, also by a scorer that is gone; None where nobody knows."""
         ...

@@ -36,6 +36,13 @@ class Reward:
     columns: Mapping[str, object] = field(default_factory=dict)  # by name, each [L]
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """Response that a scoring process had begun last, e.g. `Begun("g3.1", " (at rewards.py:7)")`."""
+
+    trajectory_id: str
+    place: str = ""  # of the user's code where it hangs
+
+
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The value of a response and its columns, or why there is none.
 

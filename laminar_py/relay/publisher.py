@@ -3,8 +3,8 @@
 Called from the learner's process, which has no event loop. The learner stands still for the copy alone, into pages
 that an older version no longer needs; a thread, the finisher, does what may come after it, and lets go of pages.
 Invariants: a version's folder appears by rename, complete and with its digests, or leaves nothing behind; whether
-the root lives makes no difference to the learner. `publish` begins when the finisher has done all that came of the
-one before, and hands over when it ends, so the two are never at pages, shards and copier together.
+the root lives, and where, makes no difference to the learner. `publish` begins when the finisher has done all that
+came of the one before, and hands over when it ends, so the two are never at pages, shards and copier together.
 """
 
 import errno
@@ -27,7 +27,7 @@ from laminar_py.relay.store.hashing import Checksums, hashing_threads
 from laminar_py.relay.store.pages import KeptPages, Pages
 from laminar_py.relay.store.shards import HEADER_BYTES, Shard, VersionFile, header_room
 from laminar_py.relay.store.version import describe, folder_name, no_room, writing
-from laminar_py.relay.store.versions import complete_versions, take_spare
+from laminar_py.relay.store.versions import complete_versions, read_address, take_spare
 from laminar_py.relay.wire.messages import MIN_CHUNK_BYTES, Manifest, Written
 from laminar_py.relay.wire.transport import Notifier, RelayKeys
 
@@ -36,7 +36,7 @@ MOST_REMEMBERED = 8  # versions that `completed` knows
 
 
 class Publisher:
-    """Publishes versions into the root's store, e.g. `Publisher(store, root.endpoint, keys)`.
+    """Publishes versions into the root's store, e.g. `Publisher(store, keys)`. The root leaves its address there.
 
     `chunk_bytes` is how the whole tree cuts files. With `adapter_config` versions are adapters in peft's format:
     it is their `adapter_config.json`, and all tensors are in one file. Raises `ConfigError` for a bad size.
@@ -45,7 +45,6 @@ class Publisher:
     def __init__(
         self,
         store: Path,
-        root_endpoint: str,
         keys: RelayKeys | None,
         *,
         chunk_bytes: int = 4 * 2**20,
@@ -63,7 +62,7 @@ class Publisher:
         for unfinished in store.glob("v*.new"):
             shutil.rmtree(unfinished)
         self._highest = max(complete_versions(store), default=-1)
-        self._notifier = Notifier(root_endpoint, keys, heartbeat_s=heartbeat_s)
+        self._notifier = Notifier(keys, heartbeat_s=heartbeat_s)
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
         self._hashers = hashing_threads()
         self._copier = TensorCopier()
@@ -179,7 +178,9 @@ class Publisher:
                 describe(folder, manifest, checksums)
             folder.rename(self._store / folder_name(version))
             undo.pop_all()
-        self._notifier.send(Written())
+        root = read_address(self._store)
+        if root is not None:  # one that comes later looks for itself
+            self._notifier.send(Written(), root)
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
     def _keep(self, finishing: Future[Published], files: list[VersionFile]) -> None:

@@ -62,6 +62,10 @@ class Subscriber:
             self._wire.close()
             self._stopped.set()
 
+    def attach(self, endpoint: str) -> None:
+        """Turn to the node there, which is the same one or another with the store of this host."""
+        self._uplink.parents = (endpoint,)
+
     async def close(self) -> None:
         """End `run`; whoever waits for an answer gets `RelayError`."""
         self._closed = True

@@ -1,17 +1,29 @@
 """Failed scores of a run: how many there are, which the user is told of, and when there are so many that it ends.
 
-Pure; `orchestrator.scoring` hands in every score and acts on the answers. Each failure is on record too (law 6).
+Pure; `orchestrator.scoring` hands in every score with its time and acts on the answers. Each failure is on record
+too (law 6). Training responses are looked at in steps, `FEWEST` at least. A run ends in two cases:
+
+- *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or nothing was scored at all by
+  the end of a step. A reward that fails now and then never gets there, and a service that is down is waited for.
+- *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row a third failed and something was scored, and all
+  values that were ever seen, of trials and evaluations too, are one number above 0. A sparse run has zeros; a
+  solved one has seen others, and where it has not, one tenth of failures at random is a third of 32 responses
+  three times in a row once in 10^10. An outage is one stretch: of three steps it leaves one without failures or
+  without a value. Time-outs do not count here, nor does a reward whose columns teach by themselves.
 """
 
+import math
 from collections import Counter, deque
 
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason
 
 FEWEST = 32  # responses from which anything is concluded
-NEARLY_ALL = 0.9  # share of a step's trajectories
-SOME = 0.1  # share that fails of wrong answers alone, beside which nothing teaches
-BARREN_STEPS = 3
+NEARLY_ALL = 0.9  # share of a step
+SOME = 1 / 3  # share of a step, for which chance is no explanation
+MIXED_STEPS = 3
+OUTAGE_S = 600.0  # that a verifier may be down
+TELL_S = 60.0  # between lines on an outage
 
 
 class ScoreFailures:
@@ -23,25 +35,33 @@ class ScoreFailures:
     def __init__(self, function: str, *, step: int) -> None:
         self.counts: Counter[str] = Counter()  # by reason
         self.num_scored = 0
+        self.fault: str | None = None
+        """Reason why the run has to end."""
         self._function = function
-        step = max(FEWEST, step)
-        self._last: deque[bool] = deque(maxlen=step)  # True where there is no value
-        # values of training, None without; columns teach even where all values are equal
-        self._barren: deque[float | None] = deque(maxlen=BARREN_STEPS * step)
-        self._values: Counter[float | None] = Counter()  # of those
-        self._num_failed = 0  # of the last
+        self._size = max(FEWEST, step)
+        self._in_step = Counter[str]()  # responses of the step in hand: "all", "failed", "late"
+        self._mixed = deque[bool](maxlen=MIXED_STEPS)  # True for a step with values and with failures
+        self._values = set[float]()  # seen, two at most
+        self._columns = False  # True where they teach even if all values are equal
+        self._since: float | None = None  # when the first of the last steps that failed ended
+        self._told_s = -math.inf  # when it was last told of that
         self._told = set[tuple[str, DropReason]]()
-        self._detail = ""  # of the last one
+        self._detail = ""  # of the last failure
 
-    def add(self, score: Score, *, task: str, trains: bool) -> str | None:
-        """Count a score; a line for the user where it is the first failure of its kind."""
+    def tried(self, score: Score) -> None:
+        """Take note of the value of a trial."""
+        if score.value is not None and len(self._values) < 2:
+            self._values.add(score.value)
+
+    def add(self, score: Score, *, task: str, trains: bool, now_s: float) -> str | None:
+        """Count a score; a line for the user where it is the first failure of its kind, or of an outage."""
+        self.tried(score)
         self.num_scored += score.value is not None
-        self._num_failed += (score.value is None) - (len(self._last) == self._last.maxlen and self._last[0])
-        self._last.append(score.value is None)
-        if trains and not score.columns and score.failure is not DropReason.REWARD_TIMEOUT:
-            self._add_to_barren(score.value)
-        if score.value is not None:
-            return None
+        self._columns |= bool(score.columns)
+        line = self._count_failure(score, task=task) if score.value is None else None
+        return (self._judge(score, now_s=now_s) if trains else None) or line
+
+    def _count_failure(self, score: Score, *, task: str) -> str | None:
         reason = score.failure or DropReason.REWARD_FAILED
         self.counts[reason] += 1
         self._detail = score.detail
@@ -53,14 +73,57 @@ class ScoreFailures:
             f"reward.function={self._function}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
         )
 
-    def _add_to_barren(self, value: float | None) -> None:
-        if len(self._barren) == self._barren.maxlen:
-            gone = self._barren[0]
-            self._values[gone] -= 1
-            if not self._values[gone]:
-                del self._values[gone]
-        self._barren.append(value)
-        self._values[value] += 1
+    def _judge(self, score: Score, *, now_s: float) -> str | None:
+        """Count a response of training; a line at the end of a step that begins an outage, or goes on with it."""
+        step, size = self._in_step, self._size
+        step["all"] += 1
+        step["failed"] += score.value is None
+        step["late"] += score.failure is DropReason.REWARD_TIMEOUT
+        if step["all"] < size:
+            return None
+        failed, raised = step["failed"], step["failed"] - step["late"]
+        step.clear()
+        self._mixed.append(failed < size and raised >= SOME * size)
+        self._end_if_mixed()
+        if failed >= NEARLY_ALL * size:
+            return self._note_outage(now_s)
+        self._since = None
+        return None
+
+    @property
+    def is_outage(self) -> bool:
+        """True while nearly all fails."""
+        return self._since is not None
+
+    def _note_outage(self, now_s: float) -> str | None:
+        if self._since is None:
+            self._since, self._told_s = now_s, -math.inf
+        left = self._since + OUTAGE_S - now_s
+        if not self.num_scored:
+            self._end("no response could be scored")
+        elif left <= 0:
+            self._end(f"for {OUTAGE_S:g} s nearly no response could be scored")
+        elif now_s - self._told_s >= TELL_S:
+            self._told_s = now_s
+            return (
+                f"reward.function={self._function}: nearly all responses fail, the last: {self._detail};"
+                f" waiting, and the run ends in {left:.0f} s"
+            )
+        return None
+
+    def _end_if_mixed(self) -> None:
+        if self._mixed.count(True) < MIXED_STEPS or self._columns or len(self._values) != 1:
+            return
+        (value,) = self._values
+        if value > 0:
+            self._end(f"a third or more could not be scored, and all others got {value:g}, which teaches nothing")
+
+    def _end(self, why: str) -> None:
+        failed = f"{self.counts.total()} of {self.num_scored + self.counts.total()}"
+        self.fault = (
+            f"reward.function={self._function}: {why} ({failed} failed), the last: {self._detail}; mend it and go"
+            " on with --resume"
+        )
 
     @property
     def text(self) -> str:
@@ -70,21 +133,3 @@ class ScoreFailures:
         failed = self.counts.total()
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.counts.items()))
         return f"{failed} of {self.num_scored + failed} responses could not be scored ({reasons})"
-
-    @property
-    def fault(self) -> str | None:
-        """Why the run has to end: nearly all of a step fails, or what fails leaves nothing to learn from."""
-        number = len(self._last)
-        if number == self._last.maxlen and self._num_failed >= NEARLY_ALL * number:
-            return self._sentence(self._num_failed, number, "")
-        number, failed = len(self._barren), self._values[None]
-        if number == self._barren.maxlen and SOME * number <= failed < number and len(self._values) == 2:
-            value = next(value for value in self._values if value is not None)
-            return self._sentence(failed, number, f", and all others got {value:g}, which teaches nothing")
-        return None
-
-    def _sentence(self, failed: int, number: int, rest: str) -> str:
-        return (
-            f"reward.function={self._function}: {failed} of the last {number} responses could not be scored{rest};"
-            f" the last: {self._detail}; mend it and go on with --resume"
-        )

@@ -7,15 +7,17 @@ or dies over it.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from laminar_py.records.protocols import Scorer
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import Begun, Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason
+from laminar_py.reward.worker import SLICE_S
 
 log = logging.getLogger(__name__)
 
-LIVES = 3  # workers that one request may take down, alone in its batch, before it is given up
+LIVES = 3  # workers that one request may take down before it is given up
 
 
 class WorkerDiedError(Exception):
@@ -25,11 +27,12 @@ class WorkerDiedError(Exception):
 class ScoringStage:
     """Up to `batch` waiting trajectories go to a free worker together; each is scored and judged on its own.
 
-    A worker limits each trajectory to `timeout_s` itself. If a batch takes longer than all its limits and
-    `grace_s`, its worker hangs where Python cannot interrupt it: it is replaced, and the members of the batch are
-    tried one at a time, so that only the guilty one is dropped. `queue` is at least the number of trajectories
+    A worker limits each trajectory to `timeout_s` itself, and begins none after `SLICE_S`. If a call takes longer
+    than both and `grace_s`, the response that it has begun last hangs where nothing interrupts it: that one is
+    dropped, the worker replaced, and the others are scored again. `queue` is at least the number of trajectories
     whose score can be `wanted` at a time; what a deadline dropped while it waited is not scored and makes room, so
-    `submit` always finds some. `restart(i)` ends worker i and returns a new one, ready.
+    `submit` always finds some. `restart(i, counts)` ends worker i and returns a new one, ready; a worker that
+    ended by itself counts as a death.
     """
 
     def __init__(
@@ -41,8 +44,8 @@ class ScoringStage:
         queue: int,
         wanted: Callable[[str], bool],
         deliver: Callable[[Sequence[Score]], Awaitable[None]],
-        restart: Callable[[int], Awaitable[Scorer]],
-        grace_s: float = 5.0,
+        restart: Callable[[int, bool], Awaitable[Scorer]],
+        grace_s: float = 3.0,
     ) -> None:
         self._workers = list(workers)
         self._most = queue
@@ -86,7 +89,7 @@ class ScoringStage:
             if request is None or self._wanted(request.trajectory_id):
                 self._waiting.put_nowait(request)
             else:
-                del self._since[request.trajectory_id]
+                self._since.pop(request.trajectory_id, None)
 
     def close(self) -> None:
         """Workers end after the batch in hand; what waits is not scored any more."""
@@ -104,15 +107,40 @@ class ScoringStage:
 
     async def _serve(self, index: int) -> None:
         while requests := await self._take():
-            while len(requests) > 1 and (scores := await self._score_together(index, requests)):
-                await self._hand_over(scores)
-                requests = requests[len(scores) :]
-            for request in requests:
-                await self._hand_over([await self._score_alone(index, request)])
+            deaths, most = Counter[str](), len(requests)
+            while requests:
+                try:
+                    scores = await self._call(index, requests[:most])
+                except (TimeoutError, WorkerDiedError) as error:
+                    begun, hung = self._workers[index].begun(), isinstance(error, TimeoutError)
+                    log.warning("scoring worker %d is replaced: %r over %s", index, error, begun)
+                    scores = self._blame(requests, begun, deaths, hung=hung)
+                    await self._hand_over(scores)
+                    self._workers[index] = await self._restart(index, not (hung and scores))
+                else:
+                    most = 2 * len(scores)  # slow ones are not sent many times over
+                    await self._hand_over(scores)
+                given = {score.trajectory_id for score in scores}
+                requests = [request for request in requests if request.trajectory_id not in given]
+
+    def _blame(
+        self, requests: Sequence[ScoringRequest], begun: Begun | None, deaths: Counter[str], *, hung: bool
+    ) -> list[Score]:
+        """Score of a response that its worker hung over, or died over too often; the others are tried again."""
+        name = begun.trajectory_id if begun else ""
+        if begun is None or all(request.trajectory_id != name for request in requests):
+            return []  # it was none of them: the worker was ended, or stopped, from outside
+        if hung:
+            detail = f"no value within reward.timeout_s={self._timeout_s:g}, nor could it be stopped{begun.place}"
+            return [_failed(name, DropReason.REWARD_TIMEOUT, detail=detail)]
+        deaths[name] += 1
+        if deaths[name] < LIVES:
+            return []
+        return [_failed(name, DropReason.REWARD_FAILED, detail=f"its worker died {LIVES} times")]
 
     async def _hand_over(self, scores: Sequence[Score]) -> None:
         for score in scores:
-            del self._since[score.trajectory_id]
+            self._since.pop(score.trajectory_id, None)
         await self._deliver(scores)
 
     async def _take(self) -> list[ScoringRequest]:
@@ -124,50 +152,21 @@ class ScoringStage:
             if self._closed or request is None:
                 return []
             if not self._wanted(request.trajectory_id):
-                del self._since[request.trajectory_id]
+                self._since.pop(request.trajectory_id, None)
                 continue
             if not requests:
                 share = min(self._batch, 1 + self._waiting.qsize() // len(self._workers))
             requests.append(request)
         return requests
 
-    async def _score_together(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Scores of a batch, in order, up to the first member that took too long.
-
-        None if the worker hung or died over a member, and was replaced.
-        """
-        try:
-            return await self._call(index, requests)
-        except (TimeoutError, WorkerDiedError) as error:
-            await self._replace(index, requests, cause=error)
-            return []
-
-    async def _score_alone(self, index: int, request: ScoringRequest) -> Score:
-        """Score of one request. A worker may be killed from outside, so a request may take several."""
-        for _ in range(LIVES):
-            try:
-                return (await self._call(index, [request]))[0]
-            except TimeoutError as error:
-                await self._replace(index, [request], cause=error)
-                detail = "hung where Python cannot interrupt it; its worker was replaced"
-                return _failed(request, DropReason.REWARD_TIMEOUT, detail=detail)
-            except WorkerDiedError as error:
-                await self._replace(index, [request], cause=error)
-        return _failed(request, DropReason.REWARD_FAILED, detail=f"its worker died {LIVES} times")
-
     async def _call(self, index: int, requests: Sequence[ScoringRequest]) -> list[Score]:
-        async with asyncio.timeout(len(requests) * self._timeout_s + self._grace_s):
+        async with asyncio.timeout(SLICE_S + self._timeout_s + self._grace_s):
             scores = await self._workers[index].score(requests)
         asked = [request.trajectory_id for request in requests]
         given = [score.trajectory_id for score in scores]
         assert given == asked[: max(1, len(given))], f"{asked} were asked for, {given} given"
         return scores
 
-    async def _replace(self, index: int, requests: Sequence[ScoringRequest], *, cause: Exception) -> None:
-        ids = ", ".join(request.trajectory_id for request in requests)
-        log.warning("scoring worker %d is replaced: %s over %s", index, type(cause).__name__, ids)
-        self._workers[index] = await self._restart(index)
 
-
-def _failed(request: ScoringRequest, reason: DropReason, *, detail: str) -> Score:
-    return Score(trajectory_id=request.trajectory_id, value=None, failure=reason, detail=detail)
+def _failed(trajectory_id: str, reason: DropReason, *, detail: str) -> Score:
+    return Score(trajectory_id=trajectory_id, value=None, failure=reason, detail=detail)

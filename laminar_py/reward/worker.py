@@ -2,15 +2,16 @@
 
 `workers.processes.scorer` calls it, from the main thread, where alone Python delivers signals. Invariant (law 6):
 one score per request, in order, whatever the function does short of taking the process down, up to the first that
-took too long; a function that never returns to the interpreter is the business of the guard in `stage`.
+took too long; a function that nothing interrupts is the business of the guard in `stage`, which reads in `begun`
+which response it has.
 """
 
 import numbers
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
@@ -33,6 +34,7 @@ from laminar_py.reward.registry import RewardFunction
 DETAIL_CHARS = 400
 KEPT_CHARS = 200  # of the end of a longer text, where the place is
 LARGEST = 1e30  # reward: advantages, which are differences of rewards, are finite in float32
+SLICE_S = 1.0  # of a call, after which no response is begun: slow rewards are told one by one
 PROCESS_REWARDS = Column(name=TOKEN_REWARDS)
 
 
@@ -43,24 +45,36 @@ class _OutOfTimeError(BaseException):
 class ScoringWorker:
     """Scores trajectories one after another, each for at most `timeout_s` seconds of wall time.
 
-    `columns` are what the algorithm needs of the reward function besides a value.
+    `columns` are what the algorithm needs of the reward function besides a value; `begin` is entered with the id
+    of each trajectory while it is scored.
     """
 
-    def __init__(self, function: RewardFunction, *, timeout_s: float, columns: Sequence[Column] = ()) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        timeout_s: float,
+        columns: Sequence[Column] = (),
+        begin: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._function = function
         self._timeout_s = timeout_s
         self._columns = columns
+        self._begin = begin
 
-    def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+    def score(self, requests: Iterable[ScoringRequest]) -> list[Score]:
         """Score requests in order: a value each, or REWARD_TIMEOUT or REWARD_FAILED with a line of detail.
 
-        Ends with the first that took too long, so that it is known at once; the others are asked for again.
+        Ends with the first that took too long, so that it is known at once, and after `SLICE_S`; the others are
+        asked for again.
         """
         scores: list[Score] = []
+        end = time.perf_counter() + SLICE_S
         with _alarms():
             for request in requests:
-                scores.append(self._score(request))
-                if scores[-1].failure is DropReason.REWARD_TIMEOUT:
+                with self._begin(request.trajectory_id):
+                    scores.append(self._score(request))
+                if scores[-1].failure is DropReason.REWARD_TIMEOUT or time.perf_counter() >= end:
                     break
         return scores
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.ledger.row_files import append_row
+from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.telemetry.stats import Stats
 
 EVERY_S = 1.0
@@ -22,7 +22,7 @@ def cpu_use(cores: set[int]) -> float:
 async def watch_fleet(path: Path, stats: Stats, *, generated_tokens: Callable[[], int]) -> None:
     """Append a row for each second of RL until cancelled."""
     cores = os.sched_getaffinity(0)
-    with path.open("ab") as file:
+    with open_rows(path) as file:
         while True:
             await asyncio.sleep(EVERY_S)
             use = cpu_use(cores)  # also before RL, since each call counts from the one before

@@ -24,6 +24,7 @@ T = TypeVar("T")
 RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
 MAX_PATIENCE = 15  # times that
 STARVED = 2  # deaths for want of memory, which another start does not mend
+HEALTHY_S = 3600.0  # up, after which an earlier death for want of memory counts no more
 
 
 async def back_off(failures: int) -> None:
@@ -66,7 +67,8 @@ class Keeper:
         self._placement = incarnation.placement
         self._served = False
         self._failures = 0  # starts in a row
-        self._starved = 0  # deaths for want of memory
+        self._starved = 0  # deaths for want of memory, with less than `HEALTHY_S` between
+        self._up_s = 0.0  # when it came up
         self._kernel_kills = incarnation.kernel_kills
 
     def spawn(self) -> bool:
@@ -90,6 +92,7 @@ class Keeper:
             await self._spec.start(self.parts)
             pids = await asyncio.gather(*(part.call("pid") for part in self.parts))
             self.is_up, self._served, self._failures = True, True, 0
+            self._up_s = asyncio.get_running_loop().time()
             for part, pid in zip(self.parts, pids, strict=True):
                 assert isinstance(pid, int)
                 if self._spec.on_record:
@@ -121,6 +124,8 @@ class Keeper:
         self.kill()
         node = next((part.place.node for part in self.parts if part.name == error.part), None)
         self._failures += not self.is_up
+        if self.is_up and asyncio.get_running_loop().time() - self._up_s >= HEALTHY_S:
+            self._starved = 0
         self.parts, self.is_up = (), False
         death = await self._spec.settle(error)
         if death is not None:

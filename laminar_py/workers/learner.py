@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ray.exceptions import RayError
-
 from laminar_py.cluster.errors import PartDiedError
-from laminar_py.cluster.part import Part, watched
+from laminar_py.cluster.part import Part, RayError, watched
 from laminar_py.cluster.ray_cluster import free_port, on_node
 from laminar_py.packing.packer import Packed
 from laminar_py.records.codec import decode, encode
@@ -74,7 +72,7 @@ class LearnerLink:
         self._keeper.kill()
 
     async def _start(self, parts: Sequence[Part]) -> None:
-        relay = await self._relays.root_up()
+        await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
         ranks_on = Counter(part.place.node for part in parts)
         requests = [
@@ -85,7 +83,6 @@ class LearnerLink:
                     rank=rank,
                     rendezvous=rendezvous,
                     store=str(self._relays.store(0)),
-                    relay=relay,
                     chunk_bytes=self._relays.chunk_bytes,
                     public_key=self._relays.keys.public,
                     secret_key=self._relays.keys.secret,

@@ -1,12 +1,12 @@
 """The relay tree's processes: placed, started root first, kept alive on their ports. Owned by the controller.
 
 A relay that died comes back at its old port, for which it waits while a process that hangs is being ended. If the
-port stays taken it gets another: nodes below turn to the next parent (below the root they start anew), replicas to
-the new one.
+port stays taken it gets another, and everybody is told: nodes below with each ping, replicas with each `collect`,
+and the publisher by what the root leaves in their store.
 
 Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
 learner and every host with replicas has one. After the death of a host its relay starts where the plan now says,
-and if that was the root's, all others start anew below the new one.
+and all others are told likewise.
 """
 
 import asyncio
@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from ray.exceptions import RayError, RayTaskError
 
 from laminar_py.cluster.errors import PartBugError, PartDiedError, bug_in
 from laminar_py.cluster.links import find_links
-from laminar_py.cluster.part import Part
+from laminar_py.cluster.part import Part, RayError, RayTaskError
 from laminar_py.cluster.placement import Place
 from laminar_py.cluster.ray_cluster import on_node
 from laminar_py.config.run import RunConfig
@@ -69,7 +68,8 @@ class Relays:
         self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
         self._hosts: dict[int, str] = {}  # Ray node that a relay is on, or was last
         self._endpoints: dict[int, str] = {}
-        self.left: set[str] = set()  # endpoints at which no relay listens any more
+        self._parents: dict[int, tuple[str, ...]] = {}  # endpoints that a node is to follow, nearest first
+        self._attached: dict[int, tuple[int, str]] = {}  # replica -> its relay, and the Ray node that was on then
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
         self._shape: topology.Shape | None = None
         self._chunk_bytes = 0
@@ -118,9 +118,20 @@ class Relays:
                 raise PartDiedError(f"replica-{replica}", "its node is gone")
             node = self._placement.plan.relay_of(replica, self.tree)
             if self._is_up(node):
+                self._attached[replica] = node, self._hosts[node]
                 return self._endpoints[node]
             self._keeper(node)  # replicas may have moved to a host that had none
             await self._changed.wait()
+
+    def endpoint_for(self, replica: int) -> str:
+        """Endpoint of the relay that a replica was attached to, as last heard of.
+
+        Raises PartDiedError where that relay has gone to another host, whose memory the replica cannot read.
+        """
+        node, host = self._attached[replica]
+        if self._hosts[node] != host:
+            raise PartDiedError(f"replica-{replica}", "its relay has gone to another host")
+        return self._endpoints[node]
 
     async def root_up(self) -> str:
         """Endpoint of the root, once that is up beside the learner."""
@@ -141,7 +152,7 @@ class Relays:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for node, keeper in self._keepers.items():
-                tasks.create_task(keeper.calling(self._watch), name=f"keep-relay-{node}")
+                tasks.create_task(keeper.calling(partial(self._watch, node)), name=f"keep-relay-{node}")
 
     async def hold(self, version: int) -> None:
         """Pull a version from the root under a name of its own, so that the root keeps it."""
@@ -212,7 +223,7 @@ class Relays:
                 self._incarnation,
             )
             if self._tasks is not None:
-                watching = self._keepers[node].calling(self._watch)
+                watching = self._keepers[node].calling(partial(self._watch, node))
                 self._tasks.create_task(watching, name=f"keep-relay-{node}")
         return self._keepers[node]
 
@@ -236,10 +247,11 @@ class Relays:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _watch(self, parts: Sequence[Part]) -> None:
+    async def _watch(self, node: int, parts: Sequence[Part]) -> None:
         self._notify()
         while True:
-            for event in await parts[0].ask(list[RelayEvent], "ping"):
+            parents = encode(self._parents[node])
+            for event in await parts[0].ask(list[RelayEvent], "ping", parents):
                 self._record(on_record(event, self._names))
             await asyncio.sleep(PING_S)
 
@@ -248,10 +260,10 @@ class Relays:
         (part,) = parts
         host = part.place.node
         assert host is not None, "a relay has a place"
-        parents = self.tree.ancestors(node)
-        if parents:
+        if node:
             await self.root_up()
-        planned, comes_back = self._placement.plan.relays, self._hosts.get(node) == host
+        self._parents[node] = self._parents_in(self.tree, node)
+        comes_back = self._hosts.get(node) == host
         spec = RelaySpec(
             config=self._config_on(host).model_dump_json(),
             run_dir=str(self._incarnation.run.path),
@@ -260,24 +272,23 @@ class Relays:
             port=self._port(node, host),
             patience_s=PORT_SHARE * self._config.supervisor.heartbeat_timeout_s if comes_back else 0.0,
             or_any_port=comes_back and self._config.relay.base_port is None,
-            parents=tuple(
-                self._endpoints[parent] for parent in parents if planned[parent] and parent in self._endpoints
-            ),
+            parents=self._parents[node],
             chunk_bytes=self.chunk_bytes,
             public_key=self.keys.public,
             secret_key=self.keys.secret,
         )
         endpoint = await part.call("start", encode(spec))
         assert isinstance(endpoint, str)
-        before = self._endpoints.get(node, endpoint)
-        moved = before != endpoint
-        if moved:
-            self.left.add(before)
-        self.left.discard(endpoint)
+        moved = self._endpoints.get(node, endpoint) != endpoint
         self._endpoints[node], self._hosts[node] = endpoint, host
-        if moved and not parents:
-            for other in self._keepers.keys() - {node}:  # they look for the root where it was
-                self._keepers[other].kill()
+        if moved:
+            tree = self.tree
+            self._parents = {other: self._parents_in(tree, other) for other in self._keepers}
+
+    def _parents_in(self, tree: topology.Topology, node: int) -> tuple[str, ...]:
+        planned = self._placement.plan.relays
+        known = (parent for parent in tree.ancestors(node) if planned[parent] and parent in self._endpoints)
+        return tuple(self._endpoints[parent] for parent in known)
 
     def _is_up(self, node: int) -> bool:
         """True where the node runs, and where the plan has it."""

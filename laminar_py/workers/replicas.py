@@ -37,7 +37,6 @@ class Replicas:
         self._scheduler = scheduler
         self._relays = relays
         self._restarting: set[int] = set()  # killed on purpose
-        self._attached: dict[int, str] = {}  # endpoint of the relay that each was started with
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
         self._late_aborts: dict[int, list[str]] = {}  # of what a replica that starts is started with
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
@@ -163,7 +162,7 @@ class Replicas:
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
-        relay = self._attached[index] = await self._relays.attach(index, parts[0].place)
+        relay = await self._relays.attach(index, parts[0].place)
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
@@ -184,15 +183,13 @@ class Replicas:
         if (aborted := self._late_aborts.pop(index, None)) is not None:
             part.send("abort", encode(aborted))
         while True:
-            report = await part.ask(ReplicaReport, "collect", COLLECT_S)
+            report = await part.ask(ReplicaReport, "collect", COLLECT_S, self._relays.endpoint_for(index))
             if index in self._restarting:
                 raise PartDiedError(f"replica-{index}", "restarted")
             await self._scheduler.reports.on_report(report)
             self._stats.on_report(report)
             self._compare(index, report.loads)
             self.dispatch()
-            if self._attached[index] in self._relays.left:
-                raise PartDiedError(f"replica-{index}", "its relay listens at another port")
 
     def _compare(self, index: int, loads: Sequence[WeightLoad]) -> None:
         """Engines that verified one version in one layout hold the same tensors. Raises PartDiedError if not."""

@@ -7,12 +7,14 @@ import asyncio
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
 from laminar_py.records.codec import encode
 from laminar_py.records.protocols import Scorer
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import Begun, Score, ScoringRequest
+from laminar_py.reward.begun import begun_path, read_begun
 from laminar_py.reward.stage import WorkerDiedError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
@@ -20,13 +22,15 @@ from laminar_py.workers.processes.scorer import ScorerActor
 from laminar_py.workers.specs import ScorerSpec
 
 START_S = 60.0
+HUNG = "ended, as a reward function hung in it"
 
 
 class RemoteScorer:
     """A scoring process; the stage above it sets the time limits."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, path: Path) -> None:
         self._part = part
+        self._path = path  # of the file in which it says what it begins
 
     async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         """Score each request. Raises WorkerDiedError if the process is gone."""
@@ -34,6 +38,10 @@ class RemoteScorer:
             return await self._part.ask(list[Score], "score", encode(list(requests)), timeout_s=math.inf)
         except PartDiedError as error:
             raise WorkerDiedError(str(error)) from error
+
+    def begun(self) -> Begun | None:
+        """Read what the process has written, which outlives it."""
+        return read_begun(self._path)
 
 
 class Scorers:
@@ -52,18 +60,18 @@ class Scorers:
     async def start(self) -> list[Scorer]:
         """Start what runs in the processes, in all at once."""
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(self._scorer(keeper)) for keeper in self._keepers]
+            started = [tasks.create_task(self._scorer(index)) for index in range(len(self._keepers))]
         return [task.result() for task in started]
 
-    async def restart(self, index: int) -> Scorer:
-        """End process `index` and start another in its place."""
-        death = PartDiedError(f"scorer-{index}", "died or hung over a reward function")
+    async def restart(self, index: int, counts: bool) -> Scorer:
+        """End process `index` and start another in its place; one that died counts among the run's deaths."""
+        death = PartDiedError(f"scorer-{index}", "died over a reward function" if counts else HUNG)
         await self._keepers[index].replace(death)
-        return await self._scorer(self._keepers[index])
+        return await self._scorer(index)
 
-    async def _scorer(self, keeper: Keeper) -> Scorer:
-        (part,) = await keeper.up()
-        return RemoteScorer(part)
+    async def _scorer(self, index: int) -> Scorer:
+        (part,) = await self._keepers[index].up()
+        return RemoteScorer(part, begun_path(self._incarnation.run.path, index))
 
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
@@ -73,7 +81,12 @@ class Scorers:
             timeout_s=START_S,
             places=lambda: [self._incarnation.placement.of_scorer(index)],
             start=partial(self._start, index),
+            settle=self._settle,
         )
+
+    async def _settle(self, death: PartDiedError) -> PartDiedError | None:
+        """Let a reward that hangs be no death of its process: the response is dropped for it."""
+        return None if death.reason == HUNG else death
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         config, run = self._incarnation.config, self._incarnation.run

@@ -48,7 +48,6 @@ class LearnerSpec(PartStart, frozen=True, kw_only=True):
     rank: int
     rendezvous: str  # file or tcp://ip:port that the ranks meet at
     store: str  # the root relay's
-    relay: str  # the root relay's endpoint
     chunk_bytes: int  # that versions are cut into
     public_key: str
     secret_key: str

@@ -1,10 +1,12 @@
 """The engines' benchmarks: the embedded engine in the smallest form, and what is made of the times of tokens."""
 
+import time
+
 import pytest
 from transformers import Qwen3Config
 
 from laminar_py.bench.engines.local import ResponseLengths, Traffic, rows
-from laminar_py.bench.engines.sglang import Crowd
+from laminar_py.bench.engines.sglang import STREAMS, TOKENS, Crowd, client_round
 
 TINY = Qwen3Config(
     vocab_size=32,
@@ -47,3 +49,17 @@ def test_an_earlier_pause_does_not_count_as_the_usual_gap():
 def test_streams_that_begin_after_the_load_waited_since_the_round_before_ended():
     new = crowd([6.0, 7.0, 8.0], [8.0, 9.0, 10.0])
     assert new.pause_s(5.0, since=4.0) == pytest.approx((1.0 + 3.0) / 2)
+
+
+async def test_the_cpu_of_a_client_is_what_its_process_takes_for_all_streams():
+    before = time.process_time()
+
+    async def stream(_: str) -> None:
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            pass
+
+    tokens_per_s, cpu_us_per_token = await client_round(stream, "turn")
+    spent_s = cpu_us_per_token * STREAMS * TOKENS / 1e6
+    assert 0.001 * STREAMS <= spent_s <= time.process_time() - before
+    assert tokens_per_s > 0

@@ -1,10 +1,14 @@
 """The relay beside others in the smallest form: each side runs, nothing is compared."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
+from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -13,7 +17,10 @@ from benchmarks.relay import fanout, hosts, namespaces, sockets
 from benchmarks.relay.fleet import CpuWatch
 from benchmarks.relay.peers import SOURCE, here, http_side
 from laminar_py.bench.catalog import SHARED_MEMORY
+from laminar_py.bench.relay.tree import CHUNK_BYTES
 from laminar_py.config.section import ConfigError
+from laminar_py.relay.store.digests import chunk_checksum
+from laminar_py.relay.wire.messages import CHECKSUM_BYTES
 
 MIB = 2**20
 PATIENCE_S = 60.0
@@ -64,6 +71,35 @@ def traces(pid: int) -> list[Path]:
 def test_every_figure_of_a_hop_comes_once_and_is_positive():
     found = sockets.rows(shm=SHARED_MEMORY, repeats=1, tell=print, num_bytes=4 * MIB)
     assert sorted(positive(found)) == sorted(names("sockets"))
+
+
+def test_a_bare_sender_makes_its_checksums_before_the_round_as_a_root_does(tmp_path, monkeypatch):
+    made = []
+
+    def checksum(chunk):
+        made.append(time.monotonic())
+        return chunk_checksum(chunk)
+
+    monkeypatch.setattr(sockets, "chunk_checksum", checksum)
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(2 * CHUNK_BYTES))
+    ours, theirs = Pipe()
+    send = partial(sockets.send, theirs, source=source, listen=("127.0.0.1", 0))
+    sender = Thread(target=send, daemon=True)
+    sender.start()
+    with (
+        socket.create_connection(ours.recv(), timeout=PATIENCE_S) as connection,
+        connection.makefile("rb") as stream,
+    ):
+        ours.send("send")
+        sent = stream.read(2 * (CHECKSUM_BYTES + CHUNK_BYTES))
+        assert ours.poll(PATIENCE_S)
+        began = ours.recv()
+    ours.send("")
+    sender.join(PATIENCE_S)
+    assert sent[:CHECKSUM_BYTES] == chunk_checksum(memoryview(source.read_bytes())[:CHUNK_BYTES])
+    assert len(made) == 2
+    assert max(made) <= began
 
 
 def test_each_peer_on_one_host_tells_its_own_conditions():

@@ -1,10 +1,14 @@
 """What stopped runs keep in shared memory is listed, and freed; what a running one has stays."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli import app
 from laminar_py.ledger.run_folder import RunFolder
+
+ABSENT = "not there, deleted or not mounted"
 
 
 @pytest.fixture
@@ -35,13 +39,31 @@ def test_what_stopped_runs_keep_is_listed_and_freed(shm, tmp_path):
     before = sorted(shm.iterdir())
     lines = clean("--shm", str(shm))
     assert len(lines) == 4
-    for name, state in (("gone", "its run is gone"), ("running", "runs"), ("stopped", "stopped")):
+    for name, state in (("gone", ABSENT), ("running", "runs"), ("stopped", "stopped")):
         folder = RunFolder(tmp_path / "runs" / name).shm(shm)
         assert f"{folder}: 3 MiB, {tmp_path / 'runs' / name}: {state}" in lines
     assert sorted(shm.iterdir()) == before, "listing deletes nothing"
-    assert sum(line.endswith("; deleted") for line in clean("--free", "--shm", str(shm))) == 2
-    assert sorted(shm.iterdir()) == [shm / "laminar-of-no-run", running.shm(shm)]
+    assert sum(line.endswith("; freed") for line in clean("--free", "--shm", str(shm))) == 1
+    gone = RunFolder(tmp_path / "runs/gone")
+    left = [shm / "laminar-of-no-run", running.shm(shm)]
+    assert sorted(shm.iterdir()) == sorted([*left, gone.shm(shm)])
+    assert sum(line.endswith("; freed") for line in clean("--gone", "--shm", str(shm))) == 1
+    assert sorted(shm.iterdir()) == left
     running.unlock()
+
+
+def test_a_run_on_a_disk_that_is_not_mounted_loses_nothing_by_free(shm, tmp_path):
+    run = RunFolder(tmp_path / "runs/stopped")
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    (tmp_path / "runs").mkdir()  # the mount point
+    assert not any(line.endswith("; freed") for line in clean("--free", "--shm", str(shm)))
+    assert run.shm(shm).is_dir()
+
+
+def test_a_folder_that_a_run_deletes_at_its_end_meanwhile_is_passed_over(shm, monkeypatch):
+    found = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, of: [self / "laminar-vanished", *found(self, of)])
+    assert len(clean("--shm", str(shm))) == 4
 
 
 def test_shared_memory_without_runs_is_said_to_be_so(tmp_path):

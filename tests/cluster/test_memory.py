@@ -1,14 +1,18 @@
 """A death for want of memory is told from others: by what was said, or by what the kernel of its node counts."""
 
-from types import SimpleNamespace
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from laminar_py.cluster import memory
 from laminar_py.cluster.errors import PartDiedError, for_memory
-from laminar_py.cluster.memory import KernelKills, kernel_kills
+from laminar_py.cluster.memory import KernelKills, Kills, kernel_kills
 from laminar_py.cluster.placement import Place
 from laminar_py.records.codec import decode, encode
+
+PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize(
@@ -29,31 +33,124 @@ def test_what_a_part_said_last_tells_want_of_memory(reason, starved):
     assert for_memory(reason) is starved
 
 
+class Node:
+    """A node whose kernel has ended so many processes."""
+
+    def __init__(self, monkeypatch, count, *, own=True):
+        self.count, self._own = count, own
+        self.place, self.looks = Place("a"), 0
+        monkeypatch.setattr(memory, "on_node", self.on_node)
+
+    async def on_node(self, node, function):
+        assert (node, function) == ("a", kernel_kills)
+        self.looks += 1
+        return encode(Kills(self.count, own=self._own))
+
+    async def ask(self, kind, method):
+        return Kills(self.count, own=self._own)
+
+
+VANISHED = PartDiedError("learner-0", "The actor died unexpectedly", vanished=True)
+
+
 async def test_a_rise_of_the_kernels_count_explains_one_death_on_that_node(monkeypatch):
-    counts = {"a": 3, "b": 0}
-
-    async def on_node(node, function):
-        return encode(counts[node])
-
-    async def ask(kind, method):
-        return counts["a"]
-
-    monkeypatch.setattr(memory, "on_node", on_node)
-    kills, death = KernelKills(), PartDiedError("learner-0", "The actor died unexpectedly")
-    assert await kills.explain(death, "a") is death, "nobody has looked at that node before"
-    await kills.meet(SimpleNamespace(place=Place("a"), ask=ask))
-    assert await kills.explain(death, "a") is death
-    counts["a"] += 1
-    explained = await kills.explain(death, "a")
-    assert for_memory(explained.reason)
-    assert explained.part == "learner-0"
-    assert "The actor died unexpectedly" in explained.reason
-    assert await kills.explain(death, "a") is death
+    node, kills = Node(monkeypatch, 3), KernelKills()
+    assert await kills.explain(VANISHED, "a") is VANISHED, "nobody has looked at that node before"
+    await kills.meet(node)
+    assert await kills.explain(VANISHED, "a") is VANISHED
+    node.count += 1
+    explained = await kills.explain(VANISHED, "a")
+    assert explained.reason == "out of memory: the kernel ended a process (The actor died unexpectedly)"
+    assert (explained.part, for_memory(explained.reason)) == ("learner-0", True)
+    assert await kills.explain(VANISHED, "a") is VANISHED
 
 
-def test_the_kernels_count_is_read_where_there_is_one(tmp_path, monkeypatch):
-    (tmp_path / "memory.events").write_text("low 0\noom 2\noom_kill 5\n")
-    monkeypatch.setattr(memory, "COUNTERS", (tmp_path / "nowhere", tmp_path / "memory.events"))
-    assert decode(int, kernel_kills()) == 5
-    monkeypatch.setattr(memory, "COUNTERS", ())
-    assert decode(int, kernel_kills()) == 0
+async def test_a_kill_from_before_a_part_started_is_not_the_cause_of_its_death(monkeypatch):
+    node, kills = Node(monkeypatch, 3), KernelKills()
+    await kills.meet(node)
+    node.count += 1
+    await kills.meet(node)
+    assert await kills.explain(VANISHED, "a") is VANISHED
+
+
+async def test_a_count_of_the_whole_host_is_told_as_a_guess(monkeypatch):
+    node, kills = Node(monkeypatch, 0, own=False), KernelKills()
+    await kills.meet(node)
+    node.count += 1
+    assert "of its host, perhaps it" in (await kills.explain(VANISHED, "a")).reason
+
+
+async def test_the_kernel_is_not_asked_about_a_part_that_hung_or_said_why_it_ended(monkeypatch):
+    node, kills = Node(monkeypatch, 0), KernelKills()
+    await kills.meet(node)
+    node.count += 1
+    for reason in ("no answer to collect in 60 s", "EngineLostError: no token for 60 s"):
+        death = PartDiedError("replica-0", reason)
+        assert await kills.explain(death, "a") is death
+    said = PartDiedError("replica-0", "out of memory: Ray ended it as its node ran low", vanished=True)
+    assert await kills.explain(said, "a") is said
+    assert node.looks == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "text", "found"),
+    [
+        ("0::/pod/main\n", "groups/pod/main/memory.events", "low 0\noom 2\noom_kill 5\n", Kills(5, own=True)),
+        ("0::/pod/main\n", "groups/memory.events", "oom_kill 5\n", Kills(5, own=True)),
+        (
+            "9:name=systemd:/\n4:memory:/pod\n0::/\n",
+            "groups/memory/pod/memory.oom_control",
+            "under_oom 0\noom_kill 5\n",
+            Kills(5, own=True),
+        ),
+        ("4:memory:/pod\n", "groups/memory/memory.oom_control", "oom_kill 5\n", Kills(5, own=True)),
+        ("0::/pod\n", "elsewhere", "oom_kill 5\n", Kills(7, own=False)),
+    ],
+)
+def test_the_count_is_that_of_the_own_group_or_else_of_the_host(groups, file, text, found, tmp_path, monkeypatch):
+    for name, words in ((file, text), ("proc/self/cgroup", groups), ("proc/vmstat", "pgfault 3\noom_kill 7\n")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(words)
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
+    assert decode(Kills, kernel_kills()) == found
+
+
+def test_without_any_count_there_are_no_kills(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    assert decode(Kills, kernel_kills()) == Kills(0, own=False)
+
+
+GROUP = Path("/sys/fs/cgroup/memory/laminar-test")
+IN_GROUP = """
+import subprocess, sys
+from pathlib import Path
+from laminar_py.cluster.memory import kernel_kills
+from laminar_py.records.codec import decode
+from laminar_py.cluster.memory import Kills
+(Path(sys.argv[1]) / "cgroup.procs").write_text("0")
+before = decode(Kills, kernel_kills())
+code = subprocess.run([sys.executable, "-c", "bytearray(1 << 30)"]).returncode
+after = decode(Kills, kernel_kills())
+print(code, after.count - before.count, before.own, after.own)
+"""
+
+
+@pytest.fixture
+def small_group():
+    """A control group of half a GiB, where this process may make one."""
+    try:
+        GROUP.mkdir()
+    except OSError:
+        pytest.skip("needs a control group of memory (v1) that can be written")
+    try:
+        (GROUP / "memory.limit_in_bytes").write_text(str(1 << 29))
+        yield GROUP
+    finally:
+        GROUP.rmdir()
+
+
+def test_a_process_that_the_kernel_really_ends_for_memory_is_counted(small_group):
+    command = [sys.executable, "-c", IN_GROUP, str(small_group)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout.split() == ["-9", "1", "True", "True"], done.stderr

@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,15 @@ class Faulty:
 
     def answer(self):
         return 1
+
+    def vanish(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self):
+        time.sleep(PATIENCE_S)
+
+    def lose_engine(self):
+        raise RuntimeError("server: the process ended with code 137; it last said: loading")
 
 
 RAISED = {
@@ -95,3 +106,22 @@ async def test_a_bug_in_what_was_sent_without_waiting_shows_at_the_next_call(clu
     calls = (await part.call("answer") for _ in iter(int, 1))
     with pytest.raises(PartBugError, match="part-0: TypeError: why"):
         _ = [answer async for answer in calls]
+
+
+@pytest.mark.parametrize(("method", "vanished"), [("vanish", True), ("lose_engine", True), ("call", False)])
+async def test_a_process_that_somebody_killed_has_vanished(cluster, method, vanished):
+    part = Part(f"part-{method}", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    with pytest.raises(PartDiedError) as death:
+        await part.call(method, *(["RuntimeError"] if method == "call" else []))
+    assert death.value.vanished is vanished
+
+
+async def test_a_process_that_the_run_ends_itself_has_not_vanished(cluster):
+    part = Part("part-hang", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    await part.call("answer")
+    hanging = asyncio.create_task(part.call("hang"))
+    await asyncio.sleep(0)
+    part.kill()
+    with pytest.raises(PartDiedError) as death:
+        await hanging
+    assert not death.value.vanished, death.value

@@ -6,13 +6,13 @@ import pytest
 
 from laminar_py.config.algorithm import AlgorithmConfig, Truncated
 from laminar_py.config.rollout import WithoutSignal
-from laminar_py.config.staleness import Schedule
+from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.packing.stage import Packing
 from laminar_py.records.events import Consumed, Ready
 from laminar_py.records.trajectory import FinishReason
 from tests.control.fleet import Fleet, settle
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 def refilling(**settings):
@@ -42,12 +42,13 @@ SOLVED, HOPELESS, SIGNAL = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
 
 
 async def test_a_step_goes_on_with_what_there_is_at_the_ceiling_of_refill_and_says_why():
-    fleet = refilling()
+    fleet = refilling(schedule=Schedule.SYNC)
     task = asks(fleet)
     await generate(fleet, SIGNAL, SOLVED, SOLVED, HOPELESS)
     await settle()
     assert not task.done()
     await generate(fleet, SOLVED)
+    assert not fleet.running[0]
     batch = await asyncio.wait_for(task, PATIENCE_S)
     assert [group.group_id for group in batch.groups] == ["g0"]
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
@@ -62,19 +63,108 @@ async def test_a_step_goes_on_with_what_there_is_at_the_ceiling_of_refill_and_sa
     task.cancel()
 
 
+async def test_a_step_waits_at_the_ceiling_for_what_is_still_generating_and_issues_no_more():
+    fleet = refilling(schedule=Schedule.ASYNC)
+    task = asks(fleet)
+    await generate(fleet, SIGNAL, SOLVED, SOLVED, HOPELESS, HOPELESS)
+    issued = fleet.scheduler.book.next_prompt
+    await fleet.report(0)
+    await settle()
+    assert not task.done(), "others that are generating may have signal"
+    assert fleet.running[0]
+    assert fleet.scheduler.book.next_prompt == issued
+    await generate(fleet, SIGNAL)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert len(batch.groups) == 2, "as one of them has"
+    assert fleet.scheduler.consumption.refill_stopped(batch, 1) is None
+
+
+async def test_what_is_too_old_at_the_ceiling_is_generated_anew():
+    fleet = refilling(schedule=Schedule.ASYNC, max_staleness=1, policies=(StalePolicy.WAIT, StalePolicy.DROP))
+    await generate(fleet, SIGNAL, *[HOPELESS] * 4)
+    await fleet.finish_all(0)
+    await fleet.score_all(lambda index: None)
+    await fleet.report(0)
+    assert not fleet.running[0], "the ceiling is reached, and nothing comes"
+    fleet.learned(3)
+    fleet.versions[0] = 3
+    task = asks(fleet)
+    await settle()
+    assert not task.done(), "four groups without signal, and none that is ready, are no ceiling"
+    await generate(fleet, SIGNAL, SIGNAL)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert len(batch.groups) == 2
+
+
+async def test_what_is_ready_ahead_of_the_next_step_is_not_held_against_it():
+    fleet = refilling(schedule=Schedule.ASYNC)
+    await generate(fleet, SIGNAL, SIGNAL, *[SOLVED] * 6)
+    await fleet.report(0)
+    book = fleet.scheduler.book
+    assert (len(book.groups), book.num_generating) == (16, 14), "a full step has no ceiling"
+
+
+@pytest.mark.parametrize(("schedule", "num_silent", "num_running"), [("sync", 4, 0), ("one_step", 5, 4)])
+async def test_a_short_step_opens_no_batch_before_its_time(schedule, num_silent, num_running):
+    """A short step takes the room of a full one: what follows would else begin too early, and be too old."""
+    fleet = refilling(schedule=Schedule(schedule))
+    task = asks(fleet)
+    await generate(fleet, SIGNAL, *[HOPELESS] * num_silent)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert len(batch.groups) == 1
+    await fleet.report(0)
+    assert len(fleet.running[0]) == num_running
+    await generate(fleet, *[SIGNAL] * (len(fleet.running[0]) // 2))
+    await fleet.report(0)
+    assert not fleet.running[0], "the batch after next waits for the step in hand"
+    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.report(0)
+    assert fleet.running[0]
+
+
+async def test_a_step_does_not_wait_for_a_group_that_fits_no_microbatch():
+    fleet = refilling(schedule=Schedule.SYNC)
+    task = asks(fleet)
+    await generate(fleet, *[HOPELESS] * 5)
+    await settle()
+    assert not task.done()
+    assert len(fleet.running[0]) == 2, "one group is still generating"
+    await fleet.finish_all(0, tokens=200)
+    await fleet.score_all()
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert (batch.groups, len(batch.silent)) == ([], 5)
+
+
+@pytest.mark.parametrize("pair", [SOLVED, HOPELESS])
+async def test_a_run_that_has_seen_one_reward_alone_tells_neither_solved_nor_hopeless(pair):
+    fleet = refilling(schedule=Schedule.SYNC)
+    task = asks(fleet)
+    await generate(fleet, *[pair] * 6)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    event = fleet.scheduler.consumption.refill_stopped(batch, 1)
+    assert (event.num_silent, event.num_best, event.num_worst, event.only_reward) == (6, 0, 0, pair[0])
+    assert f"every reward of the run is {pair[0]:g}, so they are all solved or all hopeless" in event.tell()
+
+
 @pytest.mark.parametrize("schedule", list(Schedule))
 async def test_a_step_without_any_group_comes_to_its_end(schedule):
     fleet = refilling(schedule=schedule)
     task = asks(fleet)
+    fleet.scheduler.book.rewards = 0.0, 1.0
     async with asyncio.timeout(PATIENCE_S):
         while not task.done():
             await generate(fleet, HOPELESS)
             await settle()
     batch = task.result()
     assert not batch.groups
+    assert not fleet.running[0]
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
     assert event.num_worst == event.num_silent >= 5
     assert event.num_best == 0
+    task = asks(fleet)
+    await generate(fleet, SIGNAL, SIGNAL)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert len(batch.groups) == 2, "others are generated in their places"
 
 
 async def test_under_a_barrier_the_ceiling_leaves_nothing_in_flight():

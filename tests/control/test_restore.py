@@ -1,5 +1,7 @@
 """A scheduler that takes up what a dead controller left, in every state a trajectory can be in."""
 
+import asyncio
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ import pytest
 from msgspec.structs import replace as replace_fields
 
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.section import ConfigError
 from laminar_py.control.recovery import check_scored
 from laminar_py.ledger.payload import Payload
@@ -47,7 +50,7 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
     )
 
 
-async def restored(*live, **settings):
+async def restored(*live, silent=(), rewards=(math.inf, -math.inf), **settings):
     fleet = Fleet(replicas=1, group_size=2, **settings)
     groups = {entry.group_id: 2 for entry in live}
     fleet.scheduler.pause()
@@ -55,13 +58,14 @@ async def restored(*live, **settings):
         Recovered(
             incarnation=2,
             checkpoint=None,
-            highest_version=(),
             events=(),
             live=tuple(live),
             next_prompt=9,
             next_evaluation=1,
             next_sample=groups,
             ages=ages_of(range(10)),
+            silent=silent,
+            rewards=rewards,
         )
     )
     return fleet
@@ -83,6 +87,15 @@ async def test_the_cap_on_seconds_does_not_start_over():
     fleet.scheduler.continue_live()
     (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert assignment.used_s == 7.5
+
+
+async def test_refill_counts_on_and_judges_by_the_rewards_of_before():
+    fleet = await restored(
+        without_signal=WithoutSignal.REFILL, max_refill=2, batch=1, silent=(0.0, 0.0), rewards=(0.0, 1.0)
+    )
+    batch = await asyncio.wait_for(fleet.scheduler.consumption.next_batch(groups=1, version=4), 60)
+    event = fleet.scheduler.consumption.refill_stopped(batch, 5)
+    assert (event.num_taken, event.num_silent, event.num_worst, event.only_reward) == (0, 2, 2, None)
 
 
 async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():

@@ -106,7 +106,6 @@ async def resumed(*, per_version=REPLICAS * BATCH // VERSIONS):
         Recovered(
             incarnation=2,
             checkpoint=None,
-            highest_version=VERSIONS - 1,
             events=(),
             live=tuple(live),
             next_prompt=len(live) // 8,

@@ -88,7 +88,7 @@ def make_llama_folder(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def make_mixture_folder(folder: Path, *, seed: int = 0) -> Path:
+def make_mixture_folder(folder: Path, *, seed: int = 0, num_experts: int = 8) -> Path:
     """A saved two-layer Qwen3-MoE: eight experts, two to a token."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -98,7 +98,7 @@ def make_mixture_folder(folder: Path, *, seed: int = 0) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        num_experts=8,
+        num_experts=num_experts,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         norm_topk_prob=True,

@@ -40,6 +40,7 @@ KINDS = {
     "tied": lambda folder: make_model_folder(folder, tied=True),
     "llama": make_llama_folder,
     "experts, one by one in files": make_mixture_folder,
+    "fewer experts than ranks": lambda folder: make_mixture_folder(folder, num_experts=2),  # of the four
 }
 LORA = LearnerConfig(lr=1e-2, lora=LoraConfig(rank=4))
 SEQUENCES = make_sequences((5, 17, 3, 40, 9, 2, 11, 30))

@@ -30,7 +30,7 @@ async def run(folder: Path) -> None:
     recovered = None if first else recover(folder)
     async with open_ledger(folder) as ledger:
         incarnation = recovered.incarnation if recovered else 1
-        version = recovered.highest_version + 1 if recovered else 0
+        version = ledger.newest_version + 1
         begin(ledger, incarnation=incarnation, versions=(version,))
         if recovered:
             ledger.append_all(recovered.events)

@@ -121,6 +121,12 @@ def recording(id, start, end, *, prompt=3):
 
 def finish(ledger, id, spans, *, epoch=1, reward=1.0):
     """READY, after `run_to` with all spans."""
+    score(ledger, id, spans, epoch=epoch, reward=reward)
+    ledger.append(Ready(id, 0.5))
+
+
+def score(ledger, id, spans, *, epoch=1, reward=1.0):
+    """SCORED, after `run_to` with all spans."""
     whole = tuple(Span(*span) for span in spans)
     length = whole[-1].end
     digest = response_digest(*tokens(id, 0, length))
@@ -137,7 +143,6 @@ def finish(ledger, id, spans, *, epoch=1, reward=1.0):
         )
     )
     ledger.append(Scored(id, reward, 0.01))
-    ledger.append(Ready(id, 0.5))
 
 
 def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):

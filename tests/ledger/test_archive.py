@@ -3,18 +3,22 @@
 import os
 
 import numpy as np
+import pytest
 
+from laminar_py.audit.export import export
 from laminar_py.audit.story import story
 from laminar_py.audit.verify import verify
 from laminar_py.ledger import archive
 from laminar_py.ledger.archive import archive_files, file_pieces, write_archive
-from laminar_py.ledger.database import reading
+from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading
 from laminar_py.ledger.payload import stored_recordings
+from laminar_py.ledger.recovery import recover
 from laminar_py.records.events import Assigned, Dropped, Restamped
 from laminar_py.records.recordings import SamplingMask, pack_mask
 from laminar_py.records.trajectory import DropReason, Span
 from tests.builders import make_experts
 from tests.ledger.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from tests.ledger.scans import scans_of_the_log, statements
 
 
 async def settle(ledger):
@@ -127,3 +131,61 @@ async def test_tokens_without_a_mask_were_drawn_from_the_whole_vocabulary(tmp_pa
     assert found.sampling_mask.counts.tolist() == [0, 0, 0, 2, 1]
     assert found.sampling_mask.ids.tolist() == [3, 5, 9]
     assert found.routed_experts is None
+
+
+async def archived_run(run):
+    """A run whose newest checkpoint is older than what its one archive file has."""
+    async with open_ledger(run) as ledger:
+        await settle(ledger)
+        ledger.append(checkpoint(2, 1))
+        await ledger.archive(2)
+    (file,) = archive_files(run)
+    return file
+
+
+USES = {
+    "show": lambda run: story(run, "g0.0"),
+    "resume": lambda run: recover(run, there=lambda one: one.step == 1),  # g1.0 is ready again
+    "export": lambda run: export(run, run / f"{len(list(run.iterdir()))}.jsonl", responses=True),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+async def test_a_changed_file_of_the_archive_is_refused_in_one_line_and_not_opened(tmp_path, monkeypatch, use):
+    file = await archived_run(tmp_path)
+    use(tmp_path)
+    for name in ("laminar_py.ledger.archive", "laminar_py.audit.export"):
+        monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened, which can end the process"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    with pytest.raises(LedgerError, match=f"archive={file}: was changed since it was written; restore it"):
+        use(tmp_path)
+
+
+@pytest.mark.parametrize("use", [USES["show"], USES["resume"]], ids=["show", "resume"])
+async def test_a_response_that_the_archive_has_lost_is_not_taken_for_an_empty_one(tmp_path, use):
+    os.remove(await archived_run(tmp_path))
+    with pytest.raises(LedgerError, match=r"none of the 7 tokens of g[01]\.0 is there; restore it"):
+        use(tmp_path)
+
+
+async def test_each_file_of_the_archive_is_digested_once_by_an_audit_and_once_by_a_resume(tmp_path, monkeypatch):
+    async with open_ledger(tmp_path) as ledger:
+        await settle(ledger)
+        await ledger.archive(1)
+        for step, id in ((3, "g2.0"), (4, "g4.0")):
+            if id == "g4.0":
+                make_ready(ledger, id, spans=((1, 0, 7),), index=4)
+            ledger.append_all(consume(step, 1, id, staleness=step - 1))
+            await ledger.archive(step)
+    digested = []
+    whole = archive.file_digest
+    monkeypatch.setattr(archive, "file_digest", lambda path: digested.append(path) or whole(path))
+    with statements(monkeypatch) as asked:
+        verify(tmp_path)
+    assert sorted(digested) == archive_files(tmp_path)
+    assert len(archive_files(tmp_path)) == 3
+    assert not [text for text in scans_of_the_log(tmp_path / LEDGER_NAME, asked) if "archived" in text]
+    digested.clear()
+    assert len(recover(tmp_path, there=lambda one: one.step == 1).live) == 3
+    assert len(digested) == len(set(digested))

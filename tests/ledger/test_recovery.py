@@ -5,11 +5,13 @@ import pytest
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
+from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.ledger.recovery import recover
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Dropped,
     Interrupted,
+    RefillStopped,
     Relayed,
     Restamped,
     RolledBack,
@@ -31,9 +33,11 @@ from tests.ledger.runs import (
     open_ledger,
     recording,
     run_to,
+    score,
     tokens,
     undo_since,
 )
+from tests.ledger.scans import scans_of_the_log, statements
 
 
 async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
@@ -72,6 +76,33 @@ async def test_the_time_that_a_trajectory_has_used_comes_back(tmp_path):
     assert {live.id: live.used_s for live in recover(tmp_path).live} == {"g3.1": 6.5, "g3.2": 0.0}
 
 
+async def test_what_refill_has_seen_since_the_last_step_comes_back(tmp_path):
+    def drop(ledger, group, reward):
+        for sample in range(2):
+            issue(ledger, f"{group}.{sample}")
+            run_to(ledger, f"{group}.{sample}", [(0, 0, 5)])
+            score(ledger, f"{group}.{sample}", [(0, 0, 5)], reward=reward)
+        for sample in range(2):
+            ledger.append(Dropped(f"{group}.{sample}", DropReason.NO_SIGNAL))
+
+    def hollow(num_silent):
+        return RefillStopped(step=2, num_wanted=2, num_taken=0, num_silent=num_silent, num_best=0, num_worst=0)
+
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        drop(ledger, "g0", -1.0)
+        make_ready(ledger, "g1.0")
+        ledger.append_all(consume(1, 0, "g1.0"))
+        drop(ledger, "g2", 0.0)
+        drop(ledger, "g3", 2.0)
+        await ledger.commit()
+        assert recover(tmp_path).silent == (0.0, 2.0)
+        ledger.append(hollow(2))
+        drop(ledger, "g4", 0.5)
+    recovered = recover(tmp_path)
+    assert (recovered.silent, recovered.rewards) == ((0.5,), (-1.0, 2.0))
+
+
 async def test_recovery_knows_every_counter_of_the_run(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, versions=(0, 1, 2))
@@ -81,7 +112,7 @@ async def test_recovery_knows_every_counter_of_the_run(tmp_path):
         make_ready(ledger, "e0.0", kind=Kind.EVAL, index=900)
         make_ready(ledger, "e1.0", kind=Kind.EVAL, index=900)
     recovered = recover(tmp_path)
-    assert (recovered.incarnation, recovered.highest_version, recovered.checkpoint) == (2, 2, None)
+    assert (recovered.incarnation, recovered.checkpoint) == (2, None)
     assert (recovered.next_prompt, recovered.next_evaluation) == (8, 2)
     assert recovered.next_sample == {"g7": 3, "e0": 1, "e1": 1}
     assert recovered.events == ()
@@ -204,12 +235,11 @@ async def test_a_version_that_anybody_had_is_never_numbered_again(tmp_path, spok
         for event in spoken:  # and the learner dies before it says what it published
             ledger.append(event)
         assert (ledger.newest_version, ledger.newest_published) == (3, 1)
-        assert await ledger.unpublished() == [Published(3, "digest3", num_bytes, 0.0)]
-    assert recover(tmp_path).highest_version == 3
+        assert ledger.unpublished() == [Published(3, "digest3", num_bytes, 0.0)]
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, incarnation=2, versions=())
         assert (ledger.newest_version, ledger.newest_published) == (3, 1)
-        for orphan in await ledger.unpublished():
+        for orphan in ledger.unpublished():
             ledger.append(
                 VersionPublished(
                     version=orphan.version,
@@ -221,5 +251,28 @@ async def test_a_version_that_anybody_had_is_never_numbered_again(tmp_path, spok
                     stall_s=0.0,
                 )
             )
-        assert await ledger.unpublished() == []
+        assert ledger.unpublished() == []
     assert verify(tmp_path) == []
+
+
+async def test_a_resume_reads_the_log_once_for_ages_and_once_for_versions_and_a_dead_learner_not_at_all(
+    tmp_path, monkeypatch
+):
+    async with open_ledger(tmp_path) as ledger:
+        await run_past_its_checkpoint(ledger)
+        issue(ledger, "g9.0", index=9)
+        run_to(ledger, "g9.0", [(0, 0, 3)])
+        ledger.append(Interrupted(trajectory_id="g9.0", epoch=1, length=3, reason="stopped", used_s=4.0))
+        ledger.append(RELAYED)
+    path = tmp_path / LEDGER_NAME
+    with statements(monkeypatch) as asked:
+        assert [one.used_s for one in recover(tmp_path).live if one.id == "g9.0"] == [4.0]
+    (ages,) = scans_of_the_log(path, asked)
+    assert "stepped" in ages
+    with statements(monkeypatch) as asked:
+        async with open_ledger(tmp_path) as ledger:
+            (versions,) = scans_of_the_log(path, asked)
+            assert "relayed" in versions
+            asked.clear()
+            assert [one.version for one in ledger.unpublished()] == [3]
+            assert asked == []

@@ -45,7 +45,7 @@ class Scorers:
         detail = "" if failure is None else "KeyError: 4 (at mine.py:2)"
         return Score(trajectory_id=request.trajectory_id, value=value, failure=failure, detail=detail)
 
-    async def restart(self, index):
+    async def restart(self, index, counts):
         raise AssertionError(f"worker {index} was restarted")
 
 
@@ -64,6 +64,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         config=config,
         inputs=SimpleNamespace(first_of_tasks=prompts, heldout=[], tokenizer=tokenizer),
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
+        clock=SystemClock(),
     )
     scoring = Scoring(incarnation, scheduler=fleet.scheduler, say=told.append, end=ends.append)
     await scoring.start()
@@ -116,7 +117,7 @@ async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run
         fleet.unscored = rest
         await score_all(scoring, fleet)
         assert len(told) == 1
-        assert f"{STEP} of the last {STEP} responses could not be scored" in ends[0]
+        assert f"no response could be scored ({STEP} of {STEP} failed)" in ends[0]
         dropped = [event for event in fleet.log.events if isinstance(event, Dropped)]
         assert {event.reason for event in dropped} == {DropReason.REWARD_FAILED}, "each on record (law 6)"
 

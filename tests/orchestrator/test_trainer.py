@@ -1,6 +1,7 @@
 """The learner's loop with a real ledger, flow and checkpoints, and a learner that dies when the test says so."""
 
 import asyncio
+import re
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.audit.verify import verify
-from laminar_py.cluster.errors import PartDiedError, RunFailedError
+from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.ledger.database import SCHEMA_VERSION, reading
@@ -16,22 +17,24 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.evaluator import Evaluator
 from laminar_py.orchestrator.policies import packing
+from laminar_py.orchestrator.refill import MIN_CEILINGS
 from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import RunStarted
 from laminar_py.records.metrics import StepMetrics
+from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
 from laminar_py.telemetry.stats import Stats, read_totals
 from laminar_py.workers.specs import LearnerStarted, StepOutcome
 from laminar_py.workers.supervisor import Supervisor
-from tests.control.fleet import Fleet
+from tests.control.fleet import Fleet, settle
 from tests.ledger.runs import open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 SMALL = ("schedule=sync", "rollout.prompts_per_step=2", "rollout.group_size=2", "learner.checkpoint_every=1")
 
 
@@ -132,13 +135,21 @@ async def training(path, *settings, fails, admission):
             await trainer.close()
 
 
-async def generate(fleet, wanted=lambda: True, reward=lambda index: float(index % 2)):
-    """What is handed out is finished and scored at once, as long as that is wanted."""
+def by_place(group, index):
+    return float(index % 2)
+
+
+async def generate(fleet, wanted=lambda: True, reward=by_place):
+    """What is handed out is finished and scored at once, by group and place, as long as that is wanted."""
     while wanted():
         fleet.versions[0] = fleet.scheduler.book.newest_version
         await fleet.report(0)
         await fleet.finish_all(0)
-        await fleet.score_all(reward)
+        waiting, fleet.unscored = fleet.unscored, []
+        for trajectory in waiting:
+            group, index = trajectory.id[1:].split(".")
+            score = Score(trajectory_id=trajectory.id, value=reward(int(group), int(index)))
+            await fleet.scheduler.closing.on_score(score)
         await asyncio.sleep(0.001)
 
 
@@ -166,16 +177,40 @@ async def test_a_task_without_any_signal_ends_the_run_with_one_line_and_an_event
     async with training(tmp_path, "steps=9", fails={}, admission="sync") as (trainer, learner, fleet):
         book = fleet.scheduler.book
         book.settings = replace(book.settings, without_signal=WithoutSignal.REFILL)
-        async with generating(fleet, reward=lambda index: 0.0):
-            with pytest.raises(
-                RunFailedError, match=r"step 1, at rollout\.max_refill=4: 0 of 2 groups; \d+ others"
-            ) as told:
-                await asyncio.wait_for(trainer.run(), PATIENCE_S)
-        assert "100% hopeless" in str(told.value)
-        assert "\n" not in str(told.value)
-        assert learner.steps == 0
+        async with generating(fleet, reward=lambda group, index: float(group % 4 == 0)):
+            await asyncio.wait_for(trainer.run(), PATIENCE_S)
+        fault = trainer.fault
+        assert re.match(
+            r"step 1, \d+ times in a row at rollout\.max_refill=4: 0 of 2 groups; 10\d\d others", fault
+        )
+        assert "25% are solved (all rewards the best of the run), 75% hopeless" in fault
+        assert "\n" not in fault
+        assert (learner.steps, trainer.step) == (0, 0)
     with reading(tmp_path) as connection:
-        assert connection.execute("SELECT count(*) FROM event WHERE kind = 'refillstopped'").fetchone() == (1,)
+        (count,) = connection.execute("SELECT count(*) FROM event WHERE kind = 'refillstopped'").fetchone()
+    assert count >= MIN_CEILINGS
+    assert f"step 1, {count} times in a row" in fault
+    assert recover(tmp_path).rewards == (0.0, 1.0)
+    assert recover(tmp_path).silent == (), "what the last ceiling dropped counts for no step to come"
+
+
+@pytest.mark.parametrize("schedule", ["async", "one_step", "sync"])
+async def test_a_run_where_one_group_in_a_hundred_has_signal_goes_on_to_its_last_step(tmp_path, schedule):
+    def sparse(group, index):
+        return float(group % 100 == 40 and index == 1)
+
+    settings = ("steps=4", f"schedule={schedule}")
+    async with training(tmp_path, *settings, fails={}, admission=schedule) as (trainer, learner, fleet):
+        book = fleet.scheduler.book
+        book.settings = replace(book.settings, without_signal=WithoutSignal.REFILL)
+        async with generating(fleet, reward=sparse):
+            await asyncio.wait_for(trainer.run(), PATIENCE_S)
+        assert (trainer.fault, trainer.step, learner.steps) == (None, 4, 4)
+        assert book.next_prompt > 300, "one group a step, out of a hundred"
+    with reading(tmp_path) as connection:
+        (count,) = connection.execute("SELECT count(*) FROM event WHERE kind = 'refillstopped'").fetchone()
+    assert count > 4
+    assert verify(tmp_path) == []
 
 
 async def test_staleness_counts_steps_where_versions_are_fewer(tmp_path):
@@ -233,12 +268,18 @@ async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_pa
         assert trainer.step == 1
 
 
-async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_checkpoint(tmp_path, interrupted):
+    """Before it is asked to stop, or while it waits for the batch in hand."""
     async with training(tmp_path, "steps=9", fails={}, admission="sync") as (trainer, _, fleet):
         running = asyncio.create_task(trainer.run())
         await asyncio.wait_for(generate(fleet, wanted=lambda: trainer.step < 1), PATIENCE_S)
         await fleet.report(0)
         assert fleet.scheduler.book.groups, "a batch has begun, and is never completed"
+        if interrupted:
+            trainer.stop.set()
+            await settle()
+            assert not running.done()
         trainer.end("nothing can be scored")
         trainer.end("something else")
         await asyncio.wait_for(running, PATIENCE_S)

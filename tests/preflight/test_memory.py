@@ -16,14 +16,17 @@ from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.loading import load_config
 from laminar_py.config.lora import LoraConfig
 from laminar_py.config.model import ModelConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.losses import logprob
 from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.preflight.doctor import fit
 from laminar_py.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
 from laminar_py.preflight.model_shape import ModelShape, read_shape
+from laminar_py.preflight.survey import place
+from laminar_py.records.codec import encode
 from tests.learner.builders import make_learner, make_model_folder, make_sequences, pack
 from tests.preflight.test_doctor import doctor
-from tests.runs.fake_cluster import FakeCluster
+from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import REPO
 
 SHIPPED = ("math_7b_8gpu_tp1", "math_7b_8gpu_tp2", "math_7b_cluster")
@@ -233,7 +236,65 @@ def test_weights_that_one_gpu_cannot_hold_are_spread_over_more(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(large))
     line = memory_faults(config)[1]
     assert line.startswith("rollout.engine.tensor_parallel=1: a GPU of the engine needs ")
-    assert line.endswith("set it to 2")
+    assert line.endswith("set it to 2 and rollout.kv_capacity to 22000")
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "gpus"),
+    [
+        (28, 4, [1, 2, 4, 28]),
+        (32, 8, [1, 2, 4, 8, 16, 32]),
+        (40, 40, [1, 2, 4, 5, 8, 10, 20, 40]),
+        (6, 3, [1, 3, 6]),
+    ],
+)
+def test_a_model_is_divided_over_gpus_where_queries_and_keys_divide(heads, keys, gpus):
+    shape = ModelShape(
+        vocab_size=2, hidden_size=4, num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=keys
+    )
+    assert shape.divisions == gpus
+
+
+def engine_fault(folder, model, *settings, gpu_bytes=80e9):
+    config = shipped("math_7b_cluster", folder, "learner.world_size=64", "rollout.replicas=1", *settings)
+    (folder / "config.json").write_text(json.dumps(QWEN_7B | model))
+    lines = memory_faults(config, gpu_bytes=gpu_bytes)
+    return next((line for line in lines if "the engine" in line), None)
+
+
+def test_a_cache_that_cannot_hold_one_trajectory_does_not_fit(tmp_path):
+    cache = ["rollout.kv_capacity=null"]
+    large = {"num_hidden_layers": 117}  # 57 GB of weights, 0.24 MB a token
+    assert engine_fault(tmp_path, large, *cache) is None
+    longer = [*cache, "rollout.max_len=65536", "packer.max_tokens=65536"]
+    line = engine_fault(tmp_path, large, *longer)
+    told = (
+        r"rollout.engine.tensor_parallel=1: a GPU of the engine has room for \d{5} tokens of KV cache, less than"
+        r" rollout.max_len=65536; set it to 2"
+    )
+    assert re.fullmatch(told, line), line
+    assert engine_fault(tmp_path, large, *longer, "rollout.engine.tensor_parallel=2") is None
+
+
+def test_the_number_of_gpus_advised_divides_the_heads(tmp_path):
+    """Three would do, and 4 keys divide over 4."""
+    larger = {"num_hidden_layers": 330}
+    line = engine_fault(tmp_path, larger, "rollout.kv_capacity=null")
+    assert line.endswith("; set it to 4"), line
+    line = engine_fault(tmp_path, larger | {"num_key_value_heads": 28}, "rollout.kv_capacity=850000")
+    found = re.search(r"; set it to (\d+) and rollout.kv_capacity to (\d+)$", line)
+    advice = (f"rollout.engine.tensor_parallel={found[1]}", f"rollout.kv_capacity={found[2]}")
+    assert engine_fault(tmp_path, larger | {"num_key_value_heads": 28}, *advice) is None
+
+
+def test_a_length_that_no_number_of_gpus_holds_is_told_as_such(tmp_path):
+    longest = ["rollout.kv_capacity=null", "rollout.max_len=20000000", "packer.max_tokens=20000000"]
+    line = engine_fault(tmp_path, {}, *longest)
+    assert line.startswith("rollout.max_len=20000000: a GPU of the engine has room for ")
+    assert line.endswith(
+        "on any number of GPUs that the model's heads divide over; lower it, or serve a smaller model"
+    )
+    assert engine_fault(tmp_path, {"num_hidden_layers": 100_000}).startswith("rollout.max_len=17408: a GPU")
 
 
 def test_a_reference_inside_the_learner_counts_and_one_elsewhere_does_not(tmp_path):
@@ -292,3 +353,25 @@ def test_doctor_places_a_config_that_fits_and_refuses_the_one_that_does_not(tmp_
         assert bad.rows, "it is placed all the same"
         larger = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs, *two), gpu_bytes=141e9)
         assert not any("a GPU of" in line for line in larger.faults)
+
+
+async def test_a_run_that_its_gpus_cannot_hold_is_refused_with_the_line_of_the_doctor(tmp_path, monkeypatch):
+    two = ("learner.world_size=2", "rollout.replicas=6")
+    config = shipped("math_7b_8gpu_tp1", tmp_path, *two)
+    with joined(FakeCluster(8)):
+        with pytest.raises(ConfigError, match=re.escape(memory_faults(config)[0])):
+            await place(config)
+        await place(shipped("math_7b_8gpu_tp1", tmp_path))
+        monkeypatch.setattr("laminar_py.preflight.survey.smallest_gpu", lambda: encode(int(141e9)))
+        await place(config)
+
+
+async def test_on_cpus_no_gpu_is_asked_for_its_memory(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+
+    async def ask(seen):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("laminar_py.preflight.survey.gpu_bytes", ask)
+    with joined(FakeCluster(8)):
+        await place(load_config(REPO / "configs" / "quickstart.yaml", [f"model.path={tmp_path}"]))

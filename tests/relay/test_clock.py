@@ -37,7 +37,7 @@ async def test_a_broadcast_goes_on_undisturbed_while_the_clock_jumps_by_hours(
     events = Events()
     async with (
         growing(tmp_path, chain(3), parent_timeout_s=PATIENT_S, emit=events) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        Learner(tmp_path) as learner,
         running(leaf := subscriber(nodes[2], "replica-0")),
     ):
         jumping = asyncio.create_task(JumpyClock(monkeypatch).jump())
@@ -63,7 +63,7 @@ async def test_a_parent_that_is_gone_is_left_after_its_time_though_the_clock_jum
     events, clock = Events(), JumpyClock(monkeypatch)
     async with (
         growing(tmp_path, chain(3), parent_timeout_s=PATIENT_S, emit=events) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        Learner(tmp_path) as learner,
     ):
         await learner.publish(1)
         await events.first(VersionComplete, node="relay-2", version=1)

@@ -68,7 +68,7 @@ async def test_children_find_a_parent_revived_on_its_port(tmp_path: Path) -> Non
     root = make_node(tmp_path, "relay-0")
     async with running(root):
         child = make_node(tmp_path, "relay-1", root.endpoint, parent_timeout_s=20.0, emit=events)
-        async with running(child), Learner(tmp_path, root.endpoint) as learner:
+        async with running(child), Learner(tmp_path) as learner:
             await learner.publish(1)
             await events.first(VersionComplete, version=1)
             await root.close()
@@ -84,7 +84,7 @@ async def test_a_node_whose_parent_is_gone_for_good_turns_to_the_next_ancestor(t
     events = Events()
     async with (
         growing(tmp_path, chain(4), parent_timeout_s=0.3, emit=events) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        Learner(tmp_path) as learner,
     ):
         await learner.publish(1)
         await events.first(VersionComplete, node="relay-3", version=1)
@@ -97,7 +97,7 @@ async def test_a_node_whose_parent_is_gone_for_good_turns_to_the_next_ancestor(t
 
 async def test_a_node_returns_to_its_parent_when_that_is_back(tmp_path: Path) -> None:
     events = Events()
-    async with running(root := make_node(tmp_path, "relay-0")), Learner(tmp_path, root.endpoint) as learner:
+    async with running(root := make_node(tmp_path, "relay-0")), Learner(tmp_path) as learner:
         parent = make_node(tmp_path, "relay-1", root.endpoint)
         await parent.start()
         endpoint = parent.endpoint
@@ -162,6 +162,25 @@ async def test_a_node_killed_in_the_middle_starts_over_and_ends_right(tmp_path: 
             assert (await pull).digest == version.manifest.digest
         await asyncio.to_thread(process.kill)
     assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
+
+
+async def test_a_root_that_comes_back_at_another_port_is_told_by_the_publisher_and_followed(
+    tmp_path: Path,
+) -> None:
+    """It looks around too seldom to find what is published by itself."""
+    events = Events()
+    async with Learner(tmp_path) as learner, running(first := make_node(tmp_path, "relay-0")):
+        child = make_node(tmp_path, "relay-1", first.endpoint, emit=events)
+        async with running(child):
+            await learner.publish(1)
+            await events.first(VersionComplete, node="relay-1", version=1)
+            await first.close()
+            moved = make_node(tmp_path, "relay-0", parent_timeout_s=300.0)
+            async with running(moved):
+                child.follow([moved.endpoint])
+                await learner.publish(2)
+                await events.first(VersionComplete, node="relay-1", version=2)
+    assert ParentLost("relay-1", first.endpoint, moved.endpoint) in events.seen
 
 
 async def test_a_damaged_chunk_is_asked_for_again(tmp_path: Path) -> None:
@@ -325,7 +344,7 @@ async def test_the_planned_memory_holds_all_that_is_there_at_the_peak(tmp_path: 
             pytest.skip("mounting needs root on Linux")
         async with (
             growing(tmp_path, chain(2), keep_versions=2, emit=(events := Events())) as nodes,
-            Learner(tmp_path, nodes[0].endpoint) as learner,
+            Learner(tmp_path) as learner,
             running(replica := subscriber(nodes[1], "replica")),
         ):
             for version in range(1, 13):

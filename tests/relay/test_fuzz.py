@@ -212,7 +212,7 @@ async def survive(folder: Path, *, seed: int, num_frames: int) -> None:
     try:
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             group.create_task(replica.run())
-            async with Learner(folder, root.endpoint) as learner:
+            async with Learner(folder) as learner:
                 await learner.publish(1)
                 await replica.pull()
                 async with pulling(replica):

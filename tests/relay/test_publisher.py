@@ -32,7 +32,6 @@ from tests.relay.tree import CHUNK, KEYS, PATIENCE_S, folder_bytes, tensors
 
 RUN_PARTS = 2  # here, to be quick
 RUN_BYTES = RUN_PARTS * PART_BYTES  # what is hashed during the copy is cut into such runs
-NOBODY = "tcp://127.0.0.1:9"  # the discard port: no root there
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,7 @@ def publishing(
     adapter_config: bytes | None = None,
 ) -> Iterator[Publisher]:
     publisher = Publisher(
-        store, NOBODY, KEYS, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config
+        store, KEYS, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config
     )
     try:
         yield publisher

@@ -17,7 +17,6 @@ from laminar_py.relay.store.device_copy import NUM_BUFFERS, DeviceCopier, Tensor
 from laminar_py.relay.store.pages import Pages
 from laminar_py.relay.store.versions import SPARE
 
-NOBODY = "tcp://127.0.0.1:9"
 SIZES = (3, 40_000, 0, 16_384, 5, 16_385, 100_000)
 PIECE = 2**14
 
@@ -56,7 +55,7 @@ def pages(tmp_path: Path) -> Iterator[Pages]:
 
 @contextmanager
 def publishing(store: Path) -> Iterator[Publisher]:
-    publisher = Publisher(store, NOBODY, None)
+    publisher = Publisher(store, None)
     try:
         yield publisher
     finally:
@@ -189,7 +188,7 @@ class TestCuda:
     def test_tensors_in_main_memory_leave_cuda_alone(self, tmp_path: Path) -> None:
         code = (
             "import sys, torch; from pathlib import Path; from laminar_py.relay.publisher import Publisher\n"
-            f"publisher = Publisher(Path(sys.argv[1]), '{NOBODY}', None)\n"
+            "publisher = Publisher(Path(sys.argv[1]), None)\n"
             "publisher.publish(1, [('t', torch.ones(9))]); publisher.completed(1); publisher.close(linger_s=0)\n"
             "sys.exit(torch.cuda.is_initialized())"
         )

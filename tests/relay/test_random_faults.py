@@ -84,7 +84,7 @@ async def survive(folder: Path, voyage: Voyage, seed: int) -> None:
         if not mounted:
             warnings.warn(f"without {Fault.FULL.value}: mounting needs root on Linux", stacklevel=1)
         async with fleet(folder, rng, voyage.tree) as ships:
-            async with Learner(folder, ships.members[0].endpoint) as learner:
+            async with Learner(folder) as learner:
                 plan = faults(rng, voyage.publishes // voyage.per_fault, mounted=mounted)
                 await publish_all(ships, learner, rng, voyage, plan)
                 await ships.settle("stuck", ships.behind)

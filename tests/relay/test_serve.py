@@ -40,7 +40,7 @@ def test_a_tree_by_hand_carries_a_version(tmp_path: Path) -> None:
     write_keys(tmp_path / "keys")
     root = Served("root", tmp_path)
     leaf = Served("leaf", tmp_path, "--parent", root.endpoint)
-    publisher = Publisher(tmp_path / "root", root.endpoint, read_keys(tmp_path / "keys"))
+    publisher = Publisher(tmp_path / "root", read_keys(tmp_path / "keys"))
     publisher.publish(7, tensors(7))
     publisher.close(linger_s=30)
     assert root.line().startswith("version 7 complete")

@@ -43,7 +43,7 @@ async def test_latest_waits_for_the_first_version_and_wait_newer_for_a_newer_one
     async with (
         running(root := make_node(tmp_path, "relay-0")),
         running(replica := subscriber(root, "replica")),
-        Learner(tmp_path, root.endpoint) as learner,
+        Learner(tmp_path) as learner,
         asyncio.TaskGroup() as group,
     ):
         latest, newer = group.create_task(replica.latest()), group.create_task(replica.wait_newer(1))
@@ -58,7 +58,7 @@ async def test_a_pulled_version_is_held_until_the_next_pull(tmp_path: Path) -> N
     events = Events()
     root = make_node(tmp_path, "relay-0", keep_versions=1, emit=events)
     async with running(root), running(replica := subscriber(root, "replica")):
-        async with Learner(tmp_path, root.endpoint) as learner:
+        async with Learner(tmp_path) as learner:
             for version in (1, 2, 3):
                 await learner.publish(version)
                 await events.first(VersionComplete, version=version)
@@ -151,6 +151,16 @@ async def test_a_pull_outlives_the_node_it_was_put_to(tmp_path: Path) -> None:
         pull = group.create_task(replica.pull())
         write_version(tmp_path / "relay-0", 1, CHUNK)
         async with running(make_node(tmp_path, "relay-0", port=int(node.endpoint.rpartition(":")[2]))):
+            assert (await pull).version == 1
+
+
+async def test_a_subscriber_that_is_told_of_another_port_puts_its_question_there(tmp_path: Path) -> None:
+    async with running(node := make_node(tmp_path, "relay-0")), running(silent := make_node(tmp_path, "silent")):
+        replica = subscriber(silent, "replica")
+        write_version(tmp_path / "relay-0", 1, CHUNK)
+        async with running(replica), asyncio.TaskGroup() as group:
+            pull = group.create_task(replica.pull())
+            replica.attach(node.endpoint)
             assert (await pull).version == 1
 
 

@@ -28,7 +28,7 @@ async def test_every_subscriber_of_a_tree_gets_the_published_bytes(tmp_path: Pat
     async with growing(tmp_path, binary(7)) as nodes:
         subscribers = [subscriber(node, f"replica-{number}") for number, node in enumerate(nodes)]
         async with running(*subscribers):
-            async with Learner(tmp_path, nodes[0].endpoint, shard_bytes=400_000) as learner:
+            async with Learner(tmp_path, shard_bytes=400_000) as learner:
                 published = await learner.publish(1, 900_000)
             pulled = [await one.pull() for one in subscribers]
     wanted = folder_bytes(tmp_path / "relay-0" / "v1")
@@ -41,7 +41,7 @@ async def test_every_subscriber_of_a_tree_gets_the_published_bytes(tmp_path: Pat
 
 async def test_each_node_says_from_which_parent_it_got_a_version(tmp_path: Path) -> None:
     events = Events()
-    async with growing(tmp_path, chain(3), emit=events) as nodes, Learner(tmp_path, nodes[0].endpoint) as learner:
+    async with growing(tmp_path, chain(3), emit=events) as nodes, Learner(tmp_path) as learner:
         await learner.publish(1)
         for node, parent in ((0, ""), (1, nodes[0].endpoint), (2, nodes[1].endpoint)):
             assert (await events.first(VersionComplete, node=f"relay-{node}", version=1)).parent == parent
@@ -49,7 +49,7 @@ async def test_each_node_says_from_which_parent_it_got_a_version(tmp_path: Path)
 
 async def test_a_delivered_version_loads_as_the_tensors_that_were_published(tmp_path: Path) -> None:
     async with growing(tmp_path, chain(3)) as nodes, running(replica := subscriber(nodes[2], "replica")):
-        async with Learner(tmp_path, nodes[0].endpoint) as learner:
+        async with Learner(tmp_path) as learner:
             await learner.publish(4)
         pulled = await replica.pull()
     loaded = load_file(Path(pulled.path) / "model-00001.safetensors")
@@ -108,14 +108,14 @@ async def test_a_late_joiner_gets_the_newest_version(tmp_path: Path) -> None:
 async def test_a_node_keeps_the_newest_versions(tmp_path: Path) -> None:
     events = Events()
     async with (
-        growing(tmp_path, chain(2), emit=events, keep_versions=2) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        growing(tmp_path, chain(2), emit=events, keep_versions=2),
+        Learner(tmp_path) as learner,
     ):
         for number in (1, 2, 3):
             await learner.publish(number)
             await events.first(VersionComplete, node="relay-1", version=number)
     for name in ("relay-0", "relay-1"):
-        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [SPARE, "v2", "v3"]
+        assert sorted(path.name for path in (tmp_path / name).iterdir() if path.is_dir()) == [SPARE, "v2", "v3"]
 
 
 async def test_credits_bound_what_a_parent_sends(tmp_path: Path) -> None:

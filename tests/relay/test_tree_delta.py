@@ -54,8 +54,8 @@ def assert_equal(folder: Path, nodes: int, version: int) -> None:
 async def test_what_did_not_change_does_not_travel(tmp_path: Path) -> None:
     events, first = Events(), tensors(1, BIG)
     async with (
-        growing(tmp_path, chain(3), emit=events) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        growing(tmp_path, chain(3), emit=events),
+        Learner(tmp_path) as learner,
     ):
         await publish(learner, 1, first)
         full = await complete(events, 3, 1)
@@ -70,8 +70,8 @@ async def test_what_did_not_change_does_not_travel(tmp_path: Path) -> None:
 async def test_weights_that_changed_everywhere_travel_as_they_are(tmp_path: Path) -> None:
     events = Events()
     async with (
-        growing(tmp_path, chain(2), emit=events) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        growing(tmp_path, chain(2), emit=events),
+        Learner(tmp_path) as learner,
     ):
         for version in (1, 2):
             await publish(learner, version, tensors(version, BIG))
@@ -84,7 +84,7 @@ async def test_a_node_without_the_base_gets_all_of_it_from_a_parent_that_got_a_d
     events, first = Events(), tensors(1, BIG)
     async with (
         growing(tmp_path, chain(2), emit=events) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        Learner(tmp_path) as learner,
     ):
         await publish(learner, 1, first)
         await complete(events, 2, 1)
@@ -100,8 +100,8 @@ async def test_a_node_without_the_base_gets_all_of_it_from_a_parent_that_got_a_d
 async def test_layouts_that_differ_make_no_delta(tmp_path: Path) -> None:
     events = Events()
     async with (
-        growing(tmp_path, chain(2), emit=events) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        growing(tmp_path, chain(2), emit=events),
+        Learner(tmp_path) as learner,
     ):
         await publish(learner, 1, tensors(1, BIG))
         await complete(events, 2, 1)
@@ -141,7 +141,7 @@ async def test_a_child_that_asks_for_no_delta_gets_none(tmp_path: Path) -> None:
     first = tensors(1, BIG)
     async with running(root := make_node(tmp_path, "relay-0")), ByHand() as hand:
         child = await hand.child(root.endpoint)
-        async with Learner(tmp_path, root.endpoint) as learner:
+        async with Learner(tmp_path) as learner:
             await publish(learner, 1, first)
             await publish(learner, 2, changed(first, every=100))
             announce = await receive(child, Announce)

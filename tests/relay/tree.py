@@ -106,9 +106,9 @@ async def growing(folder: Path, topology: Topology, **settings: object) -> Async
 class Learner:
     """A publisher in a thread of its own: in a run it is in another process than the root."""
 
-    def __init__(self, folder: Path, root_endpoint: str, **settings: object) -> None:
+    def __init__(self, folder: Path, **settings: object) -> None:
         chosen = {"chunk_bytes": CHUNK, **settings}
-        self.publisher = Publisher(folder / "relay-0", root_endpoint, KEYS, **chosen)
+        self.publisher = Publisher(folder / "relay-0", KEYS, **chosen)
 
     async def __aenter__(self) -> "Learner":
         return self

@@ -1,13 +1,18 @@
 """Failed scores: which are told, how they are counted, and when they end a run. Trials of a reward before RL."""
 
+import random
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Prompt
-from laminar_py.reward.failures import FEWEST, ScoreFailures
+from laminar_py.reward.failures import FEWEST, MIXED_STEPS, NEARLY_ALL, OUTAGE_S, ScoreFailures
 from laminar_py.reward.trial import trials
 
 STEP = 64
@@ -19,19 +24,31 @@ def scored(value: float | None, *, reason: DropReason = DropReason.REWARD_FAILED
     return Score(trajectory_id="g0.0", value=None, failure=reason, detail=detail)
 
 
-def judge(*values: float | None, reason: DropReason = DropReason.REWARD_FAILED, step: int = STEP) -> str | None:
+def judge(
+    *values: float | None,
+    reason: DropReason = DropReason.REWARD_FAILED,
+    step: int = STEP,
+    every_s: float = 1.0,
+    trained: Callable[[int], bool] = lambda index: True,
+    trial: float | None = None,
+) -> tuple[str | None, int]:
+    """The fault of a run whose rewards these are, one every so many seconds, and how many had come by then."""
     failures = ScoreFailures("mine.py:score", step=step)
-    faults = []
-    for value in values:
-        failures.add(scored(value, reason=reason), task="", trains=True)
-        faults.append(failures.fault)
-    return next((fault for fault in faults if fault), None)
+    failures.tried(scored(trial))
+    for index, value in enumerate(values):
+        score = scored(value, reason=reason)
+        failures.add(score, task="", trains=trained(index), now_s=index * every_s)
+        if failures.fault is not None:
+            return failures.fault, index + 1
+    return None, len(values)
 
 
 def test_the_first_failure_of_each_task_and_reason_is_told_with_what_the_worker_says() -> None:
     failures = ScoreFailures("mine.py:score", step=STEP)
     said = [
-        failures.add(scored(value, reason=reason, detail="ValueError: no (at mine.py:3)"), task=task, trains=True)
+        failures.add(
+            scored(value, reason=reason, detail="ValueError: no (at mine.py:3)"), task=task, trains=True, now_s=0.0
+        )
         for value, reason, task in (
             (1.0, None, "add"),
             (None, DropReason.REWARD_FAILED, "add"),
@@ -48,50 +65,125 @@ def test_the_first_failure_of_each_task_and_reason_is_told_with_what_the_worker_
 
 
 @pytest.mark.parametrize("reason", [DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT])
-def test_a_step_of_which_nearly_all_fails_ends_the_run_and_not_one_response_sooner(reason) -> None:
-    assert judge(*[None] * (STEP - 1), reason=reason) is None
-    fault = judge(*[None] * STEP, reason=reason)
+def test_a_first_step_of_which_nothing_is_scored_ends_the_run_and_not_one_response_sooner(reason) -> None:
+    fault, count = judge(*[None] * 2 * STEP, reason=reason)
     assert fault is not None
-    assert fault.startswith(
-        f"reward.function=mine.py:score: {STEP} of the last {STEP} responses could not be scored"
+    assert count == STEP
+    assert fault == (
+        f"reward.function=mine.py:score: no response could be scored ({STEP} of {STEP} failed), the last: None;"
+        " mend it and go on with --resume"
     )
-    assert fault.endswith("the last: None; mend it and go on with --resume")
-    assert judge(*[None] * (FEWEST - 1), step=2) is None, "two failures are no sign, however small a step is"
+    assert judge(*[None] * FEWEST, step=2)[1] == FEWEST, "two failures are no sign, however small a step is"
 
 
-def test_a_run_that_scores_most_goes_on_whatever_else_fails() -> None:
-    assert judge(*[1.0, 0.0, None, None] * STEP) is None
-    assert judge(*[1.0, 0.0] * STEP, *[None] * (STEP // 2)) is None
+@settings(deadline=None)
+@given(good=st.integers(1, 3 * STEP), seed=st.integers(0, 2**32 - 1))
+def test_nearly_all_failing_for_longer_than_an_outage_ends_the_run(good: int, seed: int) -> None:
+    draw = random.Random(seed)
+    failing = [1.0 * draw.getrandbits(1) if draw.random() < 0.02 else None for _ in range(6 * STEP)]
+    fault, count = judge(*[1.0, 0.0] * good, *failing, every_s=OUTAGE_S / STEP, reason=DropReason.REWARD_TIMEOUT)
+    if fault is None:  # by chance more was scored
+        assert sum(value is not None for value in failing) > (1 - NEARLY_ALL) * STEP
+    else:
+        assert count > 2 * good + STEP
+        assert f"for {OUTAGE_S:g} s nearly no response could be scored" in fault
 
 
-def test_a_reward_without_a_value_for_wrong_answers_ends_the_run() -> None:
-    fault = judge(*[1.0, None, 1.0, 1.0] * STEP)
+@settings(deadline=None)
+@given(right=st.floats(0.05, 0.6), seed=st.integers(0, 2**32 - 1), trial=st.sampled_from([1.0, None]))
+def test_a_reward_without_a_value_for_wrong_answers_ends_the_run(right: float, seed: int, trial) -> None:
+    draw = random.Random(seed)
+    fault, count = judge(*[1.0 if draw.random() < right else None for _ in range(100 * STEP)], trial=trial)
     assert fault is not None
-    assert "48 of the last 192 responses could not be scored, and all others got 1, which teaches nothing" in fault
+    ends = ("and all others got 1, which teaches nothing", "nearly no response", "no response could be scored")
+    assert any(end in fault for end in ends)
+    if count == MIXED_STEPS * STEP:
+        assert "a third or more could not be scored" in fault
+
+
+HEALTHY = {
+    "sparse": lambda draw, share: 0.0,
+    "sparse, below zero": lambda draw, share: -1.0,
+    "solved": lambda draw, share: 1.0,
+    "learning": lambda draw, share: float(draw.random() < share),
+    "graded": lambda draw, share: draw.random(),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(HEALTHY)),
+    flaky=st.floats(0, 0.1),
+    share=st.floats(0.1, 0.9),
+    outage=st.integers(0, 100 * STEP),
+    step=st.sampled_from([2, STEP, 4 * STEP]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_healthy_run_goes_on_whatever_it_learns_and_however_its_verifier_fails(
+    kind, flaky, share, outage, step, seed
+) -> None:
+    """One tenth of the scores fail at random, and all in an outage that is shorter than the limit less a step."""
+    draw = random.Random(seed)
+    values = [None if draw.random() < flaky else HEALTHY[kind](draw, share) for _ in range(60 * max(step, FEWEST))]
+    size = max(step, FEWEST)
+    length = 40 * size
+    start = size + outage % (19 * size)
+    values[0] = HEALTHY[kind](draw, share)
+    values[start : start + length] = [None] * length
+    assert judge(*values, step=step, every_s=OUTAGE_S / (length + size)) == (None, len(values))
 
 
 def test_equal_rewards_beside_some_time_outs_end_nothing() -> None:
-    assert judge(*[0.0, None, 0.0, 0.0] * STEP, reason=DropReason.REWARD_TIMEOUT) is None
-    assert judge(*[0.0] * 4 * STEP) is None
+    values = [1.0, None, 1.0, None] * STEP
+    assert judge(*values, reason=DropReason.REWARD_TIMEOUT)[0] is None
+    assert judge(*values)[0] is not None
+    assert judge(*[1.0] * 4 * STEP)[0] is None
 
 
 def test_equal_rewards_with_columns_beside_failures_end_nothing() -> None:
     failures = ScoreFailures("mine.py:score", step=STEP)
     columns = {"teacher_logprobs": TokenValues(Dtype.FLOAT32, b"")}
-    for value in [0.0, None, 0.0, 0.0] * STEP:
-        given = msgspec.structs.replace(scored(value), columns={} if value is None else columns)
-        failures.add(given, task="", trains=True)
+    for value in [1.0, None] * 2 * STEP:
+        score = msgspec.structs.replace(scored(value), columns={} if value is None else columns)
+        failures.add(score, task="", trains=True, now_s=0.0)
         assert failures.fault is None, "a teacher teaches whatever the value is"
 
 
-def test_evaluations_count_for_failures_and_not_for_what_teaches() -> None:
+def test_evaluations_are_counted_and_told_and_end_nothing() -> None:
     failures = ScoreFailures("mine.py:score", step=STEP)
-    for value in [1.0, None, 1.0] * 3 * STEP:
-        failures.add(scored(value), task="", trains=False)
+    lines = [failures.add(scored(None), task="", trains=False, now_s=0.0) for _ in range(4 * STEP)]
     assert failures.fault is None
-    for _ in range(STEP):
-        failures.add(scored(None), task="", trains=False)
-    assert failures.fault is not None
+    assert sum(line is not None for line in lines) == 1
+    assert failures.text.startswith(f"{4 * STEP} of {4 * STEP}")
+
+
+def test_a_value_of_an_evaluation_or_a_trial_tells_a_solved_run_from_failing_wrong_answers() -> None:
+    values = [1.0, None, 1.0, None] * STEP
+    assert judge(*values, trial=0.0)[0] is None
+    assert judge(0.0, *values, trained=lambda index: index > 0)[0] is None
+    assert judge(*values, trial=1.0)[0] is not None
+
+
+def test_an_outage_is_told_as_it_begins_and_again_each_minute_until_scores_come() -> None:
+    failures = ScoreFailures("mine.py:score", step=STEP)
+
+    def step(value: float | None, now_s: float) -> str | None:
+        lines = [failures.add(scored(value), task="", trains=True, now_s=now_s) for _ in range(STEP)]
+        return lines[-1]
+
+    assert step(1.0, 0) is None
+    assert not failures.is_outage
+    assert step(None, 10) == (
+        "reward.function=mine.py:score: nearly all responses fail, the last: None; waiting, and the run"
+        " ends in 600 s"
+    )
+    assert failures.is_outage
+    assert step(None, 30) is None
+    assert (step(None, 80) or "").endswith("the run ends in 530 s")
+    step(0.0, 90)
+    assert not failures.is_outage
+    assert (step(None, 605) or "").endswith("the run ends in 600 s"), "another outage"
+    assert failures.fault is None
 
 
 def test_a_reward_is_tried_on_the_answer_and_on_nothing_of_each_prompt() -> None:

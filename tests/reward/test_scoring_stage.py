@@ -1,18 +1,23 @@
 """The scoring stage, before scorers in the same loop and before real processes that hang and die."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 
 from laminar_py.records.protocols import Scorer
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import Begun, Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.reward.stage import LIVES, ScoringStage, WorkerDiedError
+from laminar_py.reward.worker import SLICE_S
 from tests.reward.scoring_process import TIMEOUT_S, ScoringProcess
+from tests.virtual_time import virtually
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
+LIMIT_S = 10.0
 
 
 def make_requests(*responses: str) -> list[ScoringRequest]:
@@ -62,7 +67,7 @@ class Inbox:
         return {score.trajectory_id: score for score in self.scores}
 
 
-async def no_restart(index: int) -> Scorer:
+async def no_restart(index: int, counts: bool) -> Scorer:
     raise AssertionError(f"worker {index} was restarted")
 
 
@@ -73,15 +78,16 @@ def make_stage(
     batch: int = 4,
     queue: int = 64,
     wanted: Callable[[str], bool] = lambda name: True,
+    restart: Callable[[int, bool], Awaitable[Scorer]] = no_restart,
 ) -> ScoringStage:
     return ScoringStage(
         workers,
         batch=batch,
-        timeout_s=PATIENCE_S,
+        timeout_s=LIMIT_S,
         queue=queue,
         wanted=wanted,
         deliver=inbox.deliver,
-        restart=no_restart,
+        restart=restart,
     )
 
 
@@ -173,9 +179,11 @@ class Fleet:
     def __init__(self) -> None:
         self.processes: list[ScoringProcess] = []
         self.restarts = 0
+        self.deaths = 0  # of those, which count
 
-    async def restart(self, index: int) -> Scorer:
+    async def restart(self, index: int, counts: bool) -> Scorer:
         self.restarts += 1
+        self.deaths += counts
         await self.processes[index].kill()
         self.processes[index] = await ScoringProcess.start()
         return self.processes[index]
@@ -202,20 +210,20 @@ async def real_stage(inbox: Inbox) -> AsyncIterator[tuple[ScoringStage, Fleet]]:
         await fleet.processes[0].kill()
 
 
-async def judge(*responses: str) -> tuple[list[Score], int]:
-    """The scores of one batch in order, and how many workers it took beyond the first."""
+async def judge(*responses: str) -> tuple[list[Score], Fleet]:
+    """The scores of one batch in order, and the fleet, which counts the workers that it took beyond the first."""
     inbox = Inbox()
     async with real_stage(inbox) as (stage, fleet):
         for request in make_requests(*responses):
             stage.submit(request)
         scores = await inbox.wait(len(responses))
-    return [scores[f"g0.{index}"] for index in range(len(responses))], fleet.restarts
+    return [scores[f"g0.{index}"] for index in range(len(responses))], fleet
 
 
 async def test_a_loop_in_python_costs_its_own_trajectory_and_no_worker() -> None:
-    scores, restarts = await judge("1", "spin", "2")
+    scores, fleet = await judge("1", "spin", "2")
     assert [score.value for score in scores] == [1.0, None, 2.0]
-    assert (scores[1].failure, restarts) == (DropReason.REWARD_TIMEOUT, 0)
+    assert (scores[1].failure, fleet.restarts) == (DropReason.REWARD_TIMEOUT, 0)
 
 
 async def test_each_that_takes_too_long_is_told_at_once_and_not_after_its_batch() -> None:
@@ -227,16 +235,97 @@ async def test_each_that_takes_too_long_is_told_at_once_and_not_after_its_batch(
     assert (arrived, fleet.restarts) == ([2, 3, 4, 5, 6], 0)
 
 
-async def test_a_hang_beyond_python_drops_only_the_guilty_and_replaces_the_worker() -> None:
-    scores, restarts = await judge("1", "hang", "2")
-    assert [score.value for score in scores] == [1.0, None, 2.0]
-    assert (scores[1].failure, restarts) == (DropReason.REWARD_TIMEOUT, 2)
+@pytest.mark.parametrize("kind", ["hang", "hold"])
+async def test_a_hang_that_nothing_interrupts_drops_the_guilty_alone_and_is_no_death(kind: str) -> None:
+    scores, fleet = await judge("1", kind, "2", "3")
+    assert [score.value for score in scores] == [1.0, None, 2.0, 3.0]
+    assert (scores[1].failure, fleet.restarts, fleet.deaths) == (DropReason.REWARD_TIMEOUT, 1, 0)
+    assert re.search(
+        r"reward.timeout_s=0.2, nor could it be stopped \(at .*scoring_process.py:\d+\)", scores[1].detail
+    )
 
 
 async def test_a_request_that_kills_its_workers_is_dropped_and_the_others_are_scored() -> None:
-    scores, restarts = await judge("1", "die", "2")
+    scores, fleet = await judge("1", "die", "2")
     assert [score.value for score in scores] == [1.0, None, 2.0]
-    assert (scores[1].failure, restarts) == (DropReason.REWARD_FAILED, 1 + LIVES)
+    assert (scores[1].failure, fleet.restarts, fleet.deaths) == (DropReason.REWARD_FAILED, LIVES, LIVES)
+
+
+class Stuck(GatedScorer):
+    """Hangs over the third of a batch, or has begun nothing that anybody knows."""
+
+    def __init__(self, begun: Begun | None) -> None:
+        super().__init__()
+        self._begun = begun
+
+    def begun(self) -> Begun | None:
+        return self._begun
+
+
+class Restarts:
+    """Puts workers in the place of those that are gone, in order; `counted` says which were deaths."""
+
+    def __init__(self, *workers: Scorer) -> None:
+        self._workers = iter(workers)
+        self.counted: list[bool] = []
+        self.last_s = 0.0
+
+    async def restart(self, index: int, counts: bool) -> Scorer:
+        self.counted.append(counts)
+        self.last_s = asyncio.get_running_loop().time()
+        return next(self._workers)
+
+
+def open_scorer() -> GatedScorer:
+    scorer = GatedScorer()
+    scorer.gate.set()
+    return scorer
+
+
+def test_the_limit_is_that_of_one_response_however_large_the_batch() -> None:
+    inbox, restarts = Inbox(), Restarts(open_scorer())
+
+    async def hang() -> None:
+        stage = make_stage([Stuck(Begun("g0.2"))], inbox, batch=64, restart=restarts.restart)
+        for request in make_requests(*"abcdefgh" * 8):
+            stage.submit(request)
+        async with running(stage):
+            await inbox.wait(64)
+
+    virtually(hang())
+    assert [score.trajectory_id for score in inbox.scores if score.value is None] == ["g0.2"]
+    assert restarts.counted == [False]
+    assert restarts.last_s == SLICE_S + LIMIT_S + 3.0
+
+
+def test_a_worker_that_hangs_over_none_of_its_batch_is_a_death_and_drops_nothing() -> None:
+    inbox, restarts = Inbox(), Restarts(Stuck(None), open_scorer())
+
+    async def hang() -> None:
+        stage = make_stage([Stuck(Begun("another"))], inbox, restart=restarts.restart)
+        for request in make_requests("a", "b"):
+            stage.submit(request)
+        async with running(stage):
+            await inbox.wait(2)
+
+    virtually(hang())
+    assert all(score.value is not None for score in inbox.scores)
+    assert restarts.counted == [True, True]
+
+
+async def test_what_a_slow_worker_leaves_over_is_not_sent_again_and_again() -> None:
+    class Slow(GatedScorer):
+        async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+            return (await super().score(requests))[:1]
+
+    scorer, inbox = Slow(), Inbox()
+    scorer.gate.set()
+    stage = make_stage([scorer], inbox, batch=8)
+    for request in make_requests(*"abcdefgh"):
+        stage.submit(request)
+    async with running(stage):
+        await inbox.wait(8)
+    assert [len(batch) for batch in scorer.batches] == [8, 2, 2, 2, 2, 2, 2, 1]
 
 
 async def test_requests_of_a_worker_that_was_killed_are_scored_again() -> None:
@@ -254,6 +343,9 @@ async def test_an_error_of_the_restart_ends_the_stage() -> None:
     class Dead:
         async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
             raise WorkerDiedError
+
+        def begun(self) -> None:
+            return None
 
     stage = make_stage([Dead()], Inbox())
     stage.submit(make_requests("1")[0])

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -77,6 +78,20 @@ def test_only_the_trajectory_that_takes_too_long_is_dropped() -> None:
     )
     assert "reward.timeout_s=0.1" in scores[1].detail
     assert scores[1].elapsed_s >= 0.1
+
+
+def test_slow_rewards_are_told_one_by_one_and_no_response_is_read_before_it_is_begun(monkeypatch) -> None:
+    monkeypatch.setattr(worker, "SLICE_S", 0.0)
+    requests = iter([make_request("1", index=index) for index in range(3)])
+    begun: list[str] = []
+
+    def begin(name: str) -> nullcontext:
+        begun.append(name)
+        return nullcontext()
+
+    scores = ScoringWorker(lambda request: 1.0, timeout_s=30.0, begin=begin).score(requests)
+    assert ([scored.trajectory_id for scored in scores], begun) == (["g0.0"], ["g0.0"])
+    assert len(list(requests)) == 2
 
 
 def test_catastrophic_backtracking_is_interrupted() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -35,11 +36,17 @@ class TrainProcess:
     """`laminar train` of a config, the quickstart's for one, with small settings; ends with its test."""
 
     def __init__(
-        self, folder: Path, *settings: str, resume: bool = False, config: Path = REPO / "configs/quickstart.yaml"
+        self,
+        folder: Path,
+        *settings: str,
+        resume: bool = False,
+        config: Path = REPO / "configs/quickstart.yaml",
+        small: Sequence[str] | None = None,
     ):
         self.folder = folder
-        where = ["name=small", f"runs={folder}", f"warm_start.cache={folder / 'warm'}"]
-        command = [LAMINAR, "train", str(config), *SMALL, *where, *settings, *(["--resume"] if resume else [])]
+        given = [*SMALL, f"warm_start.cache={folder / 'warm'}"] if small is None else small
+        where = ["name=small", f"runs={folder}"]
+        command = [LAMINAR, "train", str(config), *given, *where, *settings, *(["--resume"] if resume else [])]
         self.process = subprocess.Popen(
             command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

@@ -16,7 +16,7 @@ from laminar_py.orchestrator.checkpoints import find_checkpoint
 from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions
 
-STEPS = 6
+STEPS = 4
 LEARNED = (
     "step",
     "reward",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
-from laminar_py.ledger.archive import find_payload
+from laminar_py.ledger.archive import StoredResponses
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import ALONE, REPO, TrainProcess
@@ -39,5 +39,6 @@ def test_a_mixture_learns_with_the_experts_that_its_tokens_were_routed_to(tmp_pa
     consumed = list(listing(train.run, Filters(status=Status.CONSUMED, kind=Kind.TRAIN)))
     assert consumed
     with reading(train.run) as connection:
+        responses = StoredResponses(train.run, connection)
         for row in consumed:  # some are archived
-            assert find_payload(train.run, connection, row).routed_experts is not None, row.id
+            assert responses.of(row).routed_experts is not None, row.id

@@ -23,9 +23,9 @@ from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
-from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.recovery import recover
+from laminar_py.ledger.recovery import recover, unpublished
 from laminar_py.packing.balance import attention_share, fit, make_entry
 from laminar_py.packing.packer import assign, pack, step_terms
 from laminar_py.packing.stage import Packing
@@ -212,6 +212,9 @@ class Left:
         if loses_checkpoint and self.step:
             lost = self.step
             self.state = recover(run, there=lambda checkpoint: checkpoint.step != lost)
+        with reading(run) as connection:
+            (published,) = connection.execute("SELECT coalesce(max(version), -1) FROM version").fetchone()
+            self.highest_version = max((one.version for one in unpublished(connection)), default=published)
 
     @property
     def incarnation(self) -> int:
@@ -236,7 +239,7 @@ class Left:
             state.incarnation,
             self.step,
             self.version,
-            state.highest_version,
+            self.highest_version,
             state.next_prompt,
             state.next_evaluation,
             plain(state.next_sample),
@@ -690,7 +693,7 @@ class Control:
 
     async def adopt_versions(self, *, step: int, incarnation: int) -> int:
         """Put on record what replicas have and a dead controller did not come to say; the newest version."""
-        for orphan in await self.ledger.unpublished():
+        for orphan in self.ledger.unpublished():
             self.published(orphan.version, step=step, parent=None, incarnation=incarnation)
             self.scheduler.book.ages.published(orphan.version)
         return self.ledger.newest_version

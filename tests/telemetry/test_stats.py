@@ -6,7 +6,7 @@ import math
 import msgspec
 
 from laminar_py.analytics.read.samples import read_samples
-from laminar_py.ledger.row_files import append_row
+from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.telemetry.stats import read_totals
 from laminar_py.telemetry.tracking import flat_row
 from tests.telemetry.rows import make_rows
@@ -30,15 +30,16 @@ def test_a_metric_that_is_not_finite_is_named_once_and_the_run_resumes_and_repor
 
 def test_a_row_that_was_torn_costs_itself_alone_when_a_run_resumes(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    first, second = make_rows(1.0, 1.0)
-    with path.open("ab") as file:
+    first, second, third = make_rows(1.0, 1.0, 1.0)
+    with open_rows(path) as file:
         append_row(file, first)
         file.write(b'{"step": 2, "rl')
     assert read_totals(path, 2) == read_totals(path, 1)
-    with path.open("ab") as file:
-        append_row(file, second)
-        append_row(file, second)
-    assert [row.step for row in read_samples(tmp_path).steps] == [1, 2]
+    for row in (second, third):
+        with open_rows(path) as file:
+            append_row(file, row)
+    assert [row.step for row in read_samples(tmp_path).steps] == [1, 2, 3]
+    assert path.read_bytes().count(b"\n") == 4
 
 
 def test_a_line_has_its_own_fields_first_and_none_that_is_not_known(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.placement import Place
 from laminar_py.records.events import PartDied, PartStarted
-from laminar_py.workers.keeper import Keeper, PartSpec
+from laminar_py.workers.keeper import HEALTHY_S, Keeper, PartSpec
 from laminar_py.workers.supervisor import Supervisor
+from tests.virtual_time import virtually
 from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0
@@ -209,6 +210,24 @@ async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_t
     with pytest.raises(RunFailedError, match=told):
         await life.keeper.up()
     assert sum(isinstance(event, PartDied) for event in life.events) == 2
+
+
+def test_a_death_for_want_of_memory_counts_no_more_after_an_hour_of_health(monkeypatch):
+    async def starve():
+        life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens")
+        death = PartDiedError("part-0", "out of memory in step")
+        await life.keeper.up()
+        await life.keeper.replace(death)
+        for _ in range(3):
+            await life.keeper.up()
+            await asyncio.sleep(HEALTHY_S)
+            await life.keeper.replace(death)
+        await life.keeper.up()
+        await asyncio.sleep(HEALTHY_S - 1)
+        with pytest.raises(RunFailedError, match="ran out of memory twice"):
+            await life.keeper.replace(death)
+
+    virtually(starve())
 
 
 async def test_a_part_whose_memory_no_setting_spares_dies_of_it_as_of_anything(monkeypatch):

@@ -41,6 +41,6 @@ async def test_a_port_that_stays_taken_is_given_up_for_another_unless_the_user_c
         else:
             endpoint = await actor.start(encode(spec))
             assert not endpoint.endswith(f":{port}")
-            assert await actor.ping() == encode([])
+            assert await actor.ping(encode(())) == encode([])
             assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
         await actor._node.close()

@@ -1,11 +1,14 @@
 """The relay tree on the nodes of a real Ray cluster: one a host, and a root that moves when its host dies."""
 
 import asyncio
+import signal
+import socket
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -50,7 +53,8 @@ async def kept(folder, placement):
 
 async def publish(relays, version):
     """What the learner does, on whichever host it is."""
-    publisher = Publisher(relays.store(0), await relays.root_up(), relays.keys, chunk_bytes=relays.chunk_bytes)
+    await relays.root_up()
+    publisher = Publisher(relays.store(0), relays.keys, chunk_bytes=relays.chunk_bytes)
     tensors = [("weight", torch.full((64, 64), version))]
     await asyncio.to_thread(publisher.publish, version, tensors)
     await asyncio.to_thread(publisher.close, linger_s=PATIENCE_S)
@@ -80,6 +84,44 @@ async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the
             assert await subscriber.wait_newer(0) == 1
             assert (await subscriber.pull(1)).digest == digest
             assert [manifest.version for manifest in await relays.published()][-1] == 1
+            await subscriber.close()
+            await listening
+
+
+async def comes_back_elsewhere(relays, node):
+    """A relay dies, and somebody takes its port before it is back."""
+    endpoint = relays._endpoints[node]
+    process = psutil.Process(await pid_of(relays, node))
+    process.send_signal(signal.SIGKILL)
+    await asyncio.to_thread(process.wait)
+    with socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))):
+        while relays._endpoints[node] == endpoint:
+            await relays._changed.wait()
+
+
+async def pid_of(relays, node):
+    return await relays._keepers[node].parts[0].call("pid")
+
+
+async def test_when_a_relay_comes_back_at_another_port_all_are_told_and_none_starts_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(relays_module, "PORT_SHARE", 0.0)  # nobody waits for the port
+    with joined(FakeCluster(0)):
+        placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, relays=2), nodes)
+        async with kept(tmp_path, placement) as relays:
+            subscriber = Subscriber(await relays.attach(0, placement.plan.replicas[0]), "replica-0", relays.keys)
+            listening = asyncio.create_task(subscriber.run())
+            leaf = await pid_of(relays, 1)
+            await comes_back_elsewhere(relays, 0)
+            digest = await publish(relays, 0)
+            assert (await subscriber.pull()).digest == digest
+            assert await pid_of(relays, 1) == leaf
+            root = await pid_of(relays, 0)
+            await comes_back_elsewhere(relays, 1)
+            subscriber.attach(relays.endpoint_for(0))
+            digest = await publish(relays, 1)
+            await subscriber.wait_newer(0)
+            assert (await subscriber.pull()).digest == digest
+            assert await pid_of(relays, 0) == root
             await subscriber.close()
             await listening
 

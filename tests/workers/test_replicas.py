@@ -35,6 +35,7 @@ class Replica:
         self.may_start = may_start
         self.spec = asyncio.get_running_loop().create_future()
         self.reports = asyncio.Queue()
+        self.relays = asyncio.Queue()  # that it was told of, with each report that was asked for
 
     async def start(self, data):
         self.spec.set_result(decode(ReplicaSpec, data))
@@ -43,7 +44,8 @@ class Replica:
     def pid(self):
         return 7
 
-    async def collect(self, timeout_s):
+    async def collect(self, timeout_s, relay):
+        self.relays.put_nowait(relay)
         return encode(await self.reports.get())
 
     def report(self, *, version=0, admissible=64, received=0):
@@ -69,7 +71,7 @@ class World:
 
         self.supervisor = Supervisor(record=lambda event: None, max_restarts=9)
 
-        self.relay, self.left = "tcp://relay", set()
+        self.relay = "tcp://relay"
 
         async def attach(replica, place):
             return self.relay
@@ -83,7 +85,11 @@ class World:
                 stats=Stats(SystemClock(), replicas=2, totals=Totals()),
             ),
             scheduler=self.scheduler,
-            relays=SimpleNamespace(attach=attach, left=self.left, keys=SimpleNamespace(public="p", secret="s")),
+            relays=SimpleNamespace(
+                attach=attach,
+                endpoint_for=lambda replica: self.relay,
+                keys=SimpleNamespace(public="p", secret="s"),
+            ),
         )
 
     async def next(self):
@@ -190,12 +196,15 @@ async def test_a_replica_ended_on_purpose_is_no_death(monkeypatch, tmp_path):
     assert world.supervisor.total_restarts == 0
 
 
-async def test_a_replica_whose_relay_has_moved_starts_anew_and_attaches_there(monkeypatch, tmp_path):
+async def test_a_replica_whose_relay_has_moved_is_told_and_keeps_what_it_has(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     async with kept(world) as (first, _):
-        world.left.add(world.relay)
+        had = set(world.scheduler.views.by_index[0].in_flight)
         world.relay = "tcp://moved"
-        first.actor.report()
-        third = await world.next()
-        assert (third.name, third.actor.spec.result().relay) == (first.name, "tcp://moved")
-        assert first.is_dead
+        for _ in range(2):  # the first was asked for before
+            first.actor.report(received=len(had), admissible=0)
+        while await first.actor.relays.get() != world.relay:
+            pass
+        assert not first.is_dead
+        assert world.scheduler.views.by_index[0].in_flight == had
+    assert world.supervisor.total_restarts == 0

@@ -42,6 +42,8 @@ def headline(report: RunReport) -> list[Figure]:
     figures.append(Figure("goodput", f"{tokens.goodput:,.0f} tokens/s", words))
     if evaluations := snapshot.history.evaluations:
         words = f"{evaluations[0].accuracy:.3f} at the first evaluation"
+        if unscored := sum(one.num_unscored for one in evaluations):
+            words += f"; {unscored:,} of {sum(one.num_prompts for one in evaluations):,} answers have no score"
         figures.append(Figure("held-out accuracy", f"{evaluations[-1].accuracy:.3f}", words))
     state = "has not ended" if snapshot.history.live else "has ended"
     figures.append(Figure("learner steps", f"{len(snapshot.history.steps):,}", f"the run {state}"))

@@ -16,6 +16,14 @@ from laminar_py.config.staleness import Schedule
 WORTH_A_WORD = 0.05  # share that a bound on staleness costs, below which it fits
 SPARSE = 0.5  # share of the groups without any success from which on that may be the wall
 STAGE_OF = {Wall(stage): stage for stage in StepStage}  # a wall that is a stage has its name
+SCALED = {  # settings that give a stage so many times as much as they grow
+    "rollout.replicas": StepStage.GENERATION,
+    "rollout.max_batch": StepStage.GENERATION,
+    "reward.workers": StepStage.REWARD,
+    "learner.world_size": StepStage.LEARNER,
+    "packer.max_tokens": StepStage.LEARNER,
+    "relay.max_bytes_per_s": StepStage.WEIGHTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,16 @@ def what_if(step: MeanStep, stage: StepStage, factor: float = 2.0) -> float:
     times = step.times
     predicted = predict(step.schedule, measured_s=step.measured_s, now=times, then=times.faster(stage, factor))
     return max(predicted, min(step.cpu_s, step.measured_s))
+
+
+def what_if_set(step: MeanStep, wall: Wall, remedy: Remedy) -> float:
+    """Predicted seconds of a step, at best, once a setting has the value that a remedy against that wall names.
+
+    One that does not scale a stage takes the wall away.
+    """
+    if remedy.key in SCALED:
+        return what_if(step, SCALED[remedy.key], float(remedy.new) / float(remedy.old))
+    return max(_without(wall, step).measured_s, min(step.cpu_s, step.measured_s))
 
 
 def evidence(wall: Wall, step: MeanStep) -> str:

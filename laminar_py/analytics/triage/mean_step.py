@@ -101,7 +101,7 @@ def mean_step(
         load_s=mean(pipeline.load_s),
         microbatches=tokens / (config.packer.max_tokens * config.learner.world_size),
         use=use,
-        cpu_s=_cpu_share(config, use) * mean(pipeline.measured_s),
+        cpu_s=_cpu_s(config, use, times, mean(pipeline.measured_s)),
         age=measure_age(samples.steps),
     )
 
@@ -113,15 +113,20 @@ def _since(step: int, samples: Samples) -> Samples:
     return Samples(rows, tuple(row for row in samples.fleet if row.rl_s > begin_s), samples.rl_s)
 
 
-def _cpu_share(config: RunConfig, use: Use | None) -> float:
-    """Share of the cores in use, where it bounds a step; 0 where it says nothing of the run's parts.
+def _cpu_s(config: RunConfig, use: Use | None, times: StageTimes, measured_s: float) -> float:
+    """Seconds for which a step's work fills all cores; 0 where their use says nothing of the run's parts.
 
     Of a cluster's machines one is known. Servers on GPUs keep cores busy while they wait, so less than all cores
-    says nothing there.
+    says nothing there. Other programs may keep cores busy too, which is no work of the step: replicas, scorers and
+    ranks compute on one core each, a learner that updates offloaded weights on all at most.
     """
-    if use is None or config.cluster.address is not None:
+    if use is None or not use.cores or config.cluster.address is not None:
         return 0.0
-    return use.cpu if not config.rollout.engine.gpus or use.cpu >= CORES_FULL else 0.0
+    if config.rollout.engine.gpus:
+        return use.cpu * measured_s if use.cpu >= CORES_FULL else 0.0
+    of_learner = use.cores if config.learner.offload else config.learner.world_size
+    busy_s = config.rollout.replicas * times.generation_s + config.reward.workers * times.reward_s
+    return min(use.cpu * measured_s, (busy_s + of_learner * times.learner_s + times.reference_s) / use.cores)
 
 
 def _length_ratio(finished: Trajectories) -> float:

@@ -52,6 +52,16 @@ class Remedy:
     def __str__(self) -> str:
         return f"{self.key}: {self.change} ({self.why})"
 
+    @property
+    def old(self) -> str:
+        """Value before, e.g. 1."""
+        return self.change.partition(" -> ")[0]
+
+    @property
+    def new(self) -> str:
+        """Value to set, e.g. 4; where there is a choice, the first."""
+        return self.change.partition(" -> ")[2].partition(",")[0]
+
 
 def remedies(wall: Wall, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
     """Remedies for one wall; the first is to be tried first."""
@@ -150,12 +160,21 @@ def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy(
             "relay.topology", f"{relay.topology} -> auto", "the tree that takes least time on these links"
         )
-    every, bound = 2 * learner.publish_every, config.staleness.enforced
-    needed = f", with staleness.max_staleness={every - 1}" if bound is not None and bound < every - 1 else ""
-    yield Remedy("learner.publish_every", f"{learner.publish_every} -> {every}", f"fewer versions travel{needed}")
+    yield from _rarer_versions(config, step)
     if learner.lora is None:
         yield Remedy("learner.lora.rank", "none -> 16", "adapters are a few percent of the bytes")
     yield from _wider_bound(config, step, more=2, why="work goes on under the version before")
+    yield Remedy("relay.host", f"{relay.host} -> an address of a faster network", "the links themselves are slow")
+
+
+def _rarer_versions(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Half as many versions, with the bound that they need, unless either is too old."""
+    every, bound = 2 * config.learner.publish_every, config.staleness.enforced
+    oldest = every - (config.schedule is not Schedule.ONE_STEP)
+    if oldest <= WIDEST and step.age.lost <= MUCH_LOST:
+        needed = f", with staleness.max_staleness={oldest}" if bound is not None and bound < oldest else ""
+        change = f"{config.learner.publish_every} -> {every}"
+        yield Remedy("learner.publish_every", change, f"fewer versions travel{needed}")
 
 
 def _wider_bound(config: RunConfig, step: MeanStep, *, more: int, why: str) -> Iterator[Remedy]:
@@ -195,10 +214,12 @@ def _smaller_batches(config: RunConfig) -> Iterator[Remedy]:
 
 def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     bound, why = config.staleness.max_staleness, f"{step.age.lost:.0%} of the weight is gone"
-    if bound is None:
-        yield Remedy("staleness.max_staleness", f"none -> {FIRST_BOUND}", why)
-    elif (narrower := max(min(bound // 2, WIDEST), 1, config.learner.publish_every - 1)) < bound:
-        yield Remedy("staleness.max_staleness", f"{bound} -> {narrower}", why)
+    narrower = FIRST_BOUND if bound is None else max(min(bound // 2, WIDEST), 1)
+    every, rarest = config.learner.publish_every, narrower + (config.schedule is not Schedule.ONE_STEP)
+    if every > rarest:
+        yield Remedy("learner.publish_every", f"{every} -> {rarest}", f"{why}; the narrower bound needs it")
+    if bound is None or narrower < bound:
+        yield Remedy("staleness.max_staleness", f"{'none' if bound is None else bound} -> {narrower}", why)
     if config.algorithm.correction is Correction.NONE:
         yield Remedy("algorithm.correction", "none -> tis", "corrects for what older weights drew")
     yield from _smaller_batches(config)

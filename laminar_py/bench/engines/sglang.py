@@ -1,6 +1,6 @@
 """SGLang through our client: its overhead against a bare HTTP client, and what new weights cost running streams.
 
-Rows `client_over_bare_http` and `refresh_*` of `laminar bench engine`. Real servers on this machine's CPU, with
+Rows `client_*` and `refresh_*` of `laminar bench engine`. Real servers on this machine's CPU, with
 models made from a seed; sides of a comparison take turns against one server.
 """
 
@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 
 from laminar_py.bench.models import write_model
 from laminar_py.bench.report import Row
-from laminar_py.bench.turns import Ratio, Tell
+from laminar_py.bench.turns import Ratio, Tell, spread
 from laminar_py.config.cluster import Device
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.engine import SGLangEngine
@@ -112,12 +112,11 @@ async def _rows(python: Path, folder: Path, *, repeats: int, tell: Tell) -> list
     small = write_model(folder / "small", _config(hidden=128, layers=2, intermediate=384))
     large = write_model(folder / "large", _config(hidden=512, layers=13, intermediate=1632))
     async with _serving(python, small) as rig:
-        overhead = await _overhead(rig, repeats)
-    tell(f"{overhead.name} {overhead.value:.3f}: {overhead.conditions}")
+        overhead = await overhead_rows(rig, repeats, tell)
     async with _serving(python, large, flags={"disable-overlap-schedule": True}) as rig:
         in_place = await _in_place_rows(rig, REFRESHES, tell)  # as a run launches it for that policy
     async with _serving(python, large) as rig:
-        return [overhead, *in_place, *await _refreshes(rig, REFRESHES, tell)]
+        return [*overhead, *in_place, *await _refreshes(rig, REFRESHES, tell)]
 
 
 def _config(*, hidden: int, layers: int, intermediate: int) -> Qwen3Config:
@@ -159,29 +158,44 @@ def _request(name: str, *, length: int, prefix: list[int] | None = None) -> Gene
 # ---- overhead
 
 
-async def _overhead(rig: ServedModel, rounds: int) -> Row:
+async def overhead_rows(rig: ServedModel, rounds: int, tell: Tell) -> list[Row]:
+    """Speed of our client over a bare one, and CPU time that ours takes for a token, medians over `rounds`."""
     # a bare client as ours is: a connection for each request, a large buffer
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     watch = asyncio.create_task(rig.engine.watch())  # as a replica does
     async with aiohttp.ClientSession(headers=rig.headers, connector=connector, read_bufsize=2**20) as session:
         streams = {"ours": partial(_ours, rig), "bare": partial(_bare, rig, session)}
-        speeds: dict[str, list[float]] = {"ours": [], "bare": []}
+        found: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
         for turn in range(rounds + 1):  # the first warms both up
             for side in sorted(streams, reverse=turn % 2 == 0):
-                speeds[side].append(await _tokens_per_s(streams[side], f"{side}{turn}"))
+                found[side].append(await client_round(streams[side], f"{side}{turn}"))
     watch.cancel()
-    ratio = Ratio.of(speeds["ours"][1:], speeds["bare"][1:])
+    speeds, costs = ({side: [one[part] for one in taken[1:]] for side, taken in found.items()} for part in (0, 1))
+    ratio = Ratio.of(speeds["ours"], speeds["bare"])
     conditions = (
         f"{STREAMS} streams of {TOKENS} tokens, one token per event, model of 0.5 M parameters, {ratio}; bare:"
-        f" reads the bytes and drops them, {median(speeds['bare'][1:]):,.0f} tokens/s"
+        f" reads the bytes and drops them, {median(speeds['bare']):,.0f} tokens/s"
     )
-    return Row("client_over_bare_http", ratio.median, "x", conditions)
+    spent = (
+        f"CPU of the client's process in {rounds} rounds of the same streams, {spread(costs['ours'], '.1f')};"
+        f" of the bare client's, {spread(costs['bare'], '.1f')}"
+    )
+    rows = [
+        Row("client_over_bare_http", ratio.median, "x", conditions),
+        Row("client_cpu_us_per_token", median(costs["ours"]), "us", spent),
+    ]
+    for row in rows:
+        tell(f"{row.name} {row.value:.3f}: {row.conditions}")
+    return rows
 
 
-async def _tokens_per_s(stream: Callable[[str], Awaitable[None]], turn: str) -> float:
-    began = time.perf_counter()
+async def client_round(stream: Callable[[str], Awaitable[None]], turn: str) -> tuple[float, float]:
+    """Tokens/s and this process's CPU microseconds a token for all streams at once, each a call with its name."""
+    began, cpu_began_s = time.perf_counter(), time.process_time()
     await asyncio.gather(*(stream(f"{turn}.{i}") for i in range(STREAMS)))
-    return STREAMS * TOKENS / (time.perf_counter() - began)
+    elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began_s
+    tokens = STREAMS * TOKENS
+    return tokens / elapsed_s, 1e6 * cpu_s / tokens
 
 
 async def _ours(rig: ServedModel, name: str) -> None:

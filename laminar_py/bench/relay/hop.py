@@ -35,8 +35,8 @@ class HopKind:
         """Conditions, for a table."""
         return (
             f"{num_bytes / 2**20:g} MiB in chunks of {CHUNK_BYTES / 2**20:g} MiB, {'ipc' if self.ipc else 'TCP'},"
-            f" CURVE {'on' if self.curve else 'off'}, BLAKE3 of each chunk made and checked; ours: until a node in"
-            " another process has verified the file's digest, too"
+            f" CURVE {'on' if self.curve else 'off'}, BLAKE3 of each chunk made before and checked on arrival;"
+            " ours: until a node in another process has verified the file's digest, too"
         )
 
 

@@ -1,13 +1,13 @@
 """Versions as optimizer steps make them: what a publish costs the learner, and how little of a version travels.
 
-Rows `stall_over_memcpy` and `delta_*` of `laminar bench relay`. The weights are a model's as AdamW leaves them:
+Rows `stall_*over_memcpy` and `delta_*` of `laminar bench relay`. The weights are a model's as AdamW leaves them:
 fp32 masters, published as bf16. Invariant: wire bytes are those that a node in another process reports once it has
 verified the version's digest.
 """
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ from laminar_py.bench.relay.tree import CHUNK_BYTES, WARM_VERSIONS, Tree, copy_s
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Ratio, Tell, in_turn
 from laminar_py.bench.workplace import workplace
+from laminar_py.learner.export import named_tensors
 from laminar_py.relay.store.delta import apply, encode
 from laminar_py.relay.wire.transport import RelayKeys
 
@@ -40,14 +41,18 @@ Words = npt.NDArray[np.uint16]  # weights in bf16, as integers
 
 
 def stall_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config = SMALL) -> list[Row]:
-    """Stall of a publish over a plain copy of the same tensors; versions lie in `shm`."""
-    tensors = list(_published(_model(config)))
+    """Stall of a publish over a plain copy of the bytes published, which lie in `shm`.
+
+    Once from fp32 masters, as a learner publishes, once from tensors that are bf16 before.
+    """
+    model = _model(config)
+    tensors = list(_published(model))
     pairs = [(raw(tensor), np.ones_like(raw(tensor))) for _, tensor in tensors]
     with workplace(shm) as folder, Tree(folder / "stall", keys=RelayKeys.generate(), leaf=False) as tree:
 
-        def publish(_: int) -> float:
+        def stall(published: Iterable[tuple[str, Tensor]]) -> float:
             tree.await_spare()
-            stall_s = tree.publish(tensors)
+            stall_s = tree.publish(published)
             tree.await_last()
             return stall_s
 
@@ -55,17 +60,32 @@ def stall_rows(*, shm: Path, repeats: int, tell: Tell, config: Qwen3Config = SMA
             tree.await_spare()
             return copy_s(pairs)
 
-        found = in_turn({"stall": publish, "copy": copy}, rounds=repeats, warm=WARM_VERSIONS)
-    ratio = Ratio.of(found["stall"], found["copy"])
-    stall_s, plain_s = median(found["stall"]), median(found["copy"])
-    num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-    conditions = (
-        f"{num_bytes / 1e6:.0f} MB of bf16 in {len(tensors)} tensors; stall {1000 * stall_s:.1f} ms,"
-        f" numpy.copyto of the same tensors into warm memory {1000 * plain_s:.1f} ms"
-        f" ({num_bytes / 1e9 / plain_s:.1f} GB/s); {ratio}"
+        sides = {
+            "masters": lambda _: stall(named_tensors(model, dtype=torch.bfloat16)),
+            "ready": lambda _: stall(tensors),
+            "copy": copy,
+        }
+        found = in_turn(sides, rounds=repeats, warm=WARM_VERSIONS)
+    return _stall_rows(found, num_bytes=sum(tensor.nbytes for _, tensor in tensors), tell=tell)
+
+
+def _stall_rows(found: Mapping[str, Sequence[float]], *, num_bytes: int, tell: Tell) -> list[Row]:
+    plain_s = median(found["copy"])
+    copied = (
+        f"numpy.copyto of the {num_bytes / 1e6:.0f} MB of bf16 into warm memory {1000 * plain_s:.1f} ms"
+        f" ({num_bytes / 1e9 / plain_s:.1f} GB/s)"
     )
-    tell(f"stall_over_memcpy {ratio.median:.2f}")
-    return [Row("stall_over_memcpy", ratio.median, "x", conditions)]
+    starts = {
+        "stall_with_cast_over_memcpy": ("masters", "from fp32 masters, gather and cast included"),
+        "stall_over_memcpy": ("ready", "from tensors that are bf16 before"),
+    }
+    rows = []
+    for name, (side, start) in starts.items():
+        ratio = Ratio.of(found[side], found["copy"])
+        conditions = f"stall {1000 * median(found[side]):.1f} ms, {start}; {copied}; {ratio}"
+        rows.append(Row(name, ratio.median, "x", conditions))
+        tell(f"{name} {ratio.median:.2f}")
+    return rows
 
 
 # ---- deltas

@@ -56,9 +56,9 @@ class NodeVersions:
         self._encoder = Encoder(downlink.forward, self.retire_surplus)
         self._emit = emit
 
-    def open(self) -> None:
-        """Scan the store."""
-        self._store.open()
+    def open(self, *, address: str) -> None:
+        """Scan the store; a root leaves its address there."""
+        self._store.open(address=None if self._uplink.parents else address)
 
     @property
     def newest(self) -> int:

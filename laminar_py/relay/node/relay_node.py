@@ -97,7 +97,11 @@ class RelayNode:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
                 await asyncio.sleep(PORT_AGAIN_S)
-        self._versions.open()
+        self._versions.open(address=self.endpoint)
+
+    def follow(self, parents: Sequence[str]) -> None:
+        """Have these for parents from here on, in this order; the root has none."""
+        self._uplink.parents = tuple(parents)
 
     async def run(self) -> None:
         """Relay until `close`."""

@@ -56,7 +56,8 @@ class Uplink:
     """The way up from `follower`.
 
     A parent that is silent for `timeout_s` is left; a connection that breaks, after less. After `visit_s` with
-    another than the nearest an idle follower looks for that.
+    another than the nearest an idle follower looks for that. `parents` may be replaced at any time: within
+    `timeout_s` one that is no longer among them is left for the nearest.
     """
 
     def __init__(
@@ -88,30 +89,36 @@ class Uplink:
 
     async def run(self) -> None:
         """Follow one parent after the other, until cancelled."""
-        place = 0
+        endpoint = self.parents[0]
         while True:
-            endpoint = self.parent = self.parents[place]
+            self.parent = endpoint
             self._link = self._wire.connect(endpoint, max_frame_bytes=self._max_frame_bytes)
             try:
-                farewell = await self._follow(self._link, visiting=place > 0)
+                farewell = await self._follow(self._link)
             finally:
                 self._link.close()
                 self._link = None
-            place = 0 if farewell is _Farewell.HOME else (place + 1) % len(self.parents)
-            log.warning("%s leaves its parent at %s and turns to %s", self.name, endpoint, self.parents[place])
-            self._follower.left_parent(endpoint, self.parents[place])
+            following = self.parents[0] if farewell is _Farewell.HOME else self._after(endpoint)
+            log.warning("%s leaves its parent at %s and turns to %s", self.name, endpoint, following)
+            self._follower.left_parent(endpoint, following)
+            endpoint = following
 
-    async def _follow(self, link: Link, *, visiting: bool) -> _Farewell:
+    def _after(self, parent: str) -> str:
+        if parent not in self.parents:
+            return self.parents[0]
+        return self.parents[(self.parents.index(parent) + 1) % len(self.parents)]
+
+    async def _follow(self, link: Link) -> _Farewell:
         now = asyncio.get_running_loop().time
         deadline = now() + self._patience_s()  # for the link to come up; never while it is
         again = math.inf  # when the parent is reminded
-        home = now() + self._visit_s if visiting else math.inf
-        while True:
+        home = now() + self._visit_s
+        while self.parent in self.parents:
             until = min(home, again, deadline)
-            match await link.receive(None if until == math.inf else max(0.0, until - now())):
+            match await link.receive(max(0.0, until - now())):
                 case None if now() >= deadline:
                     return _Farewell.LOST
-                case None if now() >= home and self._follower.is_idle:
+                case None if now() >= home and self.parent != self.parents[0] and self._follower.is_idle:
                     self._hurries = len(self.parents)
                     return _Farewell.HOME
                 case None if now() >= home:
@@ -133,6 +140,7 @@ class Uplink:
             if now() >= again:
                 again = now() + self._timeout_s
                 self._follower.remind()
+        return _Farewell.HOME
 
     def _patience_s(self) -> float:
         """How long this parent may be away; a lone one, or one of many that are all away, for the whole time."""

@@ -269,14 +269,19 @@ class Wire:
 class Notifier:
     """The publisher's socket, for a process without an event loop. `send` queues while the root is away."""
 
-    def __init__(self, endpoint: str, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
+    def __init__(self, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket, keys, server=False, max_frame_bytes=CONTROL_BYTES, heartbeat_s=heartbeat_s)
-        self._socket.connect(endpoint)
+        self._endpoint: str | None = None
 
-    def send(self, message: Upward) -> None:
-        """Queue a record for the root; never waits."""
+    def send(self, message: Upward, to: str) -> None:
+        """Queue a record for the root at this endpoint; never waits. What another has not taken is dropped."""
+        if to != self._endpoint:
+            if self._endpoint is not None:
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(to)
+            self._endpoint = to
         self._socket.send(codec.encode(message), zmq.NOBLOCK)
 
     def close(self, *, linger_s: float) -> None:

@@ -47,7 +47,7 @@ class LearnerPart:
             keys = RelayKeys(spec.public_key, spec.secret_key)
             adapter = None if isinstance(self._learner, EmulatedLearner) else self._learner.adapter_config()
             self._publisher = Publisher(
-                Path(spec.store), spec.relay, keys, chunk_bytes=spec.chunk_bytes, adapter_config=adapter
+                Path(spec.store), keys, chunk_bytes=spec.chunk_bytes, adapter_config=adapter
             )
 
     def started(self) -> LearnerStarted:

@@ -55,8 +55,12 @@ class RelayActor(PartActor):
         self._task = asyncio.create_task(self._node.run(), name="relay")
         return self._node.endpoint
 
-    async def ping(self) -> bytes:
-        """List of `RelayEvent` since the last one; raises what ended the node, if anything did."""
+    async def ping(self, data: bytes) -> bytes:
+        """List of `RelayEvent` since the last one; raises what ended the node, if anything did.
+
+        `data` has the endpoints of the node's parents, which may have moved.
+        """
+        self._node.follow(decode(tuple[str, ...], data))
         if self._task.done():
             self._task.result()
         news = encode(self._news)

@@ -43,12 +43,12 @@ class ReplicaActor(PartActor):
         with _telling_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
-        weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
-        self._listening = asyncio.create_task(weights.run(), name="subscriber")
+        self._weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
+        self._listening = asyncio.create_task(self._weights.run(), name="subscriber")
         self._replica = Replica(
             spec.index,
             engine=engine,
-            weights=weights,
+            weights=self._weights,
             clock=SystemClock(),
             on_new_weights=OnNewWeights(rollout.on_new_weights),
             batch=rollout.batch_per_replica,
@@ -104,8 +104,9 @@ class ReplicaActor(PartActor):
         """Interrupt everything; partial responses are reported."""
         await self._replica.stop()
 
-    async def collect(self, timeout_s: float) -> bytes:
-        """The next `ReplicaReport`; raises what ended the replica, if anything did."""
+    async def collect(self, timeout_s: float, relay: str) -> bytes:
+        """The next `ReplicaReport`; raises what ended the replica, if anything did. Its relay is there now."""
+        self._weights.attach(relay)
         report = asyncio.create_task(self._replica.collect(timeout_s), name="collect")
         await asyncio.wait([report, self._task, self._listening], return_when=asyncio.FIRST_COMPLETED)
         with _telling_bugs(self._config):

@@ -23,7 +23,7 @@ class PartActor:
         return os.getpid()
 
     def kernel_kills(self) -> bytes:
-        """Count of `cluster.memory.kernel_kills` on this host."""
+        """Answer of `cluster.memory.kernel_kills` here."""
         return kernel_kills()
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from laminar_py.analytics.measure.use import Age, Use
 from laminar_py.analytics.show.walls import wall_rows
-from laminar_py.analytics.triage.diagnosis import BoundSide, diagnose, what_if
+from laminar_py.analytics.triage.diagnosis import BoundSide, diagnose, what_if, what_if_set
 from laminar_py.analytics.triage.goodput import StageTimes, StepStage, compose, predict
 from laminar_py.analytics.triage.mean_step import MeanStep, expected_longest
-from laminar_py.analytics.triage.remedies import Wall
+from laminar_py.analytics.triage.remedies import Remedy, Wall, remedies
 from laminar_py.config.loading import load_config
 from laminar_py.config.staleness import Schedule
 from tests.analytics.scripted import CONFIG
@@ -223,11 +223,50 @@ def test_no_bound_above_eight_is_advised(wall, bound):
     assert found.remedies
 
 
-def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised():
-    step = replace(mean_step_of(**WALLS[Wall.FRESHNESS]), age=Age(lost=0.3, kl={}))
+@pytest.mark.parametrize("wall", [Wall.FRESHNESS, Wall.WEIGHTS])
+def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised_nor_rarer_versions(wall):
+    step = replace(mean_step_of(**WALLS[wall]), age=Age(lost=0.3, kl={}))
     found = diagnosis(step).binding
-    assert found.wall is Wall.FRESHNESS
-    assert "staleness.max_staleness" not in [one.key for one in found.remedies]
+    assert found.wall is wall
+    assert not {"staleness.max_staleness", "learner.publish_every"} & {one.key for one in found.remedies}
+
+
+def test_slow_weights_have_a_remedy_left_where_settings_have_none():
+    step = replace(mean_step_of(**WALLS[Wall.WEIGHTS]), age=Age(lost=0.3, kl={}))
+    found = diagnosis(step, "learner.lora.rank=16", "relay.topology=auto")
+    assert [one.key for one in found.binding.remedies] == ["relay.host"]
+    assert "change first" in dict(wall_rows(found))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "every", "why"),
+    [
+        ("async", 2, "fewer versions travel, with staleness.max_staleness=3"),
+        ("async", 4, "fewer versions travel, with staleness.max_staleness=7"),
+        ("async", 5, None),
+        ("one_step", 4, "fewer versions travel, with staleness.max_staleness=8"),
+        ("one_step", 5, None),
+    ],
+)
+def test_rarer_versions_are_advised_while_what_they_make_stale_is_within_eight_steps(schedule, every, why):
+    bound = every - (schedule == "async")
+    step = mean_step_of(Schedule(schedule), **WALLS[Wall.WEIGHTS])
+    found = diagnosis(step, f"learner.publish_every={every}", f"staleness.max_staleness={bound}").binding
+    assert found.wall is Wall.WEIGHTS
+    assert [one.why for one in found.remedies if one.key == "learner.publish_every"] == ([why] if why else [])
+
+
+@pytest.mark.parametrize(("bound", "changes"), [(40, ["12 -> 9", "40 -> 8"]), (None, ["12 -> 5", "none -> 4"])])
+def test_a_narrower_bound_that_rare_versions_forbid_comes_with_more_frequent_ones(bound, changes):
+    step = replace(mean_step_of(generation_s=9.9, learner_s=9.9), age=Age(lost=0.6, kl={}))
+    settings = ("learner.publish_every=12", f"staleness.max_staleness={'null' if bound is None else bound}")
+    found = diagnosis(step, *settings).binding
+    assert found.wall is Wall.STALE_DATA
+    assert [one.change for one in found.remedies[:2]] == changes
+    load_config(
+        CONFIG,
+        [f"{one.key}={one.change.split(' -> ')[1]}" for one in found.remedies[:2]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,6 +282,27 @@ def test_the_end_of_drain_says_that_repacking_ends_with_it(overrides, words):
     first = diagnosis(mean_step_of(**WALLS[Wall.LONG_TAIL]), *settings).binding.remedies[0]
     assert first.change == "drain -> resume"
     assert "repacking" not in first.why if words is None else words in first.why
+
+
+@pytest.mark.parametrize(
+    ("wall", "remedy", "step_s"),
+    [
+        (Wall.REWARD, Remedy("reward.workers", "2 -> 5", ""), 10.0 - 9.8 + 9.8 * 2 / 5),
+        (Wall.WEIGHTS, Remedy("relay.max_bytes_per_s", "300000 -> 3000000, or none", ""), 10.0 - 9.5 * 0.9),
+        (Wall.LONG_TAIL, Remedy("rollout.on_new_weights", "drain -> resume", ""), 10.0 - 7.0),
+        (Wall.FRESHNESS, Remedy("staleness.max_staleness", "0 -> 2", ""), 4.0),
+    ],
+)
+def test_a_remedy_is_predicted_at_the_very_value_that_it_sets(wall, remedy, step_s):
+    assert what_if_set(mean_step_of(**WALLS[wall]), wall, remedy) == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_on_full_cores_the_first_remedy_of_every_wall_promises_at_most_a_tenth(wall):
+    step = on_full_cores(**WALLS[wall])
+    config = load_config(CONFIG, ["relay.max_bytes_per_s=3e5"])
+    first = remedies(wall, config, step)[0]
+    assert 1.0 <= step.measured_s / what_if_set(step, wall, first) <= 1.1
 
 
 def test_every_remedy_names_a_setting_that_exists():

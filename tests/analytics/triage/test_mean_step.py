@@ -68,6 +68,16 @@ def test_slots_kv_and_cores_are_those_of_the_samples_after_the_warm_up():
     assert found.cores_full
 
 
+def test_cores_that_other_programs_fill_are_no_work_of_a_step_whose_parts_wait():
+    busy = msgspec.structs.replace(make_fleet_row(5.0, [8, 8], [0.1, 0.1]), cpu_use=1.0, cores=2)
+    seconds = {"generation_s": 0.2, "reward_s": 0.0, "reference_s": 0.0, "learner_s": 0.15}
+    columns = {name: np.array([value]) for name, value in seconds.items()}
+    found = mean_step_of(make_trajectories(1, epoch=1), samples=Samples((), (busy,), 8.0), **columns)
+    assert found.use.cpu == 1.0
+    assert found.cpu_s == pytest.approx((2 * 0.2 + 0.15) / 2)
+    assert not found.cores_full
+
+
 def test_samples_of_an_older_release_say_nothing_of_the_cores():
     samples = Samples((), (make_fleet_row(5.0, [256, 0], [0.5, 0.0]),), 8.0)
     found = mean_step_of(make_trajectories(1, epoch=1), samples=samples)

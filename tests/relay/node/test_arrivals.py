@@ -227,7 +227,7 @@ async def test_a_root_that_encodes_too_slowly_keeps_no_more_versions(
     async with (
         running(root := make_node(tmp_path, "relay-0")),
         ByHand() as hand,
-        Learner(tmp_path, root.endpoint) as learner,
+        Learner(tmp_path) as learner,
     ):
         child = await hand.child(root.endpoint)
         try:

@@ -121,7 +121,7 @@ async def test_under_a_cap_all_arrives_and_no_faster(tmp_path: Path) -> None:
     events = Events()
     async with (
         growing(tmp_path, chain(3), emit=events, max_bytes_per_s=SLOW) as nodes,
-        Learner(tmp_path, nodes[0].endpoint) as learner,
+        Learner(tmp_path) as learner,
         running(leaf := subscriber(nodes[2], "replica-0")),
     ):
         await learner.publish(1, num_bytes=25 * CHUNK)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.config.section import ConfigError
@@ -104,6 +104,7 @@ def test_memory_at_the_peak_is_kept_arriving_fetched_and_held_versions(tmp_path:
     assert plan.peak_bytes == (3 + 1 + 1 + 2) * 14 * 10**9
 
 
+@settings(deadline=None)
 @given(keep=st.integers(1, 6), replicas=st.integers(0, 8), shm_gib=st.integers(1, 200))
 def test_what_does_not_fit_is_refused_with_a_remedy_that_fits(keep: int, replicas: int, shm_gib: int) -> None:
     def fitted(**changes: int) -> TreeSpec:
