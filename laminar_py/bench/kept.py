@@ -31,8 +31,11 @@ class KeptResults:
         self._folder = out / _key([PACKAGE, *sources], f"{machine()}\n{settings}")
 
     def run(self, name: str, begin: Callable[[], FinishedRun]) -> FinishedRun:
-        """Training run of that name; its folder is what is kept, and read anew."""
-        return read_run(Path(self.get(name, str, lambda: str(begin().folder))))
+        """Training run of that name; its folder is what is kept, and read anew, unless it was deleted."""
+        path = self._folder / f"{name}.json"
+        if path.exists() and not Path(msgspec.json.decode(path.read_bytes(), type=str)).is_dir():
+            path.unlink()
+        return read_run(Path(self.get(name, str, lambda: str(begin().folder.absolute()))))
 
     def get(self, name: str, kind: type[Result], measure: Callable[[], Result]) -> Result:
         """Result of that name, measured if there is none; what `measure` raises leaves none."""

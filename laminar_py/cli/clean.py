@@ -37,9 +37,8 @@ def clean(
         ours = is_there and _lock(run)  # so that nobody resumes it meanwhile
         state = "not there, deleted or not mounted" if not is_there else "stopped" if ours else "runs"
         if (free and ours) or (gone and not is_there):
-            with contextlib.suppress(FileNotFoundError):  # another call is at it
-                shutil.rmtree(folder)
-            state = f"{state}; freed"
+            shutil.rmtree(folder, ignore_errors=True)  # another call may be at it
+            state = f"{state}; {'not freed' if folder.exists() else 'freed'}"
         if ours:
             run.unlock()
         say(f"{folder}: {size}, {run.path}: {state}")

@@ -1,8 +1,8 @@
 """Deaths of parts for want of memory, of a host or of a GPU: told from others by what the part said last, or by
 what the kernel counts where it vanished.
 
-Asked by the keepers of parts. Invariant: a rise of a node's count explains one death there, the first that asks,
-and a kill from before a part started there explains none.
+Asked by the keepers of parts. Invariant: each kill that a node counts explains one death there, the first that
+asks, and never that of a part which started after it.
 """
 
 import asyncio
@@ -53,27 +53,32 @@ def _counters_of_group() -> Iterator[Path]:
 
 
 class KernelKills:
-    """Counts of `kernel_kills` on the nodes of a run, as they were when last looked at."""
+    """Counts of `kernel_kills` as each part found them on its node, and the kills that explained a death."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Kills] = {}  # by Ray node
+        self._found: dict[str, tuple[str, int]] = {}  # part -> its Ray node, and the count there when last asked
+        self._told: set[tuple[str, int]] = set()  # kills that explained a death: Ray node, and its count then
 
     async def meet(self, part: Part) -> None:
         """Take the count of the node of a part that has started."""
         if part.place.node is not None:
-            self._seen[part.place.node] = await part.ask(Kills, "kernel_kills")
+            self._found[part.name] = part.place.node, (await part.ask(Kills, "kernel_kills")).count
 
     async def explain(self, death: PartDiedError, node: str | None) -> PartDiedError:
         """The death of a part on that node; one that vanished as the kernel ended a process for memory says so."""
-        if not death.vanished or node is None or node not in self._seen or for_memory(death.reason):
+        home, before = self._found.get(death.part, (None, 0))
+        if not death.vanished or home is None or home != node or for_memory(death.reason):
             return death
         try:
             async with asyncio.timeout(LOOK_S):
                 found = decode(Kills, await on_node(node, kernel_kills))
         except (RayError, TimeoutError):  # it is gone or hangs, which explains the death
             return death
-        rose, self._seen[node] = found.count > self._seen[node].count, found
-        if not rose:
+        self._found[death.part] = node, found.count
+        kills = ((node, count) for count in range(before + 1, found.count + 1))
+        kill = next((kill for kill in kills if kill not in self._told), None)
+        if kill is None:
             return death
+        self._told.add(kill)
         cause = "the kernel ended a process" if found.own else "the kernel ended a process of its host, perhaps it"
         return PartDiedError(death.part, f"out of memory: {cause} ({death.reason})", vanished=True)

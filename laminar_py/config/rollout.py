@@ -94,11 +94,10 @@ class RolloutConfig(Section):
     the step has enough with signal (dynamic sampling). Where tokens have rewards these are what counts.
     `algorithm.advantage=batch_std` trains on all, whatever this says."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    """With `refill`: groups that are generated for one step, over `prompts_per_step`, before no more are begun.
-    Once those that are under way are done the step goes on with what there is, and an event says how many groups
-    were solved or hopeless. With 4 a full step has one group in four with signal at least; below that other
-    prompts help more than more groups. Where no group has signal others are generated; a run in which 1,000 in a
-    row have none ends."""
+    """With `refill`: groups that are generated for one step, over `prompts_per_step`, before it goes on with what
+    there is, and an event says how many groups were solved or hopeless. With 4 a full step has one group in four
+    with signal at least; below that other prompts help more than more groups. Where no group has signal others
+    are generated; a run in which 1,000 in a row have none ends."""
     group_deadline_s: Seconds | None = None
     """Close a group this many seconds after its first member finished; stragglers are dropped with an event, as is
     a group of which fewer than two are left."""

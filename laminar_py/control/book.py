@@ -112,8 +112,8 @@ class Book:
         self.generated_tokens = 0  # of training, in this incarnation
 
     @property
-    def ends_refill(self) -> bool:
-        """True where the next step is not full, and was given so many groups that no more are to be generated."""
+    def at_ceiling(self) -> bool:
+        """True where the next step is not full, and was given as many groups as it may be."""
         settings, batch = self.settings, self.settings.admission.batch
         num_ready = len(self.groups) - self.num_generating - self.num_in_step
         closed, most = len(self.silent) + num_ready, settings.max_refill * batch

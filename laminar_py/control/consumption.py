@@ -83,7 +83,7 @@ class Consumption:
         """The next `groups` groups for a learner at `version`, the staleness bound enforced.
 
         Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none. Where too
-        many had no signal (`rollout.max_refill`) fewer come, down to none, once nothing is generated any more.
+        many had no signal (`rollout.max_refill`) fewer come, down to none.
         """
         while True:
             await self.buffer.until(lambda: len(self.buffer) >= groups or self._ends_refill)
@@ -155,9 +155,14 @@ class Consumption:
 
     @property
     def _ends_refill(self) -> bool:
-        """True where the step is to go on with what there is: no more is to be generated, and nothing comes."""
-        comes = len(self._book.groups) - len(self.buffer) - self._book.num_in_step
-        return self._book.ends_refill and not comes
+        """True where the step is to go on with what there is.
+
+        A schedule that issues for one step at a time waits for what is under way, which is this step's. `async`
+        has work for later steps in flight too, for whose slowest response nobody waits.
+        """
+        book = self._book
+        comes = len(book.groups) - len(self.buffer) - book.num_in_step
+        return book.at_ceiling and not (comes and book.settings.admission.by_batch)
 
     def _in_hand(self, groups: Sequence[ReadyGroup], *, missing: int) -> None:
         """Note what the learner has taken for a step."""

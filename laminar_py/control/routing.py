@@ -22,7 +22,7 @@ class Router:
     def num_admitted(self) -> int:
         """Groups that may be issued now; a step with too few counts as a full one, so what follows is no older."""
         book = self._book
-        if book.phase is not Phase.ADMITTING or book.ends_refill:
+        if book.phase is not Phase.ADMITTING or (self._admission.by_batch and book.at_ceiling):
             return 0
         return self._admission.allowed(live=len(book.groups) + book.num_missing, generating=book.num_generating)
 

@@ -34,19 +34,24 @@ class Admission:
             return min(self.capacity, steps * self.batch)
         return self.capacity
 
+    @property
+    def by_batch(self) -> bool:
+        """True where groups are issued for one step at a time; `async` goes on whatever becomes of a step."""
+        return self.schedule is not Schedule.ASYNC
+
     def oldest(self, newest: int, ages: WeightAges) -> int | None:
         """The oldest version that new groups may begin under: the newest, but for `async`; None: any.
 
         Under `async` and `wait`, data that is as old as the bound when it begins would exceed it when it ends.
         """
-        if self.schedule is not Schedule.ASYNC:
+        if self.by_batch:
             return newest
         bounds = self.wait and newest >= 0  # before the first version everything is as a dead controller left it
         return ages.oldest_within(self.max_staleness) if bounds and self.max_staleness is not None else None
 
     def share(self, replicas: int) -> int | None:
         """Groups of a batch that one of the replicas takes at most; None where no batch is waited for."""
-        return None if self.schedule is Schedule.ASYNC else -(-self.batch // replicas)
+        return -(-self.batch // replicas) if self.by_batch else None
 
     def allowed(self, *, live: int, generating: int) -> int:
         """Groups that may be issued now, with `live` groups of which `generating` are not ready yet.

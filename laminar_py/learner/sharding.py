@@ -122,7 +122,8 @@ def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) ->
         for own, parameter in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{own}".replace(".base_layer.", ".")  # peft's name for what it adapts
             if parameter.is_meta and id(parameter) not in made:
-                made[id(parameter)] = _sharded(parameter, files.rows(model, name, parameter.shape), device)
+                made[id(parameter)] = _empty_shard(parameter, device)
+                _fill_shard(made[id(parameter)], files.rows(model, name, parameter.shape))
             if parameter.is_meta:
                 module.register_parameter(own, made[id(parameter)])
     for name, buffer in model.named_buffers():
@@ -131,20 +132,24 @@ def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) ->
 
 
 def _fill_drawn(model: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Draw whole tensors, those of one module at a time, so that every number of ranks begins alike."""
+    """Draw whole tensors, those of one module at a time, so that every number of ranks begins alike.
+
+    A shard is allocated before the tensor that it is a part of, which then leaves no hole among the shards.
+    """
     made: dict[int, nn.Parameter] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
             absent = {name: p for name, p in module.named_parameters(recurse=False) if p.is_meta}
             fresh = [name for name, parameter in absent.items() if id(parameter) not in made]
+            made |= {id(absent[name]): _empty_shard(absent[name], device) for name in fresh}
             for name in fresh:
                 module.register_parameter(name, nn.Parameter(torch.empty(absent[name].shape)))
             if fresh:
                 model._init_weights(module)
             for name, parameter in absent.items():
                 if name in fresh:
-                    made[id(parameter)] = _sharded(parameter, _rows_of(getattr(module, name).data), device)
+                    _fill_shard(made[id(parameter)], _rows_of(getattr(module, name).data))
                 module.register_parameter(name, made[id(parameter)])
 
 
@@ -152,21 +157,27 @@ def _rows_of(tensor: Tensor) -> Rows:
     return lambda first, last: tensor[first:last]
 
 
-def _sharded(parameter: nn.Parameter, rows: Rows, device: torch.device) -> nn.Parameter:
-    """A parameter like one on the meta device, with this rank's rows of its values."""
+def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter like one on the meta device, whose rows on this rank have no values yet."""
     like = parameter.data
     assert isinstance(like, DTensor), "only what is sharded is on the meta device"
     assert tuple(like.placements) == (Shard(0),), f"sharded as {like.placements}, not by rows"
-    mesh, length = like.device_mesh, like.shape[0]
-    each = -(-length // mesh.size())  # as torch.chunk deals them
-    first = min(length, mesh.get_local_rank() * each)
     local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
-    if local.numel():  # a rank beyond the last rows, or experts, has none
-        local.copy_(rows(first, min(length, first + each)))
     values = DTensor.from_local(
-        local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _fill_shard(shard: nn.Parameter, rows: Rows) -> None:
+    """Give a shard its rows, as torch.chunk deals them; a rank beyond the last row, or expert, has none."""
+    values = shard.data
+    assert isinstance(values, DTensor)
+    local, mesh, length = values.to_local(), values.device_mesh, values.shape[0]
+    each = -(-length // mesh.size())
+    first = mesh.get_local_rank() * each
+    if local.numel():
+        local.copy_(rows(first, min(length, first + each)))
 
 
 class _Files:

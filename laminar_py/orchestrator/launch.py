@@ -64,7 +64,8 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
         if reaped:
             console.print(f"ended {reaped} processes that a killed run had left")
     with open_cluster(config.cluster.address):
-        placement = asyncio.run(place(config))  # what cannot be placed leaves no run behind
+        # what cannot be placed leaves no run behind
+        placement = asyncio.run(place(config, resume=resume is not None))
         run = resume or new_run(config)
         if not resume:
             run.lock()

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.orchestrator.policies import max_scored
@@ -21,13 +22,15 @@ from laminar_py.workers.scorers import Scorers
 log = logging.getLogger(__name__)
 
 BATCH = 64
-OUTAGE_REST_S = 5.0  # of a scorer between batches while nearly all fails, so that less is generated for nothing
+OUTAGE_REST_S = 5.0  # of a scorer between responses in an outage
 
 
 class Scoring:
     """Scoring stage and its processes.
 
-    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored.
+    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. In an outage
+    each scorer tries one response, which is dropped where that fails, and rests; all others wait, and the first
+    value ends the rest of all scorers.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Scoring:
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
         self._trials = deque(trials(inputs.first_of_tasks, encode=encode, end=end_id))
         self._complaints = set[str]()
+        self._scored = asyncio.Event()  # set outside an outage
         self._stage: ScoringStage | None = None
 
     def spawn(self) -> None:
@@ -67,6 +71,7 @@ class Scoring:
             wanted=self._wanted,
             deliver=self._deliver,
             restart=self._scorers.restart,
+            one_by_one=lambda: self.failures.is_outage,
         )
         self._try_next()
 
@@ -129,8 +134,13 @@ class Scoring:
             await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.trains and score.value is not None:
                 self._stats.scored(score.value, lifecycle.length)
-        if self.failures.is_outage:
-            await asyncio.sleep(OUTAGE_REST_S)
+        if not self.failures.is_outage:
+            self._scored.set()
+            return
+        self._scored.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OUTAGE_REST_S):
+                await self._scored.wait()
 
     def _note(self, score: Score, *, task: str, trains: bool) -> None:
         line = self.failures.add(score, task=task, trains=trains, now_s=self._clock.now())

@@ -19,7 +19,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.preflight import survey
 from laminar_py.preflight.inputs import check_engine
-from laminar_py.preflight.memory import GpuMemory, gpu_memory, memory_faults
+from laminar_py.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
@@ -50,17 +50,24 @@ class Fit:
 def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
     """Place a config's parts on the cluster that it names, and compute the memory of their GPUs.
 
-    `gpu_bytes` of a GPU are by default those of the cluster's smallest, or 80 GB where no node tells.
+    `gpu_bytes` of a GPU are by default those of the smallest that its kind is placed on, or 80 GB where no node
+    tells.
     """
     with open_cluster(config.cluster.address):
         needs, seen = Needs.of(config), nodes()
-        size = gpu_bytes or asyncio.run(survey.gpu_bytes(seen))
-        memory = gpu_memory(config, gpu_bytes=size)
-        found = memory_faults(config, gpu_bytes=size)
         try:
-            placement = Placement(needs, nodes)
+            placement, unplaced = Placement(needs, nodes), None
+            held = survey.gpu_nodes(placement.plan)
         except ConfigError as error:
-            return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=error)
+            placement, unplaced = None, error
+            held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
+        memory, found = [], []
+        for kind, told in asyncio.run(survey.gpu_bytes(held)).items():
+            size = gpu_bytes or told or GPU_BYTES
+            memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
+            found += memory_faults(config, gpu_bytes=size, kinds=[kind])
+        if placement is None:
+            return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
         found += asyncio.run(survey.faults(config, placement))
         try:
             if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it

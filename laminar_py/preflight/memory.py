@@ -1,15 +1,14 @@
 """Memory of each kind of GPU of a run, by what takes it: a formula over a config and a model's shape.
 
-Called by `laminar doctor`, and before a run, which it refuses where the doctor does. The learner's parts are those
-at its peak, the largest of three moments of a step: the output embedding's backward pass, that of a layer, and the
-reduction of the embeddings' gradients at the end. Sizes of activations follow transformers' layers: bf16, with
-norms in fp32.
+Called by `laminar doctor`, and before a run. The learner's parts are those at its peak, the largest of three
+moments of a step: the output embedding's backward pass, that of a layer, and the reduction of the embeddings'
+gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32.
 Invariant: states of the learner and weights and KV cache of an engine are exact; activations and what CUDA and its
 allocator keep are estimates.
 """
 
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from laminar_py.cluster.placement import learner_device
@@ -24,6 +23,7 @@ GPU_BYTES = 80e9  # of a GPU of which nobody has told more
 HEAD_TOKENS = 512  # whose logits exist at a time: `learner.losses.logprob.CHUNK`
 SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
 MOST_RANKS = 1024
+KINDS = ("learner", "engine")  # of GPUs
 TELL_S = 10.0
 
 Parts = dict[str, float]
@@ -34,7 +34,7 @@ Parts = dict[str, float]
 class GpuMemory:
     """Memory of one kind of GPU, e.g. `GpuMemory("learner", {"masters": 15.2e9, "moments": 30.5e9})`."""
 
-    kind: str  # the column's title
+    kind: str  # of `KINDS`; the column's title
     parts: Parts
 
     @property
@@ -43,7 +43,9 @@ class GpuMemory:
         return sum(self.parts.values())
 
 
-def gpu_memory(config: RunConfig, *, gpu_bytes: float = GPU_BYTES) -> list[GpuMemory]:
+def gpu_memory(
+    config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
+) -> list[GpuMemory]:
     """A column for each kind of GPU that the run computes on; none where the model's shape cannot be read."""
     shape = read_shape(config.model.path)
     if shape is None or config.emulation is not None:
@@ -54,13 +56,13 @@ def gpu_memory(config: RunConfig, *, gpu_bytes: float = GPU_BYTES) -> list[GpuMe
         columns.append(GpuMemory("learner", parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * gpu_bytes}))
     if engine.gpus and not engine.hosts:
         columns.append(GpuMemory("engine", engine_parts(shape, config, gpu_bytes=gpu_bytes)))
-    return columns
+    return [column for column in columns if column.kind in kinds]
 
 
-def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES) -> list[str]:
+def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS) -> list[str]:
     """Complaint, in a line, about each kind of GPU that the run does not fit, with a setting that it fits with."""
     faults = {"learner": _learner_fault, "engine": _engine_fault}
-    columns = gpu_memory(config, gpu_bytes=gpu_bytes)
+    columns = gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
     return list(filter(None, (faults[column.kind](config, column, gpu_bytes) for column in columns)))
 
 

@@ -6,16 +6,17 @@ A small task on each node looks for the run folder, the model and shared memory;
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
 from laminar_py.cluster.errors import bug_in
 from laminar_py.cluster.part import RayError, RayTaskError
-from laminar_py.cluster.placement import Needs, Node, Placement, Plan
+from laminar_py.cluster.placement import Needs, Placement, Plan
 from laminar_py.cluster.ray_cluster import nodes, on_node
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import parse_config
@@ -24,6 +25,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.preflight.inputs import MemoryShare, memory_fault
 from laminar_py.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
 from laminar_py.records.codec import decode, encode
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 60.0  # a process starts on the node for it
 
@@ -56,31 +59,45 @@ def look(witness: str, settings: str, serving: str) -> bytes:
     return encode(Sight(Path(witness).is_file(), (model / "config.json").is_file(), free, fault))
 
 
-async def place(config: RunConfig) -> Placement:
+async def place(config: RunConfig, *, resume: bool = False) -> Placement:
     """Place the parts of a run.
 
-    Raises ConfigError if they do not fit on the cluster or into its GPUs, or if a joined node lacks something.
+    Raises ConfigError if they do not fit on the cluster, if a joined node lacks something, or if they do not fit
+    into GPUs that tell their size; a run to resume did fit once, whatever the formula says.
     """
     placement = Placement(Needs.of(config), nodes)
     if config.cluster.address is not None:
         for line in await faults(config, placement):
             raise ConfigError(line)
     if gpu_memory(config):
-        for line in memory_faults(config, gpu_bytes=await gpu_bytes(nodes())):
-            raise ConfigError(line)
+        for kind, told in (await gpu_bytes(gpu_nodes(placement.plan))).items():
+            for line in memory_faults(config, gpu_bytes=told or GPU_BYTES, kinds=[kind]):
+                if told and not resume:
+                    raise ConfigError(line)
+                log.warning("by an estimate this does not fit: %s", line)
     return placement
 
 
-async def gpu_bytes(seen: Sequence[Node]) -> float:
-    """Bytes of the smallest GPU of the nodes that have some, or of one that nobody has told of."""
-    told = await asyncio.gather(*(_smallest_gpu(node) for node in seen if node.gpus))
-    return min(filter(None, told), default=GPU_BYTES)
+def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
+    """Nodes on which each kind of GPU of a plan is."""
+    places = {"learner": plan.learner, "engine": plan.replicas}
+    return {
+        kind: {place.node for place in parts if place is not None and place.gpus and place.node is not None}
+        for kind, parts in places.items()
+    }
 
 
-async def _smallest_gpu(node: Node) -> int:
+async def gpu_bytes(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
+    """Bytes of the smallest GPU of the nodes of each kind, 0 where none of them tells."""
+    asked = sorted({node for held in holders.values() for node in held})
+    told = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
+    return {kind: min((told[node] for node in held if told[node]), default=0) for kind, held in holders.items()}
+
+
+async def _smallest_gpu(node: str) -> int:
     try:
         async with asyncio.timeout(LOOK_S):
-            return decode(int, await on_node(node.id, smallest_gpu))
+            return decode(int, await on_node(node, smallest_gpu))
     except (RayError, TimeoutError):  # `faults` says what that node lacks
         return 0
 

@@ -37,10 +37,11 @@ class Reward:
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """Response that a scoring process had begun last, e.g. `Begun("g3.1", " (at rewards.py:7)")`."""
+    """Response that a scoring process had in hand, e.g. `Begun("g3.1", " (at rewards.py:7)", hung=True)`."""
 
     trajectory_id: str
     place: str = ""  # of the user's code where it hangs
+    hung: bool = False  # seen by the process itself, which thus ran on beyond the limit
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
-"""File in which a scoring process says which response it has begun last, and where it hangs in that one.
+"""File in which a scoring process says which response it scores, and where it hangs in that one.
 
 The process writes it; the controller reads it when the process has died or has been ended. Invariant: the file
-names a response before the reward function sees that. The place is written by a thread of C, which also runs where
-the reward holds the interpreter.
+names a response before the reward function sees that, and no longer than it is scored. The place is written by a
+thread of C, which also runs where the reward holds the interpreter.
 """
 
 import faulthandler
@@ -28,14 +28,18 @@ class BegunFile:
     @contextmanager
     def begin(self, trajectory_id: str) -> Iterator[None]:
         """Name a response while it is scored."""
-        self._file.seek(0)
-        self._file.truncate()
+        self._clear()
         self._file.write(f"{trajectory_id}\n".encode())
         faulthandler.dump_traceback_later(self._hung_s, file=self._file)
         try:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
+            self._clear()
+
+    def _clear(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
 
 
 def begun_path(run: Path, index: int) -> Path:
@@ -44,12 +48,12 @@ def begun_path(run: Path, index: int) -> Path:
 
 
 def read_begun(path: Path) -> Begun | None:
-    """Response begun last by the process that wrote the file; None where it has begun none."""
+    """Response that the process which wrote the file had in hand; None where it had none."""
     try:
         name, _, stacks = path.read_text(errors="replace").partition("\n")
     except FileNotFoundError:
         return None
-    return Begun(name, _place(stacks)) if name else None
+    return Begun(name, _place(stacks), hung=bool(stacks)) if name else None
 
 
 def _place(stacks: str) -> str:

@@ -5,11 +5,12 @@ too (law 6). Training responses are looked at in steps, `FEWEST` at least. A run
 
 - *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or nothing was scored at all by
   the end of a step. A reward that fails now and then never gets there, and a service that is down is waited for.
-- *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row a third failed and something was scored, and all
-  values that were ever seen, of trials and evaluations too, are one number above 0. A sparse run has zeros; a
-  solved one has seen others, and where it has not, one tenth of failures at random is a third of 32 responses
-  three times in a row once in 10^10. An outage is one stretch: of three steps it leaves one without failures or
-  without a value. Time-outs do not count here, nor does a reward whose columns teach by themselves.
+- *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row some failed (`SOME`) and something was scored, and
+  all values that were ever seen, of trials and evaluations too, are one number above 0. No such step has taught
+  anything, whatever its failures are. A sparse run has zeros. A solved one whose scores fail now and then goes on,
+  since an honest reward gives another value to the trial with an empty response; where that trial failed too, it
+  ends, and `--resume` tries again. Fewer failures than `SOME` leave few groups that could differ. Time-outs do not
+  count here, nor does a reward whose columns teach by themselves.
 """
 
 import math
@@ -20,8 +21,8 @@ from laminar_py.records.trajectory import DropReason
 
 FEWEST = 32  # responses from which anything is concluded
 NEARLY_ALL = 0.9  # share of a step
-SOME = 1 / 3  # share of a step, for which chance is no explanation
-MIXED_STEPS = 3
+SOME = 0.02  # share of a step
+MIXED_STEPS = 4
 OUTAGE_S = 600.0  # that a verifier may be down
 TELL_S = 60.0  # between lines on an outage
 
@@ -44,6 +45,8 @@ class ScoreFailures:
         self._values = set[float]()  # seen, two at most
         self._columns = False  # True where they teach even if all values are equal
         self._since: float | None = None  # when the first of the last steps that failed ended
+        self.is_outage = False
+        """True from the end of a step of which nearly all failed to the next value."""
         self._told_s = -math.inf  # when it was last told of that
         self._told = set[tuple[str, DropReason]]()
         self._detail = ""  # of the last failure
@@ -79,21 +82,18 @@ class ScoreFailures:
         step["all"] += 1
         step["failed"] += score.value is None
         step["late"] += score.failure is DropReason.REWARD_TIMEOUT
+        self.is_outage &= score.value is None
         if step["all"] < size:
-            return None
+            return self._note_outage(now_s) if self.is_outage else None  # few come while scorers rest
         failed, raised = step["failed"], step["failed"] - step["late"]
         step.clear()
         self._mixed.append(failed < size and raised >= SOME * size)
         self._end_if_mixed()
         if failed >= NEARLY_ALL * size:
+            self.is_outage = score.value is None
             return self._note_outage(now_s)
-        self._since = None
+        self._since, self.is_outage = None, False
         return None
-
-    @property
-    def is_outage(self) -> bool:
-        """True while nearly all fails."""
-        return self._since is not None
 
     def _note_outage(self, now_s: float) -> str | None:
         if self._since is None:
@@ -116,7 +116,10 @@ class ScoreFailures:
             return
         (value,) = self._values
         if value > 0:
-            self._end(f"a third or more could not be scored, and all others got {value:g}, which teaches nothing")
+            self._end(
+                f"some of each of {MIXED_STEPS} steps could not be scored, and all others got {value:g}, which"
+                " teaches nothing"
+            )
 
     def _end(self, why: str) -> None:
         failed = f"{self.counts.total()} of {self.num_scored + self.counts.total()}"

@@ -28,11 +28,15 @@ class ScoringStage:
     """Up to `batch` waiting trajectories go to a free worker together; each is scored and judged on its own.
 
     A worker limits each trajectory to `timeout_s` itself, and begins none after `SLICE_S`. If a call takes longer
-    than both and `grace_s`, the response that it has begun last hangs where nothing interrupts it: that one is
-    dropped, the worker replaced, and the others are scored again. `queue` is at least the number of trajectories
-    whose score can be `wanted` at a time; what a deadline dropped while it waited is not scored and makes room, so
-    `submit` always finds some. `restart(i, counts)` ends worker i and returns a new one, ready; a worker that
-    ended by itself counts as a death.
+    than both and `grace_s`, the worker is replaced, as where it died. A response that hangs, as the worker itself
+    has written, is dropped; another that it had in hand loses one of its `LIVES`; the others are scored again.
+    Where none is named, e.g. as the file system is late, the batch is tried one by one and the one alone in its
+    call is blamed. `one_by_one` is true while workers are to take no more than that.
+
+    `queue` is at least the number of trajectories whose score can be `wanted` at a time; what a deadline dropped
+    while it waited is not scored and makes room, so `submit` always finds some. `restart(i, counts)` ends worker i
+    and returns a new one, ready; a worker that ended by itself counts as a death, but not where a response is
+    blamed for a hang or for having been alone.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ScoringStage:
         wanted: Callable[[str], bool],
         deliver: Callable[[Sequence[Score]], Awaitable[None]],
         restart: Callable[[int, bool], Awaitable[Scorer]],
+        one_by_one: Callable[[], bool] = lambda: False,
         grace_s: float = 3.0,
     ) -> None:
         self._workers = list(workers)
@@ -55,6 +60,7 @@ class ScoringStage:
         self._wanted = wanted
         self._deliver = deliver
         self._restart = restart
+        self._one_by_one = one_by_one
         # Room for every score that is wanted and one end mark per worker: `put_nowait` cannot fail.
         self._waiting: asyncio.Queue[ScoringRequest | None] = asyncio.Queue(queue + len(self._workers))
         self._since: dict[str, float] = {}  # what has no score yet, the oldest first, and when it came
@@ -107,16 +113,21 @@ class ScoringStage:
 
     async def _serve(self, index: int) -> None:
         while requests := await self._take():
-            deaths, most = Counter[str](), len(requests)
+            deaths, most, single = Counter[str](), len(requests), False
             while requests:
+                called = requests[: 1 if single or self._one_by_one() else most]
                 try:
-                    scores = await self._call(index, requests[:most])
+                    scores = await self._call(index, called)
                 except (TimeoutError, WorkerDiedError) as error:
-                    begun, hung = self._workers[index].begun(), isinstance(error, TimeoutError)
+                    begun = self._workers[index].begun()
                     log.warning("scoring worker %d is replaced: %r over %s", index, error, begun)
-                    scores = self._blame(requests, begun, deaths, hung=hung)
+                    if begun is None or all(request.trajectory_id != begun.trajectory_id for request in called):
+                        begun, single = None, True
+                    hung = begun is not None and begun.hung and isinstance(error, TimeoutError)
+                    scores = self._blame(called, begun, deaths, hung=hung)
                     await self._hand_over(scores)
-                    self._workers[index] = await self._restart(index, not (hung and scores))
+                    alone = begun is None and len(called) == 1
+                    self._workers[index] = await self._restart(index, not (hung or alone))
                 else:
                     most = 2 * len(scores)  # slow ones are not sent many times over
                     await self._hand_over(scores)
@@ -124,19 +135,19 @@ class ScoringStage:
                 requests = [request for request in requests if request.trajectory_id not in given]
 
     def _blame(
-        self, requests: Sequence[ScoringRequest], begun: Begun | None, deaths: Counter[str], *, hung: bool
+        self, called: Sequence[ScoringRequest], begun: Begun | None, deaths: Counter[str], *, hung: bool
     ) -> list[Score]:
-        """Score of a response that its worker hung over, or died over too often; the others are tried again."""
-        name = begun.trajectory_id if begun else ""
-        if begun is None or all(request.trajectory_id != name for request in requests):
-            return []  # it was none of them: the worker was ended, or stopped, from outside
-        if hung:
+        """Score of a response that its worker hung over, or was lost over too often; others are tried again."""
+        if begun is None and len(called) > 1:
+            return []  # nobody can be blamed
+        name = begun.trajectory_id if begun is not None else called[0].trajectory_id
+        if begun is not None and hung:
             detail = f"no value within reward.timeout_s={self._timeout_s:g}, nor could it be stopped{begun.place}"
             return [_failed(name, DropReason.REWARD_TIMEOUT, detail=detail)]
         deaths[name] += 1
         if deaths[name] < LIVES:
             return []
-        return [_failed(name, DropReason.REWARD_FAILED, detail=f"its worker died {LIVES} times")]
+        return [_failed(name, DropReason.REWARD_FAILED, detail=f"its worker died or stopped {LIVES} times")]
 
     async def _hand_over(self, scores: Sequence[Score]) -> None:
         for score in scores:
@@ -155,7 +166,8 @@ class ScoringStage:
                 self._since.pop(request.trajectory_id, None)
                 continue
             if not requests:
-                share = min(self._batch, 1 + self._waiting.qsize() // len(self._workers))
+                fair = 1 + self._waiting.qsize() // len(self._workers)
+                share = 1 if self._one_by_one() else min(self._batch, fair)
             requests.append(request)
         return requests
 

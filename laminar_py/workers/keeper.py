@@ -11,6 +11,7 @@ Invariant: a death is counted once, before there is a process in the place of th
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,7 +25,6 @@ T = TypeVar("T")
 RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
 MAX_PATIENCE = 15  # times that
 STARVED = 2  # deaths for want of memory, which another start does not mend
-HEALTHY_S = 3600.0  # up, after which an earlier death for want of memory counts no more
 
 
 async def back_off(failures: int) -> None:
@@ -54,6 +54,7 @@ class PartSpec:
     on_record: bool = True  # True where its starts are events of the run
     spares_memory: str = ""
     """Settings to change where memory runs out, which ends the run at the second time; empty: as other deaths."""
+    forgives_s: float = math.inf  # that it is up, after which an earlier death for want of memory counts no more
 
 
 class Keeper:
@@ -67,7 +68,7 @@ class Keeper:
         self._placement = incarnation.placement
         self._served = False
         self._failures = 0  # starts in a row
-        self._starved = 0  # deaths for want of memory, with less than `HEALTHY_S` between
+        self._starved = 0  # deaths for want of memory that count
         self._up_s = 0.0  # when it came up
         self._kernel_kills = incarnation.kernel_kills
 
@@ -124,7 +125,7 @@ class Keeper:
         self.kill()
         node = next((part.place.node for part in self.parts if part.name == error.part), None)
         self._failures += not self.is_up
-        if self.is_up and asyncio.get_running_loop().time() - self._up_s >= HEALTHY_S:
+        if self.is_up and asyncio.get_running_loop().time() - self._up_s >= self._spec.forgives_s:
             self._starved = 0
         self.parts, self.is_up = (), False
         death = await self._spec.settle(error)

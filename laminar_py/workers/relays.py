@@ -5,8 +5,8 @@ port stays taken it gets another, and everybody is told: nodes below with each p
 and the publisher by what the root leaves in their store.
 
 Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
-learner and every host with replicas has one. After the death of a host its relay starts where the plan now says,
-and all others are told likewise.
+learner and every host with replicas has one. After the death of a host its relay, or the root of a learner that
+lost a rank there, starts where the plan now says, and all others are told likewise, also of a relay that is new.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import msgspec
 
 from laminar_py.cluster.errors import PartBugError, PartDiedError, bug_in
 from laminar_py.cluster.links import find_links
-from laminar_py.cluster.part import Part, RayError, RayTaskError
+from laminar_py.cluster.part import Part, RayError, RayTaskError, watched
 from laminar_py.cluster.placement import Place
 from laminar_py.cluster.ray_cluster import on_node
 from laminar_py.config.run import RunConfig
@@ -151,15 +151,22 @@ class Relays:
         """Watch every node until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            self._find_parents()
             for node, keeper in self._keepers.items():
                 tasks.create_task(keeper.calling(partial(self._watch, node)), name=f"keep-relay-{node}")
 
     async def hold(self, version: int) -> None:
-        """Pull a version from the root under a name of its own, so that the root keeps it."""
+        """Pull a version from the root, wherever that is, under a name of its own, so that the root keeps it."""
+
+        async def follow() -> None:
+            while True:
+                subscriber.attach(self.root)
+                await self._changed.wait()
+
         subscriber = Subscriber(self.root, f"evaluation-{version}", self.keys)
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:
-            await subscriber.pull(version)
+            await watched(subscriber.pull(version), follow())
         except VersionLostError as error:  # its learner died over it; the evaluation will be left out
             log.warning("version %d is not kept for its evaluation: %s", version, error)
         finally:
@@ -248,11 +255,14 @@ class Relays:
         self._changed = asyncio.Event()
 
     async def _watch(self, node: int, parts: Sequence[Part]) -> None:
+        """Ping it, with its parents. Raises PartDiedError where the plan has it on another host by now."""
         self._notify()
         while True:
             parents = encode(self._parents[node])
             for event in await parts[0].ask(list[RelayEvent], "ping", parents):
                 self._record(on_record(event, self._names))
+            if self._placement.plan.relays[node] not in (None, self._hosts[node]):
+                raise PartDiedError(f"relay-{node}", "it is needed on another host")
             await asyncio.sleep(PING_S)
 
     async def _start_node(self, node: int, parts: Sequence[Part]) -> None:
@@ -262,7 +272,6 @@ class Relays:
         assert host is not None, "a relay has a place"
         if node:
             await self.root_up()
-        self._parents[node] = self._parents_in(self.tree, node)
         comes_back = self._hosts.get(node) == host
         spec = RelaySpec(
             config=self._config_on(host).model_dump_json(),
@@ -272,18 +281,21 @@ class Relays:
             port=self._port(node, host),
             patience_s=PORT_SHARE * self._config.supervisor.heartbeat_timeout_s if comes_back else 0.0,
             or_any_port=comes_back and self._config.relay.base_port is None,
-            parents=self._parents[node],
+            parents=self._parents_in(self.tree, node),
             chunk_bytes=self.chunk_bytes,
             public_key=self.keys.public,
             secret_key=self.keys.secret,
         )
         endpoint = await part.call("start", encode(spec))
         assert isinstance(endpoint, str)
-        moved = self._endpoints.get(node, endpoint) != endpoint
         self._endpoints[node], self._hosts[node] = endpoint, host
-        if moved:
-            tree = self.tree
-            self._parents = {other: self._parents_in(tree, other) for other in self._keepers}
+        if self._tasks is not None:  # before, parents come up first
+            self._find_parents()
+
+    def _find_parents(self) -> None:
+        """Have every node told with its next ping of the relays above it, as they now are."""
+        tree = self.tree
+        self._parents = {node: self._parents_in(tree, node) for node in self._keepers}
 
     def _parents_in(self, tree: topology.Topology, node: int) -> tuple[str, ...]:
         planned = self._placement.plan.relays

@@ -25,6 +25,7 @@ START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 CHECKSUMS_KEPT = 64
 FIRST_STARTS = 2  # that may fail before the run does
+FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
 
 
 class Replicas:
@@ -146,6 +147,7 @@ class Replicas:
             rest=self._rest,
             first_starts=FIRST_STARTS,
             spares_memory="lower rollout.kv_capacity, rollout.max_batch or rollout.replicas",
+            forgives_s=FORGIVES_S,
         )
 
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:

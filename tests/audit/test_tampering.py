@@ -128,6 +128,13 @@ async def test_a_changed_byte_of_the_archive_is_a_finding_and_the_file_is_not_op
     assert any("was changed, so none of its 3 trajectories is read; restore it" in line for line in found), found
 
 
+async def test_what_a_crash_left_in_the_archive_before_it_was_recorded_is_not_read(tmp_path):
+    await closed_run(tmp_path)
+    (file,) = (tmp_path / "archive").iterdir()
+    file.with_name("pieces-000900000001.parquet").write_bytes(b"half of a file")
+    assert verify(tmp_path) == []
+
+
 async def test_tokens_with_log_probabilities_of_another_number_are_a_finding(tmp_path):
     await closed_run(tmp_path)
     connection = sqlite3.connect(tmp_path / LEDGER_NAME)

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from laminar_py.bench import kept as kept_module
 from laminar_py.bench.kept import KeptResults
 from laminar_py.bench.runs import call
 
@@ -72,3 +74,15 @@ def test_a_command_beyond_its_limit_is_ended(tmp_path):
 def test_a_command_that_fails_is_told():
     with pytest.raises(subprocess.CalledProcessError):
         call([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_a_run_whose_folder_was_deleted_is_made_again(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(kept_module, "read_run", lambda folder: folder)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    kept = KeptResults(tmp_path / "out", sources=[source], settings="")
+    for folder, deletes in ((folders[0], False), (folders[0], True), (folders[1], False)):
+        assert kept.run("seed-0", lambda: SimpleNamespace(folder=next(f for f in folders if f.is_dir()))) == folder
+        if deletes:
+            folder.rmdir()

@@ -34,10 +34,10 @@ def test_what_a_part_said_last_tells_want_of_memory(reason, starved):
 
 
 class Node:
-    """A node whose kernel has ended so many processes."""
+    """A node whose kernel has ended so many processes, and a part on it."""
 
     def __init__(self, monkeypatch, count, *, own=True):
-        self.count, self._own = count, own
+        self.name, self.count, self._own = "learner-0", count, own
         self.place, self.looks = Place("a"), 0
         monkeypatch.setattr(memory, "on_node", self.on_node)
 
@@ -71,6 +71,20 @@ async def test_a_kill_from_before_a_part_started_is_not_the_cause_of_its_death(m
     node.count += 1
     await kills.meet(node)
     assert await kills.explain(VANISHED, "a") is VANISHED
+
+
+async def test_a_kill_still_explains_its_death_when_another_part_has_started_on_that_node_since(monkeypatch):
+    learner, kills = Node(monkeypatch, 3), KernelKills()
+    await kills.meet(learner)
+    learner.count += 1
+    learner.name = "replica-0"
+    await kills.meet(learner)
+    assert "out of memory" in (await kills.explain(VANISHED, "a")).reason
+    other = PartDiedError("replica-0", "The actor died unexpectedly", vanished=True)
+    assert await kills.explain(other, "a") is other, "it had not started then"
+    learner.count += 1
+    assert "out of memory" in (await kills.explain(other, "a")).reason
+    assert await kills.explain(VANISHED, "a") is VANISHED, "of two deaths a kill explains one"
 
 
 async def test_a_count_of_the_whole_host_is_told_as_a_guess(monkeypatch):

@@ -63,34 +63,33 @@ async def test_a_step_goes_on_with_what_there_is_at_the_ceiling_of_refill_and_sa
     task.cancel()
 
 
-async def test_a_step_waits_at_the_ceiling_for_what_is_still_generating_and_issues_no_more():
+async def test_async_waits_for_nobody_at_the_ceiling_and_goes_on_generating():
     fleet = refilling(schedule=Schedule.ASYNC)
     task = asks(fleet)
     await generate(fleet, SIGNAL, SOLVED, SOLVED, HOPELESS, HOPELESS)
     issued = fleet.scheduler.book.next_prompt
     await fleet.report(0)
-    await settle()
-    assert not task.done(), "others that are generating may have signal"
-    assert fleet.running[0]
-    assert fleet.scheduler.book.next_prompt == issued
-    await generate(fleet, SIGNAL)
     batch = await asyncio.wait_for(task, PATIENCE_S)
-    assert len(batch.groups) == 2, "as one of them has"
-    assert fleet.scheduler.consumption.refill_stopped(batch, 1) is None
+    assert len(batch.groups) == 1
+    assert fleet.running[0], "which are of later steps"
+    assert fleet.scheduler.book.next_prompt > issued
+    fleet.scheduler.consumption.commit(batch, 1)
+    task = asks(fleet)
+    await generate(fleet, SIGNAL, SIGNAL)
+    batch = await asyncio.wait_for(task, PATIENCE_S)
+    assert len(batch.groups) == 2
 
 
-async def test_what_is_too_old_at_the_ceiling_is_generated_anew():
+async def test_what_is_too_old_at_the_ceiling_does_not_count_towards_it():
     fleet = refilling(schedule=Schedule.ASYNC, max_staleness=1, policies=(StalePolicy.WAIT, StalePolicy.DROP))
     await generate(fleet, SIGNAL, *[HOPELESS] * 4)
-    await fleet.finish_all(0)
-    await fleet.score_all(lambda index: None)
-    await fleet.report(0)
-    assert not fleet.running[0], "the ceiling is reached, and nothing comes"
     fleet.learned(3)
-    fleet.versions[0] = 3
     task = asks(fleet)
     await settle()
     assert not task.done(), "four groups without signal, and none that is ready, are no ceiling"
+    fleet.versions[0] = 3
+    await fleet.finish_all(0)
+    await fleet.score_all(lambda index: None)
     await generate(fleet, SIGNAL, SIGNAL)
     batch = await asyncio.wait_for(task, PATIENCE_S)
     assert len(batch.groups) == 2
@@ -157,7 +156,7 @@ async def test_a_step_without_any_group_comes_to_its_end(schedule):
             await settle()
     batch = task.result()
     assert not batch.groups
-    assert not fleet.running[0]
+    assert bool(fleet.running[0]) is (schedule is Schedule.ASYNC), "which has work for later steps"
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
     assert event.num_worst == event.num_silent >= 5
     assert event.num_best == 0

@@ -122,6 +122,28 @@ async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run
         assert {event.reason for event in dropped} == {DropReason.REWARD_FAILED}, "each on record (law 6)"
 
 
+async def test_an_outage_keeps_what_waits_and_the_first_value_ends_its_rest(monkeypatch):
+    monkeypatch.setattr(scoring_module, "OUTAGE_REST_S", 3600.0)
+    async with scoring_of(monkeypatch, lambda request: 1.0, prompts=[]) as (scoring, fleet, scorers, _, _):
+        scoring.failures.is_outage = True
+        scorers.gate.clear()
+        await fleet.report(0)
+        await fleet.finish_all(0)
+        count, name = len(fleet.unscored), fleet.unscored[0].id
+        failed = Score(trajectory_id=name, value=None, failure=DropReason.REWARD_FAILED, detail="down")
+        rest = asyncio.create_task(scoring._deliver([failed]))  # another scorer
+        while fleet.unscored:
+            scoring.submit(fleet.unscored.pop(), make_prompt())
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert scoring._stage.num_waiting == count - 1, "one is tried"
+        assert not rest.done()
+        scorers.gate.set()
+        await asyncio.wait_for(rest, PATIENCE_S)
+        assert not scoring.failures.is_outage
+        await score_all(scoring, fleet)
+
+
 async def test_what_waits_for_a_score_is_told_with_the_age_of_the_oldest(monkeypatch):
     async with scoring_of(monkeypatch, lambda request: 1.0, prompts=[]) as (scoring, fleet, scorers, _, _):
         scorers.gate.clear()

@@ -283,6 +283,6 @@ async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_check
         trainer.end("nothing can be scored")
         trainer.end("something else")
         await asyncio.wait_for(running, PATIENCE_S)
-        assert (trainer.fault, trainer.step) == ("nothing can be scored", 1)
-    assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == 1
+        assert trainer.fault == "nothing can be scored"
+    assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == trainer.step >= 1
     assert verify(tmp_path) == []

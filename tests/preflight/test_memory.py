@@ -16,17 +16,14 @@ from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.loading import load_config
 from laminar_py.config.lora import LoraConfig
 from laminar_py.config.model import ModelConfig
-from laminar_py.config.section import ConfigError
 from laminar_py.learner.losses import logprob
 from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.preflight.doctor import fit
 from laminar_py.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
 from laminar_py.preflight.model_shape import ModelShape, read_shape
-from laminar_py.preflight.survey import place
-from laminar_py.records.codec import encode
 from tests.learner.builders import make_learner, make_model_folder, make_sequences, pack
 from tests.preflight.test_doctor import doctor
-from tests.runs.fake_cluster import FakeCluster, joined
+from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 
 SHIPPED = ("math_7b_8gpu_tp1", "math_7b_8gpu_tp2", "math_7b_cluster")
@@ -353,25 +350,3 @@ def test_doctor_places_a_config_that_fits_and_refuses_the_one_that_does_not(tmp_
         assert bad.rows, "it is placed all the same"
         larger = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs, *two), gpu_bytes=141e9)
         assert not any("a GPU of" in line for line in larger.faults)
-
-
-async def test_a_run_that_its_gpus_cannot_hold_is_refused_with_the_line_of_the_doctor(tmp_path, monkeypatch):
-    two = ("learner.world_size=2", "rollout.replicas=6")
-    config = shipped("math_7b_8gpu_tp1", tmp_path, *two)
-    with joined(FakeCluster(8)):
-        with pytest.raises(ConfigError, match=re.escape(memory_faults(config)[0])):
-            await place(config)
-        await place(shipped("math_7b_8gpu_tp1", tmp_path))
-        monkeypatch.setattr("laminar_py.preflight.survey.smallest_gpu", lambda: encode(int(141e9)))
-        await place(config)
-
-
-async def test_on_cpus_no_gpu_is_asked_for_its_memory(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-
-    async def ask(seen):
-        raise AssertionError("asked")
-
-    monkeypatch.setattr("laminar_py.preflight.survey.gpu_bytes", ask)
-    with joined(FakeCluster(8)):
-        await place(load_config(REPO / "configs" / "quickstart.yaml", [f"model.path={tmp_path}"]))

@@ -90,7 +90,7 @@ def test_nearly_all_failing_for_longer_than_an_outage_ends_the_run(good: int, se
 
 
 @settings(deadline=None)
-@given(right=st.floats(0.05, 0.6), seed=st.integers(0, 2**32 - 1), trial=st.sampled_from([1.0, None]))
+@given(right=st.floats(0.05, 0.95), seed=st.integers(0, 2**32 - 1), trial=st.sampled_from([1.0, None]))
 def test_a_reward_without_a_value_for_wrong_answers_ends_the_run(right: float, seed: int, trial) -> None:
     draw = random.Random(seed)
     fault, count = judge(*[1.0 if draw.random() < right else None for _ in range(100 * STEP)], trial=trial)
@@ -98,7 +98,7 @@ def test_a_reward_without_a_value_for_wrong_answers_ends_the_run(right: float, s
     ends = ("and all others got 1, which teaches nothing", "nearly no response", "no response could be scored")
     assert any(end in fault for end in ends)
     if count == MIXED_STEPS * STEP:
-        assert "a third or more could not be scored" in fault
+        assert f"some of each of {MIXED_STEPS} steps could not be scored" in fault
 
 
 HEALTHY = {
@@ -122,7 +122,10 @@ HEALTHY = {
 def test_a_healthy_run_goes_on_whatever_it_learns_and_however_its_verifier_fails(
     kind, flaky, share, outage, step, seed
 ) -> None:
-    """One tenth of the scores fail at random, and all in an outage that is shorter than the limit less a step."""
+    """One tenth of the scores fail at random, and all in an outage that is shorter than the limit less a step.
+
+    A solved run has seen the trial with an empty response, an honest 0.
+    """
     draw = random.Random(seed)
     values = [None if draw.random() < flaky else HEALTHY[kind](draw, share) for _ in range(60 * max(step, FEWEST))]
     size = max(step, FEWEST)
@@ -130,7 +133,8 @@ def test_a_healthy_run_goes_on_whatever_it_learns_and_however_its_verifier_fails
     start = size + outage % (19 * size)
     values[0] = HEALTHY[kind](draw, share)
     values[start : start + length] = [None] * length
-    assert judge(*values, step=step, every_s=OUTAGE_S / (length + size)) == (None, len(values))
+    trial = 0.0 if kind == "solved" else None
+    assert judge(*values, step=step, every_s=OUTAGE_S / (length + size), trial=trial) == (None, len(values))
 
 
 def test_equal_rewards_beside_some_time_outs_end_nothing() -> None:
@@ -169,7 +173,9 @@ def test_an_outage_is_told_as_it_begins_and_again_each_minute_until_scores_come(
 
     def step(value: float | None, now_s: float) -> str | None:
         lines = [failures.add(scored(value), task="", trains=True, now_s=now_s) for _ in range(STEP)]
-        return lines[-1]
+        told = [line for line in lines if line is not None and "fail, the last" in line]
+        assert len(told) <= 1
+        return told[0] if told else None
 
     assert step(1.0, 0) is None
     assert not failures.is_outage
@@ -184,6 +190,26 @@ def test_an_outage_is_told_as_it_begins_and_again_each_minute_until_scores_come(
     assert not failures.is_outage
     assert (step(None, 605) or "").endswith("the run ends in 600 s"), "another outage"
     assert failures.fault is None
+
+
+def test_an_outage_ends_with_the_first_value_and_the_run_on_time_however_few_scores_come() -> None:
+    failures = ScoreFailures("mine.py:score", step=STEP)
+
+    def add(value: float | None, now_s: float) -> None:
+        failures.add(scored(value), task="", trains=True, now_s=now_s)
+
+    for value in [1.0, 0.0] * (STEP // 2) + [None] * STEP:
+        add(value, 0.0)
+    assert failures.is_outage
+    add(1.0, 5.0)
+    assert not failures.is_outage
+    for _ in range(STEP - 1):
+        add(None, 10.0)
+    assert failures.is_outage
+    add(None, OUTAGE_S - 1)
+    assert failures.fault is None
+    add(None, OUTAGE_S)
+    assert failures.fault is not None
 
 
 def test_a_reward_is_tried_on_the_answer_and_on_nothing_of_each_prompt() -> None:

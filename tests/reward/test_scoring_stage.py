@@ -79,6 +79,7 @@ def make_stage(
     queue: int = 64,
     wanted: Callable[[str], bool] = lambda name: True,
     restart: Callable[[int, bool], Awaitable[Scorer]] = no_restart,
+    one_by_one: Callable[[], bool] = lambda: False,
 ) -> ScoringStage:
     return ScoringStage(
         workers,
@@ -88,6 +89,7 @@ def make_stage(
         wanted=wanted,
         deliver=inbox.deliver,
         restart=restart,
+        one_by_one=one_by_one,
     )
 
 
@@ -286,7 +288,7 @@ def test_the_limit_is_that_of_one_response_however_large_the_batch() -> None:
     inbox, restarts = Inbox(), Restarts(open_scorer())
 
     async def hang() -> None:
-        stage = make_stage([Stuck(Begun("g0.2"))], inbox, batch=64, restart=restarts.restart)
+        stage = make_stage([Stuck(Begun("g0.2", hung=True))], inbox, batch=64, restart=restarts.restart)
         for request in make_requests(*"abcdefgh" * 8):
             stage.submit(request)
         async with running(stage):
@@ -298,7 +300,7 @@ def test_the_limit_is_that_of_one_response_however_large_the_batch() -> None:
     assert restarts.last_s == SLICE_S + LIMIT_S + 3.0
 
 
-def test_a_worker_that_hangs_over_none_of_its_batch_is_a_death_and_drops_nothing() -> None:
+def test_a_worker_that_hangs_over_none_of_its_batch_drops_nothing_and_is_a_death_but_over_one_alone() -> None:
     inbox, restarts = Inbox(), Restarts(Stuck(None), open_scorer())
 
     async def hang() -> None:
@@ -310,7 +312,20 @@ def test_a_worker_that_hangs_over_none_of_its_batch_is_a_death_and_drops_nothing
 
     virtually(hang())
     assert all(score.value is not None for score in inbox.scores)
-    assert restarts.counted == [True, True]
+    assert restarts.counted == [True, False]
+
+
+async def test_one_by_one_takes_one_and_leaves_the_others_in_the_queue() -> None:
+    scorer, inbox = GatedScorer(), Inbox()
+    stage = make_stage([scorer], inbox, one_by_one=lambda: True)
+    for request in make_requests("a", "b", "c"):
+        stage.submit(request)
+    async with running(stage):
+        await settle()
+        assert (scorer.batches, stage.num_waiting) == ([["a"]], 2)
+        scorer.gate.set()
+        await inbox.wait(3)
+    assert scorer.batches == [["a"], ["b"], ["c"]]
 
 
 async def test_what_a_slow_worker_leaves_over_is_not_sent_again_and_again() -> None:

@@ -1,6 +1,7 @@
 """The embedded engine dies inside: the last report has everything that it gave, and others go on from there."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,13 +39,14 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
     async with serving(folders) as (story, _):
         await dies_with(story, "a")
         process = ReplicaActor()
+        process._weights = SimpleNamespace(attach=lambda relay: None)
         process._replica, process._task, process._listening = story.replica, story.task, story.task
         process._config = parse_config({"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}})
         broken = []
 
         async def collect():
             while True:
-                report = decode(ReplicaReport, await process.collect(0.1))
+                report = decode(ReplicaReport, await process.collect(0.1, "tcp://relay"))
                 broken.extend(progress.broken for progress in report.progress)
 
         with pytest.raises(ZeroDivisionError):  # no `EngineLostError`, after which another would be started

@@ -64,8 +64,8 @@ class Process:
 
     async def call(self, method, *arguments, timeout_s=None):
         answer = asyncio.ensure_future(self._answer(method, arguments))
-        await asyncio.wait([answer, self._death], return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
+        await asyncio.wait([self._death, answer], return_when=asyncio.FIRST_COMPLETED)
+        if self._death.done():
             answer.cancel()
             raise PartDiedError(self.name, self._death.result())
         return answer.result()

@@ -8,7 +8,7 @@ import pytest
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.placement import Place
 from laminar_py.records.events import PartDied, PartStarted
-from laminar_py.workers.keeper import HEALTHY_S, Keeper, PartSpec
+from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.supervisor import Supervisor
 from tests.virtual_time import virtually
 from tests.workers.fakes import Processes, make_incarnation
@@ -212,20 +212,36 @@ async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_t
     assert sum(isinstance(event, PartDied) for event in life.events) == 2
 
 
-def test_a_death_for_want_of_memory_counts_no_more_after_an_hour_of_health(monkeypatch):
+STARVES = PartDiedError("part-0", "out of memory in step")
+
+
+def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_of_health(monkeypatch):
     async def starve():
-        life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens")
-        death = PartDiedError("part-0", "out of memory in step")
+        life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens", forgives_s=3600.0)
         await life.keeper.up()
-        await life.keeper.replace(death)
+        await life.keeper.replace(STARVES)
         for _ in range(3):
             await life.keeper.up()
-            await asyncio.sleep(HEALTHY_S)
-            await life.keeper.replace(death)
+            await asyncio.sleep(3600.0)
+            await life.keeper.replace(STARVES)
         await life.keeper.up()
-        await asyncio.sleep(HEALTHY_S - 1)
+        await asyncio.sleep(3599.0)
         with pytest.raises(RunFailedError, match="ran out of memory twice"):
-            await life.keeper.replace(death)
+            await life.keeper.replace(STARVES)
+
+    virtually(starve())
+
+
+def test_the_second_death_for_want_of_memory_ends_the_run_also_hours_after_the_first(monkeypatch):
+    async def starve():
+        life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens")
+        await life.keeper.up()
+        await asyncio.sleep(70 * 60.0)
+        await life.keeper.replace(STARVES)
+        await life.keeper.up()
+        await asyncio.sleep(70 * 60.0)
+        with pytest.raises(RunFailedError, match="ran out of memory twice"):
+            await life.keeper.replace(STARVES)
 
     virtually(starve())
 
