@@ -53,7 +53,7 @@ class FakeCluster:
         """Actor processes on a node, none on a dead one: process id and title, e.g. `ray::RelayActor`."""
         raylets = [
             process
-            for process in psutil.process_iter(["name", "cmdline"])  # without those that end meanwhile
+            for process in psutil.process_iter(["name", "cmdline"], ad_value=())  # nothing is read of a zombie
             if process.info["name"] == "raylet" and f"--node_id={self.id_of(node)}" in process.info["cmdline"]
         ]
         titles = {}
