@@ -7,6 +7,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.reward import REWARDS, TermConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import Section
 
@@ -81,6 +82,16 @@ def of_backends(base: type[Section]) -> list[str]:
     return parts
 
 
+def of_rewards() -> list[str]:
+    """Settings of a term of a reward, and what each kind adds."""
+    parts = [f"### A term of `reward.use` and `reward.by_task`\n\n{rows(TermConfig)}"]
+    for name in REWARDS.names():
+        section = REWARDS.get(name).settings
+        doc = " ".join((section.__doc__ or "").split())
+        parts.append(f"### A term with `kind: {name}`\n\n{doc}\n\n{rows(section, beyond=TermConfig)}")
+    return parts
+
+
 def document() -> str:
     """All of docs/config.md."""
     parts = [HEAD, "## Run\n\n" + rows(RunConfig)]
@@ -94,6 +105,8 @@ def document() -> str:
         parts.append(f"## `{name}`\n\n{doc}\n\n{rows(section)}")
         if name == "rollout.engine":
             parts += of_backends(section)
+        if name == "reward":
+            parts += of_rewards()
         pending = [(f"{name}.{sub}", inner) for sub, inner in section.model_fields.items()] + pending
     return "\n\n".join(parts) + "\n"
 

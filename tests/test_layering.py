@@ -11,7 +11,8 @@ RULES = {  # room: the rooms that it may import
     "records": "",
     "config": "records",
     "data": "config records",
-    "reward": "config records",
+    "sandbox": "config",
+    "reward": "config records sandbox",
     "packing": "config records",
     "ledger": "config records",
     "control": "config ledger packing records",
@@ -22,7 +23,7 @@ RULES = {  # room: the rooms that it may import
     "learner": "config packing records",
     "telemetry": "config ledger records",
     "cluster": "config records relay",
-    "preflight": "cluster config data engines records relay reward telemetry",
+    "preflight": "cluster config data engines records relay reward sandbox telemetry",
     "workers": "cluster config control data engines learner ledger packing preflight records relay repack reward"
     " rollout telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
@@ -49,7 +50,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "transformers": ("learner/", "bench/"),
     "peft": ("learner/lora.py",),
-    "aiohttp": ("engines/sglang/", "bench/", "analytics/show/dashboard.py"),
+    "aiohttp": ("engines/sglang/", "reward/judge.py", "bench/", "analytics/show/dashboard.py"),
     "plotly": ("analytics/show/page.py",),
     "prometheus_client": ("analytics/show/gauges.py",),
     "sqlite3": ("ledger/", "audit/", "analytics/read/", "telemetry/summary.py"),

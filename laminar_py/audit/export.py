@@ -5,20 +5,18 @@ ids, log-probabilities and spans. Memory holds one block of trajectories. The fi
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import chain, groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import msgspec
 
+from laminar_py.audit.stored import stored_responses
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.archive import archive_files, file_pieces, is_recorded
-from laminar_py.ledger.database import ledger_path, reading
-from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_rows
-from laminar_py.records.spans import decode_spans, replace_spans
-from laminar_py.records.trajectory import Span
+from laminar_py.records.trajectory import Prompt, Span
 
 if TYPE_CHECKING:
     import sqlite3
@@ -70,51 +68,16 @@ def export(run: Path, out: Path, *, responses: bool = False) -> int:
 
 
 def _with_responses(run: Path, connection: "sqlite3.Connection") -> Iterator[ExportRow]:
-    """Rows with responses, each trajectory once: pieces that a crash left in two places are equal."""
-    files = archive_files(ledger_path(run).parent)
-    archived = (file_pieces(path) for path in files if is_recorded(path, connection))
-    sources = chain(archived, (stored_pieces(connection),))
-    done: set[int] = set()
-    for source in sources:
-        for block in _blocks(groupby(source, key=lambda piece: piece.trajectory), done):
-            done.update(number for number, _ in block)
-            yield from _joined(connection, block)
-    for row in read_rows(connection):
-        if row.number not in done:
-            yield row, _response(connection, row, [])
+    for row, prompt, payload in stored_responses(run, connection):
+        yield row, _response(prompt, payload)
 
 
-def _blocks(
-    groups: "Iterator[tuple[int, Iterator[Piece]]]", done: set[int]
-) -> Iterator[list[tuple[int, list[Piece]]]]:
-    whole = ((number, list(pieces)) for number, pieces in groups)
-    fresh = ((number, pieces) for number, pieces in whole if number not in done)
-    while block := list(islice(fresh, _BLOCK)):
-        yield block
-
-
-def _joined(connection: "sqlite3.Connection", block: list[tuple[int, list[Piece]]]) -> Iterator[ExportRow]:
-    numbers = [number for number, _ in block]
-    near = read_rows(connection, "number BETWEEN ? AND ?", (min(numbers), max(numbers)))
-    wanted = set(numbers)
-    rows = {row.number: row for row in near if row.number in wanted}
-    for number, pieces in block:
-        if number in rows:
-            yield rows[number], _response(connection, rows[number], pieces)
-
-
-def _response(connection: "sqlite3.Connection", row: TrajectoryRow, pieces: list[Piece]) -> ExportedResponse:
-    query = "SELECT text, answer, task, ids FROM prompt WHERE id = ?"
-    text, answer, task, ids = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "", b"")
-    payload: Payload = join(dict.fromkeys(pieces))
-    if row.spans is not None:
-        payload = replace(payload, spans=replace_spans(payload.spans, decode_spans(row.spans)))
-    prompt = memoryview(ids).cast("i").tolist()
+def _response(prompt: Prompt | None, payload: Payload) -> ExportedResponse:
     return ExportedResponse(
-        prompt_text=text,
-        answer=answer,
-        task=task,
-        prompt_ids=prompt,
+        prompt_text=prompt.text if prompt else "",
+        answer=prompt.answer if prompt else "",
+        task=prompt.task if prompt else "",
+        prompt_ids=prompt.ids.tolist() if prompt else [],
         response_ids=payload.ids.tolist(),
         logprobs=payload.logprobs.tolist(),
         token_spans=payload.spans,

@@ -18,10 +18,13 @@ from laminar_py.ledger.database import ledger_path, reading
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
 from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
+from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import clip_spans
 from laminar_py.records.trajectory import Span
 
 _NEAR = 4096  # trajectories on either side among which those of a group are looked for
+
+UNTOLD = ("spans", "terms", "at_once")  # of an event: told elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,11 @@ def tell_response(told: Story) -> list[str]:
     return lines
 
 
+def _tell_term(term: TermValue) -> str:
+    said = f" ({term.text})" if term.text else ""
+    return f"{term.name} {term.value:g} in {term.elapsed_s:.3f} s{said}"
+
+
 def _fate(row: TrajectoryRow) -> str:
     reward = "no reward yet" if row.reward is None else f"reward {row.reward:g}"
     advantage = "" if row.advantage is None else f", advantage {row.advantage:g}"
@@ -154,7 +162,8 @@ def _tell_events(told: Story) -> Iterator[tuple[StoryEvent, str]]:
         fields = msgspec.to_builtins(event)
         name = fields.pop("event")
         del fields["trajectory_id"]
-        details = [f"{key} {value}" for key, value in fields.items() if value not in (None, "") and key != "spans"]
+        shown = {key: value for key, value in fields.items() if value not in (None, "", []) and key not in UNTOLD}
+        details = [f"{key} {value}" for key, value in shown.items()]
         match event:
             case Assigned() if stopped is not None:
                 moved = "moved there by a repack" if stopped.reason == "repacked" else "goes on"
@@ -167,6 +176,7 @@ def _tell_events(told: Story) -> Iterator[tuple[StoryEvent, str]]:
             case Finished():
                 since["finished"] = entry.since_s
             case Scored():
+                details += [_tell_term(term) for term in event.terms if term.text or len(event.terms) > 1]
                 details.append(f"[{entry.since_s - since.get('finished', 0.0):.3f} s after it finished]")
                 since["scored"] = entry.since_s
             case Consumed() if "scored" in since:

@@ -128,10 +128,10 @@ def find_nowhere(run: Path, missing: Collection[int]) -> Iterator[Violation]:
 
 
 def _check_prompts(connection: sqlite3.Connection) -> Iterator[Violation]:
-    for id, ids, text, answer, task, digest in connection.execute(
-        "SELECT id, ids, text, answer, task, digest FROM prompt"
+    for id, ids, text, answer, task, fields, digest in connection.execute(
+        "SELECT id, ids, text, answer, task, fields, digest FROM prompt"
     ):
-        if prompt_digest(id, text, ids, answer, task) != digest:
+        if prompt_digest(id, text, ids, answer, task, fields) != digest:
             yield Violation(Rule.ROWS, f"prompt {id}", "was changed")
     missing = connection.execute(
         "SELECT id, prompt_id FROM trajectory WHERE prompt_id NOT IN (SELECT id FROM prompt)"

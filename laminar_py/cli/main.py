@@ -19,6 +19,7 @@ from laminar_py.cli.dashboard import dashboard
 from laminar_py.cli.doctor import doctor
 from laminar_py.cli.relay import relay
 from laminar_py.cli.report import report
+from laminar_py.cli.reward import rescore, reward
 from laminar_py.cli.train import export, train
 from laminar_py.config.section import ConfigError
 
@@ -33,6 +34,8 @@ app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=
 app.command(epilog="Example: laminar report runs/quickstart-1")(report)
 app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
 app.add_typer(audit, name="audit")
+app.add_typer(reward, name="reward")
+app.command(epilog="Example: laminar rescore runs/quickstart-1")(rescore)
 app.command(epilog="Example: laminar export runs/quickstart-1 out/quickstart --dtype bf16")(export)
 app.command(epilog="Example: laminar doctor configs/math_7b_8gpu_tp1.yaml")(doctor)
 app.command(epilog="Example: laminar clean --free")(clean)

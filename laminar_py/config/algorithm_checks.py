@@ -34,11 +34,13 @@ def check_teaching(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: R
             f" algorithm.name={algorithm.name} learns from; set it to train"
         )
     needed = ", ".join(column.name for column in algorithm.scored_columns)
-    if needed and ":" not in reward.function:
-        raise ConfigError(
-            f"reward.function={reward.function} gives one number, and algorithm.name={algorithm.name} needs"
-            f" {needed} of each token; name a function of yours that returns a Reward with them"
-        )
+    for terms in reward.rules.values():
+        if needed and not any(term.gives_columns for term in terms):
+            raise ConfigError(
+                f"reward.use={', '.join(term.title for term in terms)} gives one number, and"
+                f" algorithm.name={algorithm.name} needs {needed} of each token; name a function of yours that"
+                " returns a Reward with them"
+            )
     if algorithm.teacher_coef > 0 and rollout.sampling.cuts_vocabulary:
         raise ConfigError(
             f"algorithm.teacher_coef={algorithm.teacher_coef} compares with a teacher over the whole vocabulary,"

@@ -1,16 +1,232 @@
-"""Settings of the scoring stage."""
+"""Settings of rewards and of the scoring stage.
 
-from laminar_py.config.section import Count, Seconds, Section
+A reward is a sum of terms. A term is raw until `kind` names its own settings; a kind is built in or announced by
+an installed package as `laminar_py.rewards`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol, Self, TypeAlias
+
+from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
+
+from laminar_py.config.registry import Registry, named_section
+from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.section import ConfigError, Count, Seconds, Section
+from laminar_py.records.trajectory import Prompt
+
+FUNCTION = "function"
+
+
+class TermConfig(Section):
+    """A term of a reward."""
+
+    kind: str = FUNCTION
+    """`exact`, `format`, `length`, `code`, `judge`, `function`, or one that an
+    installed package announces as `laminar_py.rewards`."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of its value in the sum."""
+    name: str | None = None
+    """Name of its value in metrics and on record, where one kind occurs twice. Default: the kind."""
+
+    @property
+    def title(self) -> str:
+        """Name of its value."""
+        return self.name or self.kind
+
+    @property
+    def asked_unless(self) -> str | None:
+        """Name of an earlier term; this one is asked only where that gave 0 or less."""
+        return None
+
+    @property
+    def gives_columns(self) -> bool:
+        """True where it may return columns beside its value."""
+        return False
+
+    @property
+    def processes(self) -> int:
+        """Processes at most that a scorer calls its function in; more than one where calls may hang."""
+        return 1
+
+    @property
+    def calls_at_once(self) -> int:
+        """Calls at the same time in one process, of a function that is not `async`."""
+        return 1
+
+
+class FunctionTerm(TermConfig):
+    """A function of your own in a Python file, e.g. `{kind: function, path: "rewards.py:score"}`, or that path."""
+
+    path: str
+    """`path/to/file.py:function`."""
+    threads: Count = 1
+    """Calls at once in one process, for a thread-safe function that waits for something and is not `async`."""
+
+    @property
+    def title(self) -> str:
+        """Name of its value, e.g. `rewards.py:score`."""
+        return self.name or self.path
+
+    @property
+    def gives_columns(self) -> bool:
+        """True: a `Reward` may have any."""
+        return True
+
+    @property
+    def calls_at_once(self) -> int:
+        """Threads."""
+        return self.threads
+
+
+class ServedReward(Protocol):
+    """An `async` function that a scorer calls itself."""
+
+    @property
+    def at_once(self) -> int:
+        """Responses that it works on at the same time; others wait."""
+        ...
+
+    async def __call__(self, request: Any) -> object:
+        """What a reward function gives for a `ScoringRequest`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeContext:
+    """Place of a scorer, for a term that it serves itself."""
+
+    timeout_s: float  # for one response
+    folder: Path  # for logs
+    env: Mapping[str, str]  # the variables that `reward.env` names
+    sandbox: SandboxConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardKind:
+    """A kind of term, e.g. `RewardKind(settings=ExactTerm, make=ExactReward)`; it has either `make` or `serve`.
+
+    Both are called once in each scorer, with the term's settings; what they raise as `ConfigError` ends the run.
+    """
+
+    settings: type[TermConfig]
+    make: Callable[[Any], Callable[..., object]] | None = None
+    """The function itself, which takes a `ScoringRequest`, as one of your own does. It runs in a process that has
+    none of the run's secrets and is ended where it hangs."""
+    serve: Callable[[Any, ServeContext], AbstractAsyncContextManager[ServedReward]] | None = None
+    """A context that gives an `async` function, for what keeps processes or connections of its own. It runs in the
+    scorer itself, must not block, and sees to its own time limits; `NoValueError` says why a response has no
+    value."""
+    caches: bool = False
+    """True where equal responses to a problem have equal values, so that one is computed."""
+    runs_programs: bool = False
+    """True where it runs what the model wrote, for which a host of scorers has to offer a sandbox."""
+    fault: Callable[[Any, Prompt], str | None] = lambda term, problem: None
+    """What a problem lacks, e.g. `"tests" is missing`; None where it has all that the term needs."""
+
+
+REWARDS = Registry(
+    RewardKind,
+    field="reward.use.kind",
+    group="laminar_py.rewards",
+    built_in={
+        "exact": "laminar_py.reward.text:EXACT",
+        "format": "laminar_py.reward.text:FORMAT",
+        "length": "laminar_py.reward.text:LENGTH",
+        "code": "laminar_py.reward.code:CODE",
+        "judge": "laminar_py.reward.judge:JUDGE",
+        FUNCTION: "laminar_py.reward.functions:FUNCTION_KIND",
+    },
+)
+_read_section = named_section(TermConfig, key="kind", registry=REWARDS)
+
+
+def _read_term(given: object) -> TermConfig:
+    """A term, also where it is given as no more than a kind or the path of a function."""
+    if isinstance(given, str):
+        given = {"kind": FUNCTION, "path": given} if ":" in given else {"kind": given}
+    return _read_section(given)
+
+
+AnyTerm: TypeAlias = Annotated[
+    SerializeAsAny[TermConfig], PlainValidator(_read_term), WithJsonSchema({"type": "object"})
+]
+"""A section that is raw until the model of its kind has validated it; JSON keeps all of its fields."""
+
+
+def read_term(data: str) -> TermConfig:
+    """A term from its JSON. `ConfigError` where a plugin of it is not here."""
+    return _read_section(json.loads(data))
 
 
 class RewardConfig(Section):
-    """The scoring stage."""
+    """Rewards, and the stage that gives them."""
 
-    function: str = "exact"
-    """A registered reward, or `path/to/file.py:function` of your own."""
-    pattern: str = r"(.+)"
-    """For `exact`: regular expression whose first group is the answer in the response."""
+    use: tuple[AnyTerm, ...] = ()
+    """Terms whose weighted sum is the reward, e.g. `[{kind: exact, pattern: '#(\\d)$'}, {kind: length, most: 9}]`.
+    A kind without settings stands for itself, a function of your own for its path: `[rewards.py:score]`."""
+    by_task: dict[str, tuple[AnyTerm, ...]] = {}  # noqa: RUF012 - pydantic copies it
+    """Terms of the problems of a task, in place of `use`, e.g. `{code: [rewards.py:run_tests]}`."""
     workers: Count = 1
     """Scoring processes."""
     timeout_s: Seconds = 10.0
-    """Longest time for one trajectory; above it is dropped as `reward_timeout`."""
+    """Longest time for one trajectory and term; above it is dropped as `reward_timeout`."""
+    env: tuple[str, ...] = ()
+    """Environment variables that reward functions see; tokens and keys of the run are not among them."""
+
+    @property
+    def rules(self) -> Mapping[str, tuple[TermConfig, ...]]:
+        """Terms by task; `""` has those of all other tasks."""
+        return {"": self.use, **self.by_task} if self.use else self.by_task
+
+    @property
+    def terms(self) -> tuple[TermConfig, ...]:
+        """All terms of all tasks."""
+        return tuple(term for terms in self.rules.values() for term in terms)
+
+    @property
+    def title(self) -> str:
+        """Names of all terms, as complaints have them."""
+        return ", ".join(dict.fromkeys(term.title for term in self.terms))
+
+    def of_task(self, task: str) -> tuple[TermConfig, ...]:
+        """Terms of a problem's reward; none where the config has none for its task."""
+        return self.by_task.get(task, self.use)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.terms:
+            raise ConfigError(
+                "reward.use: no reward; name one, e.g. exact with a pattern, or path/to/file.py:function"
+            )
+        for task, terms in self.rules.items():
+            field = f"reward.by_task.{task}" if task else "reward.use"
+            names = [term.title for term in terms]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{field}: two terms are called {twice}; give each a `name` of its own")
+            if not names:
+                raise ConfigError(f"{field}: has no term; name one or leave the task out")
+            for place, term in enumerate(terms):
+                if term.asked_unless is not None and term.asked_unless not in names[:place]:
+                    raise ConfigError(f"{field}: {term.title} has unless={term.asked_unless}, no term before it")
+        return self
+
+
+def check_tasks(reward: RewardConfig, tasks: Mapping[str, str]) -> None:
+    """Refuse tasks without a reward, and rewards without a task; `tasks` has the place of a problem of each.
+
+    Raises `ConfigError`.
+    """
+    known = ", ".join(sorted(task for task in tasks if task)) or "none"
+    for task in reward.by_task:
+        if task not in tasks:
+            raise ConfigError(
+                f"reward.by_task.{task}: no problem has this task; data.train and data.heldout have {known}"
+            )
+    for task, place in tasks.items():
+        if not reward.of_task(task):
+            raise ConfigError(f"{place}: task {task!r} has no reward; add it to reward.by_task, or set reward.use")

@@ -24,6 +24,7 @@ from laminar_py.config.relay import RelayConfig
 from laminar_py.config.repack import NO_PLANNER, RepackConfig, can_repack, check_planner
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.rollout import RolloutConfig, check_rollout
+from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import Count, Seconds, Section
 from laminar_py.config.staleness import BufferConfig, Schedule, StalenessConfig, check_buffer, check_schedule
 from laminar_py.config.supervisor import SupervisorConfig
@@ -58,8 +59,10 @@ class RunConfig(Section):
     """Bound on the age of data."""
     buffer: BufferConfig = BufferConfig()
     """Depth between generation and learner."""
-    reward: RewardConfig = RewardConfig()
+    reward: RewardConfig
     """Scoring."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Fences around programs of the model."""
     repack: RepackConfig = RepackConfig()
     """Consolidation in flight."""
     packer: PackerConfig = PackerConfig()

@@ -100,7 +100,7 @@ class Closing:
         else:
             if score.columns:
                 self._book.recorder.store_columns(lifecycle.id, score.columns)
-            self._book.record(lifecycle.score(score.value, score.columns, score.elapsed_s))
+            self._book.record(lifecycle.score(score))
         await self.settled(lifecycle)
 
     async def on_reference(self, trajectory_id: str, logprobs: FloatArray) -> None:

@@ -29,6 +29,7 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.replica import Assignment, Progress
 from laminar_py.records.returns import Returns, returns_of
+from laminar_py.records.scoring import Score
 from laminar_py.records.spans import clip_spans, covers, replace_spans
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status, Trajectory
 
@@ -186,11 +187,12 @@ class Lifecycle:
             generate_s=progress.generate_s,
         )
 
-    def score(self, reward: float, columns: dict[str, TokenValues], elapsed_s: float) -> Scored:
+    def score(self, score: Score) -> Scored:
         """FINISHED -> SCORED."""
+        assert score.value is not None, f"{self.id}: what has no value is dropped"
         self._move({Status.FINISHED}, Status.SCORED)
-        self.reward, self.columns = reward, self.columns | columns
-        return Scored(self.id, reward, elapsed_s)
+        self.reward, self.columns = score.value, self.columns | score.columns
+        return Scored(self.id, score.value, score.elapsed_s, score.at_once, score.terms)
 
     def returns(self) -> Returns:
         """Returns of its tokens, once it is scored."""

@@ -34,7 +34,7 @@ def read_demonstrations(source: JsonlFile, *, tokenizer: Tokenizer, max_tokens: 
     """
     end = tokenizer.eos_ids[:1]
     demonstrations = []
-    for row, line in read_jsonl(source, _DemonstrationLine):
+    for row, line, _ in read_jsonl(source, _DemonstrationLine):
         for name, text in (("prompt", line.prompt), ("response", line.response)):
             if not text:
                 raise source.error(row, f"{name} is empty", value=line, remedy="write one or remove the line")

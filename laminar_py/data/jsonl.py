@@ -17,6 +17,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 QUOTED_CHARS = 80
 
+_objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 
 @dataclass(frozen=True, slots=True)
 class JsonlFile:
@@ -37,8 +39,10 @@ class JsonlFile:
         return ConfigError(f"{self.place(row)}: {problem} in {quoted!r}; {remedy}")
 
 
-def read_jsonl(source: JsonlFile, kind: type[T]) -> list[tuple[int, T]]:
-    """Read one record of `kind` per line, each with its row; fields that `kind` lacks and blank lines are ignored.
+def read_jsonl(source: JsonlFile, kind: type[T]) -> list[tuple[int, T, bytes]]:
+    """Read one record of `kind` per line, each with its row, and the line, which may have more fields.
+
+    Blank lines are ignored.
 
     Raises `ConfigError` on a missing or empty file, broken JSON, and a missing or mistyped field.
     """
@@ -50,7 +54,7 @@ def read_jsonl(source: JsonlFile, kind: type[T]) -> list[tuple[int, T]]:
         if not line.strip():
             continue
         try:
-            records.append((row, decoder.decode(line)))
+            records.append((row, decoder.decode(line), line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             form = ", ".join(f'"{field.name}": ...' for field in msgspec.structs.fields(kind) if field.required)
             remedy = f"write {{{form}}} with strings as values, in UTF-8"
@@ -58,6 +62,13 @@ def read_jsonl(source: JsonlFile, kind: type[T]) -> list[tuple[int, T]]:
     if not records:
         raise ConfigError(f"{source.field}={source.path}: holds no lines; write one JSON object per line")
     return records
+
+
+def other_fields(line: bytes, kind: type[msgspec.Struct]) -> bytes:
+    """The fields of a line that `kind` lacks, as a JSON object; their values stay as they are written."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    given = _objects.decode(line)
+    return msgspec.json.encode({name: value for name, value in given.items() if name not in known})
 
 
 def _lower(message: str) -> str:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from laminar_py.data.jsonl import JsonlFile, read_jsonl
+from laminar_py.data.jsonl import JsonlFile, other_fields, read_jsonl
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
 from laminar_py.records.trajectory import Prompt
@@ -21,20 +21,20 @@ CACHED_EPOCHS = 8  # a lost prompt of an older epoch costs one permutation
 
 class _PromptLine(msgspec.Struct, frozen=True):
     prompt: str
-    answer: str
+    answer: str = ""
     id: str | None = None
     task: str = ""
 
 
 def read_prompts(source: JsonlFile, *, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
-    """Every line of a prompt file, checked; `index` is its row, `id` defaults to `p<row>`.
+    """Every line of a prompt file, checked, with all its fields; `index` is its row, `id` defaults to `p<row>`.
 
     `max_prompt_tokens` is what `rollout.max_len` leaves beside a whole response. Raises `ConfigError` on the
     first line that has a fault.
     """
     prompts: list[Prompt] = []
     rows: dict[str, int] = {}  # id -> row
-    for row, line in read_jsonl(source, _PromptLine):
+    for row, line, text in read_jsonl(source, _PromptLine):
         name = f"p{row}" if line.id is None else line.id
         first = rows.setdefault(name, row)
         if first != row:
@@ -43,7 +43,18 @@ def read_prompts(source: JsonlFile, *, tokenizer: Tokenizer, max_prompt_tokens: 
             )
         ids = tokenizer.encode_prompt(line.prompt)
         _check_length(source, row, text=line.prompt, num_tokens=len(ids), limit=max_prompt_tokens)
-        prompts.append(Prompt(id=name, index=row, text=line.prompt, ids=ids, answer=line.answer, task=line.task))
+        fields = other_fields(text, _PromptLine)
+        prompts.append(
+            Prompt(
+                id=name,
+                index=row,
+                text=line.prompt,
+                ids=ids,
+                answer=line.answer,
+                task=line.task,
+                fields_json=fields,
+            )
+        )
     return prompts
 
 

@@ -262,7 +262,7 @@ class Machine:
         row = self._find(event, Status.FINISHED)
         _finite(event, event.reward)
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
-        row.scored_s = self._now
+        row.scorer_s, row.scored_s = event.elapsed_s / event.at_once, self._now
         return row
 
     def _ready(self, event: Ready) -> TrajectoryRow:

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.archive import StoredResponses
 from laminar_py.ledger.database import LedgerError, ledger_path, reading
 from laminar_py.ledger.payload import Payload
-from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
+from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, Undone
@@ -217,16 +215,7 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
 
 
 def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:
-    query = "SELECT text, ids, answer, task FROM prompt WHERE id = ?"
-    stored = connection.execute(query, (row.prompt_id,)).fetchone()
-    if stored is None:
+    prompt = read_prompt(connection, row)
+    if prompt is None:
         raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; start a new run")
-    text, ids, answer, task = stored
-    return Prompt(
-        id=row.prompt_id,
-        index=row.prompt_index,
-        text=text,
-        ids=np.frombuffer(ids, np.int32),
-        answer=answer,
-        task=task,
-    )
+    return prompt

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 
 import msgspec
+import numpy as np
 
 from laminar_py.records.events import AnyEvent
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 
 
 class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
@@ -48,6 +49,7 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     staleness: int | None = None
     weight: float | None = None
     score_s: float | None = None  # that its reward took
+    scorer_s: float | None = None  # of a scorer's time, which scores several at once
     issued_s: float | None = None  # this and what follows: when, by `machine.RunClock`
     started_s: float | None = None  # first handed to a replica
     finished_s: float | None = None
@@ -110,6 +112,24 @@ def read_rows(
     query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number LIMIT ?"
     cursor = connection.execute(query, (*values, -1 if limit is None else limit))
     return (msgspec.convert(row, TrajectoryRow) for row in cursor)
+
+
+def read_prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt | None:
+    """The prompt of a trajectory, at the place of the stream that this was issued for; None where it is lost."""
+    query = "SELECT text, ids, answer, task, fields FROM prompt WHERE id = ?"
+    stored = connection.execute(query, (row.prompt_id,)).fetchone()
+    if stored is None:
+        return None
+    text, ids, answer, task, fields = stored
+    return Prompt(
+        id=row.prompt_id,
+        index=row.prompt_index,
+        text=text,
+        ids=np.frombuffer(ids, np.int32),
+        answer=answer,
+        task=task,
+        fields_json=fields,
+    )
 
 
 def read_accounting(connection: sqlite3.Connection) -> Accounting:

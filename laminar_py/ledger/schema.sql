@@ -22,6 +22,7 @@ CREATE TABLE prompt (
     text TEXT NOT NULL,
     answer TEXT NOT NULL,
     task TEXT NOT NULL,
+    fields BLOB NOT NULL,         -- what its line has besides, as a JSON object
     digest BLOB NOT NULL
 ) WITHOUT ROWID, STRICT;
 CREATE TABLE trajectory (         -- columns in the order of the fields of `rows.TrajectoryRow`
@@ -57,6 +58,7 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     staleness INTEGER,
     weight REAL,
     score_s REAL,                 -- that its reward took
+    scorer_s REAL,                -- of a scorer's time, which scores several at once
     issued_s REAL,                -- this and what follows: seconds since 1970, by the clock of `machine.RunClock`
     started_s REAL,               -- first handed to a replica
     finished_s REAL,

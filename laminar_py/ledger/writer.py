@@ -160,12 +160,12 @@ class Writer:
 
     def _store_prompts(self, prompts: list[Prompt]) -> None:
         for prompt in prompts:
-            id, text, ids, answer, task = prompt.id, prompt.text, prompt.ids.tobytes(), prompt.answer, prompt.task
-            digest = prompt_digest(id, text, ids, answer, task)
+            id, ids = prompt.id, prompt.ids.tobytes()
+            digest = prompt_digest(id, prompt.text, ids, prompt.answer, prompt.task, prompt.fields_json)
             stored = self._connection.execute("SELECT digest FROM prompt WHERE id = ?", (id,)).fetchone()
             if stored is None:
-                row = id, prompt.index, ids, text, answer, task, digest
-                self._connection.execute("INSERT INTO prompt VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                row = id, prompt.index, ids, prompt.text, prompt.answer, prompt.task, prompt.fields_json, digest
+                self._connection.execute("INSERT INTO prompt VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
             else:
                 assert stored[0] == digest, f"prompt {id}: another prompt has this id; each needs its own"
 

@@ -21,7 +21,6 @@ from laminar_py.workers.scorers import Scorers
 
 log = logging.getLogger(__name__)
 
-BATCH = 64
 OUTAGE_REST_S = 5.0  # of a scorer between responses in an outage
 
 
@@ -42,7 +41,7 @@ class Scoring:
         end: Callable[[str], None],
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
-        self.failures = ScoreFailures(config.reward.function, step=config.trajectories_per_step)
+        self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step)
         self._scorers = Scorers(incarnation)
         self._scheduler = scheduler
         self._stats = incarnation.stats
@@ -65,8 +64,6 @@ class Scoring:
         """Bring the processes up, and have the reward tried. Raises ConfigError where it cannot be loaded."""
         self._stage = ScoringStage(
             await self._scorers.start(),
-            batch=BATCH,
-            timeout_s=self._reward.timeout_s,
             queue=self._most,
             wanted=self._wanted,
             deliver=self._deliver,
@@ -87,8 +84,12 @@ class Scoring:
                 prompt=prompt.text,
                 response="",
                 answer=prompt.answer,
+                task=prompt.task,
                 finish_reason=trajectory.finish_reason,
+                prompt_ids=prompt.ids,
                 response_ids=trajectory.response_ids,
+                logprobs=trajectory.logprobs,
+                fields_json=prompt.fields_json,
             )
         )
 
@@ -120,7 +121,7 @@ class Scoring:
         self.failures.tried(score)
         if score.value is None and score.detail not in self._complaints:
             self._complaints.add(score.detail)
-            self._tell(trial.complaint(score, function=self._reward.function))
+            self._tell(trial.complaint(score, title=self._reward.title))
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
@@ -133,7 +134,7 @@ class Scoring:
                 self._note(score, task=lifecycle.prompt.task, trains=lifecycle.trains)
             await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.trains and score.value is not None:
-                self._stats.scored(score.value, lifecycle.length)
+                self._stats.scored(score.value, score.terms, lifecycle.length)
         if not self.failures.is_outage:
             self._scored.set()
             return

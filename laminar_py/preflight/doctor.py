@@ -20,6 +20,9 @@ from laminar_py.config.section import ConfigError
 from laminar_py.preflight import survey
 from laminar_py.preflight.inputs import check_engine
 from laminar_py.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
+from laminar_py.sandbox.records import SandboxTier
+from laminar_py.sandbox.survey import available_tiers
+from laminar_py.sandbox.tiers import REMEDY
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
@@ -119,7 +122,7 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
 
 def examine() -> list[Finding]:
     """Findings, the plain ones first."""
-    return [_machine(), _shared_memory(), _files(), _torch(), _gpu(), *_optional()]
+    return [_machine(), _shared_memory(), _files(), _sandbox(), _torch(), _gpu(), *_optional()]
 
 
 def _machine() -> Finding:
@@ -158,6 +161,16 @@ def _gpu() -> Finding:
         return Finding("GPU", "none", True, "not needed for the quickstart; the embedded engine runs on CPU")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return Finding("GPU", f"{names}; CUDA {torch.version.cuda}", True)
+
+
+def _sandbox() -> Finding:
+    """The strongest fences for programs of a model, and why no stronger ones."""
+    offers = available_tiers()
+    best = next(offer for offer in offers if offer.offered)
+    missing = [f"{offer.tier.value}: {offer.reason}" for offer in offers[: offers.index(best)]]
+    weaker = "; ".join([best.reason] * bool(best.reason) + missing)
+    good = best.tier is not SandboxTier.NONE
+    return Finding("sandbox", f"{best.tier.value}{f' ({weaker})' if weaker else ''}", good, "" if good else REMEDY)
 
 
 def _optional() -> list[Finding]:

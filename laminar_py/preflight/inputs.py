@@ -23,10 +23,10 @@ from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import PromptStream, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.preflight.rewards import check_rewards
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.planning.cost import versions_at_peak
-from laminar_py.reward.registry import load_reward
 from laminar_py.telemetry.trackers import check_trackers
 
 PREPARE_S = 600
@@ -49,7 +49,7 @@ class Inputs:
 def check(config: RunConfig) -> Inputs:
     """Prepare the run's files if it has a script for that, then check files, reward, ports and memory."""
     check_trackers(config.tracking.kinds)
-    _prepare(config)
+    prepare(config)
     _check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     _check_vocabulary(config, tokenizer)
@@ -57,9 +57,11 @@ def check(config: RunConfig) -> Inputs:
     train_source = JsonlFile(config.data.train, "data.train")
     train = read_prompts(train_source, tokenizer=tokenizer, max_prompt_tokens=limit)
     heldout: list[Prompt] = []
+    problems = [(train_source, train)]
     if config.data.heldout is not None:
         source = JsonlFile(config.data.heldout, "data.heldout")
         read = read_prompts(source, tokenizer=tokenizer, max_prompt_tokens=limit)
+        problems.append((source, read))
         check_disjoint(read, train, sources=(source, train_source))
         # both files may use the same ids; in the ledger each prompt has one of its own
         heldout = [msgspec.structs.replace(prompt, id=f"heldout/{prompt.id}") for prompt in read]
@@ -68,7 +70,7 @@ def check(config: RunConfig) -> Inputs:
         read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
     check_adapters(config)
     _check_learner(config)
-    load_reward(config.reward.function, pattern=config.reward.pattern)
+    check_rewards(config.reward, problems, sandbox=config.sandbox if config.cluster.address is None else None)
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.survey` looks at the nodes themselves
         _check_shared_memory(config)
@@ -76,7 +78,8 @@ def check(config: RunConfig) -> Inputs:
     return Inputs(tokenizer, PromptStream(train, seed=config.seed), heldout)
 
 
-def _prepare(config: RunConfig) -> None:
+def prepare(config: RunConfig) -> None:
+    """Make the files of a run that are missing, if it has a script for that. Raises `ConfigError`."""
     script = config.data.prepare
     if script is None:
         return

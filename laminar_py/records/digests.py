@@ -17,8 +17,7 @@ CHAIN_START = bytes(DIGEST_BYTES)
 _event_head = struct.Struct("<qddIII").pack
 _segment_head = struct.Struct("<qqIIIqq").pack
 _column_head = struct.Struct("<qIIq").pack
-_prompt_head = struct.Struct("<qqII").pack
-_task_head = struct.Struct("<I").pack
+_prompt_head = struct.Struct("<qqIIIq").pack
 
 
 def response_digest(ids: IntArray | bytes, logprobs: FloatArray | bytes) -> str:
@@ -57,11 +56,10 @@ def column_digest(trajectory: int, name: str, dtype: str, data: bytes) -> bytes:
     return blake3(head + f"{name}{dtype}".encode() + data).digest(length=DIGEST_BYTES)
 
 
-def prompt_digest(id: str, text: str, ids: bytes, answer: str, task: str = "") -> bytes:
-    """Digest of one stored prompt; as if there were no tasks, where it is of none."""
-    head = _prompt_head(len(id), len(text), len(ids), len(answer))
-    tail = _task_head(len(task)) + task.encode() if task else b""
-    whole = b"".join((head, f"{id}{text}".encode(), ids, answer.encode(), tail))
+def prompt_digest(id: str, text: str, ids: bytes, answer: str, task: str, fields: bytes) -> bytes:
+    """Digest of one stored prompt, as its row has it."""
+    head = _prompt_head(len(id), len(text), len(ids), len(answer), len(task), len(fields))
+    whole = b"".join((head, f"{id}{text}".encode(), ids, f"{answer}{task}".encode(), fields))
     return blake3(whole).digest(length=DIGEST_BYTES)
 
 

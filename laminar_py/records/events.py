@@ -5,6 +5,7 @@ Events name trajectories, versions and parts by id and carry no payload; tokens 
 
 import msgspec
 
+from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 
 
@@ -106,11 +107,13 @@ class Cut(Event, frozen=True):
 
 
 class Scored(Event, frozen=True):
-    """The reward of a trajectory is known."""
+    """The reward of a trajectory is known, and of which terms it is the sum."""
 
     trajectory_id: str
     reward: float
     elapsed_s: float
+    at_once: int = 1  # responses that its scorer works on at the same time
+    terms: list[TermValue] = []
 
 
 class Ready(Event, frozen=True):

@@ -109,6 +109,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     version: int
     rl_s: float
     reward: float  # mean over all trajectories scored since the last step; as before, if there were none
+    reward_terms: dict[str, float] = {}  # mean of each before its weight, where there are several
     trajectories: int
     trained_tokens: int  # of responses, sum so far
     generated_tokens: int  # sum so far

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.scoring import Begun, Score, ScoringRequest
+from laminar_py.records.scoring import Score, ScoringRequest
 
 
 class Clock(Protocol):
@@ -106,16 +106,18 @@ class WeightSource(Protocol):
         ...
 
 
-class Scorer(Protocol):
-    """Scores trajectories, in whatever process it likes."""
+class ScorerHandle(Protocol):
+    """A scorer, in whatever process it runs."""
 
-    async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Give one score per request, in order; a failure is a score with its reason, not an exception.
-
-        May end with the first that took too long, or after a while; the caller asks for the others again.
-        """
+    @property
+    def at_once(self) -> int:
+        """Responses that it works on at the same time."""
         ...
 
-    def begun(self) -> Begun | None:
-        """Name the response that was begun last, also by a scorer that is gone; None where nobody knows."""
+    async def submit(self, requests: Sequence[ScoringRequest]) -> None:
+        """Hand responses over, each of which gets a score; a failure is a score with its reason."""
+        ...
+
+    async def take(self) -> list[Score]:
+        """Scores that are there, once there are any."""
         ...

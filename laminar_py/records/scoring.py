@@ -1,7 +1,8 @@
-"""Requests to a reward function, its answers, and the scores that the scoring stage makes of them."""
+"""Requests to reward functions, their answers, and the scores that the scoring stage makes of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -11,17 +12,26 @@ from laminar_py.records.trajectory import DropReason, FinishReason
 
 
 class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished response as a reward function sees it, e.g. of a right one:
+    """A finished response as a reward function sees it, with its problem.
 
-    `ScoringRequest(trajectory_id=id, prompt=text, response="4", answer="4", finish_reason=end, response_ids=ids)`.
+    E.g. to "2+2=" the response "4" of one token and the end: `response_ids` and `logprobs` have two numbers each.
     """
 
     trajectory_id: str
     prompt: str
-    response: str  # made of the ids where it is scored; empty on its way there
+    response: str  # text of its ids, without special tokens; empty on the way to a scorer
     answer: str
-    finish_reason: FinishReason
+    task: str = ""
+    finish_reason: FinishReason  # `length`: cut by a cap
+    prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L]
+    logprobs: FloatArray  # [L] of the policy that sampled them
+    fields_json: bytes = b"{}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All else that the problem's line has in the data set, e.g. `{"tests": [...]}`; read at each call."""
+        return msgspec.json.decode(self.fields_json, type=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +39,37 @@ class Reward:
     """A value with columns, which a reward function may return, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`.
 
     `value` is a number for the response, or one for each of its tokens (process rewards). `columns` are further
-    numbers for each token, which the algorithm has declared.
+    numbers for each token, which the algorithm has declared. `text` is kept on record beside the value.
     """
 
-    value: float | Sequence[float] | FloatArray  # [L] where it is a sequence
+    value: float | Sequence[float] | FloatArray | Mapping[str, float]  # [L] where it is a sequence
     columns: Mapping[str, object] = field(default_factory=dict)  # by name, each [L]
+    text: str = ""
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """Response that a scoring process had in hand, e.g. `Begun("g3.1", " (at rewards.py:7)", hung=True)`."""
+class TryAgainError(Exception):
+    """What a reward function raises where another call may succeed, e.g. a server that is busy."""
 
-    trajectory_id: str
-    place: str = ""  # of the user's code where it hangs
-    hung: bool = False  # seen by the process itself, which thus ran on beyond the limit
+
+class NoValueError(Exception):
+    """What a term that a scorer serves raises where a response has no value, with the reason on record."""
+
+    def __init__(self, detail: str, reason: DropReason = DropReason.REWARD_FAILED) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class TermValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A term of a score before its weight, e.g. `TermValue(name="code", value=0.75, text="test 4: got 3")`."""
+
+    name: str
+    value: float
+    elapsed_s: float = 0.0
+    text: str = ""  # of the verifier
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of a response and its columns, or why there is none.
+    """The value of a response, its terms and its columns, or why there is none.
 
     E.g. `Score(trajectory_id="g3.1", value=1.0)`, or `Score(trajectory_id="g3.1", value=None,
     failure=DropReason.REWARD_TIMEOUT)`. Process rewards are the column `TOKEN_REWARDS`, and `value` is their sum.
@@ -53,7 +77,9 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectory_id: str
     value: float | None
+    terms: list[TermValue] = []
     columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)
     elapsed_s: float = 0.0
+    at_once: int = 1  # responses that the scorer works on at the same time
     failure: DropReason | None = None
     detail: str = ""

@@ -80,7 +80,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem, e.g. "2+2=" with the answer "4"; `index` is its place in the stream."""
+    """A problem, e.g. "2+2=" with the answer "4"; `index` is its place in the stream.
+
+    `fields_json` has what else its line in the data set has, e.g. `b'{"level": 3}'`, and go to the reward alone.
+    """
 
     id: str
     index: int
@@ -88,6 +91,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     ids: IntArray  # [P]
     answer: str = ""
     task: str = ""  # where a run mixes several: reports tell them apart
+    fields_json: bytes = b"{}"  # a JSON object
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

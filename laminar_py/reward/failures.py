@@ -28,17 +28,17 @@ TELL_S = 60.0  # between lines on an outage
 
 
 class ScoreFailures:
-    """Failed scores of the reward `function`; `step` trajectories make a learner step.
+    """Failed scores of the reward `title`; `step` trajectories make a learner step.
 
     One failure of each task and reason is told: a reward that fails now and then does not fill the terminal.
     """
 
-    def __init__(self, function: str, *, step: int) -> None:
+    def __init__(self, title: str, *, step: int) -> None:
         self.counts: Counter[str] = Counter()  # by reason
         self.num_scored = 0
         self.fault: str | None = None
         """Reason why the run has to end."""
-        self._function = function
+        self._title = title
         self._size = max(FEWEST, step)
         self._in_step = Counter[str]()  # responses of the step in hand: "all", "failed", "late"
         self._mixed = deque[bool](maxlen=MIXED_STEPS)  # True for a step with values and with failures
@@ -72,9 +72,7 @@ class ScoreFailures:
             return None
         self._told.add((task, reason))
         of_task = f" of task {task!r}" if task else ""
-        return (
-            f"reward.function={self._function}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
-        )
+        return f"reward.use={self._title}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
         """Count a response of training; a line at the end of a step that begins an outage, or goes on with it."""
@@ -106,7 +104,7 @@ class ScoreFailures:
         elif now_s - self._told_s >= TELL_S:
             self._told_s = now_s
             return (
-                f"reward.function={self._function}: nearly all responses fail, the last: {self._detail};"
+                f"reward.use={self._title}: nearly all responses fail, the last: {self._detail};"
                 f" waiting, and the run ends in {left:.0f} s"
             )
         return None
@@ -124,7 +122,7 @@ class ScoreFailures:
     def _end(self, why: str) -> None:
         failed = f"{self.counts.total()} of {self.num_scored + self.counts.total()}"
         self.fault = (
-            f"reward.function={self._function}: {why} ({failed} failed), the last: {self._detail}; mend it and go"
+            f"reward.use={self._title}: {why} ({failed} failed), the last: {self._detail}; mend it and go"
             " on with --resume"
         )
 

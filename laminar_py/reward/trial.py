@@ -21,9 +21,9 @@ class Trial:
     request: ScoringRequest
     text: str  # says what it is
 
-    def complaint(self, score: Score, *, function: str) -> str:
+    def complaint(self, score: Score, *, title: str) -> str:
         """Line for the user on a trial that has no value."""
-        return f"reward.function={function}: fails on {self.text} (a trial, made up): {score.detail}"
+        return f"reward.use={title}: fails on {self.text} (a trial, made up): {score.detail}"
 
 
 def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end: int) -> list[Trial]:
@@ -33,13 +33,18 @@ def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end:
         of_task = f" of task {prompt.task!r}" if prompt.task else ""
         responses = {prompt.answer: "the right answer", "": "an empty response"}
         for answer, kind in responses.items():
+            ids = np.append(encode(answer), end).astype(np.int32)
             request = ScoringRequest(
                 trajectory_id=f"trial/{len(made)}",
                 prompt=prompt.text,
                 response="",
                 answer=prompt.answer,
+                task=prompt.task,
                 finish_reason=FinishReason.STOP,
-                response_ids=np.append(encode(answer), end).astype(np.int32),
+                prompt_ids=prompt.ids,
+                response_ids=ids,
+                logprobs=np.zeros(len(ids), np.float32),
+                fields_json=prompt.fields_json,
             )
             made.append(Trial(request, f"{kind} to prompt {prompt.id!r}{of_task}"))
     return made

@@ -16,6 +16,7 @@ from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
+from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class Stats:
         self._rl = Intervals(clock)
         self._generating = Intervals(clock)
         self._rewards: list[float] = []
+        self._terms: dict[str, list[float]] = {}  # of those rewards
         self._not_finite = set[str]()  # metrics that were warned of
         self._reward = 0.0  # mean of those before the last step
         self._step_began: tuple[float, float] | None = None
@@ -124,9 +126,11 @@ class Stats:
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
         self.next_report.set()
 
-    def scored(self, reward: float, length: int) -> None:
+    def scored(self, reward: float, terms: Sequence[TermValue], length: int) -> None:
         """A training trajectory has its reward."""
         self._rewards.append(reward)
+        for term in terms if len(terms) > 1 else ():
+            self._terms.setdefault(term.name, []).append(term.value)
         self.totals.lengths[length] += 1
 
     def referred(self, busy_s: float) -> None:
@@ -167,6 +171,7 @@ class Stats:
             version=version,
             rl_s=now,
             reward=self._mean_reward(),
+            reward_terms=self._mean_terms(),
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
             generated_tokens=self._generated_before + generated_tokens,
@@ -226,6 +231,10 @@ class Stats:
         if rewards:
             self._reward = math.fsum(rewards) / len(rewards)  # whatever came first
         return self._reward
+
+    def _mean_terms(self) -> dict[str, float]:
+        values, self._terms = self._terms, {}
+        return {name: math.fsum(given) / len(given) for name, given in values.items()}
 
     def fleet(self, generated_tokens: int, *, cpu_use: float, cores: int) -> FleetRow:
         """Row of what the replicas do now, on a machine whose `cores` are busy to that share."""

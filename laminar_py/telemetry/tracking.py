@@ -17,6 +17,8 @@ def flat_row(row: StepRow) -> dict[str, float]:
             for bucket, metrics in value.items():
                 place = f"staleness_{bucket.replace('+', '_up')}"  # MLflow takes no plus sign
                 values |= {f"{place}/{key}": one for key, one in metrics.items()}
+        elif name == "reward_terms":
+            values |= {f"reward/{term}": mean for term, mean in value.items()}
         elif value is not None:
             values[f"{_group(name)}{name}"] = value
     return values

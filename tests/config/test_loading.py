@@ -202,7 +202,7 @@ SURE = {"without_signal": "train"}
         ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set it to train"),
         ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
-        ({"algorithm": TEACHER, "rollout": SURE}, "reward.function=exact gives one number"),
+        ({"algorithm": TEACHER, "rollout": SURE}, "reward.use=exact gives one number"),
         ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none teaches nothing"),
         ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),

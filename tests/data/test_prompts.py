@@ -53,7 +53,7 @@ def test_a_good_file_gives_one_prompt_per_line(tmp_path: Path) -> None:
     [
         ('{"prompt": "1', "input data was truncated"),
         ('["1+1=", "2"]', "expected `object`, got `array`"),
-        ('{"prompt": "1+1="}', "missing required field `answer`"),
+        ('{"answer": "2"}', "missing required field `prompt`"),
         ('{"prompt": "1+1=", "answer": 2}', "expected `str`, got `int` - at `$.answer`"),
         ('{"prompt": "", "answer": "2"}', "prompt is empty"),
         ('{"prompt": "a", "answer": "2", "id": "p0"}', "id also in line 1"),
@@ -81,8 +81,8 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_blank_lines_are_skipped_and_every_other_line_keeps_its_number(tmp_path: Path) -> None:
     source = written(tmp_path / "t.jsonl", "", GOOD, "  \t", '{"prompt": "a", "answer": "b"}', "")
     assert [(prompt.id, prompt.index) for prompt in read(source)] == [("p1", 1), ("p3", 3)]
-    with pytest.raises(ConfigError, match=r"t\.jsonl:3: .*missing required field"):
-        read(written(tmp_path / "t.jsonl", GOOD, "", '{"prompt": "a"}'))
+    with pytest.raises(ConfigError, match=r"t\.jsonl:3: .*missing required field `prompt`"):
+        read(written(tmp_path / "t.jsonl", GOOD, "", '{"answer": "a"}'))
     with pytest.raises(ConfigError, match=r"holds no lines"):
         read(written(tmp_path / "t.jsonl", "", " "))
 
@@ -137,3 +137,9 @@ def test_epochs_and_seeds_differ() -> None:
 def test_a_prompt_may_say_which_task_it_is_of(tmp_path):
     source = written(tmp_path / "train.jsonl", '{"prompt": "1+1=", "answer": "2", "task": "sums"}', GOOD)
     assert [prompt.task for prompt in read(source)] == ["sums", ""]
+
+
+def test_a_problem_keeps_all_fields_of_its_line_as_they_are_written(tmp_path: Path) -> None:
+    line = '{"prompt": "ab", "task": "code", "tests": [{"in": 1.50, "x": "\\u00e9"}], "level": 3, "answer": "4"}'
+    (prompt,) = read(written(tmp_path / "t.jsonl", line))
+    assert prompt.fields_json == b'{"tests":[{"in": 1.50, "x": "\\u00e9"}],"level":3}'

@@ -18,9 +18,9 @@ from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import check_disjoint, read_prompts
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.reward.registry import load_reward
+from laminar_py.reward.text import ExactReward
+from tests.reward.requests import make_request
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments/quickstart"
@@ -143,20 +143,12 @@ def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data: Path) -> 
 
 
 def test_the_configured_reward_accepts_the_right_answer_alone() -> None:
-    reward = load_reward(CONFIG.reward.function, pattern=CONFIG.reward.pattern)
+    (term,) = CONFIG.reward.use
+    reward = ExactReward(term)
     problem = task.Problem("-2", "*7", 1, 5)
 
     def value(response: str, finish: FinishReason = FinishReason.STOP) -> float:
-        return reward(
-            ScoringRequest(
-                trajectory_id="g0.0",
-                prompt=problem.prompt,
-                response=response,
-                answer=problem.answer,
-                finish_reason=finish,
-                response_ids=None,
-            )
-        )
+        return reward(make_request(response, answer=problem.answer, finish_reason=finish))
 
     assert value(problem.solution()) == 1.0
     assert value(problem.solution(), FinishReason.LENGTH) == 0.0

@@ -28,24 +28,31 @@ STEP = 32
 class Scorers:
     """Stands for the processes; `reward` gives a value or None."""
 
+    at_once = 64
+
     def __init__(self, reward):
         self._reward = reward
+        self._scores = asyncio.Queue()
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def start(self):
         return [self]
 
-    async def score(self, requests):
+    async def submit(self, requests):
+        for request in requests:
+            self._scores.put_nowait(self._scored(request, self._reward(request)))
+
+    async def take(self):
         await self.gate.wait()
-        return [self._scored(request, self._reward(request)) for request in requests]
+        return [await self._scores.get()]
 
     def _scored(self, request, value):
         failure = DropReason.REWARD_FAILED if value is None else None
         detail = "" if failure is None else "KeyError: 4 (at mine.py:2)"
         return Score(trajectory_id=request.trajectory_id, value=value, failure=failure, detail=detail)
 
-    async def restart(self, index, counts):
+    async def restart(self, index):
         raise AssertionError(f"worker {index} was restarted")
 
 
@@ -54,7 +61,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
     """Scoring, a fleet whose finished responses go there, the scorers, and what the user is told."""
     config = load_config(
         REPO / "configs/quickstart.yaml",
-        ["rollout.prompts_per_step=8", "rollout.group_size=4", "reward.function=mine.py:score"],
+        ["rollout.prompts_per_step=8", "rollout.group_size=4", "reward.use=[mine.py:score]"],
     )
     told, ends = [], []
     fleet, scorers = Fleet(replicas=1, batch=8, capacity=64), Scorers(reward)
@@ -94,7 +101,7 @@ async def test_a_reward_is_tried_before_there_is_a_response_and_a_trial_ends_not
         assert tried == ["trial/0", "trial/1", "trial/2", "trial/3"]
         assert (told, ends) == (
             [
-                "reward.function=mine.py:score: fails on the right answer to prompt 'p0' of task 'a' (a trial,"
+                "reward.use=mine.py:score: fails on the right answer to prompt 'p0' of task 'a' (a trial,"
                 " made up): KeyError: 4 (at mine.py:2)"
             ],
             [],
@@ -110,12 +117,12 @@ async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run
         fleet.unscored, rest = fleet.unscored[:1], fleet.unscored[1:]
         (first,) = fleet.unscored
         await score_all(scoring, fleet)
-        assert told == [
-            f"reward.function=mine.py:score: {first.id} could not be scored: KeyError: 4 (at mine.py:2)"
-        ]
+        assert told == [f"reward.use=mine.py:score: {first.id} could not be scored: KeyError: 4 (at mine.py:2)"]
         assert ends == []
-        fleet.unscored = rest
-        await score_all(scoring, fleet)
+        for trajectory in rest[: STEP - 1]:
+            scoring.submit(trajectory, make_prompt())
+        for _ in range(1000):
+            await asyncio.sleep(0)
         assert len(told) == 1
         assert f"no response could be scored ({STEP} of {STEP} failed)" in ends[0]
         dropped = [event for event in fleet.log.events if isinstance(event, Dropped)]

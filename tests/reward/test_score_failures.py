@@ -59,7 +59,7 @@ def test_the_first_failure_of_each_task_and_reason_is_told_with_what_the_worker_
     ]
     assert [line is not None for line in said] == [False, True, False, True, True]
     assert said[1] == (
-        "reward.function=mine.py:score: g0.0 of task 'add' could not be scored: ValueError: no (at mine.py:3)"
+        "reward.use=mine.py:score: g0.0 of task 'add' could not be scored: ValueError: no (at mine.py:3)"
     )
     assert failures.text == "4 of 5 responses could not be scored (reward_failed 3, reward_timeout 1)"
 
@@ -70,7 +70,7 @@ def test_a_first_step_of_which_nothing_is_scored_ends_the_run_and_not_one_respon
     assert fault is not None
     assert count == STEP
     assert fault == (
-        f"reward.function=mine.py:score: no response could be scored ({STEP} of {STEP} failed), the last: None;"
+        f"reward.use=mine.py:score: no response could be scored ({STEP} of {STEP} failed), the last: None;"
         " mend it and go on with --resume"
     )
     assert judge(*[None] * FEWEST, step=2)[1] == FEWEST, "two failures are no sign, however small a step is"
@@ -180,8 +180,7 @@ def test_an_outage_is_told_as_it_begins_and_again_each_minute_until_scores_come(
     assert step(1.0, 0) is None
     assert not failures.is_outage
     assert step(None, 10) == (
-        "reward.function=mine.py:score: nearly all responses fail, the last: None; waiting, and the run"
-        " ends in 600 s"
+        "reward.use=mine.py:score: nearly all responses fail, the last: None; waiting, and the run ends in 600 s"
     )
     assert failures.is_outage
     assert step(None, 30) is None
@@ -221,8 +220,8 @@ def test_a_reward_is_tried_on_the_answer_and_on_nothing_of_each_prompt() -> None
     made = trials(prompts, encode=lambda text: np.array([ord(c) for c in text], np.int32), end=1)
     assert [trial.request.response_ids.tolist() for trial in made] == [[ord("4"), 1], [1], [1]]
     assert len({trial.request.trajectory_id for trial in made}) == 3
-    assert made[0].complaint(scored(None, detail="KeyError: 4 (at mine.py:2)"), function="mine.py:score") == (
-        "reward.function=mine.py:score: fails on the right answer to prompt 'p0' of task 'add' (a trial, made up):"
+    assert made[0].complaint(scored(None, detail="KeyError: 4 (at mine.py:2)"), title="mine.py:score") == (
+        "reward.use=mine.py:score: fails on the right answer to prompt 'p0' of task 'add' (a trial, made up):"
         " KeyError: 4 (at mine.py:2)"
     )
-    assert "an empty response to prompt 'p7' (" in made[2].complaint(scored(None), function="f")
+    assert "an empty response to prompt 'p7' (" in made[2].complaint(scored(None), title="f")

@@ -1,51 +1,47 @@
-"""The scoring stage, before scorers in the same loop and before real processes that hang and die."""
+"""The scoring stage before scorers in the same loop."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
-from laminar_py.records.protocols import Scorer
-from laminar_py.records.scoring import Begun, Score, ScoringRequest
-from laminar_py.records.trajectory import DropReason, FinishReason
-from laminar_py.reward.stage import LIVES, ScoringStage, WorkerDiedError
-from laminar_py.reward.worker import SLICE_S
-from tests.reward.scoring_process import TIMEOUT_S, ScoringProcess
-from tests.virtual_time import virtually
+from laminar_py.records.protocols import ScorerHandle
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.reward.stage import MOST_IN_HAND, ScorerDiedError, ScoringStage
+from tests.reward.requests import make_requests
 
 PATIENCE_S = 60.0
-LIMIT_S = 10.0
-
-
-def make_requests(*responses: str) -> list[ScoringRequest]:
-    ids = np.array([1], dtype=np.int32)
-    return [
-        ScoringRequest(
-            trajectory_id=f"g0.{index}",
-            prompt="prompt",
-            response=response,
-            answer="7",
-            finish_reason=FinishReason.STOP,
-            response_ids=ids,
-        )
-        for index, response in enumerate(responses)
-    ]
 
 
 class GatedScorer:
-    """Answers a batch when its gate is open; remembers the batches."""
+    """Scores what it has when its gate is open; remembers what it got together. Dies over "die"."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = 4, elapsed_s: float = 9.0) -> None:
+        self.at_once = at_once
         self.batches: list[list[str]] = []
         self.gate = asyncio.Event()
+        self._elapsed_s = elapsed_s
+        self._scores: asyncio.Queue[Score] = asyncio.Queue()
 
-    async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+    async def submit(self, requests: Sequence[ScoringRequest]) -> None:
         self.batches.append([request.response for request in requests])
+        await asyncio.sleep(0)  # as over a wire
+        if "die" in self.batches[-1]:
+            raise ScorerDiedError
+        for request in requests:
+            score = Score(trajectory_id=request.trajectory_id, value=1.0, elapsed_s=self._elapsed_s)
+            self._scores.put_nowait(score)
+
+    async def take(self) -> list[Score]:
         await self.gate.wait()
-        return [Score(trajectory_id=request.trajectory_id, value=1.0) for request in requests]
+        return [await self._scores.get()]
+
+
+def open_scorer(at_once: int = 4, elapsed_s: float = 9.0) -> GatedScorer:
+    scorer = GatedScorer(at_once, elapsed_s)
+    scorer.gate.set()
+    return scorer
 
 
 class Inbox:
@@ -67,303 +63,137 @@ class Inbox:
         return {score.trajectory_id: score for score in self.scores}
 
 
-async def no_restart(index: int, counts: bool) -> Scorer:
-    raise AssertionError(f"worker {index} was restarted")
+async def no_restart(index: int) -> ScorerHandle:
+    raise AssertionError(f"scorer {index} was restarted")
 
 
 def make_stage(
-    workers: Sequence[Scorer],
+    scorers: Sequence[ScorerHandle],
     inbox: Inbox,
     *,
-    batch: int = 4,
     queue: int = 64,
     wanted: Callable[[str], bool] = lambda name: True,
-    restart: Callable[[int, bool], Awaitable[Scorer]] = no_restart,
+    restart: Callable[[int], Awaitable[ScorerHandle]] = no_restart,
     one_by_one: Callable[[], bool] = lambda: False,
 ) -> ScoringStage:
     return ScoringStage(
-        workers,
-        batch=batch,
-        timeout_s=LIMIT_S,
-        queue=queue,
-        wanted=wanted,
-        deliver=inbox.deliver,
-        restart=restart,
-        one_by_one=one_by_one,
+        scorers, queue=queue, wanted=wanted, deliver=inbox.deliver, restart=restart, one_by_one=one_by_one
     )
 
 
 @asynccontextmanager
-async def running(stage: ScoringStage) -> AsyncIterator[None]:
+async def running(stage: ScoringStage, *responses: str) -> AsyncIterator[None]:
+    for request in make_requests(*responses):
+        stage.submit(request)
     task = asyncio.create_task(stage.run())
     try:
+        await settle()
         yield
     finally:
-        stage.close()
-        await asyncio.wait_for(task, PATIENCE_S)
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE_S)
 
 
 async def settle() -> None:
-    for _ in range(10):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_what_waits_goes_to_a_worker_together_up_to_the_batch() -> None:
-    scorer, inbox = GatedScorer(), Inbox()
+async def test_a_scorer_gets_as_many_as_it_works_on_and_more_as_it_has_room() -> None:
+    scorer, inbox = GatedScorer(at_once=2), Inbox()
     stage = make_stage([scorer], inbox)
-    async with running(stage):
-        first, *rest = make_requests("a", "b", "c", "d", "e", "f")
-        stage.submit(first)
-        await settle()  # the worker is busy with `a` now
-        for request in rest:
-            stage.submit(request)
-        assert stage.num_waiting == 5
+    async with running(stage, *"abcde"):
+        assert (scorer.batches, stage.num_waiting, stage.num_unscored) == ([["a", "b"]], 3, 5)
         scorer.gate.set()
-        assert len(await inbox.wait(6)) == 6
-    assert scorer.batches == [["a"], ["b", "c", "d", "e"], ["f"]]
-
-
-async def test_waiting_requests_are_shared_among_free_workers() -> None:
-    scorers, inbox = [GatedScorer(), GatedScorer()], Inbox()
-    stage = make_stage(scorers, inbox)
-    for request in make_requests("a", "b", "c", "d"):
-        stage.submit(request)
-    async with running(stage):
+        assert len(await inbox.wait(5)) == 5
         await settle()
-        assert [scorer.batches for scorer in scorers] == [[["a", "b"]], [["c"]]]
-        for scorer in scorers:
-            scorer.gate.set()
-        await inbox.wait(4)
+    assert [response for batch in scorer.batches for response in batch] == list("abcde")
+    assert (stage.num_unscored, stage.oldest_s) == (0, 0.0)
+
+
+async def test_a_scorer_whose_scores_are_quick_gets_some_in_advance() -> None:
+    scorer, inbox = open_scorer(at_once=1, elapsed_s=0.0), Inbox()
+    stage = make_stage([scorer], inbox, queue=1000)
+    async with running(stage, *"abcdefgh" * 40):
+        await inbox.wait(320)
+    assert len(scorer.batches[0]) == 1
+    assert 8 < max(len(batch) for batch in scorer.batches) <= MOST_IN_HAND
+
+
+async def test_what_waits_is_shared_among_scorers_that_have_room() -> None:
+    scorers, inbox = [GatedScorer(), GatedScorer()], Inbox()
+    async with running(make_stage(scorers, inbox), *"abcd"):
+        assert all(scorer.batches for scorer in scorers)
+        given = [response for scorer in scorers for batch in scorer.batches for response in batch]
+        assert sorted(given) == list("abcd")
 
 
 async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() -> None:
-    scorer, inbox = GatedScorer(), Inbox()
+    scorer, inbox = open_scorer(), Inbox()
     stage = make_stage([scorer], inbox, queue=3, wanted=lambda name: name not in ("g0.0", "g0.2"))
-    for request in make_requests("a", "b", "c", "d", "e"):  # of which a deadline dropped `a` and `c`
+    for request in make_requests(*"abcde"):  # of which a deadline dropped `a` and `c`
         stage.submit(request)
-    assert stage.num_waiting == 3, "b, d and e"
-    assert stage.num_unscored == 3
+    assert (stage.num_waiting, stage.num_unscored) == (3, 3), "b, d and e"
     async with running(stage):
-        scorer.gate.set()
         assert set(await inbox.wait(3)) == {"g0.1", "g0.3", "g0.4"}
 
 
-async def test_what_was_dropped_while_it_waited_takes_no_time_of_a_worker() -> None:
-    scorer, inbox, dropped = GatedScorer(), Inbox(), set[str]()
+async def test_what_was_dropped_while_it_waited_takes_no_time_of_a_scorer() -> None:
+    scorer, inbox, dropped = open_scorer(), Inbox(), set[str]()
     stage = make_stage([scorer], inbox, wanted=lambda name: name not in dropped)
-    for request in make_requests("a", "b", "c", "d"):
-        stage.submit(request)
     dropped |= {"g0.0", "g0.1", "g0.3"}
-    scorer.gate.set()
-    async with running(stage):
+    async with running(stage, *"abcd"):
         assert set(await inbox.wait(1)) == {"g0.2"}
+        await settle()
     assert scorer.batches == [["c"]]
     assert (stage.num_unscored, stage.oldest_s) == (0, 0.0)
 
 
-async def test_close_wakes_idle_workers_and_leaves_what_waits() -> None:
-    scorer, inbox = GatedScorer(), Inbox()
-    stage = make_stage([scorer, GatedScorer()], inbox, batch=1)
-    async with running(stage):
-        await settle()
-    async with running(stage := make_stage([scorer], inbox, batch=1)):
-        for request in make_requests("a", "b", "c"):
-            stage.submit(request)
-        await settle()
-        stage.close()
-        scorer.gate.set()
-    assert [score.trajectory_id for score in inbox.scores] == ["g0.0"]
+async def test_what_a_dead_scorer_had_is_scored_once_by_the_next_before_what_waits() -> None:
+    class Dying(GatedScorer):
+        async def take(self) -> list[Score]:
+            await self.gate.wait()
+            raise ScorerDiedError
 
+    dying, successor, inbox = Dying(at_once=2), open_scorer(at_once=2), Inbox()
 
-class Fleet:
-    """Real scoring processes, and the stage's way to replace one."""
+    async def restart(index: int) -> ScorerHandle:
+        return successor
 
-    def __init__(self) -> None:
-        self.processes: list[ScoringProcess] = []
-        self.restarts = 0
-        self.deaths = 0  # of those, which count
-
-    async def restart(self, index: int, counts: bool) -> Scorer:
-        self.restarts += 1
-        self.deaths += counts
-        await self.processes[index].kill()
-        self.processes[index] = await ScoringProcess.start()
-        return self.processes[index]
-
-
-@asynccontextmanager
-async def real_stage(inbox: Inbox) -> AsyncIterator[tuple[ScoringStage, Fleet]]:
-    fleet = Fleet()
-    fleet.processes.append(await ScoringProcess.start())
-    stage = ScoringStage(
-        fleet.processes,
-        batch=8,
-        timeout_s=TIMEOUT_S,
-        queue=64,
-        wanted=lambda name: True,
-        deliver=inbox.deliver,
-        restart=fleet.restart,
-        grace_s=0.5,
-    )
-    try:
-        async with running(stage):
-            yield stage, fleet
-    finally:
-        await fleet.processes[0].kill()
-
-
-async def judge(*responses: str) -> tuple[list[Score], Fleet]:
-    """The scores of one batch in order, and the fleet, which counts the workers that it took beyond the first."""
-    inbox = Inbox()
-    async with real_stage(inbox) as (stage, fleet):
-        for request in make_requests(*responses):
-            stage.submit(request)
-        scores = await inbox.wait(len(responses))
-    return [scores[f"g0.{index}"] for index in range(len(responses))], fleet
-
-
-async def test_a_loop_in_python_costs_its_own_trajectory_and_no_worker() -> None:
-    scores, fleet = await judge("1", "spin", "2")
-    assert [score.value for score in scores] == [1.0, None, 2.0]
-    assert (scores[1].failure, fleet.restarts) == (DropReason.REWARD_TIMEOUT, 0)
-
-
-async def test_each_that_takes_too_long_is_told_at_once_and_not_after_its_batch() -> None:
-    inbox = Inbox()
-    async with real_stage(inbox) as (stage, fleet):
-        for request in make_requests("1", *["spin"] * 5):
-            stage.submit(request)
-        arrived = [len(await inbox.wait(count)) for count in range(2, 7)]
-    assert (arrived, fleet.restarts) == ([2, 3, 4, 5, 6], 0)
-
-
-@pytest.mark.parametrize("kind", ["hang", "hold"])
-async def test_a_hang_that_nothing_interrupts_drops_the_guilty_alone_and_is_no_death(kind: str) -> None:
-    scores, fleet = await judge("1", kind, "2", "3")
-    assert [score.value for score in scores] == [1.0, None, 2.0, 3.0]
-    assert (scores[1].failure, fleet.restarts, fleet.deaths) == (DropReason.REWARD_TIMEOUT, 1, 0)
-    assert re.search(
-        r"reward.timeout_s=0.2, nor could it be stopped \(at .*scoring_process.py:\d+\)", scores[1].detail
-    )
-
-
-async def test_a_request_that_kills_its_workers_is_dropped_and_the_others_are_scored() -> None:
-    scores, fleet = await judge("1", "die", "2")
-    assert [score.value for score in scores] == [1.0, None, 2.0]
-    assert (scores[1].failure, fleet.restarts, fleet.deaths) == (DropReason.REWARD_FAILED, LIVES, LIVES)
-
-
-class Stuck(GatedScorer):
-    """Hangs over the third of a batch, or has begun nothing that anybody knows."""
-
-    def __init__(self, begun: Begun | None) -> None:
-        super().__init__()
-        self._begun = begun
-
-    def begun(self) -> Begun | None:
-        return self._begun
-
-
-class Restarts:
-    """Puts workers in the place of those that are gone, in order; `counted` says which were deaths."""
-
-    def __init__(self, *workers: Scorer) -> None:
-        self._workers = iter(workers)
-        self.counted: list[bool] = []
-        self.last_s = 0.0
-
-    async def restart(self, index: int, counts: bool) -> Scorer:
-        self.counted.append(counts)
-        self.last_s = asyncio.get_running_loop().time()
-        return next(self._workers)
-
-
-def open_scorer() -> GatedScorer:
-    scorer = GatedScorer()
-    scorer.gate.set()
-    return scorer
-
-
-def test_the_limit_is_that_of_one_response_however_large_the_batch() -> None:
-    inbox, restarts = Inbox(), Restarts(open_scorer())
-
-    async def hang() -> None:
-        stage = make_stage([Stuck(Begun("g0.2", hung=True))], inbox, batch=64, restart=restarts.restart)
-        for request in make_requests(*"abcdefgh" * 8):
-            stage.submit(request)
-        async with running(stage):
-            await inbox.wait(64)
-
-    virtually(hang())
-    assert [score.trajectory_id for score in inbox.scores if score.value is None] == ["g0.2"]
-    assert restarts.counted == [False]
-    assert restarts.last_s == SLICE_S + LIMIT_S + 3.0
-
-
-def test_a_worker_that_hangs_over_none_of_its_batch_drops_nothing_and_is_a_death_but_over_one_alone() -> None:
-    inbox, restarts = Inbox(), Restarts(Stuck(None), open_scorer())
-
-    async def hang() -> None:
-        stage = make_stage([Stuck(Begun("another"))], inbox, restart=restarts.restart)
-        for request in make_requests("a", "b"):
-            stage.submit(request)
-        async with running(stage):
-            await inbox.wait(2)
-
-    virtually(hang())
-    assert all(score.value is not None for score in inbox.scores)
-    assert restarts.counted == [True, False]
+    async with running(make_stage([dying], inbox, restart=restart), *"abc"):
+        dying.gate.set()
+        assert set(await inbox.wait(3)) == {"g0.0", "g0.1", "g0.2"}
+    assert (dying.batches, successor.batches[0]) == ([["a", "b"]], ["a", "b"])
 
 
 async def test_one_by_one_takes_one_and_leaves_the_others_in_the_queue() -> None:
     scorer, inbox = GatedScorer(), Inbox()
     stage = make_stage([scorer], inbox, one_by_one=lambda: True)
-    for request in make_requests("a", "b", "c"):
-        stage.submit(request)
-    async with running(stage):
-        await settle()
+    async with running(stage, *"abc"):
         assert (scorer.batches, stage.num_waiting) == ([["a"]], 2)
         scorer.gate.set()
         await inbox.wait(3)
     assert scorer.batches == [["a"], ["b"], ["c"]]
 
 
-async def test_what_a_slow_worker_leaves_over_is_not_sent_again_and_again() -> None:
-    class Slow(GatedScorer):
-        async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-            return (await super().score(requests))[:1]
+async def test_a_scorer_rests_while_its_score_is_being_delivered() -> None:
+    scorer, rest = open_scorer(at_once=1), asyncio.Event()
 
-    scorer, inbox = Slow(), Inbox()
-    scorer.gate.set()
-    stage = make_stage([scorer], inbox, batch=8)
-    for request in make_requests(*"abcdefgh"):
-        stage.submit(request)
-    async with running(stage):
-        await inbox.wait(8)
-    assert [len(batch) for batch in scorer.batches] == [8, 2, 2, 2, 2, 2, 2, 1]
+    async def deliver(scores: Sequence[Score]) -> None:
+        await rest.wait()
 
-
-async def test_requests_of_a_worker_that_was_killed_are_scored_again() -> None:
-    inbox = Inbox()
-    async with real_stage(inbox) as (stage, fleet):
-        await fleet.processes[0].kill()
-        for request in make_requests("1", "2", "3"):
-            stage.submit(request)
-        scores = await inbox.wait(3)
-    assert sorted(score.value for score in scores.values()) == [1.0, 2.0, 3.0]
-    assert fleet.restarts == 1
+    stage = ScoringStage([scorer], queue=9, wanted=lambda name: True, deliver=deliver, restart=no_restart)
+    async with running(stage, *"ab"):
+        assert scorer.batches == [["a"]]
+        rest.set()
+        await settle()
+        assert scorer.batches == [["a"], ["b"]]
 
 
 async def test_an_error_of_the_restart_ends_the_stage() -> None:
-    class Dead:
-        async def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-            raise WorkerDiedError
-
-        def begun(self) -> None:
-            return None
-
-    stage = make_stage([Dead()], Inbox())
-    stage.submit(make_requests("1")[0])
-    outcome = await asyncio.wait_for(asyncio.gather(stage.run(), return_exceptions=True), PATIENCE_S)
-    assert isinstance(outcome[0], ExceptionGroup)
-    assert "worker 0 was restarted" in str(outcome[0].exceptions[0])
+    stage = make_stage([GatedScorer()], Inbox())
+    stage.submit(make_requests("die")[0])
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await stage.run()
+    assert "scorer 0 was restarted" in str(caught.value.exceptions[0])

@@ -49,7 +49,7 @@ def children():
         ("learner.lr=-1", "learner.lr=-1: input should be greater than 0"),
         ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),
         ("data.train=/nowhere.jsonl", "data.train=/nowhere.jsonl: no such file"),
-        ("reward.function=best", "reward.function=best: unknown"),
+        ("reward.use=[best]", "reward.use.kind=best: unknown"),
         ("algorithm.overlong_tokens=9999", "algorithm.overlong_tokens=9999 is more than rollout.sampling."),
         ("learner.offload=true", "learner.offload=true: the learner is on cpu"),
         ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),

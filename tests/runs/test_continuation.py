@@ -90,7 +90,7 @@ def start(folder, *settings, resume=False):
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text("def score(request): return (len(request.response_ids) % 7) / 7")
     one = ("schedule=sync", *ALONE, "data.heldout=null", f"steps={STEPS}")
-    return TrainProcess(folder, *one, f"reward.function={folder / 'reward.py'}:score", *settings, resume=resume)
+    return TrainProcess(folder, *one, f"reward.use=[{folder / 'reward.py'}:score]", *settings, resume=resume)
 
 
 def test_under_sync_a_resumed_run_continues_bit_by_bit_whatever_was_tried_meanwhile(runs):

@@ -36,7 +36,7 @@ def test_a_run_of_adapters_on_two_ranks_that_was_killed_resumes_and_keeps_the_la
         "rollout.partial_interval_s=0.1",
         "rollout.sampling.max_new_tokens=200",  # longer than a learner step
         "algorithm.kl_coef=0.1",
-        f"reward.function={tmp_path / 'reward.py'}:score",
+        f"reward.use=[{tmp_path / 'reward.py'}:score]",
     ]
     with TrainProcess(tmp_path, *settings) as train:
         train.wait_for_step(3)

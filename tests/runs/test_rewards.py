@@ -23,13 +23,13 @@ def score(request):
 
 def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended(tmp_path):
     reward = tmp_path / "mine.py"
-    settings = (*SETTINGS, *ALONE, "repack.planner=none", f"reward.function={reward}:score")
+    settings = (*SETTINGS, *ALONE, "repack.planner=none", f"reward.use=[{reward}:score]")
     reward.write_text(BROKEN)
     with TrainProcess(tmp_path, *settings, config=CONFIG) as train:
         code, output = train.finish()
     try:
         assert code == 1, output
-        lines = [line for line in output.splitlines() if f"reward.function={reward}:score: " in line]
+        lines = [line for line in output.splitlines() if f"reward.use={reward}:score: " in line]
         assert all("KeyboardInterrupt: \\ud800" in line and f"(at {reward}:3)" in line for line in lines)
         trial, first, end = lines[0], lines[1], lines[-1]
         assert "(a trial, made up)" in trial

@@ -107,7 +107,7 @@ async def test_a_run_of_adapters_loads_them_by_their_versions(tmp_path):
     (tmp_path / "reward.py").write_text("def score(request): return float(len(set(request.response_ids)) % 3)")
     python = f"rollout.engine.python={sglang_python()}"
     chosen = [f"model={{path: {base}}}", "warm_start=null", "data.heldout=null", python, "rollout.replicas=1"]
-    learns = ["learner.lora.rank=4", "learner.lr=3e-3", f"reward.function={tmp_path / 'reward.py'}:score"]
+    learns = ["learner.lora.rank=4", "learner.lr=3e-3", f"reward.use=[{tmp_path / 'reward.py'}:score]"]
     with TrainProcess(tmp_path / "runs", *ADAPTED, *chosen, *learns, config=CONFIG) as run:
         code, output = await asyncio.to_thread(run.finish)
     assert code == 0, output

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import subprocess
 from collections import defaultdict
 from contextlib import closing, suppress
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.trajectory import Kind, Status
-from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
+from tests.runs.runs import ALONE, LAMINAR, REPO, TrainProcess, forget_versions, wait_until_gone
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,19 @@ def test_a_run_ends_well_and_leaves_nothing_behind(one_step):
     assert 0 < summary["relay"]["wire_share"] < 1, "some versions travel as deltas"
 
 
+def test_every_reward_is_computed_again_from_the_record(one_step):
+    run, _ = one_step
+    scored = [row for row in listing(run, Filters()) if row.reward is not None]
+    command = [LAMINAR, "rescore", str(run)]
+    same = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert same.stdout.splitlines()[-1].startswith(f"{len(scored)} responses, p50 ")
+    command.append("reward.use=[{kind: length, most: 9, weight: 5}]")
+    other = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert other.returncode == 1
+    assert f"{scored[0].id}: {scored[0].reward:g} on record, -" in other.stdout
+
+
 def test_one_step_is_one_step_behind(one_step):
     assert {row.staleness for row in consumed(one_step[0])} == {0, 1}
 
@@ -178,7 +192,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
     """Also over a cut vocabulary, with a recomputed proximal policy and activations that are computed again."""
     cut = ["rollout.sampling.top_p=0.8", "rollout.record=[sampling_mask]"]
     (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
-    rewarded = f"reward.function={tmp_path / 'reward.py'}:score"
+    rewarded = f"reward.use=[{tmp_path / 'reward.py'}:score]"
     learns = ["algorithm.name=decoupled_ppo", "algorithm.kl_coef=0.1", "learner.recompute=all"]
     refers = [*learns, "algorithm.reference_pass=stage", rewarded, *cut, *ALONE]
     with TrainProcess(tmp_path, "steps=10000", *refers) as train:
@@ -203,7 +217,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
 
 def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(tmp_path):
     (tmp_path / "reward.py").write_text("def score(request): return 9e29 * (len(request.response_ids) % 2)")
-    unbounded = ["algorithm.advantage=group_mean", f"reward.function={tmp_path / 'reward.py'}:score", "steps=9"]
+    unbounded = ["algorithm.advantage=group_mean", f"reward.use=[{tmp_path / 'reward.py'}:score]", "steps=9"]
     with TrainProcess(tmp_path, *ALONE, *unbounded) as train:
         code, output = train.finish()
     assert code == 1

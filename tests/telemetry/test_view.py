@@ -93,7 +93,7 @@ def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
 def test_a_notice_is_printed_at_once_and_as_it_is(kind):
     console, file = make_console()
     view = kind(console, steps=100)
-    view.notice("reward.function=mine.py:score: KeyError: '[red]' " + "x" * 300)
+    view.notice("reward.use=mine.py:score: KeyError: '[red]' " + "x" * 300)
     view.close()
     assert "KeyError: '[red]' " + "x" * 300 in file.getvalue()
 

@@ -13,7 +13,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import Score, ScoringRequest
-from laminar_py.records.trajectory import FinishReason, Trajectory
+from laminar_py.records.trajectory import Trajectory
 from laminar_py.records.weights import Published
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.telemetry.stats import Stats, Totals
@@ -23,6 +23,7 @@ from laminar_py.workers.scorers import Scorers
 from laminar_py.workers.specs import LearnerSpec, LearnerStarted, ReferenceAnswer
 from laminar_py.workers.supervisor import Supervisor
 from tests.builders import make_trajectory
+from tests.reward.requests import make_requests
 from tests.runs.runs import REPO
 from tests.workers.fakes import Processes, make_incarnation
 
@@ -92,14 +93,27 @@ async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_on
 
 
 class Scoring(Actor):
-    async def score(self, data):
-        await self.work()
-        return encode(
-            [Score(trajectory_id=one.trajectory_id, value=1.0) for one in decode(list[ScoringRequest], data)]
-        )
+    def __init__(self):
+        super().__init__()
+        self.names, self.come = [], asyncio.Event()
+
+    def start(self, data):
+        return 1
+
+    async def submit(self, data):
+        self.names += [one.trajectory_id for one in decode(list[ScoringRequest], data)]
+        self.asked.set()
+        self.come.set()
+
+    async def take(self, wait_s):
+        await self.may_work.wait()
+        await self.come.wait()
+        self.come.clear()
+        names, self.names = self.names, []
+        return encode([Score(trajectory_id=name, value=1.0) for name in names])
 
 
-async def test_what_a_scorer_died_over_is_scored_once_by_the_next_while_others_go_on(monkeypatch, tmp_path):
+async def test_what_a_scorer_died_over_is_scored_once_by_another_while_others_go_on(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Scoring())
     scorers, scored = Scorers(incarnation(tmp_path, "reward.workers=2")), asyncio.Queue()
 
@@ -112,36 +126,25 @@ async def test_what_a_scorer_died_over_is_scored_once_by_the_next_while_others_g
         first, second = await processes.next(), await processes.next()
         stage = ScoringStage(
             await scorers.start(),
-            batch=4,
-            timeout_s=PATIENCE_S,
             queue=8,
             wanted=lambda name: True,
             deliver=deliver,
             restart=scorers.restart,
         )
         running = asyncio.create_task(stage.run())
-        for name in ("a", "b"):
-            stage.submit(
-                ScoringRequest(
-                    trajectory_id=name,
-                    prompt="p",
-                    response="",
-                    answer="",
-                    finish_reason=FinishReason.STOP,
-                    response_ids=np.array([5], np.int32),
-                )
-            )
+        for request in make_requests("a", "b"):
+            stage.submit(request)
         await first.actor.asked.wait()
         await second.actor.asked.wait()
         second.actor.may_work.set()
-        assert await scored.get() == ("b", 1.0)
+        assert await scored.get() == ("g0.1", 1.0)
         first.die()
         third = await processes.next()
         assert third.name == first.name
         third.actor.may_work.set()
-        assert await scored.get() == ("a", 1.0)
-        stage.close()
-        await running
+        assert await scored.get() == ("g0.0", 1.0)
+        running.cancel()
+        await asyncio.wait([running])
     assert scored.empty()
 
 

@@ -64,7 +64,7 @@ def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays
         "end_s": end,
         "measured_s": end - begin,
         **_replicas(config, stays, versions, begin, end, counts),
-        "reward_s": _sums(scored[known], trajectories.score_s[known] / config.reward.workers, begin, end),
+        "reward_s": _sums(scored[known], trajectories.scorer_s[known] / config.reward.workers, begin, end),
         "reference_s": reference,
         "waited_s": np.minimum(waited, end - begin),
         "learner_s": np.maximum(end - begin - waited, 0.0),

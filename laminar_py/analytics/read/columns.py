@@ -53,6 +53,7 @@ class Trajectories:
     queue_s: Floats  # on its last replica, until its first tokens there
     generate_s: Floats  # on its last replica, until it finished
     score_s: Floats
+    scorer_s: Floats  # of a scorer's time, which scores several at once
     issued_s: Times
     started_s: Times
     finished_s: Times
@@ -94,7 +95,7 @@ _TYPES: dict[str, type] = {  # of the columns that are numbers
         ("number", "prompt", "epoch", "replica", "length", "oldest_version", "newest_version"), np.int32
     ),
     **dict.fromkeys(("step", "version", "staleness"), np.int32),
-    **dict.fromkeys(("reward", "weight", "queue_s", "generate_s", "score_s"), np.float32),
+    **dict.fromkeys(("reward", "weight", "queue_s", "generate_s", "score_s", "scorer_s"), np.float32),
     **dict.fromkeys(("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s"), np.float64),
 }
 _CODES = {"kind": KINDS, "status": STATUSES, "finish": FINISHES, "cap": CAPS, "drop": REASONS}

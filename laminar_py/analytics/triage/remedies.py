@@ -118,7 +118,7 @@ def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     if limit < config.reward.timeout_s:
         why = f"p95 of a reward is {step.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
         yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
-    yield Remedy("reward.function", "cache what it computes", "samples of a prompt share their problem")
+    yield Remedy("reward.use", "cache what it computes", "samples of a prompt share their problem")
 
 
 def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:

@@ -16,6 +16,7 @@ from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import Checkpointed, RunStarted, Stepped, VersionLoaded, VersionPublished
 from laminar_py.records.replica import Progress
+from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
 
 GROUP = 8
@@ -158,7 +159,8 @@ class SyntheticRun:
                 self._ledger.append(member.assign((group.number + 1) % REPLICAS))
             last = self._generate(member, group.version, ids[half:], logprobs[half:])
             self._ledger.append(member.finish(last))
-            self._ledger.append(member.score(float(member.sample_index % 2), {}, 0.002))
+            value = float(member.sample_index % 2)
+            self._ledger.append(member.score(Score(trajectory_id=member.id, value=value, elapsed_s=0.002)))
         if group.number % _DROPPED_EVERY == 0:
             for member in members:
                 self._ledger.append(member.drop(DropReason.NO_SIGNAL))

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
-
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.workers.processes.setup import PartActor, open_part
@@ -11,31 +9,31 @@ from laminar_py.workers.specs import ScorerSpec
 
 
 class ScorerActor(PartActor):
-    """Shell of a scorer; single-threaded, so that a reward function runs in its main thread."""
+    """Shell of a scorer."""
 
-    def start(self, data: bytes) -> None:
-        """Load the reward function."""
+    async def start(self, data: bytes) -> int:
+        """Start what the terms of the reward need; answers how many responses it works on at a time."""
         from laminar_py.data.tokenizer import load_tokenizer
-        from laminar_py.reward.begun import BegunFile, begun_path
-        from laminar_py.reward.registry import load_reward
-        from laminar_py.reward.worker import ScoringWorker
+        from laminar_py.reward.scorer import Scorer
 
         spec = decode(ScorerSpec, data)
-        config = open_part(spec, f"scorer-{spec.index}")
-        reward = config.reward
-        function = load_reward(reward.function, pattern=reward.pattern)
-        self._tokenizer = load_tokenizer(config.model.path)
-        self._worker = ScoringWorker(
-            function,
-            timeout_s=reward.timeout_s,
+        name = f"scorer-{spec.index}"
+        config = open_part(spec, name)
+        self._scorer = Scorer(
+            config.reward,
+            sandbox=config.sandbox,
             columns=config.algorithm.scored_columns,
-            begin=BegunFile(begun_path(Path(spec.run_dir), spec.index), timeout_s=reward.timeout_s).begin,
+            decode=load_tokenizer(config.model.path).decode,
+            folder=Path(spec.run_dir) / "logs",
+            name=name,
         )
+        await self._scorer.__aenter__()  # the process ends with what it holds
+        return self._scorer.at_once
 
-    def score(self, data: bytes) -> bytes:
-        """A list of `Score` for a list of `ScoringRequest`, whose texts are made here, each when it is begun."""
-        requests = (
-            msgspec.structs.replace(request, response=self._tokenizer.decode(request.response_ids))
-            for request in decode(list[ScoringRequest], data)
-        )
-        return encode(self._worker.score(requests))
+    async def submit(self, data: bytes) -> None:
+        """Begin with a list of `ScoringRequest`."""
+        self._scorer.submit(decode(list[ScoringRequest], data))
+
+    async def take(self, wait_s: float) -> bytes:
+        """A list of `Score`, empty after `wait_s` seconds without any."""
+        return encode(await self._scorer.take(wait_s))

@@ -1,0 +1,209 @@
+"""The term `code`: the program in a response is run against the tests of its problem, in a sandbox.
+
+A problem's `tests` are of one of two forms. `{"inputs": [...], "outputs": [...]}`: standard input and output as
+text, or, with `"fn_name": "solve"`, arguments and the value of that function. `{"asserts": "assert f(2) == 4",
+"entry_point": "f"}`: any test code that calls that function. Invariant: a process that the program runs in never
+holds what a test expects, so a verdict cannot be forged from there.
+"""
+
+import math
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
+from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.records.scoring import Reward, ScoringRequest, TryAgainError
+from laminar_py.records.trajectory import Prompt
+from laminar_py.reward.assertions import AssertionRun
+from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
+
+FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+TOLERANCE = 1e-6  # of floats
+SHOWN = 120  # characters of a value
+
+
+class CodeTerm(TermConfig):
+    """1 for a program that passes all tests of its problem, else 0, or the share that it passes."""
+
+    kind: str = "code"
+    partial: bool = False
+    """Give the share of the tests that pass; for asserts there is no share."""
+
+
+class Tests(msgspec.Struct, frozen=True, kw_only=True):
+    """Field `tests` of a problem, e.g. `{"fn_name": "f", "inputs": [[2]], "outputs": [4]}`."""
+
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    fn_name: str = ""
+    asserts: str | list[str] = ""
+    entry_point: str = ""
+
+
+class ProblemFields(msgspec.Struct, frozen=True):
+    """Fields of a problem that this term reads."""
+
+    tests: Tests
+
+
+def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
+    """Complaint about the tests of a problem; None where they can be run."""
+    try:
+        tests = msgspec.json.decode(problem.fields_json, type=ProblemFields).tests
+    except msgspec.DecodeError as error:
+        return f"`tests` cannot be read: {error}"
+    if bool(tests.inputs) == bool(tests.asserts):
+        return "`tests` has neither `inputs` nor `asserts`, or both"
+    if len(tests.inputs) != len(tests.outputs):
+        return f"`tests` has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs"
+    if tests.fn_name and not all(isinstance(given, list) for given in tests.inputs):
+        return "`tests.inputs` has arguments that are no list"
+    if not tests.fn_name and not all(isinstance(text, str) for text in (*tests.inputs, *tests.outputs)):
+        return "`tests` has standard input or output that is no text; give `fn_name` where a function is called"
+    if tests.asserts:
+        return _asserts_fault(tests)
+    return None
+
+
+def _asserts_fault(tests: Tests) -> str | None:
+    if not tests.entry_point.isidentifier():
+        return f"`tests.entry_point` is {tests.entry_point!r}, no name of a function"
+    try:
+        compile(assert_text(tests), "tests", "exec")
+    except (SyntaxError, ValueError) as error:
+        return f"`tests.asserts` does not parse ({error})"
+    return None
+
+
+def assert_text(tests: Tests) -> str:
+    """Test code as one text."""
+    return tests.asserts if isinstance(tests.asserts, str) else "\n".join(tests.asserts)
+
+
+def find_program(response: str) -> str:
+    """The last fenced block after the thinking, or all that comes after it."""
+    said = response.rpartition("</think>")[2]
+    fenced = FENCE.findall(said)
+    return fenced[-1] if fenced else said
+
+
+class CodeReward:
+    """Runs programs in the slots of a pool."""
+
+    def __init__(self, term: CodeTerm, pool: SandboxPool, *, slots: int) -> None:
+        self._term = term
+        self._pool = pool
+        self.at_once = slots
+
+    async def __call__(self, request: ScoringRequest) -> Reward:
+        """1.0, 0.0, or the share of tests that passed, with the first failure."""
+        tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
+        program = find_program(request.response)
+        if tests.asserts:
+            fault = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
+            return Reward(float(fault is None), text=fault or "")
+        passed, first = 0, ""
+        for index, (given, wanted) in enumerate(zip(tests.inputs, tests.outputs, strict=True), start=1):
+            fault = await self._test(program, tests.fn_name, given, wanted)
+            passed += fault is None
+            if fault is not None:
+                first = first or f"test {index}: {fault}"
+                if not self._term.partial:
+                    return Reward(0.0, text=first)
+        return Reward(passed / len(tests.inputs), text=first)
+
+    async def _test(self, program: str, function: str, given: Any, wanted: Any) -> str | None:
+        """What is wrong with the result of one test; None where nothing is."""
+        try:
+            if function:
+                result = await self._pool.call(program, function, given)
+            else:
+                result = await self._pool.run(program, stdin=given)
+        except SandboxError as error:
+            raise TryAgainError(f"the sandbox: {error}") from error
+        if result.label is not SandboxLabel.OK:
+            return f"{result.label.value}: {result.detail}"
+        if function:
+            return _value_fault(result, wanted)
+        same = same_output(result.stdout, wanted)
+        return None if same else f"printed {_short(result.stdout)}, wanted {_short(wanted)}"
+
+
+def _value_fault(result: SandboxResult, wanted: object) -> str | None:
+    if result.value_json is None:
+        return "returned nothing that could be read"
+    try:
+        value = msgspec.json.decode(result.value_json)
+    except msgspec.DecodeError:  # a program's bytes
+        return "returned what is no value"
+    return None if same_value(value, wanted) else f"returned {_short(value)}, wanted {_short(wanted)}"
+
+
+def same_output(printed: str, wanted: str) -> bool:
+    """Equality of printed text: line by line without spaces at the ends, or word by word with floats near."""
+    if [line.strip() for line in _lines(printed)] == [line.strip() for line in _lines(wanted)]:
+        return True
+    left, right = [_words(text) for text in (printed, wanted)]
+    return [len(line) for line in left] == [len(line) for line in right] and all(
+        one == other or _near(one, other)
+        for ours, theirs in zip(left, right, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def same_value(value: object, wanted: object) -> bool:
+    """Equality of JSON values, with floats near; True is not 1."""
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        return value is wanted
+    if isinstance(value, int | float) and isinstance(wanted, int | float):
+        near = isinstance(value, float) or isinstance(wanted, float)
+        return value == wanted or (near and math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE))
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(same_value, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return value.keys() == wanted.keys() and all(same_value(value[key], wanted[key]) for key in value)
+    return type(value) is type(wanted) and value == wanted
+
+
+def _lines(text: str) -> Sequence[str]:
+    return text.rstrip().split("\n")
+
+
+def _words(text: str) -> list[list[str]]:
+    return [line.split() for line in _lines(text)]
+
+
+def _near(one: str, other: str) -> bool:
+    """True for two decimals that are near each other; integers are exact."""
+    if not all(re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", word, re.IGNORECASE) for word in (one, other)):
+        return False
+    decimal = any(mark in other.lower() for mark in ".e")
+    return decimal and math.isclose(float(one), float(other), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}..."
+
+
+def limits_of(config: SandboxConfig) -> SandboxLimits:
+    """Limits of a run in the sandbox's own form."""
+    return SandboxLimits(cpu_s=config.cpu_s, wall_s=config.wall_s, memory_bytes=config.memory_mib << 20)
+
+
+@asynccontextmanager
+async def open_code(term: CodeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
+    """The reward while its pool is open."""
+    config = context.sandbox
+    pool = SandboxPool(slots=config.slots, require=SandboxTier(config.require.value), limits=limits_of(config))
+    async with pool:
+        yield CodeReward(term, pool, slots=config.slots)
+
+
+CODE = RewardKind(settings=CodeTerm, serve=open_code, caches=True, runs_programs=True, fault=fault_in_tests)

@@ -1,0 +1,78 @@
+"""Samples that a reward is tried on before a run: problems with a response each, and the reward wanted of it."""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from laminar_py.records.codec import IntArray
+from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.trajectory import FinishReason
+from laminar_py.reward.scorer import Scorer
+
+TAKE_S = 1.0
+
+
+class SampleLine(msgspec.Struct, frozen=True):
+    """A line of a file of samples; its other fields are those of the problem."""
+
+    response: str
+    prompt: str = ""
+    answer: str = ""
+    task: str = ""
+    finish_reason: FinishReason = FinishReason.STOP
+    reward: float | None = None  # that is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response to score, and what should come out, if that is known."""
+
+    place: str  # e.g. `samples=s.jsonl:7`
+    request: ScoringRequest
+    wanted: float | None
+
+    def disagreement(self, score: Score) -> str | None:
+        """A line where the reward is another than the one wanted."""
+        if self.wanted is None or score.value is None or abs(score.value - self.wanted) <= 1e-6:
+            return None
+        said = "; ".join(f"{term.name} {term.value:g} {term.text}".strip() for term in score.terms)
+        return f"{self.place}: reward {score.value:g}, wanted {self.wanted:g} ({said})"
+
+
+def make_sample(
+    place: str, line: SampleLine, fields_json: bytes, *, encode: Callable[[str], IntArray], end: int
+) -> Sample:
+    """A sample of a line; `encode` makes ids of text, `end` is the last id of a response that ended by itself."""
+    ids = encode(line.response)
+    if line.finish_reason is FinishReason.STOP:
+        ids = np.append(ids, end).astype(np.int32)
+    request = ScoringRequest(
+        trajectory_id=place,
+        prompt=line.prompt,
+        response="",
+        answer=line.answer,
+        task=line.task,
+        finish_reason=line.finish_reason,
+        prompt_ids=encode(line.prompt),
+        response_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        fields_json=fields_json,
+    )
+    return Sample(place, request, line.reward)
+
+
+async def score_all(scorer: Scorer, requests: Iterable[ScoringRequest]) -> AsyncIterator[Score]:
+    """Scores as they come, of as many requests at a time as the scorer works on. Ids are unique."""
+    waiting, in_hand, left = iter(requests), 0, True
+    while left or in_hand:
+        while left and in_hand < scorer.at_once:
+            request = next(waiting, None)
+            left = request is not None
+            if request is not None:
+                scorer.submit([request])
+                in_hand += 1
+        for score in await scorer.take(TAKE_S) if in_hand else []:
+            in_hand -= 1
+            yield score

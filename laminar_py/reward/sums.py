@@ -1,0 +1,92 @@
+"""A score as the weighted sum of the terms of a reward. Pure; `scorer` has the terms called."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from laminar_py.config.reward import TermConfig
+from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, Source, token_values
+from laminar_py.records.scoring import Score, TermValue
+from laminar_py.records.trajectory import DropReason
+from laminar_py.reward.outcome import LARGEST, Outcome
+
+
+def add_up(
+    trajectory_id: str,
+    outcomes: Sequence[tuple[TermConfig, Outcome]],
+    *,
+    columns: Sequence[Column],
+    length: int,
+    at_once: int,
+) -> Score:
+    """Score of a response of `length` tokens, from a scorer that works on `at_once` responses at the same time.
+
+    The first term without a value leaves it without one.
+
+    Where a term has a number for each token the sum has too, and those with one number are added at the last.
+    `columns` are wanted of any of the terms.
+    """
+
+    elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
+
+    def failed(reason: DropReason, detail: str) -> Score:
+        return Score(
+            trajectory_id=trajectory_id,
+            value=None,
+            elapsed_s=elapsed_s,
+            at_once=at_once,
+            failure=reason,
+            detail=detail,
+        )
+
+    for term, outcome in outcomes:
+        if outcome.failure is not None:
+            name = f"{term.title}: " if len(outcomes) > 1 else ""
+            return failed(outcome.failure, f"{name}{outcome.detail}")
+    given = {name: values for _, outcome in outcomes for name, values in outcome.columns.items()}
+    missing = [c.name for c in columns if c.source is Source.SCORER and c.name not in given]
+    if missing:
+        return failed(
+            DropReason.REWARD_FAILED,
+            f"the reward function gave no column {missing[0]!r}, which the algorithm needs",
+        )
+    tokens = _token_rewards(outcomes, length) if TOKEN_REWARDS in given else None
+    if tokens is not None:
+        given[TOKEN_REWARDS] = token_values(tokens)
+    value = float(tokens.sum()) if tokens is not None else sum(term.weight * _value(o) for term, o in outcomes)
+    if not abs(value) <= LARGEST:
+        return failed(DropReason.REWARD_FAILED, f"its terms add up to {value:g}; keep the sum below {LARGEST:g}")
+    return Score(
+        trajectory_id=trajectory_id,
+        value=value,
+        terms=[made for term, outcome in outcomes for made in _term_values(term, outcome)],
+        columns=given,
+        elapsed_s=elapsed_s,
+        at_once=at_once,
+    )
+
+
+def _token_rewards(outcomes: Sequence[tuple[TermConfig, Outcome]], length: int) -> Array:
+    total = np.zeros(length, np.float32)
+    with np.errstate(over="ignore"):
+        for term, outcome in outcomes:
+            values = outcome.columns.get(TOKEN_REWARDS)
+            if values is not None:
+                total += np.float32(term.weight) * values.array
+            else:
+                total[-1] += np.float32(term.weight * _value(outcome))
+    return total
+
+
+def _value(outcome: Outcome) -> float:
+    assert outcome.value is not None, "a term without a value has a failure"
+    return outcome.value
+
+
+def _term_values(term: TermConfig, outcome: Outcome) -> list[TermValue]:
+    """What is on record of a term: its value, or the numbers that the function named."""
+    named = outcome.named or {term.title: _value(outcome)}
+    return [
+        TermValue(name=name, value=value, elapsed_s=outcome.elapsed_s, text=outcome.text)
+        for name, value in named.items()
+    ]

@@ -1,0 +1,112 @@
+"""Terms that look at the text of a response alone: `exact`, `format` and `length`."""
+
+import re
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from laminar_py.config.reward import RewardKind, TermConfig
+from laminar_py.config.section import ConfigError, Count
+from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.trajectory import FinishReason, Prompt
+
+
+def compiled(field: str, pattern: str) -> re.Pattern[str]:
+    """A regular expression that a user wrote. Raises `ConfigError`."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{field}={pattern!r}: not a regular expression ({error}); mend it") from None
+
+
+class ExactTerm(TermConfig):
+    """1 for a response that ends by itself and whose last answer is the wanted one, else 0."""
+
+    kind: str = "exact"
+    pattern: str
+    """Regular expression whose first group is the answer: its last match in the response counts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not compiled("pattern", self.pattern).groups:
+            raise ConfigError(f"pattern={self.pattern!r}: has no group; put the answer in parentheses")
+        return self
+
+
+class ExactReward:
+    """Compares the first group of the pattern's last match with the problem's answer.
+
+    With pattern `#(\\d)$` and answer `7` the response `1+6=7;#7` is worth 1; cut by a cap it is worth 0.
+    """
+
+    def __init__(self, term: ExactTerm) -> None:
+        self._pattern = re.compile(term.pattern)
+
+    def __call__(self, request: ScoringRequest) -> float:
+        """1.0 or 0.0."""
+        if request.finish_reason is not FinishReason.STOP:
+            return 0.0
+        matches = list(self._pattern.finditer(request.response))
+        return float(bool(matches) and matches[-1].group(1) == request.answer)
+
+
+class FormatTerm(TermConfig):
+    """1 for a response in which a regular expression is found, else 0."""
+
+    kind: str = "format"
+    pattern: str
+    """Regular expression; `.` matches line breaks too."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        compiled("pattern", self.pattern)
+        return self
+
+
+class FormatReward:
+    """Looks for the pattern, e.g. `^<think>.*</think>`."""
+
+    def __init__(self, term: FormatTerm) -> None:
+        self._pattern = re.compile(term.pattern, re.DOTALL)
+
+    def __call__(self, request: ScoringRequest) -> float:
+        """1.0 or 0.0."""
+        return float(self._pattern.search(request.response) is not None)
+
+
+class LengthTerm(TermConfig):
+    """0 for a response of at most `free` tokens, -1 for one of `most`, linear between."""
+
+    kind: str = "length"
+    free: Annotated[int, Field(ge=0)] = 0
+    """Tokens that cost nothing."""
+    most: Count
+    """Tokens from which on it is -1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.free >= self.most:
+            raise ConfigError(f"free={self.free}: not below most={self.most}; lower it")
+        return self
+
+
+class LengthReward:
+    """Takes off for each token beyond `free`."""
+
+    def __init__(self, term: LengthTerm) -> None:
+        self._term = term
+
+    def __call__(self, request: ScoringRequest) -> float:
+        """-1.0 to 0.0."""
+        free, most = self._term.free, self._term.most
+        return -min(max(len(request.response_ids) - free, 0) / (most - free), 1.0)
+
+
+def missing_answer(term: TermConfig, problem: Prompt) -> str | None:
+    """Complaint about a problem without an answer."""
+    return None if problem.answer else "`answer` is missing or empty"
+
+
+EXACT = RewardKind(settings=ExactTerm, make=ExactReward, fault=missing_answer)
+FORMAT = RewardKind(settings=FormatTerm, make=FormatReward)
+LENGTH = RewardKind(settings=LengthTerm, make=LengthReward)

@@ -1,0 +1,188 @@
+"""Processes that call reward functions: real ones, which hang, die and print."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from laminar_py.config.section import ConfigError
+from laminar_py.records.trajectory import DropReason
+from laminar_py.reward.calls.pool import LIVES, CallPool
+from laminar_py.reward.outcome import Outcome
+from tests.reward.requests import make_request, make_requests
+
+PATIENCE_S = 60.0
+LATE, FAILED = DropReason.REWARD_TIMEOUT, DropReason.REWARD_FAILED
+REWARDS = """
+import asyncio, os, signal, sys, time
+
+def score(request):
+    print("looking at", request.response)
+    if request.response == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        time.sleep(60)
+    while request.response == "hold":
+        try:
+            time.sleep(60)
+        except BaseException:
+            continue
+    if request.response == "die":
+        os._exit(1)
+    if request.response == "env":
+        return float(os.environ.get("SECRET", 0)) + float(os.environ.get("SHOWN", 0))
+    if request.response == "pid":
+        return os.getpid()
+    if request.response == "read":
+        return float(sys.stdin.read() == "")
+    return float(request.response)
+
+async def many(request):
+    if request.response == "block":
+        time.sleep(60)
+    if request.response == "die":
+        os._exit(1)
+    if request.response == "meet":
+        many.met = getattr(many, "met", 0) + 1
+        while many.met < 3:
+            await asyncio.sleep(0.001)
+    return float(request.response) if request.response.isdigit() else 1.0
+"""
+
+
+@asynccontextmanager
+async def pool_of(folder: Path, function: str = "score", *, timeout_s: float = 0.5, **settings: object):
+    (folder / "mine.py").write_text(REWARDS)
+    term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:{function}"})
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        CallPool(term, name="mine", timeout_s=timeout_s, folder=folder, grace_s=1.5, **settings) as pool,
+    ):
+        yield pool
+
+
+async def outcomes_of(pool: CallPool, *responses: str) -> list[Outcome]:
+    return await asyncio.gather(*map(pool.call, make_requests(*responses)))
+
+
+@pytest.mark.parametrize("kind", ["hang", "hold"])
+async def test_a_hang_that_nothing_interrupts_costs_its_own_response_and_is_told_with_its_line(tmp_path, kind):
+    async with pool_of(tmp_path) as pool:
+        outcomes = await outcomes_of(pool, "1", kind, "2", "3")
+    assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0, 3.0]
+    line = (
+        REWARDS.splitlines().index("        time.sleep(60)" if kind == "hang" else "            time.sleep(60)")
+        + 1
+    )
+    assert outcomes[1].failure is LATE
+    place = f" (at {tmp_path}/mine.py:{line})"
+    assert outcomes[1].detail == f"no value within reward.timeout_s=0.5, nor could it be stopped{place}"
+
+
+async def test_a_response_that_kills_its_process_is_given_up_after_some_and_the_others_are_scored(tmp_path):
+    async with pool_of(tmp_path, timeout_s=30.0) as pool:
+        outcomes = await outcomes_of(pool, "1", "die", "2")
+    assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0]
+    assert (outcomes[1].failure, outcomes[1].detail) == (FAILED, f"its process died {LIVES} times")
+
+
+async def test_what_a_function_prints_goes_to_the_log_and_it_reads_nothing(tmp_path):
+    async with pool_of(tmp_path, timeout_s=30.0) as pool:
+        outcomes = await outcomes_of(pool, "read", "2")
+    assert [outcome.value for outcome in outcomes] == [1.0, 2.0]
+    assert "looking at read\n" in (tmp_path / "mine.log").read_text()
+
+
+async def test_a_function_sees_the_variables_that_are_named_and_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "4")
+    async with pool_of(tmp_path, timeout_s=30.0, env={"SHOWN": "2"}) as pool:
+        (outcome,) = await outcomes_of(pool, "env")
+    assert outcome.value == 2.0
+
+
+async def test_an_async_function_is_called_for_many_at_once(tmp_path):
+    async with pool_of(tmp_path, "many", timeout_s=30.0) as pool:
+        assert [outcome.value for outcome in await outcomes_of(pool, "meet", "meet", "meet")] == [1.0] * 3
+
+
+@pytest.mark.parametrize(("kind", "failure"), [("block", LATE), ("die", FAILED)])
+async def test_of_many_in_a_process_that_is_lost_only_the_guilty_has_no_value(tmp_path, kind, failure):
+    async with pool_of(tmp_path, "many") as pool:
+        outcomes = await outcomes_of(pool, "1", kind, "2")
+    assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0]
+    assert outcomes[1].failure is failure
+
+
+async def test_a_call_that_waits_gets_a_process_of_its_own_while_another_hangs(tmp_path):
+    async with pool_of(tmp_path, timeout_s=30.0, processes=2) as pool:
+        (first,) = await outcomes_of(pool, "pid")
+        hanging = asyncio.create_task(pool.call(make_request("hang")))
+        await asyncio.sleep(0)
+        (second,) = await outcomes_of(pool, "pid")
+        assert first.value != second.value
+        assert not hanging.done()
+        hanging.cancel()
+
+
+async def test_processes_end_with_the_pool_also_one_that_hangs(tmp_path):
+    async with pool_of(tmp_path, timeout_s=30.0) as pool:
+        (outcome,) = await outcomes_of(pool, "pid")
+        hanging = asyncio.create_task(pool.call(make_request("hang")))
+        await asyncio.sleep(0)
+    hanging.cancel()
+    assert not psutil.pid_exists(int(outcome.value))
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while text not in path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def test_a_process_ends_with_its_scorer_though_a_call_in_it_hangs(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    script = tmp_path / "scorer.py"
+    script.write_text(
+        "import asyncio, json, sys\n"
+        "from pathlib import Path\n"
+        "from laminar_py.reward.calls.pool import CallPool\n"
+        "from tests.reward.requests import make_request\n"
+        "async def main():\n"
+        f"    term = json.dumps({{'kind': 'function', 'path': '{tmp_path}/mine.py:score'}})\n"
+        f"    async with CallPool(term, name='mine', timeout_s=60, folder=Path('{tmp_path}')) as pool:\n"
+        "        print(int((await pool.call(make_request('pid'))).value), flush=True)\n"
+        "        await pool.call(make_request('hang'))\n"
+        "asyncio.run(main())\n"
+    )
+    pipe = asyncio.subprocess.PIPE
+    env = os.environ | {"PYTHONPATH": os.getcwd()}
+    scorer = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=pipe, env=env)
+    async with asyncio.timeout(PATIENCE_S):
+        called = psutil.Process(int(await scorer.stdout.readline()))
+        await asyncio.to_thread(wait_for_text, tmp_path / "mine.log", "looking at hang")
+        scorer.kill()
+        await scorer.wait()
+    psutil.wait_procs([called], timeout=PATIENCE_S)
+    assert not called.is_running() or called.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_function_that_cannot_be_loaded_is_the_users_fault(tmp_path):
+    with pytest.raises(ConfigError, match=r"mine.py defines no function 'nothing'; define it"):
+        async with pool_of(tmp_path, "nothing"):
+            raise AssertionError("it started")
+
+
+async def test_a_function_that_was_broken_meanwhile_costs_responses_and_mended_goes_on(tmp_path):
+    async with pool_of(tmp_path, timeout_s=30.0) as pool:
+        (tmp_path / "mine.py").write_text("(")
+        (died,) = await outcomes_of(pool, "die")
+        assert "importing" in died.detail
+        (tmp_path / "mine.py").write_text(REWARDS)
+        (again,) = await outcomes_of(pool, "3")
+    assert again.value == 3.0

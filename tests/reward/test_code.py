@@ -1,0 +1,168 @@
+"""The reward `code`: programs against tests of every form, in the real sandbox."""
+
+import json
+
+import pytest
+
+from laminar_py.records.trajectory import Prompt
+from laminar_py.reward.code import CodeTerm, fault_in_tests, find_program, same_output, same_value
+from tests.reward.requests import make_request
+from tests.reward.test_scorer import score, scorer_of
+
+DOUBLE = "def f(x):\n    return 2 * x"
+FUNCTION = {"fn_name": "f", "inputs": [[2], [5]], "outputs": [4, 10]}
+PRINTED = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}
+ASSERTED = {"entry_point": "f", "asserts": ["assert f(2) == 4", "assert abs(f(2.5) - 5) < 1e-6"]}
+CHECKED = {
+    "entry_point": "pair",
+    "asserts": [
+        "def check(candidate):",
+        " for i in range(3):",
+        "  assert candidate(i) == (i, [i])",
+        "check(pair)",
+    ],
+}
+
+
+def request_of(program: str, tests: dict, *, index: int = 0):
+    response = f"<think>```python\nraise SystemExit\n```</think>Here:\n```python\n{program}\n```"
+    return make_request(response, index=index, fields_json=json.dumps({"tests": tests}).encode())
+
+
+async def scores_of(folder, *requests, **term):
+    async with scorer_of(folder, {"use": [{"kind": "code"} | term]}) as scorer:
+        return await score(scorer, *requests)
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        (DOUBLE, FUNCTION),
+        ("print(2 * int(input()))", PRINTED),
+        (DOUBLE, ASSERTED),
+        ("def pair(i):\n    return i, [i]", CHECKED),
+        ("class Solution:\n    def f(self, x):\n        return 2 * x", FUNCTION | {"fn_name": "Solution.f"}),
+    ],
+)
+async def test_a_right_program_passes_and_a_wrong_one_is_told_its_first_failure(tmp_path, program, tests):
+    wrong = program.replace("2 * ", "3 * ").replace("i, [i]", "i, [0]")
+    right, other = await scores_of(tmp_path, request_of(program, tests), request_of(wrong, tests, index=1))
+    assert (right.value, right.terms[0].text) == (1.0, "")
+    assert other.value == 0.0
+    assert other.terms[0].text
+
+
+async def test_partial_credit_is_the_share_of_the_tests_that_pass(tmp_path):
+    program = "def f(x):\n    return 4 if x == 2 else x.y"
+    (found,) = await scores_of(tmp_path, request_of(program, FUNCTION), partial=True)
+    assert found.value == 0.5
+    assert found.terms[0].text.startswith("test 2: error: AttributeError")
+
+
+@pytest.mark.parametrize(
+    ("program", "label"),
+    [
+        ("def f(x):\n    while True: pass", "time"),
+        ("def f(x):\n    return 'a' * 10**10", "memory"),
+        ("def f(x):\n    return open('/etc/passwd').read()", "files"),
+        ("def f(x):\n    import ctypes\n    ctypes.string_at(0)", "crash"),
+        ("def f(", "error"),
+    ],
+)
+async def test_a_violation_is_a_label_and_no_failed_reward(tmp_path, program, label):
+    async with scorer_of(tmp_path, {"use": ["code"]}, sandbox={"cpu_s": 1}) as scorer:
+        (found,) = await score(scorer, request_of(program, FUNCTION))
+    assert (found.value, found.failure) == (0.0, None)
+    assert found.terms[0].text.startswith(f"test 1: {label}: ")
+
+
+FORGERIES = {
+    "every descriptor": """
+import os
+def f(x):
+    for fd in range(64):
+        try: os.write(fd, b'ok 4 true')
+        except OSError: pass
+""",
+    "exit code": "import os\nos._exit(0)",
+    "equality": """
+class Any(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def f(x): return Any(7)
+""",
+    "assertions": """
+import builtins
+builtins.AssertionError = type('Never', (BaseException,), {})
+def f(x): return 7
+""",
+    "exit": "def f(x):\n    raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
+@pytest.mark.parametrize("tests", [FUNCTION, ASSERTED])
+async def test_no_program_forges_its_verdict(tmp_path, program, tests):
+    (found,) = await scores_of(tmp_path, request_of(program, tests))
+    assert found.value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "fault"),
+    [
+        (None, "`tests` cannot be read: Object missing required field `tests`"),
+        ({}, "`tests` has neither `inputs` nor `asserts`"),
+        (FUNCTION | {"outputs": [4]}, "`tests` has 2 inputs and 1 outputs"),
+        (FUNCTION | {"inputs": [2, 5]}, "`tests.inputs` has arguments that are no list"),
+        ({"inputs": [[2]], "outputs": [4]}, "standard input or output that is no text; give `fn_name`"),
+        (ASSERTED | {"asserts": "assert f(2 == 4"}, "`tests.asserts` does not parse ("),
+        (ASSERTED | {"entry_point": "f()"}, "`tests.entry_point` is 'f()', no name of a function"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_explained(tests, fault):
+    fields = b"{}" if tests is None else json.dumps({"tests": tests}).encode()
+    problem = Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)
+    assert fault in fault_in_tests(CodeTerm(), problem)
+
+
+@pytest.mark.parametrize("tests", [FUNCTION, PRINTED, ASSERTED, CHECKED])
+def test_tests_of_every_form_are_taken(tests):
+    fields = json.dumps({"tests": tests, "level": 3}).encode()
+    assert fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)) is None
+
+
+def test_the_last_block_after_the_thinking_is_the_program():
+    assert find_program("<think>```\na\n```</think>text ```py\nb\n``` and\n```python\nc = 1\n```.") == "c = 1\n"
+    assert find_program("no block") == "no block"
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "same"),
+    [
+        ("4 \n5\n\n", "4\n5", True),
+        ("4 5", "4\n5", False),
+        ("0.3333333", "0.33333333", True),
+        ("3", "4", False),
+        ("1000001", "1000000", False),
+        ("YES", "yes", False),
+    ],
+)
+def test_printed_text_is_compared_line_by_line_with_decimals_near(printed, wanted, same):
+    assert same_output(printed, wanted) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "same"),
+    [
+        (1, True, False),
+        (1.0, 1, True),
+        (10**17, 10**17 + 1, False),
+        (0.1 + 0.2, 0.3, True),
+        ([1, [2.0]], [1, [2]], True),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (None, 0, False),
+        ("1", 1, False),
+    ],
+)
+def test_values_are_equal_as_json_is_with_floats_near(value, wanted, same):
+    assert same_value(value, wanted) is same
