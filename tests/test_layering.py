@@ -50,7 +50,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "transformers": ("learner/", "bench/"),
     "peft": ("learner/lora.py",),
-    "aiohttp": ("engines/sglang/", "reward/judge.py", "bench/", "analytics/show/dashboard.py"),
+    "aiohttp": ("engines/sglang/", "reward/servers.py", "bench/", "analytics/show/dashboard.py"),
     "plotly": ("analytics/show/page.py",),
     "prometheus_client": ("analytics/show/gauges.py",),
     "sqlite3": ("ledger/", "audit/", "analytics/read/", "telemetry/summary.py"),

@@ -16,6 +16,7 @@ from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, mode
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
+from laminar_py.records.codec import IntArray
 from laminar_py.records.trajectory import Prompt
 
 FUNCTION = "function"
@@ -25,7 +26,7 @@ class TermConfig(Section):
     """A term of a reward."""
 
     kind: str = FUNCTION
-    """`exact`, `format`, `length`, `code`, `judge`, `function`, or one that an
+    """`exact`, `format`, `length`, `code`, `judge`, `steps`, `function`, or one that an
     installed package announces as `laminar_py.rewards`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of its value in the sum."""
@@ -103,6 +104,7 @@ class ServeContext:
     folder: Path  # for logs
     env: Mapping[str, str]  # the variables that `reward.env` names
     sandbox: SandboxConfig
+    decode: Callable[[IntArray], str]  # text of token ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,7 @@ REWARDS = Registry(
         "length": "laminar_py.reward.text:LENGTH",
         "code": "laminar_py.reward.code:CODE",
         "judge": "laminar_py.reward.judge:JUDGE",
+        "steps": "laminar_py.reward.steps:STEPS",
         FUNCTION: "laminar_py.reward.functions:FUNCTION_KIND",
     },
 )

@@ -9,14 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Self
 
-import aiohttp
 import msgspec
 from pydantic import Field, model_validator
 
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
-from laminar_py.config.section import ConfigError, Count
-from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
-from laminar_py.records.trajectory import DropReason
+from laminar_py.config.section import Count
+from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest
+from laminar_py.reward.servers import Servers, check_urls, open_servers
 from laminar_py.reward.text import missing_answer
 
 QUESTION = """Problem:
@@ -30,7 +29,7 @@ Answer B:
 
 Do both answers give the same final result to the problem? End your reply with the single word yes or no."""
 WORD = re.compile(r"\b(yes|no)\b[^a-z]*$", re.IGNORECASE)
-BUSY = {408, 425, 429, 500, 502, 503, 504}
+SHOWN = 80  # characters of a reply's end
 
 
 class JudgeTerm(TermConfig):
@@ -59,31 +58,34 @@ class JudgeTerm(TermConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wrong = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)
-        if wrong is not None:
-            raise ConfigError(f"urls={wrong}: no URL; write for example http://10.0.0.4:30000/v1")
+        check_urls(self.urls)
         return self
 
 
-class _Message(msgspec.Struct):
+class Said(msgspec.Struct):
+    """Message of a completion."""
+
     content: str | None
 
 
-class _Choice(msgspec.Struct):
-    message: _Message
+class Choice(msgspec.Struct):
+    """Choice of a completion."""
+
+    message: Said
 
 
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+class Completion(msgspec.Struct):
+    """Answer of a server, as far as it is read."""
+
+    choices: list[Choice]
 
 
 class Judge:
     """Asks the servers of a term."""
 
-    def __init__(self, term: JudgeTerm, session: aiohttp.ClientSession) -> None:
+    def __init__(self, term: JudgeTerm, servers: Servers) -> None:
         self._term = term
-        self._session = session
-        self._busy = dict.fromkeys(term.urls, 0)
+        self._servers = servers
         self.at_once = term.at_once
 
     async def __call__(self, request: ScoringRequest) -> Reward:
@@ -94,10 +96,10 @@ class Judge:
             said = await self._ask(QUESTION.format(problem=request.prompt, first=first, second=second))
             word = WORD.search(said)
             if word is None:
-                raise NoValueError(f"the judge ended with neither yes nor no: {said[-80:]!r}")
+                raise NoValueError(f"the judge ended with neither yes nor no: {said[-SHOWN:]!r}")
             if word[1].lower() == "no":
-                return Reward(0.0, text=f"the judge: {said[-80:]}")
-        return Reward(1.0, text=f"the judge: {said[-80:]}")
+                return Reward(0.0, text=f"the judge: {said[-SHOWN:]}")
+        return Reward(1.0, text=f"the judge: {said[-SHOWN:]}")
 
     async def _ask(self, question: str) -> str:
         term = self._term
@@ -107,47 +109,17 @@ class Judge:
             "max_tokens": term.max_tokens,
             "temperature": 0.0,
         }
-        url = min(self._busy, key=lambda url: self._busy[url])
-        self._busy[url] += 1
-        try:
-            return _content(await self._post(f"{url.rstrip('/')}/chat/completions", body))
-        finally:
-            self._busy[url] -= 1
-
-    async def _post(self, url: str, body: dict[str, object]) -> bytes:
-        try:
-            async with self._session.post(url, json=body) as reply:
-                content = await reply.read()
-        except TimeoutError:
-            raise TryAgainError(f"{url}: no answer in reward.timeout_s") from None
-        except aiohttp.ClientError as error:
-            raise TryAgainError(f"{url}: {error!r}") from error
-        if reply.status in BUSY:
-            raise TryAgainError(f"{url}: status {reply.status}")
-        if reply.status != 200:
-            raise NoValueError(f"{url}: status {reply.status}: {content[:200].decode(errors='replace')}")
-        return content
-
-
-def _content(reply: bytes) -> str:
-    try:
-        choices = msgspec.json.decode(reply, type=_Completion).choices
-    except msgspec.DecodeError as error:
-        raise NoValueError(f"the judge's server answers otherwise than OpenAI's: {error}") from error
-    if not choices or not choices[0].message.content:
-        raise NoValueError("the judge said nothing", DropReason.REWARD_FAILED)
-    return choices[0].message.content
+        choices = (await self._servers.ask("chat/completions", body, Completion)).choices
+        if not choices or not choices[0].message.content:
+            raise NoValueError("the judge said nothing")
+        return choices[0].message.content
 
 
 @asynccontextmanager
 async def open_judge(term: JudgeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
     """A judge while its connections are open."""
-    if term.key is not None and term.key not in context.env:
-        raise ConfigError(f"judge key={term.key}: no such variable among reward.env; set it and name it there")
-    headers = {} if term.key is None else {"Authorization": f"Bearer {context.env[term.key]}"}
-    limit = aiohttp.ClientTimeout(total=context.timeout_s)
-    async with aiohttp.ClientSession(headers=headers, timeout=limit) as session:
-        yield Judge(term, session)
+    async with open_servers(term.urls, term.key, context) as servers:
+        yield Judge(term, servers)
 
 
 JUDGE = RewardKind(settings=JudgeTerm, serve=open_judge, caches=True, fault=missing_answer)

@@ -55,7 +55,9 @@ class Scorer:
         self._columns = columns
         self._decode = decode
         env = {name: os.environ[name] for name in reward.env if name in os.environ}
-        self._context = ServeContext(timeout_s=reward.timeout_s, folder=folder, env=env, sandbox=sandbox)
+        self._context = ServeContext(
+            timeout_s=reward.timeout_s, folder=folder, env=env, sandbox=sandbox, decode=decode
+        )
         self._name = name
         self._calls: dict[str, Call] = {}  # by the term's settings, which several tasks may share
         self._stack = AsyncExitStack()
@@ -185,7 +187,8 @@ def _cached(call: Call) -> Call:
     async def cached(request: ScoringRequest) -> Outcome:
         same = (request.response, request.answer, request.task, request.fields_json, str(request.finish_reason))
         key = blake3(msgspec.msgpack.encode(same)).digest(length=16)
-        if key not in known:
+        hit = key in known
+        if not hit:
             known[key] = asyncio.ensure_future(call(request))
             if len(known) > CACHED:
                 known.popitem(last=False)
@@ -193,6 +196,6 @@ def _cached(call: Call) -> Call:
         outcome = await asyncio.shield(known[key])
         if outcome.failure is not None:
             known.pop(key, None)
-        return outcome
+        return msgspec.structs.replace(outcome, elapsed_s=0.0) if hit else outcome
 
     return cached

@@ -69,6 +69,7 @@ class CallPool:
         self._free = asyncio.Condition()
         self._growing: asyncio.Task[None] | None = None
         self._suspects = asyncio.Lock()
+        self._alone: Child | None = None  # calls one at a time, whatever it could
         self._numbers = count()
         self._lanes = 1  # calls at once in a process
 
@@ -86,7 +87,7 @@ class CallPool:
         if self._growing is not None:
             self._growing.cancel()
             await asyncio.gather(self._growing, return_exceptions=True)
-        for child in self._children:
+        for child in (*self._children, *([self._alone] if self._alone else [])):
             await child.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
@@ -115,15 +116,19 @@ class CallPool:
     async def _call_alone(self, request: ScoringRequest) -> Outcome:
         """Outcome of a response that was not alone in a process which was lost."""
         async with self._suspects:
-            child = await self._started(f"{self._name}-alone")
             try:
-                return await child.ask(request, limit_s=self._limit_s)
+                if self._alone is None or self._alone.is_lost:
+                    self._alone = await self._started(f"{self._name}-alone-{next(self._numbers)}")
+                return await self._alone.ask(request, limit_s=self._limit_s)
+            except ConfigError as error:
+                return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
             except TimeoutError:
-                return self._hung(child.hang_place())
+                return self._hung(self._alone.hang_place())
             except ChildLostError:
                 return Outcome(failure=DropReason.REWARD_FAILED, detail="its process died, also when it was alone")
             finally:
-                await child.end()
+                if self._alone is not None and self._alone.is_lost:
+                    await self._alone.end()
 
     def _hung(self, where: str) -> Outcome:
         limit = self._start.timeout_s
@@ -137,6 +142,7 @@ class CallPool:
         """
         async with self._free:
             while True:
+                await self._forget_lost()
                 free = [child for child in self._children if child.has_room]
                 if free:
                     child = min(free, key=lambda child: child.num_calls)
@@ -168,10 +174,13 @@ class CallPool:
         """Take the room of a call back; a process that is gone makes room for another."""
         async with self._free:
             child.num_calls -= 1
-            if child.is_lost and child in self._children:
-                self._children.remove(child)
+            await self._forget_lost()
             self._free.notify_all()
-        if child.is_lost and not child.num_calls:
+
+    async def _forget_lost(self) -> None:
+        """Make room for others in the place of processes that are gone, also of one that died without a call."""
+        for child in [child for child in self._children if child.is_lost and not child.num_calls]:
+            self._children.remove(child)
             await child.end()
 
     async def _started(self, name: str) -> "Child":

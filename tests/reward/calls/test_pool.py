@@ -91,6 +91,16 @@ async def test_a_response_that_kills_its_process_is_given_up_after_some_and_the_
     assert (outcomes[1].failure, outcomes[1].detail) == (FAILED, f"its process died {LIVES} times")
 
 
+async def test_a_process_that_dies_without_a_call_is_replaced_by_the_next(tmp_path):
+    async with pool_of(tmp_path, timeout_s=30.0) as pool:
+        (first,) = await outcomes_of(pool, "pid")
+        process = psutil.Process(int(first.value))
+        process.kill()
+        await asyncio.to_thread(psutil.wait_procs, [process], PATIENCE_S)
+        (second,) = await outcomes_of(pool, "pid")
+    assert second.value not in (None, first.value)
+
+
 async def test_what_a_function_prints_goes_to_the_log_and_it_reads_nothing(tmp_path):
     async with pool_of(tmp_path, timeout_s=30.0) as pool:
         outcomes = await outcomes_of(pool, "read", "2")
@@ -113,9 +123,10 @@ async def test_an_async_function_is_called_for_many_at_once(tmp_path):
 @pytest.mark.parametrize(("kind", "failure"), [("block", LATE), ("die", FAILED)])
 async def test_of_many_in_a_process_that_is_lost_only_the_guilty_has_no_value(tmp_path, kind, failure):
     async with pool_of(tmp_path, "many") as pool:
-        outcomes = await outcomes_of(pool, "1", kind, "2")
-    assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0]
-    assert outcomes[1].failure is failure
+        outcomes = await outcomes_of(pool, "1", "3", kind, "2")
+        again = await outcomes_of(pool, "4", "5")
+    assert [outcome.value for outcome in (*outcomes, *again)] == [1.0, 3.0, None, 2.0, 4.0, 5.0]
+    assert outcomes[2].failure is failure
 
 
 async def test_a_call_that_waits_gets_a_process_of_its_own_while_another_hangs(tmp_path):
