@@ -2,8 +2,8 @@
 
 The model reads the prompt and the response by their token ids, with a separator after each step, at which it says
 how likely its label for good steps is. Source of the call: SGLang's `/v1/score` with `score_extraction_token`, for
-which a server is started with `--disable-radix-cache --chunked-prefill-size -1`. Credit by the minimum: PURE, arXiv
-2504.15275.
+which a server is started with `--disable-radix-cache --chunked-prefill-size -1`. Credit by the minimum: PURE,
+arXiv 2504.15275.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence

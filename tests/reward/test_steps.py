@@ -1,4 +1,4 @@
-"""Process rewards of a model on a server: steps, separators, credit; before a server that answers as SGLang's does."""
+"""Process rewards of a model on a server: steps, separators, credit; before a server that answers as SGLang."""
 
 from contextlib import asynccontextmanager
 

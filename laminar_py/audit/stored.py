@@ -1,0 +1,63 @@
+"""All trajectories of a run with their prompts and responses, wherever these are stored. Reads only."""
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import TypeAlias
+
+from laminar_py.ledger.archive import archive_files, file_pieces, is_recorded
+from laminar_py.ledger.database import ledger_path
+from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
+from laminar_py.ledger.rows import TrajectoryRow, read_prompt, read_rows
+from laminar_py.records.spans import decode_spans, replace_spans
+from laminar_py.records.trajectory import Prompt
+
+_BLOCK = 4096
+
+StoredRow: TypeAlias = tuple[TrajectoryRow, Prompt | None, Payload]
+
+
+def stored_responses(run: Path, connection: sqlite3.Connection) -> Iterator[StoredRow]:
+    """Rows with prompts and responses, each trajectory once: pieces that a crash left in two places are equal.
+
+    Those in the archive come first, as they stand. Memory holds one block of trajectories.
+    """
+    files = archive_files(ledger_path(run).parent)
+    archived = (file_pieces(path) for path in files if is_recorded(path, connection))
+    sources = chain(archived, (stored_pieces(connection),))
+    done: set[int] = set()
+    for source in sources:
+        for block in _blocks(groupby(source, key=lambda piece: piece.trajectory), done):
+            done.update(number for number, _ in block)
+            yield from _rows_of(connection, block)
+    for row in read_rows(connection):
+        if row.number not in done:
+            yield _joined(connection, row, [])
+
+
+def _blocks(
+    groups: Iterator[tuple[int, Iterator[Piece]]], done: set[int]
+) -> Iterator[list[tuple[int, list[Piece]]]]:
+    whole = ((number, list(pieces)) for number, pieces in groups)
+    fresh = ((number, pieces) for number, pieces in whole if number not in done)
+    while block := list(islice(fresh, _BLOCK)):
+        yield block
+
+
+def _rows_of(connection: sqlite3.Connection, block: list[tuple[int, list[Piece]]]) -> Iterator[StoredRow]:
+    numbers = [number for number, _ in block]
+    near = read_rows(connection, "number BETWEEN ? AND ?", (min(numbers), max(numbers)))
+    wanted = set(numbers)
+    rows = {row.number: row for row in near if row.number in wanted}
+    for number, pieces in block:
+        if number in rows:
+            yield _joined(connection, rows[number], pieces)
+
+
+def _joined(connection: sqlite3.Connection, row: TrajectoryRow, pieces: list[Piece]) -> StoredRow:
+    payload: Payload = join(dict.fromkeys(pieces))
+    if row.spans is not None:
+        payload = replace(payload, spans=replace_spans(payload.spans, decode_spans(row.spans)))
+    return row, read_prompt(connection, row), payload
