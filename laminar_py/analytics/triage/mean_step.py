@@ -20,6 +20,7 @@ from laminar_py.records.trajectory import DropReason
 WARM_UP = 0.25  # of the steps
 FEW_STEPS = 8  # with fewer, none is left out
 CORES_FULL = 0.91  # share of the cores from which on more processes only share them
+BACKGROUND = 0.3  # cores that a run's processes keep busy beside its steps, at most: 0.16 to 0.30 where steps wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,16 +118,20 @@ def _cpu_s(config: RunConfig, use: Use | None, times: StageTimes, measured_s: fl
     """Seconds for which a step's work fills all cores; 0 where their use says nothing of the run's parts.
 
     Of a cluster's machines one is known. Servers on GPUs keep cores busy while they wait, so less than all cores
-    says nothing there. Other programs may keep cores busy too, which is no work of the step: replicas, scorers and
-    ranks compute on one core each, a learner that updates offloaded weights on all at most.
+    says nothing there. A part of what keeps cores busy goes on however long a step takes, and leaves the rest to
+    the step. Other programs are no work of the step either: replicas and ranks compute on one core each, scorers
+    on one at most, since they may wait, and a learner that updates offloaded weights on all at most.
     """
     if use is None or not use.cores or config.cluster.address is not None:
         return 0.0
     if config.rollout.engine.gpus:
         return use.cpu * measured_s if use.cpu >= CORES_FULL else 0.0
-    of_learner = use.cores if config.learner.offload else config.learner.world_size
-    busy_s = config.rollout.replicas * times.generation_s + config.reward.workers * times.reward_s
-    return min(use.cpu * measured_s, (busy_s + of_learner * times.learner_s + times.reference_s) / use.cores)
+    ranks = use.cores if config.learner.offload else config.learner.world_size
+    known_s = config.rollout.replicas * times.generation_s + ranks * times.learner_s + times.reference_s
+    used_s = use.cpu * use.cores * measured_s
+    background = min(max(0.0, used_s - known_s) / measured_s, BACKGROUND) if measured_s else 0.0
+    work_s = min(used_s - background * measured_s, known_s + config.reward.workers * times.reward_s)
+    return work_s / (use.cores - background)
 
 
 def _length_ratio(finished: Trajectories) -> float:

@@ -7,7 +7,7 @@ import pytest
 from laminar_py.analytics.measure.pipeline import Pipeline
 from laminar_py.analytics.measure.use import Age, Use, measure_age
 from laminar_py.analytics.read.samples import Samples
-from laminar_py.analytics.triage.mean_step import FEW_STEPS, mean_step
+from laminar_py.analytics.triage.mean_step import BACKGROUND, FEW_STEPS, mean_step
 from laminar_py.config.loading import load_config
 from laminar_py.records.metrics import TokenMetrics
 from laminar_py.records.trajectory import DropReason, Status
@@ -74,8 +74,26 @@ def test_cores_that_other_programs_fill_are_no_work_of_a_step_whose_parts_wait()
     columns = {name: np.array([value]) for name, value in seconds.items()}
     found = mean_step_of(make_trajectories(1, epoch=1), samples=Samples((), (busy,), 8.0), **columns)
     assert found.use.cpu == 1.0
-    assert found.cpu_s == pytest.approx((2 * 0.2 + 0.15) / 2)
+    assert found.cpu_s == pytest.approx((2 * 0.2 + 0.15) / (2 - BACKGROUND))
     assert not found.cores_full
+
+
+@pytest.mark.parametrize(
+    ("cpu", "work_s"),
+    [
+        (0.2, 0.4),  # scorers wait: what two replicas and a learner compute, and nothing beside it
+        (0.3, 0.4),  # what goes on beside it leaves the rest of the cores to the step
+        (0.7, 1.4 - BACKGROUND),  # scorers compute
+        (1.0, 0.4 + 1.0),  # another program computes too: one scorer is busy all the time, at most
+    ],
+)
+def test_a_reward_that_waits_is_no_work_of_the_cores_and_one_that_computes_is(cpu, work_s):
+    row = msgspec.structs.replace(make_fleet_row(5.0, [8, 8], [0.1, 0.1]), cpu_use=cpu, cores=2)
+    seconds = {"generation_s": 0.1, "reward_s": 1.0, "reference_s": 0.0, "learner_s": 0.2}
+    columns = {name: np.array([value]) for name, value in seconds.items()}
+    found = mean_step_of(make_trajectories(1, epoch=1), samples=Samples((), (row,), 8.0), **columns)
+    background = min(2 * cpu - 0.4, BACKGROUND)
+    assert found.cpu_s == pytest.approx(work_s / (2 - background))
 
 
 def test_samples_of_an_older_release_say_nothing_of_the_cores():
