@@ -24,7 +24,7 @@ class RecordedScore:
     reward: float | None
 
     def difference(self, score: Score) -> str | None:
-        """What the ledger and a score of today say, e.g. `g3.1: 1 on record, 0 now`; None where they agree."""
+        """Line on a reward that is another today, e.g. `g3.1: 1 on record, 0 now`; None where they agree."""
         if self.reward is None or score.value is None:
             same = self.reward is None and score.value is None
         else:
@@ -37,7 +37,7 @@ class RecordedScore:
 
 
 def recorded_scores(run: Path) -> Iterator[RecordedScore]:
-    """All responses of a run that were scored, or could not be. Raises `LedgerError` where a prompt is lost."""
+    """Responses of a run that were scored, or could not be. Raises `LedgerError` where a prompt is lost."""
     with reading(run) as connection:
         for row, prompt, payload in stored_responses(run, connection):
             if row.finish_reason is None or (row.reward is None and row.drop_reason not in NOT_SCORED):

@@ -1,4 +1,4 @@
-"""All trajectories of a run with their prompts and responses, wherever these are stored. Reads only."""
+"""Trajectories of a run with their prompts and responses, wherever these are stored. Reads only."""
 
 import sqlite3
 from collections.abc import Iterator

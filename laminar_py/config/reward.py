@@ -92,7 +92,7 @@ class ServedReward(Protocol):
         ...
 
     async def __call__(self, request: Any) -> object:
-        """What a reward function gives for a `ScoringRequest`."""
+        """Value of a `ScoringRequest`, in any form that a reward function may return."""
         ...
 
 
@@ -187,7 +187,7 @@ class RewardConfig(Section):
 
     @property
     def terms(self) -> tuple[TermConfig, ...]:
-        """All terms of all tasks."""
+        """Terms of every task."""
         return tuple(term for terms in self.rules.values() for term in terms)
 
     @property

@@ -192,7 +192,13 @@ class Lifecycle:
         assert score.value is not None, f"{self.id}: what has no value is dropped"
         self._move({Status.FINISHED}, Status.SCORED)
         self.reward, self.columns = score.value, self.columns | score.columns
-        return Scored(self.id, score.value, score.elapsed_s, score.at_once, score.terms)
+        return Scored(
+            trajectory_id=self.id,
+            reward=score.value,
+            elapsed_s=score.elapsed_s,
+            at_once=score.at_once,
+            terms=score.terms,
+        )
 
     def returns(self) -> Returns:
         """Returns of its tokens, once it is scored."""

@@ -20,9 +20,9 @@ from laminar_py.config.section import ConfigError
 from laminar_py.preflight import survey
 from laminar_py.preflight.inputs import check_engine
 from laminar_py.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
+from laminar_py.sandbox.pool import REMEDY
 from laminar_py.sandbox.records import SandboxTier
 from laminar_py.sandbox.survey import available_tiers
-from laminar_py.sandbox.tiers import REMEDY
 
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30

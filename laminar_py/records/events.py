@@ -106,7 +106,7 @@ class Cut(Event, frozen=True):
     value: float
 
 
-class Scored(Event, frozen=True):
+class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The reward of a trajectory is known, and of which terms it is the sum."""
 
     trajectory_id: str

@@ -30,7 +30,7 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All else that the problem's line has in the data set, e.g. `{"tests": [...]}`; read at each call."""
+        """Other fields of the problem's line in the data set, e.g. `{"tests": [...]}`; read at each call."""
         return msgspec.json.decode(self.fields_json, type=dict[str, Any])
 
 
@@ -48,11 +48,11 @@ class Reward:
 
 
 class TryAgainError(Exception):
-    """What a reward function raises where another call may succeed, e.g. a server that is busy."""
+    """Raised by a reward function where another call may succeed, e.g. as a server is busy."""
 
 
 class NoValueError(Exception):
-    """What a term that a scorer serves raises where a response has no value, with the reason on record."""
+    """Raised by a term that a scorer serves where a response has no value, with the reason on record."""
 
     def __init__(self, detail: str, reason: DropReason = DropReason.REWARD_FAILED) -> None:
         super().__init__(detail)

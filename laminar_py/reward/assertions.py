@@ -63,7 +63,7 @@ def _main(known, test):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What a run of the test code says."""
+    """Answer of a run of the test code."""
 
     needed: str | None = None  # arguments of a call whose value is not known, as JSON
     fault: str | None = None
@@ -79,7 +79,7 @@ class AssertionRun:
         self._harness = f"import json as _json\nENTRY = {entry_point!r}\n{HARNESS}"
 
     async def check(self, test: str) -> str | None:
-        """What is wrong with the program; None where the test code runs to its end."""
+        """Fault of the program; None where the test code runs to its end."""
         known: list[tuple[str, str | None]] = []
         failed = ""
         for _ in range(MOST_CALLS):

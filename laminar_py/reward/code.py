@@ -119,7 +119,7 @@ class CodeReward:
         return Reward(passed / len(tests.inputs), text=first)
 
     async def _test(self, program: str, function: str, given: Any, wanted: Any) -> str | None:
-        """What is wrong with the result of one test; None where nothing is."""
+        """Fault in the result of one test; None where it passes."""
         try:
             if function:
                 result = await self._pool.call(program, function, given)

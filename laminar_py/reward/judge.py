@@ -68,7 +68,7 @@ class Said(msgspec.Struct):
     content: str | None
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     """Choice of a completion."""
 
     message: Said
@@ -77,7 +77,7 @@ class Choice(msgspec.Struct):
 class Completion(msgspec.Struct):
     """Answer of a server, as far as it is read."""
 
-    choices: list[Choice]
+    choices: list[CompletionChoice]
 
 
 class Judge:

@@ -51,7 +51,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transient: bool = False  # another call may succeed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlainReward:
     """Return value of a reward function as arrays: from here on an error is ours."""
 
@@ -71,7 +71,13 @@ def plain(returned: object) -> PlainReward:
         value = sum(named.values())
     array = np.asarray(float(value) if isinstance(value, numbers.Real) else value)
     columns = {str(name): np.asarray(given) for name, given in reward.columns.items()}
-    return PlainReward(array, named, columns, one_line(str(reward.text)), "" if array.ndim else repr(reward.value))
+    return PlainReward(
+        value=array,
+        named=named,
+        columns=columns,
+        text=one_line(str(reward.text)),
+        shown="" if array.ndim else repr(reward.value),
+    )
 
 
 def checked(given: PlainReward, columns: Sequence[Column], *, length: int) -> Outcome:

@@ -14,7 +14,7 @@ from laminar_py.reward.scorer import Scorer
 TAKE_S = 1.0
 
 
-class SampleLine(msgspec.Struct, frozen=True):
+class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a file of samples; its other fields are those of the problem."""
 
     response: str

@@ -25,7 +25,7 @@ class ScorerDiedError(Exception):
 
 
 class Hand:
-    """What a scorer has in hand: as much as it works on at a time, and `AHEAD_S` more where scores are quick."""
+    """Responses that a scorer has: as many as it works on at a time, and `AHEAD_S` more where scores are quick."""
 
     def __init__(self, at_once: int) -> None:
         self.requests: dict[str, ScoringRequest] = {}  # by trajectory

@@ -24,7 +24,7 @@ from laminar_py.reward.servers import Servers, check_urls, open_servers
 TEMPERATURE = 0.1  # of the minimum
 
 
-class Credit(StrEnum):
+class StepCredit(StrEnum):
     """Ways to turn scores of steps into rewards of tokens."""
 
     RETURNS = "returns"
@@ -45,7 +45,7 @@ class StepsTerm(TermConfig):
     """Ids of the model's tokens for a good and for a bad step."""
     ends: str = "\n\n"
     """Text that ends a step; the end of the response ends the last one."""
-    credit: Credit = Credit.RETURNS
+    credit: StepCredit = StepCredit.RETURNS
     """`returns`: a step's score is its reward, and what follows from a token counts for it. `minimum`: scores are
     weighted so that their sum is near the lowest, and a token's return is near that of the worst step after it."""
     key: str | None = None
@@ -79,7 +79,7 @@ class StepsReward:
         ends = step_ends(request.response_ids, self._decode, self._term.ends)
         scores = await self._scores(request, ends)
         rewards = np.zeros(len(request.response_ids), np.float32)
-        rewards[ends] = scores if self._term.credit is Credit.RETURNS else minimum_rewards(scores)
+        rewards[ends] = scores if self._term.credit is StepCredit.RETURNS else minimum_rewards(scores)
         return Reward(rewards, text="steps " + " ".join(f"{score:.3f}" for score in scores))
 
     async def _scores(self, request: ScoringRequest, ends: Sequence[int]) -> FloatArray:

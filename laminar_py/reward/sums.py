@@ -1,6 +1,7 @@
 """A score as the weighted sum of the terms of a reward. Pure; `scorer` has the terms called."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,43 +28,28 @@ def add_up(
     `columns` are wanted of any of the terms.
     """
 
-    elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
-
-    def failed(reason: DropReason, detail: str) -> Score:
-        return Score(
-            trajectory_id=trajectory_id,
-            value=None,
-            elapsed_s=elapsed_s,
-            at_once=at_once,
-            failure=reason,
-            detail=detail,
-        )
+    def score(value: float | None, **fields: Any) -> Score:
+        elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
+        return Score(trajectory_id=trajectory_id, value=value, elapsed_s=elapsed_s, at_once=at_once, **fields)
 
     for term, outcome in outcomes:
         if outcome.failure is not None:
             name = f"{term.title}: " if len(outcomes) > 1 else ""
-            return failed(outcome.failure, f"{name}{outcome.detail}")
+            return score(None, failure=outcome.failure, detail=f"{name}{outcome.detail}")
     given = {name: values for _, outcome in outcomes for name, values in outcome.columns.items()}
     missing = [c.name for c in columns if c.source is Source.SCORER and c.name not in given]
     if missing:
-        return failed(
-            DropReason.REWARD_FAILED,
-            f"the reward function gave no column {missing[0]!r}, which the algorithm needs",
-        )
+        detail = f"the reward function gave no column {missing[0]!r}, which the algorithm needs"
+        return score(None, failure=DropReason.REWARD_FAILED, detail=detail)
     tokens = _token_rewards(outcomes, length) if TOKEN_REWARDS in given else None
     if tokens is not None:
         given[TOKEN_REWARDS] = token_values(tokens)
-    value = float(tokens.sum()) if tokens is not None else sum(term.weight * _value(o) for term, o in outcomes)
+    value = float(tokens.sum()) if tokens is not None else sum(term.weight * _value(of) for term, of in outcomes)
     if not abs(value) <= LARGEST:
-        return failed(DropReason.REWARD_FAILED, f"its terms add up to {value:g}; keep the sum below {LARGEST:g}")
-    return Score(
-        trajectory_id=trajectory_id,
-        value=value,
-        terms=[made for term, outcome in outcomes for made in _term_values(term, outcome)],
-        columns=given,
-        elapsed_s=elapsed_s,
-        at_once=at_once,
-    )
+        detail = f"its terms add up to {value:g}; keep the sum below {LARGEST:g}"
+        return score(None, failure=DropReason.REWARD_FAILED, detail=detail)
+    terms = [made for term, outcome in outcomes for made in _term_values(term, outcome)]
+    return score(value, terms=terms, columns=given)
 
 
 def _token_rewards(outcomes: Sequence[tuple[TermConfig, Outcome]], length: int) -> Array:
@@ -84,7 +70,7 @@ def _value(outcome: Outcome) -> float:
 
 
 def _term_values(term: TermConfig, outcome: Outcome) -> list[TermValue]:
-    """What is on record of a term: its value, or the numbers that the function named."""
+    """Record of a term: its value, or the numbers that the function named."""
     named = outcome.named or {term.title: _value(outcome)}
     return [
         TermValue(name=name, value=value, elapsed_s=outcome.elapsed_s, text=outcome.text)

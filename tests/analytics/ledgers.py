@@ -47,7 +47,7 @@ def live(ledger, id, length, *, reward=1.0, to="ready"):
     )
     if to == "finished":
         return
-    ledger.append(Scored(id, reward, 0.01))
+    ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01))
     if to == "ready":
         ledger.append(Ready(id, 0.5))
 

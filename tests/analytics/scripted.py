@@ -80,7 +80,7 @@ class Script:
 
     def score(self, second, id, *, reward=1.0, elapsed_s=0.0):
         """Its reward is there, and its group complete."""
-        self.at(second, Scored(id, reward, elapsed_s), Ready(id, 0.5))
+        self.at(second, Scored(trajectory_id=id, reward=reward, elapsed_s=elapsed_s), Ready(id, 0.5))
 
     def drop(self, second, id, reason=DropReason.STALE):
         """For good."""

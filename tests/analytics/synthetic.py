@@ -175,7 +175,7 @@ class Simulation:
 
     def score(self, id):
         reward = float(self.rng.random() < 0.4 + 0.5 * self.step / self.steps)
-        self.ledger.append(e.Scored(id, reward, float(self.rng.exponential(0.05))))
+        self.ledger.append(e.Scored(trajectory_id=id, reward=reward, elapsed_s=float(self.rng.exponential(0.05))))
         group = id.partition(".")[0]
         self.scored[group].append((id, reward))
         if len(self.scored[group]) == GROUP:

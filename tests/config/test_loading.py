@@ -16,7 +16,13 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
 REPO = Path(__file__).parents[2]
-MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+MINIMAL = {
+    "reward": {"use": [{"kind": "exact", "pattern": "(.+)"}]},
+    "name": "t",
+    "steps": 3,
+    "model": {"path": "m"},
+    "data": {"train": "t.jsonl"},
+}
 
 SGLANG = {"kind": "sglang"}
 URLS = {**SGLANG, "urls": ["http://a"]}

@@ -17,7 +17,13 @@ from laminar_py.records.codec import decode
 from laminar_py.workers.processes.replica import _telling_bugs
 from tests.runs.runs import REPO
 
-MINIMAL = {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+MINIMAL = {
+    "reward": {"use": [{"kind": "exact", "pattern": "(.+)"}]},
+    "name": "t",
+    "steps": 3,
+    "model": {"path": "m"},
+    "data": {"train": "t.jsonl"},
+}
 SERVERS = ["http://10.0.0.5:30000", "http://10.0.0.6:30000"]
 
 

@@ -142,7 +142,7 @@ def score(ledger, id, spans, *, epoch=1, reward=1.0):
             generate_s=0.2,
         )
     )
-    ledger.append(Scored(id, reward, 0.01))
+    ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01))
 
 
 def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):

@@ -154,7 +154,7 @@ USES = {
 async def test_a_changed_file_of_the_archive_is_refused_in_one_line_and_not_opened(tmp_path, monkeypatch, use):
     file = await archived_run(tmp_path)
     use(tmp_path)
-    for name in ("laminar_py.ledger.archive", "laminar_py.audit.export"):
+    for name in ("laminar_py.ledger.archive", "laminar_py.audit.stored"):
         monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened, which can end the process"))
     whole = file.read_bytes()
     file.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])

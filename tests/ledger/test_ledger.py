@@ -136,8 +136,8 @@ def finished(length, *, epoch=1, spans=((0, 0, 5),)):
         ("running", finished(4)),
         ("running", finished(5, epoch=2)),
         ("running", finished(5, spans=((0, 0, 3), (0, 4, 5)))),
-        ("running", Scored("g0.0", 1.0, 0.1)),
-        ("ready", Scored("g0.0", 1.0, 0.1)),
+        ("running", Scored(trajectory_id="g0.0", reward=1.0, elapsed_s=0.1)),
+        ("ready", Scored(trajectory_id="g0.0", reward=1.0, elapsed_s=0.1)),
         ("ready", Undone("g0.0", 1)),
         ("consumed", Consumed(trajectory_id="g0.0", step=2, version=0, staleness=0, weight=1.0)),
         ("consumed", Dropped("g0.0", DropReason.STALE)),
@@ -295,7 +295,7 @@ def test_memory_holds_live_trajectories_only():
             wall=3.0,
             mono=3.0,
         )
-        machine.apply(4, Scored(id, 1.0, 0.1), wall=4.0, mono=4.0)
+        machine.apply(4, Scored(trajectory_id=id, reward=1.0, elapsed_s=0.1), wall=4.0, mono=4.0)
         machine.apply(5, Ready(id, 0.0), wall=5.0, mono=5.0)
         end = (
             Consumed(trajectory_id=id, step=1, version=0, staleness=0, weight=1.0)

@@ -119,7 +119,7 @@ class Histories(RuleBasedStateMachine):
                 queue_s=0.1,
                 generate_s=0.2,
             ),
-            "scored": Scored(id, 1.0, 0.1),
+            "scored": Scored(trajectory_id=id, reward=1.0, elapsed_s=0.1),
             "ready": Ready(id, 0.5),
             "consumed": Consumed(trajectory_id=id, step=1, version=0, staleness=0, weight=1.0),
             "undone": Undone(id, 1),

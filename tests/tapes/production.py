@@ -70,6 +70,7 @@ ATTENTION_SHARE = 0.002
 SHORT = 5  # characters of a digest that a tape has
 TAGS = {"counterfactualscored": "probed"}  # words of the tapes for tags that are others
 DELAYED = frozenset({"repacked"})  # recorded by a task of its own
+UNTOLD = ("at_once", "terms")  # of a score: no decision follows from them
 
 
 class Clock:
@@ -98,7 +99,8 @@ def plain(value: object) -> object:
 
 def event_line(event: msgspec.Struct) -> list:
     """The tag under which it goes to disk, and its fields in order."""
-    fields = msgspec.to_builtins(msgspec.structs.astuple(event))
+    names = [name for name in event.__struct_fields__ if name not in UNTOLD]
+    fields = msgspec.to_builtins([getattr(event, name) for name in names])
     tag = event.__struct_config__.tag
     return [TAGS.get(tag, tag), *plain(fields)]
 

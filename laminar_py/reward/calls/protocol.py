@@ -19,7 +19,7 @@ header = struct.Struct("<I")
 
 
 class CallStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is to call, e.g. for the term `exact`: its settings as JSON, and 10 s for each response."""
+    """Order to a process, e.g. to call the term `exact`: its settings as JSON, and 10 s for each response."""
 
     term: str
     timeout_s: float
