@@ -143,7 +143,8 @@ def _one_line(first: ErrorDetails, field: str, help_at: str) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f"{field}: missing; add it, {help_at} says what it means"
-    if first["type"] == "value_error" and isinstance(first["input"], dict):  # our own, which names its fields
+    named = message.startswith(f"{field.partition('.')[0]}.")
+    if first["type"] == "value_error" and (named or isinstance(first["input"], dict)):  # our own, with its fields
         return message
     return f"{field}={first['input']!r}: {message[0].lower()}{message[1:]}; {help_at} has its bounds"
 

@@ -26,7 +26,7 @@ class TermConfig(Section):
     """A term of a reward."""
 
     kind: str = FUNCTION
-    """`exact`, `format`, `length`, `code`, `judge`, `steps`, `function`, or one that an
+    """`exact`, `format`, `length`, `math`, `code`, `judge`, `steps`, `function`, or one that an
     installed package announces as `laminar_py.rewards`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of its value in the sum."""
@@ -57,6 +57,11 @@ class TermConfig(Section):
     def calls_at_once(self) -> int:
         """Calls at the same time in one process, of a function that is not `async`."""
         return 1
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Address space of each process at most, where a call may ask for any amount."""
+        return None
 
 
 class FunctionTerm(TermConfig):
@@ -138,6 +143,7 @@ REWARDS = Registry(
         "exact": "laminar_py.reward.text:EXACT",
         "format": "laminar_py.reward.text:FORMAT",
         "length": "laminar_py.reward.text:LENGTH",
+        "math": "laminar_py.reward.mathematics:MATH",
         "code": "laminar_py.reward.code:CODE",
         "judge": "laminar_py.reward.judge:JUDGE",
         "steps": "laminar_py.reward.steps:STEPS",

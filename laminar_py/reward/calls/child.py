@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 import struct
 import sys
@@ -48,6 +49,8 @@ def _load(start: CallStart) -> LimitedFunction:
     assert make is not None, f"{term.kind} is served by the scorer itself"
     with REWARDS.blaming(term.kind):
         function = make(term)
+    if term.memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (term.memory_bytes, term.memory_bytes))
     return LimitedFunction(function, timeout_s=start.timeout_s, columns=start.columns, threads=term.calls_at_once)
 
 

@@ -1,0 +1,146 @@
+"""Laws of the math verifier: what counts as the answer, and how numbers are compared."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.reward.verifiers.math.extract import MAX_ANSWER, MAX_RESPONSE, extract_answer
+from laminar_py.reward.verifiers.math.verify import MathOutcome, check_reference, verify
+
+LATEX = (
+    r"\frac \boxed{ \text{ \begin{pmatrix} \end{pmatrix} \left( \right] \{ \} { } ( ) [ ] | $ \\ & , ; : = < >"
+    r" \le \in \cup \setminus \pm \sqrt \sin \log _ ^ ! + - * / % ° 0 1 7 12 3.50 .5 1,234 x y_1 e i"
+    r" \pi \infty and or cm \overline{3} ... \mathbb{R} \circ </think> <answer> answer is"
+)
+PIECES = st.sampled_from(LATEX.split(" "))
+UNHURRIED = settings(deadline=None)
+FRACTIONS = st.fractions(max_denominator=10**9)
+
+
+def boxed(text):
+    return f"Therefore it is $\\boxed{{{text}}}$."
+
+
+def is_right(answer, reference):
+    return verify(boxed(answer), reference).outcome is MathOutcome.RIGHT
+
+
+@UNHURRIED
+@given(st.text(max_size=200), st.text(max_size=40))
+def test_no_text_raises(response, reference):
+    assert isinstance(verify(response, reference), MathVerdict)
+    check_reference(reference)
+
+
+@settings(UNHURRIED, max_examples=300)
+@given(st.lists(PIECES, max_size=12), st.lists(PIECES, max_size=6))
+def test_no_latex_raises(answer, reference):
+    assert isinstance(verify(boxed(" ".join(answer)), " ".join(reference)), MathVerdict)
+
+
+@UNHURRIED
+@given(FRACTIONS, FRACTIONS)
+def test_fractions_are_right_exactly_where_they_are_equal(one, other):
+    text = rf"\frac{{{one.numerator}}}{{{one.denominator}}}"
+    assert is_right(text, f"{one.numerator}/{one.denominator}")
+    assert is_right(text, f"{other.numerator}/{other.denominator}") is (one == other)
+
+
+@UNHURRIED
+@given(st.integers(-(10**30), 10**30), st.integers(-3, 3))
+def test_whole_numbers_are_exact(number, more):
+    assert is_right(f"{number:,}", str(number + more)) is (more == 0)
+
+
+@UNHURRIED
+@given(st.lists(st.integers(-99, 99), min_size=2, max_size=6, unique=True), st.randoms())
+def test_a_set_has_no_order_and_a_point_has_one(numbers, draw):
+    mixed = numbers[:]
+    draw.shuffle(mixed)
+    first, second = (", ".join(map(str, each)) for each in (numbers, mixed))
+    assert is_right(rf"\{{{first}\}}", rf"\{{{second}\}}")
+    assert is_right(first, second)
+    assert is_right(f"({first})", f"({second})") is (numbers == mixed)
+
+
+@UNHURRIED
+@given(st.decimals(-1000, 1000, places=3))
+def test_a_decimal_is_the_fraction_that_it_is_and_no_other(number):
+    thousandths = int(number * 1000)
+    assert is_right(str(number), rf"\frac{{{thousandths}}}{{1000}}")
+    assert not is_right(str(number), rf"\frac{{{thousandths + 1}}}{{1000}}")
+
+
+@pytest.mark.parametrize("exponent", [10, 99, 300])
+def test_numbers_close_to_each_other_or_to_zero_are_told_apart(exponent):
+    assert not is_right(rf"\frac{{1}}{{2^{{{exponent}}}}}", rf"\frac{{1}}{{2^{{{exponent - 1}}}}}")
+    assert not is_right(f"10^{{{exponent}}}+1", f"10^{{{exponent}}}")
+    assert not is_right(f"10^{{-{exponent}}}", "0")
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("0.3333", True), ("0.333333", True), ("0.333", False), ("0.3334", False), ("0.33", False)],
+)
+def test_a_decimal_stands_for_a_third_from_four_digits_on(answer, right):
+    assert is_right(answer, r"\frac{1}{3}") is right
+
+
+@pytest.mark.parametrize(
+    "answer", ["99999999!", "9^{9^{9^9}}", "2^{2^{40}}", r"\binom{10^9}{10^8}", "10^{10^{10}}!"]
+)
+def test_numbers_too_large_are_not_worked_out_but_equal_to_themselves(answer):
+    verdict = verify(boxed(answer), "7")
+    assert (verdict.outcome, verdict.reason) == (MathOutcome.UNPARSABLE, "a number too large to be worked out")
+    assert is_right(answer, answer)
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 500, "-" * 900, "^2" * 300, "!" * 400, r"\frac" * 150, r"\text{" * 200 + "}" * 200]
+)
+def test_deep_nesting_ends_as_unparsable(text):
+    assert verify(boxed("x" + text), "7").outcome is not MathOutcome.RIGHT
+
+
+@UNHURRIED
+@given(st.text("ab {}$\\", max_size=40))
+def test_thoughts_are_not_looked_at(thoughts):
+    response = rf"<think>{thoughts} \boxed{{1}} {thoughts}</think> The answer is \boxed{{2}}."
+    assert extract_answer(response) == "2"
+    assert extract_answer(rf"<think>{thoughts} \boxed{{1}}") is None
+
+
+def test_no_more_than_the_end_of_a_response_and_short_answers_are_looked_at():
+    assert extract_answer(r"\boxed{1}" + " " * MAX_RESPONSE + "no number") is None
+    assert extract_answer(boxed("1" * (MAX_ANSWER + 1))) is None
+    assert extract_answer(boxed("1" * MAX_ANSWER)) == "1" * MAX_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("outcome", "response", "reference"),
+    [
+        (MathOutcome.RIGHT, r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (MathOutcome.WRONG, r"\boxed{\frac{1}{3}}", r"\frac{1}{2}"),
+        (MathOutcome.UNPARSABLE, "No idea.", r"\frac{1}{2}"),
+        (MathOutcome.UNPARSABLE, r"\boxed{\frac{1}{}}", r"\frac{1}{2}"),
+    ],
+)
+def test_wrong_and_unparsable_are_told_apart(outcome, response, reference):
+    assert verify(response, reference).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("reference", "complaint"),
+    [
+        ("", "the reference answer is empty"),
+        (r"\frac{1}{", "cannot be read"),
+        ("1 +", "cannot be read"),
+        ("9" * 2000, "2000 characters"),
+        ("99999999!", "too large"),
+    ],
+)
+def test_a_reference_that_cannot_be_compared_with_is_complained_of_in_a_line(reference, complaint):
+    said = check_reference(reference)
+    assert said is not None
+    assert complaint in said
+    assert "\n" not in said
