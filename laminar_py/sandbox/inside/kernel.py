@@ -1,0 +1,82 @@
+"""System calls of Linux that Python 3.11 has no function for. Each raises `OSError` with its name."""
+
+import ctypes
+import errno
+import os
+import platform
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 28, 36, 38, 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+CAPABILITY_VERSION = 0x20080522
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+MACHINE = platform.machine()
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def syscall(number: int, *args: object) -> int:
+    """A system call by its number."""
+    return _checked(_libc.syscall(ctypes.c_long(number), *args), f"system call {number}")
+
+
+def mount(source: str, target: str, kind: str = "", *, flags: int = 0, data: str = "") -> None:
+    """Mount, bind or remount."""
+    arguments = (os.fsencode(text) for text in (source, target, kind))
+    _checked(_libc.mount(*arguments, ctypes.c_ulong(flags), data.encode()), f"mount on {target}")
+
+
+def unmount(target: str) -> None:
+    """Take a mount out of sight; freed when nobody has it open."""
+    _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount of {target}")
+
+
+def unshare(flags: int) -> None:
+    """New namespaces."""
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def pivot_root(folder: str) -> None:
+    """Make a mounted folder the root, and the old root unreachable."""
+    os.chdir(folder)
+    syscall(SYS_PIVOT_ROOT[MACHINE], b".", b".")
+    unmount(".")
+    os.chdir("/")
+
+
+def prctl(option: int, *args: object) -> int:
+    """Settings of this process; arguments are integers or pointers."""
+    wide = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
+    wide += [ctypes.c_ulong(0)] * (4 - len(wide))
+    return _checked(_libc.prctl(option, *wide), f"prctl {option}")
+
+
+def keep_capabilities(mask: int) -> None:
+    """Hold these capabilities, which must be held already, and no others."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)  # effective, permitted, inheritable, twice
+    _checked(_libc.capset(header, sets), "capset")
+
+
+def drop_bounding_set() -> None:
+    """No program that is started from here on can gain a capability."""
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # beyond the last one that this kernel knows
+                raise
+            return
+
+
+def _checked(result: int, name: str) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result

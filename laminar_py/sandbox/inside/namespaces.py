@@ -1,0 +1,83 @@
+"""The strongest tier: the zygote as first process of namespaces of its own, with a root that holds Python alone.
+
+As root the view is bound before the user namespace is made, since afterwards the zygote is nobody on the host and
+may not even find the files; without root the other way round, since only there mounting is allowed.
+"""
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from laminar_py.sandbox.inside import kernel
+from laminar_py.sandbox.inside.fences import HIDDEN
+from laminar_py.sandbox.inside.wire import SlotSetup
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+REST = (
+    kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+)
+USER = 1000  # of programs in here, where users are mapped
+ST_KEPT = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC  # flags of a mount that a bind of it must repeat
+
+
+def enter(setup: SlotSetup, control: socket.socket, *, readable: list[str], map_users: Callable[[], None]) -> None:
+    """Fork into the namespaces: returns in the child alone, as their root; the parent waits for it and exits.
+
+    `map_users` has the owner write this process's user map.
+    """
+    if setup.uids:
+        kernel.unshare(kernel.CLONE_NEWNS)
+    else:
+        kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWUSER)
+        map_users()
+    _build(setup.folder, readable=readable)
+    kernel.pivot_root(setup.folder)
+    if setup.uids:
+        kernel.unshare(REST | kernel.CLONE_NEWNS | kernel.CLONE_NEWUSER)
+        map_users()
+        os.setgroups([])
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+    else:
+        kernel.unshare(REST)
+    child = os.fork()
+    if child:
+        control.close()
+        os.waitpid(child, 0)
+        os._exit(0)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.drop_bounding_set()
+
+
+def _build(folder: str, *, readable: list[str]) -> None:
+    """A root on `folder` with these paths as they are named on the host, all of it read-only."""
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", folder, "tmpfs", flags=flags, data="size=1m,nr_inodes=4096,mode=0755")
+    for link in ("/lib", "/lib64"):
+        if os.path.islink(link):
+            os.symlink(os.readlink(link), folder + link)
+    for path in [*readable, *DEVICES]:
+        if not any(path.startswith(f"{other}/") for other in readable):
+            _bind(path, folder + path)
+    for path in readable:
+        for name in HIDDEN:
+            if os.path.isdir(target := f"{folder}{path}/{name}"):
+                kernel.mount("tmpfs", target, "tmpfs", flags=flags | kernel.MS_RDONLY, data="size=4k,mode=0755")
+    os.mkdir(f"{folder}/tmp")
+    kernel.mount("none", folder, flags=kernel.MS_REMOUNT | kernel.MS_RDONLY | flags)
+
+
+def _bind(source: str, target: str) -> None:
+    os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+        return
+    if not os.path.isdir(source):
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    kernel.mount(source, target, flags=kernel.MS_BIND)
+    kept = os.statvfs(target).f_flag & ST_KEPT
+    device = 0 if source in DEVICES else kernel.MS_NODEV
+    flags = kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID
+    kernel.mount("none", target, flags=flags | kept | device)

@@ -1,0 +1,262 @@
+"""A program in its fences: run as a script would be, or a function of it called, or a session's pieces one by one.
+
+Everything in here happens beside untrusted code, which can change all of it. The report is what the child says of
+itself: the owner believes nothing in it that matters.
+"""
+
+import ast
+import atexit
+import builtins
+import contextlib
+import errno
+import io
+import json
+import linecache
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+
+from laminar_py.sandbox.inside.wire import HEADER, exactly
+
+NAME = "program.py"
+DETAIL_CHARS = 400
+SHOWN_CHARS = 16384  # of a traceback, which shows lines of the program
+CHAIN = 20  # exceptions that led to one another, looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramPayload:
+    """Input of a child, as JSON, before the bytes of its files."""
+
+    program: str
+    function: str = ""
+    args_json: str = "[]"
+    files: dict[str, int] = field(default_factory=dict)  # name: size
+
+
+@dataclass(slots=True, kw_only=True)
+class Claim:
+    """Report of a child on itself; a program can say anything here."""
+
+    finished: bool = False  # its last line was reached
+    kind: str = ""  # of its exception: `memory`, `network`, `files`, `processes`; nothing for all others
+    detail: str = ""
+    value_json: str | None = None  # returned by the function that was called
+    cpu_s: float = 0.0  # a call of a session
+
+
+def read_payload(descriptor: int) -> tuple[ProgramPayload, dict[str, bytes]]:
+    """The payload and its files, read while nothing untrusted runs."""
+    with open(descriptor, "rb") as file:
+        size = int.from_bytes(file.read(HEADER), "big")
+        payload = ProgramPayload(**json.loads(file.read(size)))
+        return payload, {name: file.read(number) for name, number in payload.files.items()}
+
+
+def run(payload: ProgramPayload, files: dict[str, bytes], *, report: int) -> int:
+    """Run a program to its end and write the report. Gives the exit code."""
+    _settle(files)
+    claim, first = Claim(), os.getpid()
+    code = _guarded(claim, lambda: _execute(payload, claim))
+    _end_threads()
+    if os.getpid() == first:  # and none of the processes that it forked, which come here too
+        _write(report, claim)
+    return code
+
+
+def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> int:
+    """Run the pieces of a session in one space of names, each answered by its report, until no more come."""
+    _settle(files)
+    space, first = _module("__main__").__dict__, os.getpid()
+    while head := exactly(calls, HEADER):
+        text = exactly(calls, int.from_bytes(head, "big"))
+        if text is None:
+            break
+        code, claim, before = text.decode(), Claim(), _cpu_s()
+        soft = int(before) + 1 + cpu_s
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+        _guarded(claim, lambda code=code, claim=claim: _piece(code, space, claim))  # type: ignore[misc]
+        _flush()
+        if os.getpid() != first:  # a process that it forked
+            return 0
+        claim.cpu_s = _cpu_s() - before
+        answer = json.dumps(asdict(claim)).encode()
+        calls.sendall(len(answer).to_bytes(HEADER, "big") + answer)
+    return 0
+
+
+def _execute(payload: ProgramPayload, claim: Claim) -> None:
+    space = _module("solution" if payload.function else "__main__").__dict__
+    _remember(payload.program)
+    exec(compile(payload.program, NAME, "exec", dont_inherit=True), space)
+    if payload.function:
+        value = _find(space, payload.function)(*json.loads(payload.args_json))
+        claim.value_json = json.dumps(value, default=_plain)
+    claim.finished = True
+
+
+def _piece(code: str, space: dict[str, object], claim: Claim) -> None:
+    """A piece of a session; of an expression at its end the value is printed, as at a prompt."""
+    _remember(code)
+    tree = ast.parse(code, NAME)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, NAME, "exec", dont_inherit=True), space)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), space)
+        if value is not None:
+            print(repr(value))  # noqa: T201 - the session's own output
+    claim.finished = True
+
+
+def _guarded(claim: Claim, body: Callable[[], None]) -> int:
+    """Exit code of a body, whose exception is shown and claimed."""
+    try:
+        body()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        _show(str(end.code))
+        return 1
+    except BaseException as error:  # noqa: BLE001 - untrusted code raises anything
+        with contextlib.suppress(BaseException):  # also in its texts
+            claim.kind = kind_of(error)
+            claim.detail = " ".join(f"{type(error).__name__}: {error}".split())[:DETAIL_CHARS]
+        with contextlib.suppress(BaseException):
+            shown = traceback.TracebackException.from_exception(error)
+            while shown.stack and shown.stack[0].filename == __file__:
+                del shown.stack[0]
+            _show("".join(shown.format())[-SHOWN_CHARS:])
+        return 1
+    return 0
+
+
+def kind_of(error: BaseException) -> str:
+    """Name of the fence that an exception tells of, as far as it can be seen from inside."""
+    return next((kind for each in _chain(error) if (kind := _kind(each))), "")
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "memory"
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return "processes"
+    if not isinstance(error, OSError):
+        return ""
+    if error.errno == errno.ENETDOWN or type(error).__name__ == "gaierror":
+        return "network"
+    if error.errno == errno.EAGAIN and error.filename is None:
+        return "processes"
+    outside = isinstance(error.filename, str | bytes) and not _own(os.fsdecode(error.filename))
+    refused = (errno.EACCES, errno.EPERM, errno.EROFS) if error.filename is not None else ()
+    return "files" if outside or error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, *refused) else ""
+
+
+def _own(path: str) -> bool:
+    home = os.path.realpath(sys.path[0])
+    return os.path.commonpath((home, os.path.realpath(os.path.join(home, path)))) == home
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and those that led to it."""
+    ahead, seen = [error], 0
+    while ahead and seen < CHAIN:
+        each = ahead.pop()
+        seen += 1
+        yield each
+        more = (each.__cause__, each.__context__, getattr(each, "reason", None))
+        ahead += [one for one in more if isinstance(one, BaseException)]
+
+
+def _settle(files: dict[str, bytes]) -> None:
+    """Standard streams, the folder and its files, names as a fresh interpreter has them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file that grows too large ends the program, for all to see
+    for name in [name for name in sys.modules if name.split(".")[0] == "laminar_py"]:
+        del sys.modules[name]
+    for name, content in files.items():
+        os.makedirs(os.path.dirname(os.path.join(".", name)), exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(
+        open(2, "wb", 0, closefd=False),  # noqa: SIM115
+        encoding="utf-8",
+        errors="backslashreplace",
+        write_through=True,
+    )
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    sys.argv = [NAME]
+    sys.path.insert(0, os.getcwd())
+
+
+def _module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__dict__["__builtins__"] = builtins
+    module.__dict__["__file__"] = NAME
+    sys.modules[name] = module
+    return module
+
+
+def _remember(code: str) -> None:
+    """Have tracebacks show lines of a program that lies in no file."""
+    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+
+
+def _find(space: dict[str, object], name: str) -> Callable[..., object]:
+    """A function by name; of a class on the way an object is made."""
+    first, *rest = name.split(".")
+    if first not in space:
+        raise NameError(f"the program defines no {first!r}")
+    found = space[first]
+    for part in rest:
+        found = getattr(found() if isinstance(found, type) else found, part)
+    if not callable(found):
+        raise TypeError(f"{name!r} of the program is no function")
+    return found
+
+
+def _plain(value: object) -> object:
+    """A value that JSON has no form for: sets as sorted lists, iterators as lists, others as their text."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, Iterator | range | type({}.keys()) | type({}.values()) | type({}.items())):
+        return list(value)
+    return repr(value)
+
+
+def _end_threads() -> None:
+    """End as an interpreter does, as far as a program can see it."""
+    with contextlib.suppress(BaseException):  # all of it can be untrusted code
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    _flush()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):  # a stream of the program's own
+            stream.flush()
+
+
+def _show(text: str) -> None:
+    with contextlib.suppress(BaseException):
+        sys.stderr.write(text if text.endswith("\n") else text + "\n")
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _write(descriptor: int, claim: Claim) -> None:
+    with contextlib.suppress(BaseException):  # without a report, for instance where the program closed it
+        os.write(descriptor, json.dumps(asdict(claim)).encode())

@@ -1,0 +1,171 @@
+"""Seccomp: which system calls a program may make, as a filter that is assembled here.
+
+Refused is what only reaches out of the sandbox or into rarely used parts of the kernel. Sockets answer "network is
+down" and new processes "try again", so that their refusal can be told from others.
+"""
+
+import ctypes
+import errno
+import struct
+from collections.abc import Mapping
+
+from laminar_py.sandbox.inside import kernel
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+NEW_CALLS = 451  # first number that is not known here; both machines share those from 424 on
+SHARED = {
+    "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
+    "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
+    "pidfd_getfd": 438, "process_madvise": 440,
+    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448,
+    "set_mempolicy_home_node": 450,
+}  # fmt: skip
+BY_MACHINE = {
+    "x86_64": {
+        "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43,
+        "bind": 49, "listen": 50, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62,
+        "semget": 64, "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71,
+        "fcntl": 72, "ptrace": 101, "syslog": 103, "rt_sigqueueinfo": 129, "uselib": 134, "personality": 135,
+        "ustat": 136, "sysfs": 139, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
+        "modify_ldt": 154, "pivot_root": 155, "_sysctl": 156, "prctl": 157, "adjtimex": 159, "chroot": 161,
+        "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168,
+        "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173,
+        "create_module": 174, "init_module": 175, "delete_module": 176, "quotactl": 179, "nfsservctl": 180,
+        "tkill": 200, "sched_setaffinity": 203, "io_setup": 206, "lookup_dcookie": 212, "semtimedop": 220,
+        "clock_settime": 227, "tgkill": 234, "mbind": 237, "set_mempolicy": 238, "mq_open": 240,
+        "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251,
+        "migrate_pages": 256, "unshare": 272, "vmsplice": 278, "move_pages": 279, "accept4": 288,
+        "rt_tgsigqueueinfo": 297, "perf_event_open": 298, "fanotify_init": 300, "prlimit64": 302,
+        "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308,
+        "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
+        "sched_setattr": 314, "seccomp": 317, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321,
+        "userfaultfd": 323,
+    },
+    "aarch64": {
+        "io_setup": 0, "lookup_dcookie": 18, "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "umount2": 39,
+        "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51, "quotactl": 60, "vmsplice": 75,
+        "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
+        "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "sched_setparam": 118,
+        "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131,
+        "rt_sigqueueinfo": 138, "setpriority": 140, "reboot": 142, "sethostname": 161, "setdomainname": 162,
+        "prctl": 167, "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "msgget": 186, "msgctl": 187,
+        "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193,
+        "shmget": 194, "shmctl": 195, "shmat": 196, "socket": 198, "socketpair": 199, "bind": 200,
+        "listen": 201, "accept": 202, "connect": 203, "add_key": 217, "request_key": 218, "keyctl": 219,
+        "clone": 220, "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237,
+        "migrate_pages": 238, "move_pages": 239, "rt_tgsigqueueinfo": 240, "perf_event_open": 241,
+        "accept4": 242, "prlimit64": 261, "fanotify_init": 262, "name_to_handle_at": 264,
+        "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270,
+        "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "sched_setattr": 274, "seccomp": 277,
+        "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+    },
+}  # fmt: skip
+NETWORK = ("socket", "connect", "accept", "accept4", "bind", "listen")
+SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+CONDITIONAL = {"clone", "fork", "vfork", "fcntl", "ioctl", "prctl", "prlimit64", "socketpair", *NETWORK, *SIGNALS}
+NAMESPACES = 0x7E020080  # flags of clone that make one
+THREAD = 0x00010000
+OWNERS = (8, 10, 15)  # commands of fcntl that send signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX
+TERMINAL = (0x5412, 0x541C, 0x8901, 0x8902)  # of ioctl: TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
+UNIX, STREAM = 1, 1
+
+LOAD, EQUAL, AT_LEAST, ANY_BIT, MASK, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # places in the data that a filter sees
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
+
+
+def offered() -> bool:
+    """True on machines whose system calls are known here."""
+    return kernel.MACHINE in ARCHITECTURES
+
+
+def assemble(*, alone: int = 0) -> bytes:
+    """The filter; with `alone` that of a process of this id which may start no other and signal none."""
+    calls = SHARED | BY_MACHINE[kernel.MACHINE]
+    code = [
+        _op(LOAD, ARCHITECTURE),
+        _op(EQUAL, ARCHITECTURES[kernel.MACHINE], 1, 0),
+        _op(RETURN, KILL),
+        _op(LOAD, NUMBER),
+        *_case(435, [_refuse(errno.ENOSYS)]),  # clone3, whose flags lie in memory: callers fall back to clone
+        _op(AT_LEAST, NEW_CALLS, 0, 1),
+        _refuse(errno.ENOSYS),
+    ]
+    for name, body in {**_plain(calls), **_conditional(calls), **(_lonely(calls, alone) if alone else {})}.items():
+        code += _case(calls[name], body)
+    return b"".join([*code, _op(RETURN, ALLOW)])
+
+
+def put_on(code: bytes) -> None:
+    """Filter the calls of this process and of all that it starts; `no_new_privs` must be set."""
+    memory = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(code) // 8, ctypes.cast(memory, ctypes.c_void_p))
+    kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.byref(program))
+
+
+def _plain(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
+    refused = {name: [_refuse(errno.EPERM)] for name in calls if name not in CONDITIONAL}
+    return refused | {name: [_refuse(errno.ENETDOWN)] for name in NETWORK}
+
+
+def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
+    return {
+        "clone": [*_argument(0), _op(ANY_BIT, NAMESPACES, 0, 1), _refuse(errno.EPERM), _op(RETURN, ALLOW)],
+        "fcntl": _refuse_values(1, OWNERS),
+        "ioctl": _refuse_values(1, TERMINAL),
+        "prctl": _refuse_values(0, (kernel.PR_SET_SECCOMP,)),
+        "prlimit64": _only(0, 0),
+        "socketpair": [
+            *_argument(0),
+            _op(EQUAL, UNIX, 1, 0),
+            _refuse(errno.ENETDOWN),
+            *_argument(1),
+            _op(MASK, 0xF),
+            _op(EQUAL, STREAM, 1, 0),  # datagrams could be sent elsewhere
+            _refuse(errno.ENETDOWN),
+            _op(RETURN, ALLOW),
+        ],
+    }
+
+
+def _lonely(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
+    threads = [
+        *_argument(0),
+        _op(ANY_BIT, NAMESPACES, 0, 1),
+        _refuse(errno.EPERM),
+        _op(ANY_BIT, THREAD, 1, 0),
+        _refuse(errno.EAGAIN),
+        _op(RETURN, ALLOW),
+    ]
+    forks = {name: [_refuse(errno.EAGAIN)] for name in ("fork", "vfork") if name in calls}
+    return {"clone": threads, **forks, **{name: _only(0, process) for name in SIGNALS}}
+
+
+def _case(number: int, body: list[bytes]) -> list[bytes]:
+    """Code for one call, all of whose ways end with a verdict."""
+    return [_op(EQUAL, number, 0, len(body)), *body]
+
+
+def _argument(index: int) -> list[bytes]:
+    return [_op(LOAD, ARGUMENTS + 8 * index)]  # its low half: those that are looked at are of 32 bits
+
+
+def _only(index: int, value: int) -> list[bytes]:
+    return [*_argument(index), _op(EQUAL, value, 1, 0), _refuse(errno.EPERM), _op(RETURN, ALLOW)]
+
+
+def _refuse_values(index: int, values: tuple[int, ...]) -> list[bytes]:
+    tests = [part for value in values for part in (_op(EQUAL, value, 0, 1), _refuse(errno.EPERM))]
+    return [*_argument(index), *tests, _op(RETURN, ALLOW)]
+
+
+def _refuse(number: int) -> bytes:
+    return _op(RETURN, REFUSE | number)
+
+
+def _op(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, then, otherwise, value)

@@ -1,0 +1,243 @@
+"""The zygote: a warm interpreter behind its slot's fences that forks a child for each program.
+
+Started by a slot with a socket to its owner. Reads and holds nothing of any program, so that no run sees anything
+of another. Ends when its owner does. States, by orders of the owner:
+
+    setting up -> idle -> (run) running -> idle             a program ends, or is ended at its wall time
+                          running -> (pause) paused -> (resume) running     between calls of a session
+                          running or paused -> (end) idle
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from laminar_py.sandbox.inside import kernel, landlock, namespaces, program
+from laminar_py.sandbox.inside.fences import LINUX, NUM_DESCRIPTORS, Fences
+from laminar_py.sandbox.inside.homes import FolderHome, Home, MemoryHome
+from laminar_py.sandbox.inside.reapers import NamespaceReaper, Reaper, TreeReaper, UserReaper, end_all
+from laminar_py.sandbox.inside.wire import SlotNews, SlotOrder, SlotSetup, frame, read_order, read_setup, receive
+
+PRELOADED = (  # what programs of a few lines import; more of it makes each fork slower
+    "abc array ast base64 bisect calendar cmath collections.abc contextlib copy csv dataclasses datetime decimal"
+    " enum fractions functools hashlib heapq inspect io itertools json linecache math numbers operator os pprint"
+    " queue random re shutil statistics string struct subprocess tempfile textwrap threading time traceback types"
+    " typing unittest zlib"
+)
+LOOK_S = 0.05  # between two looks at a folder whose size nothing bounds
+STREAMS = 5  # descriptors of a run: payload, input, output, errors, report; a session has its calls as sixth
+KEPT_CAPABILITIES = 0b11101011  # of root outside of namespaces: over files and signals, to become others
+
+
+class OwnerGoneError(Exception):
+    """The owner's end of the socket is closed, or the owner is dead."""
+
+
+class Zygote:
+    """The loop of a zygote, and what its children start with."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        *,
+        owner: int,
+        fences: Fences,
+        home: Home,
+        reaper: Reaper,
+        readable: list[str],
+    ) -> None:
+        self._control = control
+        self._owner = owner
+        self._fences = fences
+        self._home = home
+        self._reaper = reaper
+        self._readable = readable
+        self._status: int | None = None  # of the child, as soon as it ended
+        self._woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if LINUX else _pipe()
+        signal.signal(signal.SIGCHLD, lambda number, place: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._poll = select.poll()
+        for descriptor in (control.fileno(), self._woken, *([owner] if owner >= 0 else [])):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def serve(self) -> None:
+        """Run programs until the owner is gone."""
+        gc.collect()
+        gc.freeze()
+        self._fences.measure()
+        self._control.sendall(frame(SlotNews(kind="ready")))
+        with contextlib.suppress(OwnerGoneError):
+            while True:
+                if self._wait(None):
+                    order, descriptors = self._receive()
+                    if order.kind == "run":
+                        self._run(order, descriptors)
+
+    def _run(self, order: SlotOrder, descriptors: list[int]) -> None:
+        self._freshen(order)
+        before, start = _children_cpu_s(), time.monotonic()
+        child = os.fork()
+        if child == 0:
+            self._become(order, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._status = None
+        ended = ""
+        try:
+            ended = self._watch(child, order, start + order.limits.wall_s)
+        finally:
+            elapsed_s = time.monotonic() - start
+            status = end_all(self._reaper, child, self._status)
+        news = SlotNews(
+            kind="end", status=status, ended=ended, cpu_s=_children_cpu_s() - before, elapsed_s=elapsed_s
+        )
+        self._control.sendall(frame(news))
+        self._freshen(order)
+
+    def _freshen(self, order: SlotOrder) -> None:
+        if self._home.freshen(order.limits.file_bytes):
+            self._fences.allow(readable=self._readable, home=self._home.path)
+
+    def _watch(self, child: int, order: SlotOrder, deadline: float) -> str:
+        """Wait for the end of a child, or for a reason to end it, which is given."""
+        looks = isinstance(self._home, FolderHome)
+        while not self._has_ended(child):
+            left = None if order.session else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return "wall"
+            if self._wait(min(left or LOOK_S, LOOK_S) if looks else left):
+                order_now, _ = self._receive()
+                if order_now.kind == "end":
+                    return "asked"
+                number = signal.SIGSTOP if order_now.kind == "pause" else signal.SIGCONT
+                self._reaper.signal_all(number, leader=child)
+            if self._home.full(order.limits.file_bytes):
+                return "folder"
+        return "folder" if self._home.full(order.limits.file_bytes) else ""
+
+    def _has_ended(self, child: int) -> bool:
+        found, status = os.waitpid(child, os.WNOHANG)
+        self._status = status if found else None
+        return bool(found)
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Wait for an order, which is True, for the end of a child, or for so long. Raises without an owner."""
+        found = dict(self._poll.poll(None if seconds is None else max(0.0, seconds) * 1000 + 1))
+        if self._owner in found:
+            raise OwnerGoneError
+        if self._woken in found:
+            os.read(self._woken, 4096)
+        return self._control.fileno() in found
+
+    def _receive(self) -> tuple[SlotOrder, list[int]]:
+        found = receive(self._control)
+        if found is None:
+            raise OwnerGoneError
+        return read_order(found[0]), found[1]
+
+    def _become(self, order: SlotOrder, descriptors: list[int]) -> NoReturn:
+        """Be the program, and never return into the zygote's loop."""
+        code = 70
+        try:
+            signal.set_wakeup_fd(-1)
+            payload, files = program.read_payload(descriptors[0])
+            os.chdir(self._home.path)
+            _replace_environment(self._home.path)
+            self._control.detach()
+            self._fences.put_on(order.limits, session=order.session)
+            _arrange(descriptors[1:])
+            if order.session:
+                calls = socket.socket(fileno=STREAMS - 1)
+                code = program.converse(files, calls, cpu_s=math.ceil(order.limits.cpu_s))
+            else:
+                code = program.run(payload, files, report=STREAMS - 2)
+        except BaseException as error:  # noqa: BLE001 - a fence that cannot be put on, told to the owner's first run
+            with contextlib.suppress(OSError):
+                os.write(descriptors[3], f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(code)
+
+
+def main() -> None:
+    """Set up as the first frame says, and serve. A fault is told to the owner and ends the process."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    owner = os.pidfd_open(os.getppid()) if LINUX else -1
+    found = receive(control)
+    if found is None:
+        return
+    try:
+        zygote = _set_up(control, read_setup(found[0]), owner)
+    except Exception as error:  # noqa: BLE001 - said to the owner, who raises it
+        control.sendall(frame(SlotNews(kind="fault", detail=f"{error}" or type(error).__name__)))
+        return
+    zygote.serve()
+
+
+def _set_up(control: socket.socket, setup: SlotSetup, owner: int) -> Zygote:
+    for path in setup.cgroups:
+        with open(path, "w") as file:
+            file.write("0")
+    for name in PRELOADED.split():
+        importlib.import_module(name)
+    library = [path for path in sys.path if os.path.exists(path)]
+    readable = [*library, os.path.realpath(sys.executable), *setup.libraries]
+    walls = setup.tier != "none"
+    if setup.tier == "landlock" and not landlock.version():
+        raise OSError("Landlock is not in this kernel, or off")
+    user = (namespaces.USER if setup.tier == "namespaces" else setup.uids[1]) if setup.uids and walls else None
+    fences = Fences(user=user, walls=walls, alone=setup.alone, counted=setup.counted)
+    home: Home
+    reaper: Reaper
+    if setup.tier == "namespaces":
+        namespaces.enter(setup, control, readable=readable, map_users=lambda: _map_users(control))
+        home, reaper, readable = MemoryHome(user or 0), NamespaceReaper(), ["/"]
+    else:
+        home = FolderHome(os.path.join(setup.folder, "home"), user)
+        reaper = TreeReaper() if user is None else UserReaper.split(setup.uids[0], user, control)
+        if LINUX:
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if user is not None:
+            kernel.drop_bounding_set()
+            kernel.keep_capabilities(KEPT_CAPABILITIES)
+    return Zygote(control, owner=owner, fences=fences, home=home, reaper=reaper, readable=readable)
+
+
+def _map_users(control: socket.socket) -> None:
+    control.sendall(frame(SlotNews(kind="map")))
+    if receive(control) is None:
+        raise OwnerGoneError
+
+
+def _arrange(descriptors: list[int]) -> None:
+    """Descriptors from 0 on in this order, and no others; those after the streams are not for its children."""
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, NUM_DESCRIPTORS // 2) for descriptor in descriptors]
+    for number, descriptor in enumerate(high):
+        os.dup2(descriptor, number, inheritable=number <= 2)
+    os.closerange(len(high), 4 * NUM_DESCRIPTORS)
+
+
+def _replace_environment(home: str) -> None:
+    os.environ.clear()
+    os.environ.update(HOME=home, TMPDIR=home, LANG="C.UTF-8", PATH="/usr/bin:/bin")
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _pipe() -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends

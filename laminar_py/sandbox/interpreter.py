@@ -1,0 +1,92 @@
+"""The interpreter that zygotes run: how it is started, which files it needs, a copy that other users can read."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+SWITCHES = ("-P", "-s", "-S", "-B")  # nothing but the standard library, nothing written beside it
+LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "config-*", "*.opt-?.pyc")
+LOAD_ALL = """
+import ctypes, pathlib, sys
+for folder in sys.path:
+    for file in pathlib.Path(folder).glob("*.so") if pathlib.Path(folder).is_dir() else ():
+        if not file.name.startswith(("_test", "_ctypes_test", "_tkinter", "xx")):
+            try:
+                ctypes.CDLL(str(file))
+            except OSError:
+                print("left out:", file, file=sys.stderr)
+with open("/proc/self/maps") as file:
+    found = {line.split(maxsplit=5)[5].strip() for line in file if ".so" in line}
+print(*sorted(path for path in found if path.startswith("/")), sep="\\n")
+"""
+START = """
+import sys
+sys.path.append(sys.argv[2])
+from laminar_py.sandbox.inside.zygote import main
+sys.path.remove(sys.argv[2])
+main()
+"""
+
+
+def command(control: int) -> list[str]:
+    """Command line of a zygote that talks over this descriptor."""
+    root = Path(__file__).parent.parent.parent
+    return [executable(), *SWITCHES, "-c", START, str(control), str(root)]
+
+
+def environment(home: Path | None) -> dict[str, str]:
+    """Environment of a zygote: nothing of ours. `home` is where the library was copied to, if it was."""
+    plain = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
+    return plain if home is None else plain | {"PYTHONHOME": str(home)}
+
+
+def executable() -> str:
+    """Path of the interpreter itself, behind the links of a virtual environment."""
+    return str(Path(sys.executable).resolve())
+
+
+@cache
+def libraries() -> list[str]:
+    """Shared libraries that the interpreter and the extension modules of its library load, and links to them.
+
+    None off Linux.
+    """
+    if sys.platform != "linux":
+        return []
+    run = [executable(), *SWITCHES, "-c", LOAD_ALL]
+    done = subprocess.run(run, env=environment(None), capture_output=True, text=True, check=True)
+    files = {Path(line) for line in done.stdout.splitlines()}
+    links = [
+        link
+        for folder in {file.parent for file in files}
+        for link in folder.iterdir()
+        if link.is_symlink() and link.resolve() in files
+    ]
+    return sorted(str(path) for path in (*files, *links))
+
+
+def readable_by_others() -> bool:
+    """True where another user can read the standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    return all(folder.stat().st_mode & 0o001 for folder in (library, *library.parents))
+
+
+def copy(folder: Path) -> Path:
+    """Link or copy the files of the standard library; gives the home that an interpreter takes it from."""
+    library = Path(sysconfig.get_path("stdlib"))
+    ignored = shutil.ignore_patterns(*LEFT_OUT)
+    shutil.copytree(
+        library, folder / "lib" / library.name, symlinks=True, ignore=ignored, copy_function=_link_or_copy
+    )
+    return folder
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # on another file system
+        shutil.copy2(source, target)

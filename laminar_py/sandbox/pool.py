@@ -1,0 +1,218 @@
+"""The pool of slots in which programs that a model wrote are run.
+
+Called by whoever must run them: rewards, tools. Invariants: a program's doings come back as a labelled result and
+never as an exception; what a program should give back is never sent into a sandbox; nothing outlives the pool.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from laminar_py.config.section import ConfigError
+from laminar_py.sandbox import interpreter, places
+from laminar_py.sandbox.files import pack
+from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.inside.program import ProgramPayload
+from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
+from laminar_py.sandbox.session import SandboxSession
+from laminar_py.sandbox.slot import SandboxSlot, ZygoteLostError
+
+REMEDY = (
+    "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"
+    " that `laminar doctor` shows"
+)
+ATTEMPTS = 2  # of a run whose zygote was lost: killed by somebody, or by what it ran
+
+
+class SandboxPool:
+    """Slots that each run one program at a time.
+
+        async with SandboxPool(slots=2) as pool:
+            result = await pool.run("print(int(input()) + 1)", stdin="41")
+
+    `require` is the weakest tier that will do: the strongest one that can be had is taken, or the very one that
+    `tier` names. Opening raises `ConfigError` where the machine offers less. A call waits for a slot to be idle.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        require: SandboxTier = SandboxTier.LANDLOCK,
+        tier: SandboxTier | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> None:
+        assert slots > 0, slots
+        self._number = slots
+        self._require = require
+        self._candidates = [tier] if tier is not None else list(SandboxTier)
+        self._limits = limits or SandboxLimits()
+        self._places: list[places.SlotPlace] = []
+        self._slots: list[SandboxSlot] = []
+        self._idle = asyncio.LifoQueue[SandboxSlot]()  # the warmest first; as many as there are slots
+        self._open = False
+
+    @property
+    def tier(self) -> SandboxTier:
+        """Tier of an open pool."""
+        return self._slots[0].tier
+
+    @property
+    def weaknesses(self) -> str:
+        """How an open pool's tier is weaker here than it could be; empty where it is not."""
+        return self._slots[0].weaknesses
+
+    async def __aenter__(self) -> "SandboxPool":
+        try:
+            await asyncio.to_thread(self._prepare)
+            await self._choose()
+            started = await asyncio.gather(*(slot.start() for slot in self._slots[1:]), return_exceptions=True)
+            for error in started:
+                if isinstance(error, BaseException):
+                    raise error
+        except BaseException:
+            await self._close()
+            raise
+        for slot in reversed(self._slots):
+            self._idle.put_nowait(slot)
+        self._open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def run(
+        self,
+        program: str,
+        *,
+        stdin: str | bytes = b"",
+        files: Mapping[str, bytes] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> SandboxResult:
+        """Run a program as a script: standard input and `files`, by names below its folder, are what it is given.
+
+        Raises `ValueError` for a name that leads out of the folder, `SandboxError` where the sandbox itself fails.
+        """
+        return await self._run(ProgramPayload(program=_text(program)), stdin, files, limits)
+
+    async def call(
+        self,
+        program: str,
+        function: str,
+        args: Sequence[object],
+        *,
+        files: Mapping[str, bytes] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> SandboxResult:
+        """Run a program, then call a function of it, e.g. "solve", or "Solution.solve" of an object made for it.
+
+        The arguments go as JSON and the value comes back as `value_json`, where tuples, sets and iterators have
+        become lists. Of a label that is not `ok` there is none. Compare out here: the program can forge what it
+        returns and nothing else. Raises as `run`, and `ValueError` for arguments that are no JSON.
+        """
+        try:
+            args_json = msgspec.json.encode(list(args)).decode()
+        except TypeError as error:
+            raise ValueError(f"args={args!r}: give what JSON has a form for") from error
+        payload = ProgramPayload(program=_text(program), function=function, args_json=args_json)
+        return await self._run(payload, b"", files, limits)
+
+    @asynccontextmanager
+    async def session(
+        self, *, files: Mapping[str, bytes] | None = None, limits: SandboxLimits | None = None
+    ) -> AsyncIterator[SandboxSession]:
+        """A slot for pieces of code that share their variables, until the end of the `async with`."""
+        packed = pack(ProgramPayload(program=""), files or {})
+        async with self._slot() as slot:
+            session = SandboxSession(slot, packed=packed, limits=limits or self._limits)
+            try:
+                yield session
+            finally:
+                await session.close()
+
+    async def _run(
+        self,
+        payload: ProgramPayload,
+        stdin: str | bytes,
+        files: Mapping[str, bytes] | None,
+        limits: SandboxLimits | None,
+    ) -> SandboxResult:
+        packed = pack(payload, files or {})
+        given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin
+        for _ in range(ATTEMPTS):
+            async with self._slot() as slot:
+                try:
+                    return await slot.run(payload, limits=limits or self._limits, stdin=given, packed=packed)
+                except ZygoteLostError:
+                    slot.abandon()
+        detail = f"its sandbox was ended with it, {ATTEMPTS} times"
+        return SandboxResult(label=SandboxLabel.CRASH, detail=detail, exit_code=-9)
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[SandboxSlot]:
+        """An idle slot, started again if its zygote was lost; a run that is cancelled takes its zygote with it."""
+        slot = await self._idle.get()
+        try:
+            if not self._open:
+                raise SandboxError("the pool is closed")
+            if not slot.ready:
+                await slot.start()
+            yield slot
+        except BaseException:
+            slot.abandon()
+            raise
+        finally:
+            self._idle.put_nowait(slot)
+
+    def _prepare(self) -> None:
+        """Places for all slots, and what they share."""
+        places.sweep()
+        interpreter.libraries()
+        for _ in range(self._number):
+            self._places.append(places.SlotPlace.take())
+
+    async def _choose(self) -> None:
+        """Make slots of the strongest tier whose first one starts."""
+        reasons: dict[SandboxTier, str] = {}
+        for tier in self._candidates:
+            if tier.strength < self._require.strength:
+                break
+            home = await asyncio.to_thread(self._home, tier)
+            self._slots = [SandboxSlot(place, tier=tier, home=home) for place in self._places]
+            try:
+                await self._slots[0].start()
+                return
+            except SandboxError as error:
+                reasons[tier] = str(error)
+        raise _refused(self._require, reasons)
+
+    def _home(self, tier: SandboxTier) -> Path | None:
+        """A copy of the standard library for programs whose user cannot read the interpreter's own."""
+        place = self._places[0]
+        if tier is not SandboxTier.LANDLOCK or not place.users or interpreter.readable_by_others():
+            return None
+        return interpreter.copy(place.folder / "python")
+
+    async def _close(self) -> None:
+        self._open = False
+        await asyncio.gather(*(slot.close() for slot in self._slots))
+        for place in self._places:
+            await asyncio.to_thread(place.release)
+        self._slots, self._places = [], []
+
+
+def _text(program: str) -> str:
+    """A program without what no file could hold."""
+    return program.encode("utf-8", "replace").decode()
+
+
+def _refused(require: SandboxTier, reasons: Mapping[SandboxTier, str]) -> ConfigError:
+    """Error of a machine that has none of the tiers from `require` on, with the reason of each."""
+    why = "; ".join(f"{tier.value}: {reason}" for tier, reason in reasons.items()) or "a weaker one was asked for"
+    return ConfigError(f"sandbox.require={require.value}: cannot be had here ({why}); {REMEDY}")

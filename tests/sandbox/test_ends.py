@@ -1,0 +1,116 @@
+"""Ends of pools, slots and owners: whatever is killed, nothing is left, and the pool goes on."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.records import SandboxError, SandboxLabel
+from tests.sandbox.conftest import BOUND_S, TIGHT, traces
+
+OWNER = """
+import asyncio, sys
+from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.records import SandboxTier
+async def main():
+    tier = SandboxTier(sys.argv[1])
+    async with SandboxPool(slots=2, require=tier, tier=tier) as pool:
+        run = asyncio.create_task(pool.run("import time; print('x' * 9, flush=True); time.sleep(99)"))
+        await pool.run("1")
+        print("here", flush=True)
+        await run
+asyncio.run(main())
+"""
+
+
+def zygotes():
+    """Processes of pools below this one, the outermost first."""
+    return psutil.Process().children(recursive=True)
+
+
+async def until(true):
+    async with asyncio.timeout(BOUND_S):
+        while not true():  # noqa: ASYNC110 - processes tell nobody that they are there
+            await asyncio.sleep(0.01)
+
+
+async def test_each_process_of_a_pool_may_be_killed_and_the_pool_goes_on(tier):
+    before = traces()
+    async with SandboxPool(slots=1, require=tier, tier=tier, limits=TIGHT) as pool:
+        for which in range(len(zygotes())):
+            for process in zygotes()[which : which + 1]:
+                process.kill()
+            assert (await pool.run("print(1)")).stdout == "1\n"
+    assert traces() == before
+
+
+@pytest.mark.parametrize("which", [0, 1, -1])
+async def test_a_program_whose_processes_are_killed_is_run_again_or_labelled(tier, which):
+    before = traces()
+    async with SandboxPool(slots=1, require=tier, tier=tier, limits=TIGHT) as pool:
+        idle = len(zygotes())
+        run = asyncio.create_task(pool.run("import time; time.sleep(1); print(1)"))
+        await until(lambda: len(zygotes()) > idle)
+        zygotes()[min(which, len(zygotes()) - 1)].kill()
+        result = await run
+        assert (result.label, result.stdout) in [(SandboxLabel.OK, "1\n"), (SandboxLabel.CRASH, "")]
+        assert (await pool.run("print(2)")).stdout == "2\n"
+    assert traces() == before
+
+
+async def test_a_run_that_is_cancelled_is_ended(tier):
+    before = traces()
+    async with SandboxPool(slots=1, require=tier, tier=tier) as pool:
+        idle = len(zygotes())
+        run = asyncio.create_task(pool.run("import time; time.sleep(99)"))
+        await until(lambda: len(zygotes()) > idle)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        assert (await pool.run("print(1)")).stdout == "1\n"
+    assert traces() == before
+
+
+async def test_a_pool_that_is_closed_says_so(tier):
+    async with SandboxPool(slots=1, require=tier, tier=tier) as pool:
+        run = asyncio.create_task(pool.run("import time; time.sleep(99)"))
+        waiting = asyncio.create_task(pool.run("1"))
+        await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(SandboxError, match="closed"):
+        async with asyncio.timeout(BOUND_S):
+            await waiting
+
+
+def test_nothing_outlives_an_owner_that_is_killed_but_what_the_next_pool_sweeps(tier):
+    before = traces()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, tier.value], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    assert owner.stdout.readline() == "here\n"
+    below = psutil.Process(owner.pid).children(recursive=True)
+    assert len(below) >= 3
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(below, timeout=BOUND_S)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    async def open_and_close():
+        async with SandboxPool(slots=1, require=tier, tier=tier):
+            pass
+
+    asyncio.run(open_and_close())
+    assert traces() == before
+
+
+def test_two_owners_have_slots_of_their_own(tier):
+    before = traces()
+    command = [sys.executable, "-c", OWNER.replace("time.sleep(99)", "0"), tier.value]
+    owners = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [owner.communicate(timeout=BOUND_S)[0] for owner in owners] == ["here\n"] * 2
+    assert traces() == before

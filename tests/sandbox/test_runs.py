@@ -1,0 +1,140 @@
+"""Runs of programs that mean no harm."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.records import SandboxLabel
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_input_and_files_come_in_and_output_and_exit_code_go_out(pool):
+    result = await pool.run(
+        "import sys, helper\nx = open('data/x').read()\n"
+        "print(helper.double(int(input())), x, file=sys.stderr)\nsys.exit(3)",
+        stdin="21\n",
+        files={"helper.py": b"def double(x): return 2 * x", "data/x": b"y"},
+    )
+    assert (result.label, result.exit_code) == (SandboxLabel.ERROR, 3)
+    assert (result.stdout, result.stderr) == ("", "42 y\n")
+
+
+async def test_an_exception_is_shown_with_its_line_and_nothing_of_ours(pool):
+    result = await pool.run("def f():\n    return 1 / 0\nf()")
+    assert result.label is SandboxLabel.ERROR
+    assert result.detail == "ZeroDivisionError: division by zero"
+    assert "return 1 / 0" in result.stderr
+    assert "laminar_py" not in result.stderr
+    assert not result.finished
+
+
+async def test_a_program_runs_as_a_script_does(pool):
+    program = (
+        "import sys, atexit, __main__\natexit.register(print, 'end')\nif __name__ == '__main__':\n    x = 1\n"
+    )
+    result = await pool.run(program + "print(__main__.x, sys.argv, file=sys.stdout)")
+    assert (result.label, result.stdout) == (SandboxLabel.OK, "1 ['program.py']\nend\n")
+    assert result.finished
+
+
+async def test_leaving_early_is_told_from_reaching_the_end(pool):
+    result = await pool.run("import sys\nsys.exit(0)\nassert False")
+    assert (result.label, result.finished) == (SandboxLabel.OK, False)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "asyncio",
+        "sqlite3",
+        "ssl",
+        "hashlib",
+        "lzma",
+        "bz2",
+        "multiprocessing",
+        "xml.etree.ElementTree",
+        "zoneinfo",
+    ],
+)
+async def test_the_standard_library_is_there(pool, module):
+    result = await pool.run(f"import {module}; print({module}.__name__)")
+    assert result.stdout == f"{module}\n", result
+
+
+async def test_an_event_loop_runs_inside(pool):
+    result = await pool.run(
+        "import asyncio\nasync def f():\n    await asyncio.sleep(0); print(1)\nasyncio.run(f())"
+    )
+    assert result.stdout == "1\n", result
+
+
+async def test_a_function_is_called_and_its_value_comes_back_as_json(pool):
+    program = "def add(a, b): return (a + b, {3}, None, 2**70, 'ü', {1: 0.5})"
+    result = await pool.call(program, "add", [1, 2])
+    assert result.label is SandboxLabel.OK
+    assert msgspec.json.decode(result.value_json) == [3, [3], None, 2**70, "ü", {"1": 0.5}]
+
+
+async def test_a_method_is_called_of_an_object_made_for_it(pool):
+    result = await pool.call("class Solution:\n    def f(self, x): return [x]", "Solution.f", ["a"])
+    assert result.value_json == '["a"]'
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("x = 1", "NameError: the program defines no 'f'"),
+        ("f = 1", "TypeError: 'f' of the program is no function"),
+        ("def f(): return 'x' * 10**6", "more than 65536 bytes"),
+        ("def f(): return float('x')", "ValueError: could not convert"),
+        ("def f():\n    x = []; x.append(x); return x", "ValueError: Circular reference"),
+        ("import os\ndef f(): os._exit(0)", ""),
+    ],
+)
+async def test_a_call_without_a_value_says_why(pool, program, told):
+    result = await pool.call(program, "f", [])
+    assert result.value_json is None
+    assert result.detail.startswith(told)
+
+
+async def test_a_script_guarded_by_its_name_does_not_run_when_a_function_is_called(pool):
+    result = await pool.call("def f(): return 1\nif __name__ == '__main__': input()", "f", [])
+    assert result.value_json == "1", result
+
+
+@pytest.mark.parametrize("program", ["print(1)\0", "Here it is:", "(" * 10_000, "x = '\ud800'; 1 / 0", ""])
+async def test_what_is_no_program_is_an_error_of_its_own(pool, program):
+    result = await pool.run(program)
+    assert result.label in ((SandboxLabel.ERROR, SandboxLabel.MEMORY) if program else (SandboxLabel.OK,))
+
+
+async def test_limits_of_one_run_are_its_own(pool):
+    tight, wide = SandboxLimits(output_bytes=10), SandboxLimits(memory_bytes=1 << 30, file_bytes=32 << 20)
+    program = "x = bytearray(300 << 20); open('f', 'wb').write(bytes(20 << 20)); print('x' * 99)"
+    results = await asyncio.gather(*(pool.run(program, limits=limits) for limits in (tight, wide, None, wide)))
+    assert [result.label is SandboxLabel.OK for result in results] == [False, True, False, True], results
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", "a\0b"])
+async def test_a_file_may_not_lead_out(pool, name):
+    with pytest.raises(ValueError, match="name a file below the program's folder"):
+        await pool.run("", files={name: b""})
+
+
+async def test_arguments_that_are_no_json_are_refused(pool):
+    with pytest.raises(ValueError, match="args="):
+        await pool.call("", "f", [object()])
+
+
+async def test_more_runs_than_slots_wait_for_their_turn(pool):
+    results = await asyncio.gather(*(pool.run(f"print({number})") for number in range(20)))
+    assert [result.stdout for result in results] == [f"{number}\n" for number in range(20)]
+
+
+@pytest.mark.parametrize("field", ["cpu_s", "wall_s", "memory_bytes", "processes", "file_bytes", "output_bytes"])
+async def test_a_limit_that_is_none_is_refused(field):
+    with pytest.raises(ValueError, match=f"{field}=0: give a number above 0"):
+        SandboxLimits(**{field: 0})

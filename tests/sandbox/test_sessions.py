@@ -1,0 +1,89 @@
+"""Sessions: variables live from one call to the next, and each call has its own limits."""
+
+import asyncio
+
+import pytest
+
+from laminar_py.sandbox.inside.limits import SandboxLimits
+from laminar_py.sandbox.records import SandboxLabel
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_variables_live_from_one_call_to_the_next(pool):
+    async with pool.session(files={"x.txt": b"7"}) as session:
+        first = await session.run("def f(x):\n    return x + 1\ny = f(1)")
+        second = await session.run("print('y is', y)\nf(int(open('x.txt').read()))")
+    assert (first.label, first.stdout, first.alive) == (SandboxLabel.OK, "", True)
+    assert (second.label, second.stdout, second.alive) == (SandboxLabel.OK, "y is 2\n8\n", True)
+
+
+async def test_an_exception_does_not_end_a_session(pool):
+    async with pool.session() as session:
+        await session.run("x = 1")
+        failed = await session.run("x += 1; 1 / 0")
+        after = await session.run("x")
+    assert (failed.label, failed.alive) == (SandboxLabel.ERROR, True)
+    assert "ZeroDivisionError" in failed.stderr
+    assert (after.stdout, after.stderr) == ("2\n", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [
+        ("while True: pass", SandboxLabel.TIME),
+        ("import time; time.sleep(99)", SandboxLabel.TIME),
+        ("import os; os.abort()", SandboxLabel.CRASH),
+        ("import os; os._exit(3)", SandboxLabel.ERROR),
+        ("while True: print('x' * 999)", SandboxLabel.OUTPUT),
+        ("import os; os.closerange(0, 99)", SandboxLabel.ERROR),
+    ],
+)
+async def test_a_call_that_breaks_out_ends_the_session_and_the_next_one_starts_anew(pool, code, label):
+    limits = SandboxLimits(cpu_s=1, wall_s=2, output_bytes=1 << 16)
+    async with pool.session(limits=limits) as session:
+        await session.run("x = 1")
+        broken = await session.run(code)
+        after = await session.run("print('x' in globals())")
+    assert (broken.label, broken.alive) == (label, False)
+    assert (after.label, after.stdout) == (SandboxLabel.OK, "False\n")
+
+
+async def test_nothing_runs_between_calls(pool):
+    ticking = "import threading, time\nticks = []\ndef tick():\n    while True:\n        "
+    ticking += "ticks.append(time.monotonic()); time.sleep(0.001)"
+    async with pool.session() as session:
+        await session.run(ticking + "\nthreading.Thread(target=tick, daemon=True).start()")
+        await session.run("time.sleep(0.05); last = ticks[-1]")
+        await asyncio.sleep(0.5)
+        await session.run("seen = len(ticks)\nwhile len(ticks) < seen + 2: time.sleep(0.001)")
+        result = await session.run("max(b - a for a, b in zip(ticks, ticks[1:])) > 0.4")
+    assert result.stdout == "True\n", result
+
+
+async def test_a_forged_answer_of_a_session_harms_nobody(pool):
+    async with pool.session() as session:
+        forged = await session.run("import os\nos.write(4, (1 << 31).to_bytes(4, 'big'))\nwhile True: pass")
+        after = await session.run("1 + 1")
+    assert not forged.alive
+    assert after.stdout == "2\n"
+
+
+async def test_a_session_that_is_cancelled_starts_anew(pool):
+    async with pool.session() as session:
+        await session.run("x = 1")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await session.run("import time; time.sleep(99)")
+        result = await session.run("'x' in globals()")
+    assert result.stdout == "False\n"
+
+
+async def test_a_session_holds_its_slot_until_its_end(pool):
+    async with pool.session() as first, pool.session() as second:
+        await asyncio.gather(first.run("x = 1"), second.run("x = 2"))
+        waiting = asyncio.create_task(pool.run("print(3)"))
+        assert (await first.run("x")).stdout == "1\n"
+        assert (await second.run("x")).stdout == "2\n"
+        assert not waiting.done()
+    assert (await waiting).stdout == "3\n"
