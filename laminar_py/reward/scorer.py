@@ -37,6 +37,7 @@ Call: TypeAlias = Callable[[ScoringRequest], Awaitable[Outcome]]
 
 class Scorer:
     """Scores by the terms of `reward`; `columns` are wanted of them, `decode` makes the text of ids.
+    Functions may not write below `record`.
 
     `async with` starts and ends what the terms need. Raises `ConfigError` where a term cannot be had.
     """
@@ -50,6 +51,7 @@ class Scorer:
         decode: Callable[[IntArray], str],
         folder: Path,
         name: str,
+        record: Path | None = None,
     ) -> None:
         self._reward = reward
         self._columns = columns
@@ -59,6 +61,7 @@ class Scorer:
             timeout_s=reward.timeout_s, folder=folder, env=env, sandbox=sandbox, decode=decode
         )
         self._name = name
+        self._record = record
         self._calls: dict[str, Call] = {}  # by the term's settings, which several tasks may share
         self._stack = AsyncExitStack()
         self._running = set[asyncio.Task[None]]()
@@ -119,6 +122,7 @@ class Scorer:
             columns=[column for column in self._columns if term.gives_columns],
             processes=term.processes,
             env=self._context.env,
+            record=self._record,
         )
         await stack.enter_async_context(pool)
         self.at_once = min(self.at_once, pool.at_once)

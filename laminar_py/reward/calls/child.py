@@ -13,6 +13,7 @@ import signal
 import struct
 import sys
 import traceback
+from pathlib import Path
 from typing import BinaryIO
 
 from laminar_py.config.reward import REWARDS, read_term
@@ -20,6 +21,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.reward.calls.limited import LimitedFunction
 from laminar_py.reward.calls.protocol import CallAnswer, CallRequest, CallStart, CallStarted, header
+from laminar_py.sandbox.protect import forbid_writes
 
 PR_SET_PDEATHSIG = 1
 LATE_S = 1.0  # beyond its limit, after which a call hangs
@@ -30,17 +32,20 @@ def main() -> None:
     _die_with_parent()
     source, sink = _own_pipes()
     start = decode(CallStart, _read(source))
-    try:
-        function = _load(start)
-    except ConfigError as error:
-        _write(sink, CallStarted(fault=str(error)))
-        return
-    _write(sink, CallStarted(at_once=function.at_once))
     with open(start.hang_log, "wb", buffering=0) as hangs:
+        if start.record is not None:
+            forbid_writes(Path(start.record))
+        try:
+            function = _load(start)
+        except ConfigError as error:
+            _write(sink, CallStarted(fault=str(error)))
+            return
+        _write(sink, CallStarted(at_once=function.at_once))
+        watch = Watch(hangs, start.timeout_s + LATE_S)
         if function.at_once > 1:
-            asyncio.run(_serve_many(function, source, sink, Watch(hangs, start.timeout_s + LATE_S)))
+            asyncio.run(_serve_many(function, source, sink, watch))
         else:
-            _serve_each(function, source, sink, Watch(hangs, start.timeout_s + LATE_S))
+            _serve_each(function, source, sink, watch)
 
 
 def _load(start: CallStart) -> LimitedFunction:

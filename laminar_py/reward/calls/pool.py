@@ -42,8 +42,9 @@ class ChildLostError(Exception):
 class CallPool:
     """Calls of the term whose settings are `term`, in JSON; `async with` starts and ends its processes.
 
-    `env` are variables that they see beside a few harmless ones, `folder` takes their logs. There are one process
-    and at most `processes`: one more wherever a call waits. Raises `ConfigError` where the function cannot be had.
+    `env` are variables that they see beside a few harmless ones, `folder` takes their logs, and below `record`
+    they may not write. There are one process and at most `processes`: one more wherever a call waits. Raises
+    `ConfigError` where the function cannot be had.
     """
 
     def __init__(
@@ -56,9 +57,16 @@ class CallPool:
         columns: Sequence[Column] = (),
         processes: int = 1,
         env: Mapping[str, str] | None = None,
+        record: Path | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        self._start = CallStart(term=term, timeout_s=timeout_s, columns=list(columns), hang_log="")
+        self._start = CallStart(
+            term=term,
+            timeout_s=timeout_s,
+            columns=list(columns),
+            record=None if record is None else str(record),
+            hang_log="",
+        )
         self._name = name
         self._folder = folder
         self._most = processes

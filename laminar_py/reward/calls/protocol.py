@@ -24,6 +24,7 @@ class CallStart(msgspec.Struct, frozen=True, kw_only=True):
     term: str
     timeout_s: float
     columns: list[Column] = []
+    record: str | None = None  # folder of the run, which the function may not write to
     hang_log: str  # file that takes the stacks of a call which is not over `LATE_S` after its limit
 
 

@@ -17,6 +17,7 @@ OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 READ = EXECUTE | READ_FILE | READ_DIR
 USE = WRITE_FILE | READ_FILE | TRUNCATE
 OWN = USE | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER
+WRITES = OWN & ~(READ_FILE | READ_DIR)
 BIND_TCP, CONNECT_TCP = 1, 2  # from version 4 on
 ABSTRACT_SOCKETS, SIGNALS = 1, 2  # from version 6 on
 
@@ -44,15 +45,27 @@ def ruleset(rules: Sequence[tuple[str, int]]) -> int:
     Signals to others, TCP and abstract sockets are refused where the kernel's version knows them.
     """
     known = version()
-    handled = ALL_RIGHTS[max(number for number in ALL_RIGHTS if number <= known)]
     size = 24 if known >= 6 else 16 if known >= 4 else 8
-    wanted = _Ruleset(handled, BIND_TCP | CONNECT_TCP, ABSTRACT_SOCKETS | SIGNALS)
+    return _fence(rules, _Ruleset(_known_rights(), BIND_TCP | CONNECT_TCP, ABSTRACT_SOCKETS | SIGNALS), size)
+
+
+def writes_ruleset(rules: Sequence[tuple[str, int]]) -> int:
+    """Descriptor of rules that refuse to write but beneath these paths, and refuse nothing else."""
+    return _fence(rules, _Ruleset(_known_rights() & WRITES, 0, 0), 8)
+
+
+def _known_rights() -> int:
+    known = version()
+    return ALL_RIGHTS[max(number for number in ALL_RIGHTS if number <= known)]
+
+
+def _fence(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -> int:
     fence = kernel.syscall(CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(size), ctypes.c_uint32(0))
     for path, rights in rules:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not os.path.isdir(path):
             rights &= OF_FILES
-        rule = _PathRule(rights & handled, parent)
+        rule = _PathRule(rights & wanted.files, parent)
         kernel.syscall(ADD_RULE, ctypes.c_int(fence), ctypes.c_int(1), ctypes.byref(rule), ctypes.c_uint32(0))
         os.close(parent)
     return fence

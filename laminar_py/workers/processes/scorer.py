@@ -25,6 +25,7 @@ class ScorerActor(PartActor):
             columns=config.algorithm.scored_columns,
             decode=load_tokenizer(config.model.path).decode,
             folder=Path(spec.run_dir) / "logs",
+            record=Path(spec.run_dir),
             name=name,
         )
         await self._scorer.__aenter__()  # the process ends with what it holds

@@ -15,6 +15,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.pool import LIVES, CallPool
 from laminar_py.reward.outcome import Outcome
+from laminar_py.sandbox.inside import landlock
 from tests.reward.requests import make_request, make_requests
 
 PATIENCE_S = 60.0
@@ -36,6 +37,10 @@ def score(request):
         os._exit(1)
     if request.response == "env":
         return float(os.environ.get("SECRET", 0)) + float(os.environ.get("SHOWN", 0))
+    if request.response.startswith("write "):
+        with open(request.response.split()[1], "w") as file:
+            file.write("forged")
+        return 1.0
     if request.response == "pid":
         return os.getpid()
     if request.response == "read":
@@ -113,6 +118,19 @@ async def test_a_function_sees_the_variables_that_are_named_and_no_secret(tmp_pa
     async with pool_of(tmp_path, timeout_s=30.0, env={"SHOWN": "2"}) as pool:
         (outcome,) = await outcomes_of(pool, "env")
     assert outcome.value == 2.0
+
+
+@pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")
+async def test_a_function_may_write_beside_the_record_of_a_run_and_not_into_it(tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "ledger").write_text("true")
+    (tmp_path / "elsewhere").mkdir()
+    async with pool_of(tmp_path, timeout_s=30.0, record=tmp_path / "run") as pool:
+        texts = [f"write {tmp_path}/{name}" for name in ("run/ledger", "run/new", "elsewhere/new")]
+        forged, made, allowed = await outcomes_of(pool, *texts)
+    assert [one.detail.partition(":")[0] for one in (forged, made)] == ["PermissionError"] * 2
+    assert (tmp_path / "run" / "ledger").read_text() == "true"
+    assert allowed.value == 1.0
 
 
 async def test_an_async_function_is_called_for_many_at_once(tmp_path):
