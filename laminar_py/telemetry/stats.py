@@ -236,7 +236,7 @@ class Stats:
         values, self._terms = self._terms, {}
         return {name: math.fsum(given) / len(given) for name, given in values.items()}
 
-    def fleet(self, generated_tokens: int, *, cpu_use: float, cores: int) -> FleetRow:
+    def fleet(self, generated_tokens: int, *, cpu_use: float, own_cpu_use: float, cores: int) -> FleetRow:
         """Row of what the replicas do now, on a machine whose `cores` are busy to that share."""
         replicas = self.replicas
         return FleetRow(
@@ -248,6 +248,7 @@ class Stats:
             waiting=[replica.waiting for replica in replicas],
             kv_use=[round(replica.kv_use, 4) for replica in replicas],
             cpu_use=round(cpu_use, 4),
+            own_cpu_use=round(own_cpu_use, 4),
             cores=cores,
         )
 
