@@ -155,6 +155,7 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
     waiting: list[int]
     kv_use: list[float]
     cpu_use: float | None = None  # share of the cores that the controller may use, whoever keeps them busy
+    own_cpu_use: float | None = None  # of that the run's own processes
     cores: int = 0  # number of these; 0: not on record
 
 

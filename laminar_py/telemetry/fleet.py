@@ -1,13 +1,16 @@
 """`fleet.jsonl`: what replicas and cores do, once a second of the RL phase. Run by the controller."""
 
 import asyncio
+import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from laminar_py.ledger.row_files import append_row, open_rows
+from laminar_py.telemetry.memory import processes
 from laminar_py.telemetry.stats import Stats
 
 EVERY_S = 1.0
@@ -19,13 +22,35 @@ def cpu_use(cores: set[int]) -> float:
     return sum(busy) / (100 * max(1, len(busy)))
 
 
+class OwnCpu:
+    """CPU time of the controller and of all below it, from one call to the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, float], float] = {}  # seconds by process, which has a number and a start
+        self._since = time.monotonic()
+
+    def use(self, num_cores: int) -> float:
+        """Share of so many cores that the run's own processes kept busy since the call before."""
+        now, seen, used_s = time.monotonic(), dict[tuple[int, float], float](), 0.0
+        for process in processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # what it used since the last call is lost
+                times = process.cpu_times()
+                key = (process.pid, process.create_time())
+                seen[key] = times.user + times.system
+                used_s += seen[key] - self._seen.get(key, 0.0)
+        elapsed_s, self._since, self._seen = max(now - self._since, 1e-9), now, seen
+        return used_s / (elapsed_s * num_cores)
+
+
 async def watch_fleet(path: Path, stats: Stats, *, generated_tokens: Callable[[], int]) -> None:
     """Append a row for each second of RL until cancelled."""
-    cores = os.sched_getaffinity(0)
+    cores, own = os.sched_getaffinity(0), OwnCpu()
     with open_rows(path) as file:
         while True:
             await asyncio.sleep(EVERY_S)
             use = cpu_use(cores)  # also before RL, since each call counts from the one before
+            own_use = await asyncio.to_thread(own.use, len(cores))
             if stats.in_rl:
-                append_row(file, stats.fleet(generated_tokens(), cpu_use=use, cores=len(cores)))
+                row = stats.fleet(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=len(cores))
+                append_row(file, row)
                 file.flush()

@@ -227,8 +227,8 @@ class Stats:
             self._reward = math.fsum(rewards) / len(rewards)  # whatever came first
         return self._reward
 
-    def fleet(self, generated_tokens: int, *, cpu_use: float, cores: int) -> FleetRow:
-        """Row of what the replicas do now, on a machine whose `cores` are busy to that share."""
+    def fleet(self, generated_tokens: int, *, cpu_use: float, own_cpu_use: float, cores: int) -> FleetRow:
+        """Row of what the replicas do now, on a machine whose `cores` are busy to these shares."""
         replicas = self.replicas
         return FleetRow(
             rl_s=round(self.rl_s, 3),
@@ -239,6 +239,7 @@ class Stats:
             waiting=[replica.waiting for replica in replicas],
             kv_use=[round(replica.kv_use, 4) for replica in replicas],
             cpu_use=round(cpu_use, 4),
+            own_cpu_use=round(own_cpu_use, 4),
             cores=cores,
         )
 

@@ -2,12 +2,16 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+
+import psutil
 
 from laminar_py.analytics.read.samples import read_samples
 from laminar_py.ledger.row_files import append_row
 from laminar_py.records.clock import SystemClock
 from laminar_py.telemetry import fleet
-from laminar_py.telemetry.fleet import cpu_use, watch_fleet
+from laminar_py.telemetry.fleet import OwnCpu, cpu_use, watch_fleet
 from laminar_py.telemetry.stats import Stats, Totals
 
 
@@ -23,6 +27,20 @@ def test_cores_that_a_loop_fills_are_busy():
 def test_cores_that_the_run_may_not_use_do_not_count(monkeypatch):
     monkeypatch.setattr(fleet.psutil, "cpu_percent", lambda percpu: [100.0, 40.0, 60.0, 100.0])
     assert cpu_use({1, 2}) == 0.5
+
+
+def test_what_a_child_computes_is_the_runs_own_and_what_others_do_is_not():
+    own = OwnCpu()
+    own.use(1)
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        process, used_s = psutil.Process(child.pid), 0.0
+        while used_s < 0.3:
+            used_s = process.cpu_times().user
+        assert own.use(1) >= 0.05
+    finally:
+        child.kill()
+        child.wait()
 
 
 async def test_every_sample_has_the_use_of_the_cores(tmp_path, monkeypatch):
@@ -43,3 +61,4 @@ async def test_every_sample_has_the_use_of_the_cores(tmp_path, monkeypatch):
     await asyncio.wait([task])
     first = read_samples(tmp_path).fleet[0]
     assert (first.cpu_use, first.cores, first.generated_tokens) == (0.97, len(os.sched_getaffinity(0)), 7)
+    assert first.own_cpu_use is not None

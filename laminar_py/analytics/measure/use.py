@@ -14,11 +14,12 @@ FRESH = "0"  # bucket of tokens that the newest weights drew
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Means over samples, e.g. `Use(slots=0.31, kv=0.12, cpu=0.97, cores=2)`."""
+    """Means over samples, e.g. `Use(slots=0.31, kv=0.12, cpu=0.97, own_cpu=0.95, cores=2)`."""
 
     slots: float  # share of what the engines decode at a time
     kv: float  # share of their KV caches
     cpu: float  # share of the cores that the controller may use
+    own_cpu: float  # of that the run's own processes
     cores: int  # number of these; 0: not on record
 
 
@@ -41,11 +42,13 @@ def measure_use(fleet: Sequence[FleetRow], *, max_batch: int) -> Use | None:
     slots = [min(running / max_batch, 1.0) for row in fleet for running in row.running]
     kv = [use for row in fleet for use in row.kv_use]
     known = [row.cpu_use for row in fleet if row.cpu_use is not None and row.cores]
+    own = [row.own_cpu_use for row in fleet if row.own_cpu_use is not None and row.cores]
     return Use(
         slots=float(np.mean(slots)) if slots else 0.0,
         kv=float(np.mean(kv)) if kv else 0.0,
         cpu=float(np.mean(known)) if known else 0.0,
-        cores=max(row.cores for row in fleet),
+        own_cpu=float(np.mean(own)) if own else 0.0,
+        cores=max(row.cores for row in fleet) if own else 0,
     )
 
 

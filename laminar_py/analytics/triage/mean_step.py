@@ -118,9 +118,8 @@ def _cpu_s(config: RunConfig, use: Use | None, times: StageTimes, measured_s: fl
     """Seconds for which a step's work fills all cores; 0 where their use says nothing of the run's parts.
 
     Of a cluster's machines one is known. Servers on GPUs keep cores busy while they wait, so less than all cores
-    says nothing there. A part of what keeps cores busy goes on however long a step takes, and leaves the rest to
-    the step. Other programs are no work of the step either: replicas and ranks compute on one core each, scorers
-    on one at most, since they may wait, and a learner that updates offloaded weights on all at most.
+    says nothing there. A part of what the run's processes use goes on however long a step takes, and leaves the
+    rest of the cores to the step.
     """
     if use is None or not use.cores or config.cluster.address is not None:
         return 0.0
@@ -128,10 +127,9 @@ def _cpu_s(config: RunConfig, use: Use | None, times: StageTimes, measured_s: fl
         return use.cpu * measured_s if use.cpu >= CORES_FULL else 0.0
     ranks = use.cores if config.learner.offload else config.learner.world_size
     known_s = config.rollout.replicas * times.generation_s + ranks * times.learner_s + times.reference_s
-    used_s = use.cpu * use.cores * measured_s
+    used_s = use.own_cpu * use.cores * measured_s
     background = min(max(0.0, used_s - known_s) / measured_s, BACKGROUND) if measured_s else 0.0
-    work_s = min(used_s - background * measured_s, known_s + config.reward.workers * times.reward_s)
-    return work_s / (use.cores - background)
+    return (used_s - background * measured_s) / (use.cores - background)
 
 
 def _length_ratio(finished: Trajectories) -> float:

@@ -143,7 +143,7 @@ def test_the_first_remedy_is_a_key_of_the_config(wall, overrides, key):
     assert diagnosis(mean_step_of(**WALLS[wall]), *overrides).binding.remedies[0].key == key
 
 
-FULL = Use(slots=0.31, kv=0.12, cpu=0.98, cores=2)
+FULL = Use(slots=0.31, kv=0.12, cpu=0.98, own_cpu=0.98, cores=2)
 
 
 def on_full_cores(**times):

@@ -59,47 +59,42 @@ def test_a_run_without_whole_steps_has_no_mean_step():
 
 def test_slots_kv_and_cores_are_those_of_the_samples_after_the_warm_up():
     rows = tuple(make_step_row(step, float(step)) for step in range(1, FEW_STEPS + 1))
-    cold = msgspec.structs.replace(make_fleet_row(1.0, [64, 64], [1.0, 1.0]), cpu_use=0.1, cores=2)
-    warm = msgspec.structs.replace(make_fleet_row(5.0, [128, 0], [0.5, 0.0]), cpu_use=0.96, cores=2)
+    cold = msgspec.structs.replace(
+        make_fleet_row(1.0, [64, 64], [1.0, 1.0]), cpu_use=0.1, own_cpu_use=0.1, cores=2
+    )
+    warm = msgspec.structs.replace(
+        make_fleet_row(5.0, [128, 0], [0.5, 0.0]), cpu_use=0.98, own_cpu_use=0.96, cores=2
+    )
     samples = Samples(rows, (cold, warm), 8.0)
     found = mean_step_of(make_trajectories(1, epoch=1), steps=FEW_STEPS, samples=samples)
-    assert found.use == Use(slots=0.25, kv=0.25, cpu=0.96, cores=2)
+    assert found.use == Use(slots=0.25, kv=0.25, cpu=0.98, own_cpu=0.96, cores=2)
     assert found.cpu_s == pytest.approx(0.96)
     assert found.cores_full
 
 
-def test_cores_that_other_programs_fill_are_no_work_of_a_step_whose_parts_wait():
-    busy = msgspec.structs.replace(make_fleet_row(5.0, [8, 8], [0.1, 0.1]), cpu_use=1.0, cores=2)
-    seconds = {"generation_s": 0.2, "reward_s": 0.0, "reference_s": 0.0, "learner_s": 0.15}
-    columns = {name: np.array([value]) for name, value in seconds.items()}
-    found = mean_step_of(make_trajectories(1, epoch=1), samples=Samples((), (busy,), 8.0), **columns)
-    assert found.use.cpu == 1.0
-    assert found.cpu_s == pytest.approx((2 * 0.2 + 0.15) / (2 - BACKGROUND))
-    assert not found.cores_full
-
-
 @pytest.mark.parametrize(
-    ("cpu", "work_s"),
+    ("own", "work_s"),
     [
-        (0.2, 0.4),  # scorers wait: what two replicas and a learner compute, and nothing beside it
+        (0.2, 0.4),  # scorers wait, and other programs compute
         (0.3, 0.4),  # what goes on beside it leaves the rest of the cores to the step
         (0.7, 1.4 - BACKGROUND),  # scorers compute
-        (1.0, 0.4 + 1.0),  # another program computes too: one scorer is busy all the time, at most
     ],
 )
-def test_a_reward_that_waits_is_no_work_of_the_cores_and_one_that_computes_is(cpu, work_s):
-    row = msgspec.structs.replace(make_fleet_row(5.0, [8, 8], [0.1, 0.1]), cpu_use=cpu, cores=2)
+def test_a_step_fills_the_cores_with_what_its_own_processes_compute(own, work_s):
+    row = make_fleet_row(5.0, [8, 8], [0.1, 0.1])
+    row = msgspec.structs.replace(row, cpu_use=1.0, own_cpu_use=own, cores=2)
     seconds = {"generation_s": 0.1, "reward_s": 1.0, "reference_s": 0.0, "learner_s": 0.2}
     columns = {name: np.array([value]) for name, value in seconds.items()}
     found = mean_step_of(make_trajectories(1, epoch=1), samples=Samples((), (row,), 8.0), **columns)
-    background = min(2 * cpu - 0.4, BACKGROUND)
+    background = min(2 * own - 0.4, BACKGROUND)
     assert found.cpu_s == pytest.approx(work_s / (2 - background))
+    assert not found.cores_full
 
 
 def test_samples_of_an_older_release_say_nothing_of_the_cores():
     samples = Samples((), (make_fleet_row(5.0, [256, 0], [0.5, 0.0]),), 8.0)
     found = mean_step_of(make_trajectories(1, epoch=1), samples=samples)
-    assert found.use == Use(slots=0.5, kv=0.25, cpu=0.0, cores=0)
+    assert found.use == Use(slots=0.5, kv=0.25, cpu=0.0, own_cpu=0.0, cores=0)
     assert not found.cores_full
 
 
