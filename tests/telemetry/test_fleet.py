@@ -4,8 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-
-import psutil
+import time
 
 from laminar_py.analytics.read.samples import read_samples
 from laminar_py.ledger.row_files import append_row
@@ -29,18 +28,19 @@ def test_cores_that_the_run_may_not_use_do_not_count(monkeypatch):
     assert cpu_use({1, 2}) == 0.5
 
 
-def test_what_a_child_computes_is_the_runs_own_and_what_others_do_is_not():
+COMPUTE = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+
+
+def test_what_a_child_computes_is_the_runs_own():
     own = OwnCpu()
     own.use(1)
-    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        process, used_s = psutil.Process(child.pid), 0.0
-        while used_s < 0.3:
-            used_s = process.cpu_times().user
-        assert own.use(1) >= 0.05
-    finally:
+    began, before_s = time.monotonic(), time.process_time()
+    with subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()  # it has computed, and waits
+        share = own.use(1)
+        used_s = share * (time.monotonic() - began)
         child.kill()
-        child.wait()
+    assert used_s - (time.process_time() - before_s) > 0.3, "beside what this process computed"
 
 
 async def test_every_sample_has_the_use_of_the_cores(tmp_path, monkeypatch):
