@@ -91,6 +91,7 @@ def expected_bytes(model: Path, size: GpuStep) -> float:
             "steps": 1,
             "model": {"path": str(model)},
             "data": {"train": "prompts.jsonl"},
+            "reward": {"use": ["rewards.py:score"]},
             "cluster": {"learner_device": "cuda"},
             "packer": {"max_tokens": size.max_tokens},
             "learner": size.settings.model_dump(mode="json", exclude_unset=True),

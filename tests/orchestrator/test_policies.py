@@ -9,7 +9,14 @@ from laminar_py.orchestrator.policies import control_settings
 
 def settings_of(**sections):
     config = parse_config(
-        {"name": "t", "steps": 3, "model": {"path": "m"}, "data": {"train": "t.jsonl"}, **sections}
+        {
+            "name": "t",
+            "steps": 3,
+            "model": {"path": "m"},
+            "data": {"train": "t.jsonl"},
+            "reward": {"use": ["t.py:t"]},
+            **sections,
+        }
     )
     return control_settings(config, stop_ids=())
 

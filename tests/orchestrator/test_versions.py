@@ -149,7 +149,13 @@ class Stopped:
 async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(learner_link, "LearnerActor", Stopped)
     monkeypatch.setattr(learner_link, "WATCH_S", 0.1)
-    settings = {"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}}
+    settings = {
+        "name": "t",
+        "steps": 1,
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "reward": {"use": ["t.py:t"]},
+    }
     config = parse_config({**settings, "learner": {"world_size": 2}, "supervisor": {"heartbeat_timeout_s": 2.0}})
     with joined(FakeCluster(0)):
         placement = Placement(Needs(ranks=2, rank_gpus=0, replicas=1, replica_gpus=0), nodes)

@@ -16,7 +16,13 @@ def make_config(folder, *, deferred=False, keep=2):
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(SIZE)
     evaluation = {"every_steps": 2, "deferred": deferred}
-    settings = {"name": "t", "steps": 6, "model": {"path": str(folder)}, "data": {"train": "t"}}
+    settings = {
+        "name": "t",
+        "steps": 6,
+        "model": {"path": str(folder)},
+        "data": {"train": "t"},
+        "reward": {"use": ["t.py:t"]},
+    }
     return parse_config({**settings, "eval": evaluation, "relay": {"keep_versions": keep}})
 
 
@@ -56,7 +62,13 @@ def test_a_host_of_a_run_needs_what_the_plan_of_its_tree_says(tmp_path):
 
 
 def with_adapters(folder):
-    settings = {"name": "t", "steps": 6, "model": {"path": str(folder)}, "data": {"train": "t"}}
+    settings = {
+        "name": "t",
+        "steps": 6,
+        "model": {"path": str(folder)},
+        "data": {"train": "t"},
+        "reward": {"use": ["t.py:t"]},
+    }
     return parse_config({**settings, "learner": {"lora": {"rank": 4}}})
 
 

@@ -59,6 +59,21 @@ async def test_partial_credit_is_the_share_of_the_tests_that_pass(tmp_path):
     assert found.terms[0].text.startswith("test 2: error: AttributeError")
 
 
+async def test_a_program_that_keeps_state_between_calls_is_judged_by_fresh_runs(tmp_path):
+    counts = "seen = []\ndef f(x):\n    seen.append(x)\n    return 2 * x * len(seen)"
+    shares = "kept = [0]\ndef f(x):\n    kept[0] = 2 * x\n    return kept"
+    lists = {"fn_name": "f", "inputs": [[2], [5]], "outputs": [[4], [10]]}
+    requests = request_of(counts, FUNCTION), request_of(shares, lists, index=1)
+    assert [found.value for found in await scores_of(tmp_path, *requests)] == [1.0, 1.0]
+
+
+async def test_more_tests_than_are_tried_together_are_all_counted(tmp_path):
+    many = {"fn_name": "f", "inputs": [[x] for x in range(40)], "outputs": [2 * x for x in range(40)]}
+    program = "def f(x):\n    return 2 * x if x != 33 else 0"
+    (found,) = await scores_of(tmp_path, request_of(program, many), partial=True)
+    assert (found.value, found.terms[0].text) == (39 / 40, "test 34: returned 0, wanted 66")
+
+
 @pytest.mark.parametrize(
     ("program", "label"),
     [

@@ -41,7 +41,15 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
         process = ReplicaActor()
         process._weights = SimpleNamespace(attach=lambda relay: None)
         process._replica, process._task, process._listening = story.replica, story.task, story.task
-        process._config = parse_config({"name": "t", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}})
+        process._config = parse_config(
+            {
+                "name": "t",
+                "steps": 1,
+                "model": {"path": "m"},
+                "data": {"train": "t"},
+                "reward": {"use": ["t.py:t"]},
+            }
+        )
         broken = []
 
         async def collect():

@@ -43,7 +43,7 @@ def _quick_to_notice(monkeypatch):
 
 
 def make_relays(folder, placement):
-    settings = {"name": "t", "steps": 1, "data": {"train": "t"}}
+    settings = {"name": "t", "steps": 1, "data": {"train": "t"}, "reward": {"use": ["t.py:t"]}}
     config = parse_config({**settings, "model": {"path": str(folder)}, "relay": {"shm": str(folder)}})
     ledger = SimpleNamespace(append=lambda event: None)
     return Relays(make_incarnation(config=config, run=RunFolder(folder), placement=placement, ledger=ledger))

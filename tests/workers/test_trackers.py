@@ -82,6 +82,7 @@ SMALL = parse_config(
         "steps": 3,
         "model": {"path": "m"},
         "data": {"train": "t"},
+        "reward": {"use": ["t.py:t"]},
         "tracking": {"kinds": ["tensorboard"]},
     }
 )

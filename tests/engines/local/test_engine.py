@@ -412,7 +412,13 @@ def test_a_model_it_cannot_compute_is_refused_by_name(folders, tmp_path, changes
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ValueError, match=rf"model\.path={tmp_path}.*{message}"):
         LocalEngine(tmp_path, **ROOM)
-    settings = {"name": "t", "steps": 1, "model": {"path": str(tmp_path)}, "data": {"train": "t.jsonl"}}
+    settings = {
+        "name": "t",
+        "steps": 1,
+        "model": {"path": str(tmp_path)},
+        "data": {"train": "t.jsonl"},
+        "reward": {"use": ["t.py:t"]},
+    }
     with pytest.raises(ConfigError, match=message):  # before a run starts too
         LOCAL.check_start(parse_config(settings))
 
