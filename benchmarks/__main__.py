@@ -88,6 +88,16 @@ BENCHMARKS: Catalog = {
             ),
         },
     ),
+    "reward": Benchmark(
+        help="Verdicts of the term `math` beside its library's. Takes ten seconds.",
+        example="--json",
+        measurements={
+            "pairs": Measurement(
+                "benchmarks.reward.pairs:rows",
+                "math_right_unseen math_mistaken_unseen math_library_right_unseen math_library_mistaken_unseen",
+            )
+        },
+    ),
 }
 
 app = typer.Typer(

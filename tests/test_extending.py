@@ -1,5 +1,6 @@
 """docs/extending.md: each of its examples is installed as it stands there, and trains."""
 
+import os
 import re
 import shlex
 import tomllib
@@ -46,17 +47,21 @@ def test_an_example_is_short(title):
     assert sum(bool(line.strip()) for text in texts for line in text.splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("titles", [["A reward"], ["An algorithm", "A backend", "A planner"]], ids=" and ".join)
+@pytest.mark.parametrize(
+    "titles", [["A reward", "A kind of reward"], ["An algorithm", "A backend", "A planner"]], ids=" and ".join
+)
 def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     settings, configs = ["relay.nodes=1", "steps=2", "learner.checkpoint_every=10", "eval.every_steps=10"], set()
+    files: list[str] = []
     for title in titles:
-        files = install(title, tmp_path)
+        files += install(title, tmp_path)
         (command,) = blocks(title, "console")
         laminar, train, config, *chosen = shlex.split(command)
         assert (laminar, train) == ("laminar", "train")
         configs.add(config)
-        for name in files:  # a setting may name a file of the example
+        for name in files:  # a setting may name a file of the example, or of the one that it goes on from
             chosen = [setting.replace(name, str(tmp_path / name)) for setting in chosen]
         settings += chosen
     (config,) = configs
@@ -67,4 +72,4 @@ def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, mon
 
 
 def test_every_example_trains():
-    assert list(EXAMPLES) == ["A reward", "An algorithm", "A backend", "A planner"]
+    assert list(EXAMPLES) == ["A reward", "A kind of reward", "An algorithm", "A backend", "A planner"]

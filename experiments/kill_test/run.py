@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -142,7 +143,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def campaign(
-    run: Run, victims: list[str], kills: int, pause_s: float, rng: random.Random, *, over_checkpoints: bool
+    run: Run, victims: list[str], kills: int, pause_s: float, rng: random.Random, *, over_checkpoints: bool = False
 ) -> dict[str, int]:
     """Kill so many times, `pause_s` or more apart; every kind of victim comes before any comes again.
 
@@ -179,38 +180,49 @@ def handover_rows(found: list[Handover]) -> list[Row]:
     ]
 
 
-def main() -> None:
-    """Kill, resume, prove."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
-    parser.add_argument("--only", nargs="+", default=list(VICTIMS), metavar="VICTIM", help="who is killed")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each kill, for revivals to end")
-    parser.add_argument("--over-checkpoints", action="store_true", help="kill while a checkpoint is being written")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("settings", nargs="*", help="key=value for laminar train")
-    args = parser.parse_args()
-    run = Run(args.config, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
-    rng, over = random.Random(args.seed), args.over_checkpoints
-    done = campaign(run, args.only, args.kills, args.pause, rng, over_checkpoints=over)
-    check(run.finish() == 0, "the last incarnation did not finish")
-    findings = verify(run.folder)
+def proof(run: Run, done: dict[str, int]) -> tuple[list[Row], bool]:
+    """Rows on a run that has ended, and whether every law holds and the accounting closes."""
+    findings, account = verify(run.folder), accounting(run.folder)
     for finding in findings:
         print(finding, file=sys.stderr)
-    account, summary = accounting(run.folder), read_run(run.folder).summary
-    accuracy = summary.accuracy_end or 0.0
     conditions = ", ".join(f"{count} x {victim}" for victim, count in done.items())
     rows = [
         Row("kills", sum(done.values()), "processes or process trees", conditions),
         Row("laws_broken", len(findings), "findings", "laminar audit verify"),
         Row("accounting_closes", float(account.balanced), "1 is yes", str(account.train)),
-        Row("accuracy_end", accuracy, "share of 300", f"{summary.steps} steps, {summary.rl_seconds:.0f} s of RL"),
     ]
-    rows += handover_rows(handovers(run.folder))
-    show("kill_test", rows, as_json=args.json)
-    check(not findings and account.balanced and accuracy >= TARGET, "see the table")
+    return rows + handover_rows(handovers(run.folder)), not findings and account.balanced
+
+
+def make_parser(about: str | None, *, victims: Sequence[str], steps: int) -> argparse.ArgumentParser:
+    """Parser of what every kill test takes."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--only", nargs="+", default=list(victims), metavar="VICTIM", help="who is killed")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each kill, for revivals to end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("settings", nargs="*", help="key=value for laminar train")
+    return parser
+
+
+def main() -> None:
+    """Kill, resume, prove."""
+    parser = make_parser(__doc__, victims=VICTIMS, steps=160)
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--over-checkpoints", action="store_true", help="kill while a checkpoint is being written")
+    args = parser.parse_args()
+    run = Run(args.config, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
+    rng, over = random.Random(args.seed), args.over_checkpoints
+    done = campaign(run, args.only, args.kills, args.pause, rng, over_checkpoints=over)
+    check(run.finish() == 0, "the last incarnation did not finish")
+    rows, holds = proof(run, done)
+    summary = read_run(run.folder).summary
+    accuracy = summary.accuracy_end or 0.0
+    spent = f"{summary.steps} steps, {summary.rl_seconds:.0f} s of RL"
+    show("kill_test", [*rows, Row("accuracy_end", accuracy, "share of 300", spent)], as_json=args.json)
+    check(holds and accuracy >= TARGET, "see the table")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.audit.stored import stored_responses
+from laminar_py.config.reward import RewardConfig
 from laminar_py.ledger.database import LedgerError, reading
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason
 
 NOT_SCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
-NEAR = 1e-6  # of its size, by which two rewards may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,18 @@ class RecordedScore:
     request: ScoringRequest
     reward: float | None
 
-    def difference(self, score: Score) -> str | None:
-        """Line on a reward that is another today, e.g. `g3.1: 1 on record, 0 now`; None where they agree."""
-        if self.reward is None or score.value is None:
-            same = self.reward is None and score.value is None
-        else:
-            same = abs(self.reward - score.value) <= NEAR * max(1.0, abs(self.reward))
-        if same:
+    def difference(self, score: Score, reward: RewardConfig) -> str | None:
+        """Line on a reward that is another today, e.g. `g3.1: 1 on record, 0 now`; None where they agree.
+
+        Where there was none there may be one today: a server was away, or a call was too slow.
+        """
+        if self.reward is None:
             return None
-        before = "no value" if self.reward is None else f"{self.reward:g}"
+        rounding = max(term.rounding for term in reward.of_task(self.request.task)) * max(1.0, abs(self.reward))
+        if score.value is not None and abs(self.reward - score.value) <= rounding:
+            return None
         now = f"no value ({score.detail})" if score.value is None else f"{score.value:g}"
-        return f"{score.trajectory_id}: {before} on record, {now} now"
+        return f"{score.trajectory_id}: {self.reward:g} on record, {now} now"
 
 
 def recorded_scores(run: Path) -> Iterator[RecordedScore]:

@@ -75,6 +75,28 @@ BENCHMARKS: Catalog = {
             ),
         },
     ),
+    "reward": Benchmark(
+        help="Programs a second in a sandbox, verifications a second beside some that hang. Takes minutes.",
+        example="--only sandbox --json",
+        options=[
+            option(
+                "programs", Annotated[int, typer.Option(min=5, help="Number to run in the strongest tier")], 10_000
+            ),
+            option("verifications", Annotated[int, typer.Option(min=2, help="One in a hundred hangs")], 10_000),
+        ],
+        measurements={
+            "sandbox": Measurement(
+                "laminar_py.bench.reward.sandbox:strongest_rows", "sandbox_runs_per_s sandbox_warm_ms"
+            ),
+            "sandbox_landlock": Measurement(
+                "laminar_py.bench.reward.sandbox:landlock_rows", "sandbox_runs_per_s_landlock"
+            ),
+            "sandbox_none": Measurement("laminar_py.bench.reward.sandbox:none_rows", "sandbox_runs_per_s_none"),
+            "math": Measurement(
+                "laminar_py.bench.reward.mathematics:rows", "math_verifications_per_s math_p95_ms"
+            ),
+        },
+    ),
     "ledger": Benchmark(
         help="Cost of recording, size on disk, and cost of reading it back. Takes about a minute.",
         example="--trajectories 1000000 --json",

@@ -7,7 +7,7 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +18,7 @@ from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
+    from laminar_py.config.reward import RewardConfig
     from laminar_py.config.run import RunConfig
     from laminar_py.records.scoring import Score, ScoringRequest
 
@@ -62,11 +63,6 @@ def try_samples(
         )
         for row, line, text in read_jsonl(source, SampleLine)
     ]
-    for sample in made:
-        if not settings.reward.of_task(sample.request.task):
-            raise ConfigError(
-                f"{sample.place}: task {sample.request.task!r} has no reward; add it to reward.by_task"
-            )
     wanted = {sample.place: sample for sample in made}
     _judge(
         settings,
@@ -92,7 +88,34 @@ def rescore(
             known[recorded.request.trajectory_id] = recorded
             yield recorded.request
 
-    _judge(settings, requests(), lambda score: known.pop(score.trajectory_id).difference(score), failures=False)
+    _judge(
+        settings,
+        requests(),
+        lambda score: known.pop(score.trajectory_id).difference(score, settings.reward),
+        failures=False,
+    )
+
+
+def _checked(reward: "RewardConfig", requests: Iterable["ScoringRequest"]) -> Iterator["ScoringRequest"]:
+    """Requests whose problems have what their reward needs; the first other one is a `ConfigError`."""
+    from laminar_py.preflight.rewards import check_problem
+    from laminar_py.records.trajectory import Prompt
+
+    for request in requests:
+        place = request.trajectory_id
+        if not reward.of_task(request.task):
+            raise ConfigError(f"{place}: task {request.task!r} has no reward; add it to reward.by_task")
+        problem = Prompt(
+            id=place,
+            index=0,
+            text=request.prompt,
+            ids=request.prompt_ids,
+            answer=request.answer,
+            task=request.task,
+            fields_json=request.fields_json,
+        )
+        check_problem(reward, problem, place=place)
+        yield request
 
 
 def _judge(
@@ -103,40 +126,55 @@ def _judge(
     failures: bool = True,
 ) -> None:
     """Have all scored and print what came out; exit code 1 where something failed or differs."""
+    from laminar_py.preflight.rewards import check_answers
+
+    check_answers(settings.reward)
     scores: list[Score] = []
     lines: list[str] = []
-    began = time.perf_counter()
+    elapsed_s = 0.0
 
     async def work() -> None:
+        nonlocal elapsed_s
+        from laminar_py.cli.pools import open_pools
         from laminar_py.data.tokenizer import load_tokenizer
         from laminar_py.reward.samples import score_all
         from laminar_py.reward.scorer import Scorer
 
         decode, columns = load_tokenizer(settings.model.path).decode, settings.algorithm.scored_columns
         with tempfile.TemporaryDirectory(prefix="laminar-") as folder:
-            async with Scorer(
-                settings.reward,
-                sandbox=settings.sandbox,
-                columns=columns,
-                decode=decode,
-                folder=Path(folder),
-                name="reward",
-            ) as scorer:
-                async for score in score_all(scorer, requests):
+            async with (
+                open_pools(settings.reward, Path(folder)) as launched,
+                Scorer(
+                    settings.reward,
+                    sandbox=settings.sandbox,
+                    columns=columns,
+                    decode=decode,
+                    folder=Path(folder),
+                    name="reward",
+                    launched=launched,
+                ) as scorer,
+            ):
+                began = time.perf_counter()
+                async for score in score_all(scorer, _checked(settings.reward, requests)):
                     scores.append(score)
                     if (line := differs(score)) is not None:
                         lines.append(line)
+                elapsed_s = time.perf_counter() - began
 
     asyncio.run(work())
-    _print_scores(scores, time.perf_counter() - began)
+    _print_scores(scores, elapsed_s)
     failed = [f"{score.trajectory_id}: {score.failure}: {score.detail}" for score in scores if score.failure]
-    for kind, found in (("failed", failed if failures else []), ("differ", lines)):
-        for line in found[:PRINTED]:
-            say(f"{kind}: {line}", style="red")
-        if len(found) > PRINTED:
-            say(f"and {len(found) - PRINTED} more {kind}")
+    _print_lines("failed", failed if failures else [])
+    _print_lines("differ", lines)
     if lines or (failures and failed):
         raise typer.Exit(1)
+
+
+def _print_lines(kind: str, lines: list[str]) -> None:
+    for line in lines[:PRINTED]:
+        say(f"{kind}: {line}", style="red")
+    if len(lines) > PRINTED:
+        say(f"and {len(lines) - PRINTED} more {kind}")
 
 
 def _print_scores(scores: list["Score"], elapsed_s: float) -> None:

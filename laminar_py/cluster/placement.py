@@ -1,8 +1,8 @@
 """Places of a run's parts: which Ray node, and how many of its GPUs. Nodes are looked at in a thread.
 
-Asked by the owners of the parts (relays, replicas, learner, reference, scorers) when they start one, and by
-`laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is beside
-learner rank 0, and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own
+Asked by the owners of the parts (relays, replicas, learner, reference, servers, scorers) when they start one, and
+by `laminar doctor`. Invariant: no GPU is promised twice, the GPUs of a part are on one node, the root relay is
+beside learner rank 0, and every host with replicas has a relay. Which of its node's GPUs a part gets is Ray's own
 accounting: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing where it has none.
 """
 
@@ -58,6 +58,7 @@ class Needs:
         str, ...
     ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
     reference: bool = False  # a process with as many GPUs as a rank
+    servers: tuple[tuple[str, int], ...] = ()  # that terms of the reward ask: pool, GPUs on one node
     placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
 
     @classmethod
@@ -74,7 +75,20 @@ class Needs:
             hosts=engine.hosts,
             placed_by=engine.placed_by,
             reference=config.algorithm.refers_in_stage,
+            servers=tuple((pool, config.reward.servers[pool].gpus) for pool, _ in config.reward.launched),
         )
+
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of all servers of the reward."""
+        return sum(gpus for _, gpus in self.servers)
+
+    @property
+    def before_replicas(self) -> str:
+        """Words on GPUs of what has a place first, e.g. "the learner's 4 and the reference's 1"."""
+        reference = f" and the reference's {self.rank_gpus}" if self.reference else ""
+        servers = f" and reward.servers' {self.server_gpus}" if self.server_gpus else ""
+        return f"the learner's {self.ranks * self.rank_gpus}{reference}{servers}"
 
 
 def learner_device(config: RunConfig) -> Device:
@@ -83,22 +97,23 @@ def learner_device(config: RunConfig) -> Device:
     return config.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Every part's place; relay 0 is the root.
 
-    None: after a death, a replica that has no room, and a relay that nobody needs.
+    None: after a death, a replica or a server that has no room, and a relay that nobody needs.
     """
 
     learner: tuple[Place, ...]  # [ranks]
     replicas: tuple[Place | None, ...]  # [replicas]
     relays: tuple[str | None, ...]  # [relay nodes] Ray node of each
     reference: Place | None = None  # where it is a stage
+    servers: tuple[Place | None, ...] = ()  # as in `Needs.servers`
 
     @property
     def nodes(self) -> frozenset[str]:
         """Ray nodes in use."""
-        parts = (*self.learner, *self.replicas, self.reference)
+        parts = (*self.learner, *self.replicas, *self.servers, self.reference)
         places = (place.node for place in parts if place is not None)
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
@@ -115,15 +130,17 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     """Places for all parts on `nodes`, the controller's among them.
 
     `keep` is a plan of which some nodes have died: what lives stays where it is, and replicas for which there is
-    no room any more have no place. The learner's ranks live and die together. Raises `ConfigError` if there is not
-    enough of something.
+    no room any more have no place, nor servers of which another of the pool has one. The learner's ranks live and
+    die together. Raises `ConfigError` if there is not enough of something.
     """
     alive = {node.id for node in nodes}
     free = Counter({node.id: node.gpus for node in nodes})
     lived = enumerate(keep.replicas if keep else ())
     replicas = {i: place for i, place in lived if place is not None and place.node in alive}
     reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
-    _take(free, [*replicas.values(), reference])
+    servers = [place if place and place.node in alive else None for place in keep.servers] if keep else []
+    servers = servers or [None for _ in needs.servers]
+    _take(free, [*replicas.values(), *servers, reference])
     learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
     if learner is None:
         occupied = {place.node for place in replicas.values()} if not needs.shared_nodes else set()
@@ -132,6 +149,10 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     if needs.reference and reference is None:
         reference = _place_reference(needs, nodes, free, learner)
         _take(free, [reference])
+    for index, place in enumerate(servers):
+        if place is None:
+            servers[index] = _place_server(needs, index, nodes, free, (*learner, *servers), first=keep is None)
+            _take(free, [servers[index]])
     apart = {place.node for place in learner} if not needs.shared_nodes else set()
     pool = [node for node in nodes if node.id not in apart]
     for index in range(needs.replicas):
@@ -145,7 +166,13 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
                 continue
             _take(free, [replicas[index]])
     placed = tuple(replicas.get(index) for index in range(needs.replicas))
-    return Plan(learner, placed, _place_relays(needs, learner, placed, alive, keep), reference)
+    return Plan(
+        learner=learner,
+        replicas=placed,
+        relays=_place_relays(needs, learner, placed, alive, keep),
+        reference=reference,
+        servers=tuple(servers),
+    )
 
 
 def _take(free: Counter[str], places: Iterable[Place | None]) -> None:
@@ -185,20 +212,61 @@ def _place_reference(
     """Place the reference where it costs no replica, where that is possible, and then beside the learner."""
     if not needs.rank_gpus:
         return Place(learner[0].node)
-    beside, size = {place.node for place in learner}, needs.replica_gpus
-
-    def cost(node: Node) -> tuple[bool, bool, int]:
-        """Rank a node: is a replica lost there, is it not the learner's, how many GPUs are free."""
-        serves = size > 0 and (needs.shared_nodes or node.id not in beside)
-        return (serves and free[node.id] % size == 0, node.id not in beside, free[node.id])
-
     room = [node for node in nodes if free[node.id]]
     if not room:
         raise ConfigError(
             f"algorithm.reference_pass=stage: needs a GPU beside the learner's {needs.ranks}, and none is left;"
             " set it to learner, lower learner.world_size, or join a cluster with more (cluster.address)"
         )
-    return Place(min(room, key=cost).id, needs.rank_gpus)
+    return Place(_cheapest(needs, needs.rank_gpus, room, free, learner).id, needs.rank_gpus)
+
+
+def _cheapest(
+    needs: Needs, gpus: int, room: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
+) -> Node:
+    """The node on which so many GPUs cost the fewest replicas, then one of the learner's, then the fullest."""
+    beside, size = {place.node for place in learner}, needs.replica_gpus
+
+    def cost(node: Node) -> tuple[int, bool, int]:
+        """Rank a node: replicas lost there, is it not the learner's, how many GPUs are free."""
+        serves = size > 0 and (needs.shared_nodes or node.id not in beside)
+        lost = free[node.id] // size - (free[node.id] - gpus) // size if serves else 0
+        return (lost, node.id not in beside, free[node.id])
+
+    return min(room, key=cost)
+
+
+def _place_server(
+    needs: Needs,
+    index: int,
+    nodes: Sequence[Node],
+    free: Mapping[str, int],
+    residents: Sequence[Place | None],
+    *,
+    first: bool,
+) -> Place | None:
+    """Servers with GPUs are where they cost the fewest replicas, others over all nodes by their CPUs.
+
+    None where there is no room, unless that is in the first plan or leaves no server of the pool.
+    """
+    pool, gpus = needs.servers[index]
+    room = [node for node in nodes if free[node.id] >= gpus]
+    if room and gpus:
+        learner = [place for place in residents[: needs.ranks] if place is not None]
+        return Place(_cheapest(needs, gpus, room, free, learner).id, gpus)
+    there = Counter(place.node for place in residents if place is not None)
+    if room:
+        return Place(min(room, key=lambda node: (there[node.id] + 1) / max(1, node.cpus)).id)
+    others = zip(needs.servers, residents[needs.ranks :], strict=True)
+    if not first and any(other == pool and place is not None for (other, _), place in others):
+        return None
+    most = max(free[node.id] for node in nodes)
+    reference = " and the reference's" if needs.reference else ""
+    raise ConfigError(
+        f"reward.servers.{pool}.gpus={gpus}: each of its servers needs {gpus} GPUs of one node, and no node has"
+        f" more than {most} left beside the learner's {needs.ranks * needs.rank_gpus}{reference} and those of"
+        " other servers; lower gpus, count or learner.world_size, or join a cluster with more (cluster.address)"
+    )
 
 
 def _place_replica(
@@ -219,12 +287,10 @@ def _place_replica(
     if fitting:
         return Place(max(fitting, key=lambda node: (residents[node.id] > 0, free[node.id] // size)).id, size)
     most = max(free[node.id] for node in pool)
-    beside = f" and the reference's {needs.rank_gpus}" if needs.reference else ""
     raise ConfigError(
         f"rollout.replicas={needs.replicas}: there is room for {residents.total() - needs.ranks}; each needs"
         f" {size} GPUs of one node ({needs.placed_by}), and no node has more than {most} left beside"
-        f" the learner's {needs.ranks * needs.rank_gpus}{beside}; lower one of these, or join a cluster with more"
-        " (cluster.address)"
+        f" {needs.before_replicas}; lower one of these, or join a cluster with more (cluster.address)"
     )
 
 
@@ -295,7 +361,7 @@ class Placement:
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
         dead = self.plan.nodes - set(alive)
-        if not dead and None not in self.plan.replicas:
+        if not dead and None not in (*self.plan.replicas, *self.plan.servers):
             return
         self._known = alive | {id: node for id, node in self._known.items() if id in alive}
         before = self.plan

@@ -5,18 +5,20 @@ an installed package as `laminar_py.rewards`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, TypeAlias
+from typing import Annotated, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
+from laminar_py.config.servers import PoolName, ServerPoolConfig
 from laminar_py.records.codec import IntArray
+from laminar_py.records.servers import ServerAddress
 from laminar_py.records.trajectory import Prompt
 
 FUNCTION = "function"
@@ -44,8 +46,23 @@ class TermConfig(Section):
         return None
 
     @property
+    def pool(self) -> str | None:
+        """Pool of `reward.servers` that it asks; None where it asks none."""
+        return None
+
+    @property
     def gives_columns(self) -> bool:
         """True where it may return columns beside its value."""
+        return False
+
+    @property
+    def rounding(self) -> float:
+        """Difference up to which a reward with it is the same, computed again: of its size, or of 1."""
+        return 1e-6
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True where a scorer serves it as a `ForesightedReward`."""
         return False
 
     @property
@@ -101,6 +118,16 @@ class ServedReward(Protocol):
         ...
 
 
+@runtime_checkable
+class ForesightedReward(ServedReward, Protocol):
+    """Served reward that works ahead on responses that still generate."""
+
+    async def look_ahead(self, response: Any) -> None:
+        """Work on a `PartialResponse`, perhaps not the last of its trajectory; the value must not depend on it.
+        It may raise what a call may, and be cancelled."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeContext:
     """Place of a scorer, for a term that it serves itself."""
@@ -110,6 +137,7 @@ class ServeContext:
     env: Mapping[str, str]  # the variables that `reward.env` names
     sandbox: SandboxConfig
     decode: Callable[[IntArray], str]  # text of token ids
+    addresses: Callable[[str], Awaitable[Sequence[ServerAddress]]]  # of a pool's servers, once any is up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +207,8 @@ class RewardConfig(Section):
     A kind without settings stands for itself, a function of your own for its path: `[rewards.py:score]`."""
     by_task: dict[str, tuple[AnyTerm, ...]] = {}  # noqa: RUF012 - pydantic copies it
     """Terms of the problems of a task, in place of `use`, e.g. `{code: [rewards.py:run_tests]}`."""
+    servers: dict[PoolName, ServerPoolConfig] = {}  # noqa: RUF012 - pydantic copies it
+    """Servers that the run launches for terms, by a name of yours."""
     workers: Count = 1
     """Scoring processes."""
     timeout_s: Seconds = 10.0
@@ -201,6 +231,11 @@ class RewardConfig(Section):
         """Names of all terms, as complaints have them."""
         return ", ".join(dict.fromkeys(term.title for term in self.terms))
 
+    @property
+    def launched(self) -> tuple[tuple[str, int], ...]:
+        """Servers that the run launches: pool, and number in it."""
+        return tuple((pool, index) for pool, settings in self.servers.items() for index in range(settings.count))
+
     def of_task(self, task: str) -> tuple[TermConfig, ...]:
         """Terms of a problem's reward; none where the config has none for its task."""
         return self.by_task.get(task, self.use)
@@ -222,7 +257,20 @@ class RewardConfig(Section):
             for place, term in enumerate(terms):
                 if term.asked_unless is not None and term.asked_unless not in names[:place]:
                     raise ConfigError(f"{field}: {term.title} has unless={term.asked_unless}, no term before it")
+        self._check_pools()
         return self
+
+    def _check_pools(self) -> None:
+        asked = {term.pool: term.title for term in self.terms if term.pool is not None}
+        for pool, title in asked.items():
+            if pool not in self.servers:
+                known = ", ".join(self.servers) or "no pool"
+                raise ConfigError(f"servers={pool} of {title}: reward.servers has {known}; add it there")
+        for pool in self.servers:
+            if pool not in asked:
+                raise ConfigError(
+                    f"reward.servers.{pool}: no term asks it; name it in one as `servers`, or leave it out"
+                )
 
 
 def check_tasks(reward: RewardConfig, tasks: Mapping[str, str]) -> None:
@@ -234,7 +282,7 @@ def check_tasks(reward: RewardConfig, tasks: Mapping[str, str]) -> None:
     for task in reward.by_task:
         if task not in tasks:
             raise ConfigError(
-                f"reward.by_task.{task}: no problem has this task; data.train and data.heldout have {known}"
+                f"reward.by_task.{task}: no problem has this task; name one of these, or leave it out: {known}"
             )
     for task, place in tasks.items():
         if not reward.of_task(task):

@@ -39,12 +39,13 @@ def read_sizes(model_dir: Path) -> ModelSizes:
         raise ConfigError(f"model.path={model_dir}: config.json is of no use ({error}); {remedy}") from None
 
 
-def served_dtype(model_dir: Path) -> str:
-    """The dtype that weights are published and served in: the model's own, float32 where it names none."""
+def served_dtype(model_dir: Path, *, field: str = "model.path") -> str:
+    """The dtype that weights are published and served in: the model's own, float32 where it names none.
+
+    `field` is the setting with the folder. Raises `ConfigError` for a dtype that nobody serves.
+    """
     config = json.loads((model_dir / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in DTYPES:
-        raise ConfigError(
-            f"model.path={model_dir}: config.json has dtype {name!r}; name one of {', '.join(DTYPES)}"
-        )
+        raise ConfigError(f"{field}={model_dir}: config.json has dtype {name!r}; name one of {', '.join(DTYPES)}")
     return str(name)

@@ -239,7 +239,7 @@ class Controller:
         await self._incarnation.ledger.commit()
 
     async def _close(self, summary: Summary | None) -> None:
-        """End checkpoints, ledger and trackers, whatever happened; a run with a summary is sealed."""
+        """End checkpoints, ledger, trackers and scorers, whatever happened; a run with a summary is sealed."""
         try:
             await self._trainer.close()
             await self._incarnation.ledger.close()
@@ -247,6 +247,7 @@ class Controller:
                 await asyncio.to_thread(self._seal)
         finally:
             await self._trackers.close(summary)
+            await self._scoring.close()
 
     def _seal(self) -> None:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.orchestrator.foresight import Foresight
 from laminar_py.orchestrator.policies import max_scored
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import Prompt, Trajectory
@@ -18,14 +19,16 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.reward.trial import trials
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.scorers import Scorers
+from laminar_py.workers.servers import RewardServers
 
 log = logging.getLogger(__name__)
 
 OUTAGE_REST_S = 5.0  # of a scorer between responses in an outage
+LOOK_S = 1.0  # between two looks at what still generates
 
 
 class Scoring:
-    """Scoring stage and its processes.
+    """Scoring stage, its processes, and the servers that they ask where the run launches some.
 
     `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. In an outage
     each scorer tries one response, which is dropped where that fails, and rests; all others wait, and the first
@@ -43,10 +46,12 @@ class Scoring:
         config, inputs = incarnation.config, incarnation.inputs
         self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step)
         self._scorers = Scorers(incarnation)
+        self._servers = RewardServers(incarnation, tell=self._scorers.tell)
         self._scheduler = scheduler
         self._stats = incarnation.stats
         self._clock = incarnation.clock
         self._reward = config.reward
+        self._foresight = Foresight(config.reward)
         self._most = max_scored(incarnation) + 1  # and a trial
         self._say = say
         self._end = end
@@ -59,6 +64,7 @@ class Scoring:
     def spawn(self) -> None:
         """Start the processes; `start` starts what runs in them."""
         self._scorers.spawn()
+        self._servers.spawn()
 
     async def start(self) -> None:
         """Bring the processes up, and have the reward tried. Raises ConfigError where it cannot be loaded."""
@@ -73,8 +79,16 @@ class Scoring:
         self._try_next()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
-        await self._ready.run()
+        """Serve until cancelled; scorers wait for servers that start. Raises RunFailedError if one never does."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._ready.run(), name="scoring-stage")
+            tasks.create_task(self._servers.keep(), name="keep-reward-servers")
+            if self._foresight.is_wanted:
+                tasks.create_task(self._look_ahead(), name="look-ahead")
+
+    async def close(self) -> None:
+        """End what scorers hold."""
+        await self._scorers.close()
 
     def submit(self, trajectory: Trajectory, prompt: Prompt) -> None:
         """Take it up as soon as a scorer is free."""
@@ -92,6 +106,12 @@ class Scoring:
                 fields_json=prompt.fields_json,
             )
         )
+
+    async def _look_ahead(self) -> None:
+        """Show scorers what still generates, a little now and then."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._ready.look_ahead(self._foresight.choose(self._scheduler.book.live))
 
     @property
     def waits(self) -> str:

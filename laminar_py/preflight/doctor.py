@@ -78,11 +78,11 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
         except ConfigError as error:
             if not any(line.startswith(str(error)) for line in found):
                 found.append(str(error))
-        rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(placement.plan)]
+        rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(needs, placement.plan)]
     return Fit(nodes=seen, memory=memory, rows=rows, warnings=_warnings(needs, seen), faults=found)
 
 
-def _rows(plan: Plan) -> list[tuple[str, str, str]]:
+def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
     """(parts, node, GPUs) with neighbours of a kind on one node as one row."""
     places = {
         "learner": [(place.node, place.gpus) for place in plan.learner],
@@ -90,6 +90,9 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
         "replica": [(place.node, place.gpus) for place in plan.replicas if place is not None],
         "relay": [(node, 0) for node in plan.relays],
     }
+    for (pool, gpus), place in zip(needs.servers, plan.servers, strict=True):
+        assert place is not None, "a first plan has no gaps"
+        places.setdefault(f"server-{pool}", []).append((place.node, gpus))
     rows = []
     for kind, parts in places.items():
         for (node, gpus), group in groupby(enumerate(parts), key=lambda part: part[1]):
@@ -102,7 +105,9 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
     learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
-    idle = sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus
+    idle = (
+        sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus - needs.server_gpus
+    )
     lines = []
     if learner > rollout > 0:
         lines.append(

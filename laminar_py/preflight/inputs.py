@@ -23,6 +23,7 @@ from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import PromptStream, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.preflight.rewards import check_rewards
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
@@ -73,6 +74,8 @@ def check(config: RunConfig) -> Inputs:
     check_rewards(config.reward, problems, sandbox=config.sandbox if config.cluster.address is None else None)
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.survey` looks at the nodes themselves
+        for pool in config.reward.servers:
+            check_pool(config.reward, pool)
         _check_shared_memory(config)
         _check_ports(config)
     return Inputs(tokenizer, PromptStream(train, seed=config.seed), heldout)

@@ -1,4 +1,4 @@
-"""Looks at the rewards of a run before it starts: every task has one, and every function can be loaded.
+"""Looks at the rewards of a run before it starts: every task has one, functions can be loaded, servers answer.
 
 Functions are loaded in processes of their own, as scorers do, so that none of a user's code runs in the
 controller.
@@ -7,7 +7,11 @@ controller.
 import asyncio
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, build_opener
 
 from laminar_py.config.reward import FUNCTION, REWARDS, RewardConfig, TermConfig, check_tasks
 from laminar_py.config.sandbox import SandboxConfig
@@ -15,8 +19,11 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.jsonl import JsonlFile
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.calls.pool import CallPool
+from laminar_py.reward.servers import AskingTerm
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
+
+ANSWER_S = 5.0  # for a server to say anything
 
 
 def check_rewards(
@@ -24,7 +31,8 @@ def check_rewards(
 ) -> None:
     """Refuse a reward that cannot be given; `problems` are those of each file. Raises `ConfigError`.
 
-    `sandbox` is what programs of the model would run in here; None where scorers run elsewhere.
+    `sandbox` is what programs of the model would run in here; None where scorers run elsewhere, which is also
+    where servers of judges have to be reached from.
     """
     files = list(problems)
     tasks: dict[str, str] = {}
@@ -32,22 +40,42 @@ def check_rewards(
         for prompt in prompts:
             tasks.setdefault(prompt.task, source.place(prompt.index))
     check_tasks(reward, tasks)
-    terms = {term.model_dump_json(): term for term in reward.terms}
     for source, prompts in files:
-        _check_problems(reward, source, prompts)
+        for prompt in prompts:
+            check_problem(reward, prompt, place=source.place(prompt.index))
+    terms = {term.model_dump_json(): term for term in reward.terms}
+    if sandbox is not None:
+        check_answers(reward)
     if sandbox is not None and any(REWARDS.get(term.kind).runs_programs for term in terms.values()):
         asyncio.run(_open(sandbox))
     made = [term for term in terms.values() if REWARDS.get(term.kind).make is not None]
     asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
 
 
-def _check_problems(reward: RewardConfig, source: JsonlFile, prompts: list[Prompt]) -> None:
-    for prompt in prompts:
-        for term in reward.of_task(prompt.task):
-            with REWARDS.blaming(term.kind):
-                fault = REWARDS.get(term.kind).fault(term, prompt)
-            if fault is not None:
-                raise ConfigError(f"{source.place(prompt.index)}: {fault}, which the reward {term.title} needs")
+def check_problem(reward: RewardConfig, problem: Prompt, *, place: str) -> None:
+    """Refuse a problem that lacks what its reward needs; `place` names it. Raises `ConfigError`."""
+    for term in reward.of_task(problem.task):
+        with REWARDS.blaming(term.kind):
+            fault = REWARDS.get(term.kind).fault(term, problem)
+        if fault is not None:
+            raise ConfigError(
+                f"{place}: {fault}, which the reward {term.title} needs; mend it, or give its task another reward"
+            )
+
+
+def check_answers(reward: RewardConfig) -> None:
+    """Refuse servers of somebody else's that say nothing to a request, whatever it be. Raises `ConfigError`."""
+    asked = {url: term.title for term in reward.terms if isinstance(term, AskingTerm) for url in term.urls}
+    opener = build_opener(ProxyHandler({}))  # scorers use no proxy either
+    for url, title in asked.items():
+        try:
+            with suppress(HTTPError), opener.open(url, timeout=ANSWER_S):
+                pass
+        except (OSError, HTTPException) as error:
+            why = error.reason if isinstance(error, URLError) else error
+            raise ConfigError(
+                f"reward.use: urls={url} of {title}: does not answer ({why}); start it or mend the address"
+            ) from None
 
 
 async def _open(sandbox: SandboxConfig) -> None:

@@ -22,6 +22,7 @@ from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.preflight.inputs import MemoryShare, memory_fault
 from laminar_py.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
 from laminar_py.records.codec import decode, encode
@@ -37,11 +38,12 @@ class Sight(msgspec.Struct, frozen=True):
     shared: bool  # the file that the controller has just written
     model: bool
     shm_free: int | None  # bytes; None without that folder
-    fault: str = ""  # why it cannot open what the config names, or start the engines of its replicas
+    fault: str = ""  # why it cannot open what the config names, or start its engines and servers
 
 
-def look(witness: str, settings: str, serving: str) -> bytes:
+def look(witness: str, settings: str, serving: str, pools: str = "") -> bytes:
     """The `Sight` of this node; `settings` is the config as JSON, `serving` is empty for a node without replicas.
+    `pools` are those of `reward.servers` that have servers here, with commas between them.
 
     Reading the config opens the backend, the algorithm and the planner that it names, so their packages are here.
     """
@@ -53,6 +55,8 @@ def look(witness: str, settings: str, serving: str) -> bytes:
         if serving:
             with BACKENDS.blaming(kind):
                 BACKENDS.get(kind).check_node(config)
+        for pool in filter(None, pools.split(",")):
+            check_pool(config.reward, pool)
     except ConfigError as error:
         fault = str(error)
     free = shutil.disk_usage(shm).free if shm.is_dir() else None
@@ -127,9 +131,12 @@ async def faults(config: RunConfig, placement: Placement) -> list[str]:
 
 async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness: str) -> list[str]:
     serving = "replica" if any(place is not None and place.node == node for place in plan.replicas) else ""
+    launched = zip(config.reward.launched, plan.servers, strict=False)
+    pools = ",".join({pool for (pool, _), place in launched if place is not None and place.node == node})
     try:
         async with asyncio.timeout(LOOK_S):
-            sight = decode(Sight, await on_node(node, look, witness, config.model_dump_json(), serving))
+            answer = await on_node(node, look, witness, config.model_dump_json(), serving, pools)
+            sight = decode(Sight, answer)
     except (RayError, TimeoutError) as error:
         if isinstance(error, RayTaskError) and (bug := bug_in(error.cause)) is not None:
             raise bug from error  # the node is well, and our function is not

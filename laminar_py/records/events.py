@@ -112,7 +112,7 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     trajectory_id: str
     reward: float
     elapsed_s: float
-    at_once: int = 1  # responses that its scorer works on at the same time
+    at_once: float = 1.0  # responses like this one that its scorer works on at the same time
     terms: list[TermValue] = []
 
 

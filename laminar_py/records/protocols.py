@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
 
 
 class Clock(Protocol):
@@ -116,6 +116,10 @@ class ScorerHandle(Protocol):
 
     async def submit(self, requests: Sequence[ScoringRequest]) -> None:
         """Hand responses over, each of which gets a score; a failure is a score with its reason."""
+        ...
+
+    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+        """Show it responses that still generate, for terms that work ahead; nothing comes back."""
         ...
 
     async def take(self) -> list[Score]:

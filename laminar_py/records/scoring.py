@@ -34,6 +34,15 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(self.fields_json, type=dict[str, Any])
 
 
+class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a response that still generates, e.g. its first 200 tokens, with its prompt."""
+
+    trajectory_id: str
+    task: str
+    prompt_ids: IntArray  # [P]
+    response_ids: IntArray  # [L] so far
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     """A value with columns, which a reward function may return, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`.
@@ -80,6 +89,6 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     terms: list[TermValue] = []
     columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)
     elapsed_s: float = 0.0
-    at_once: int = 1  # responses that the scorer works on at the same time
+    at_once: float = 1.0  # responses like this one that the scorer works on at the same time
     failure: DropReason | None = None
     detail: str = ""

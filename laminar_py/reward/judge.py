@@ -7,15 +7,15 @@ Rules are more precise than judges, which a policy learns to please: ask one onl
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Self
+from typing import Self
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
-from laminar_py.config.section import Count
+from laminar_py.config.reward import RewardKind, ServeContext, ServedReward
+from laminar_py.config.section import ConfigError, Count
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest
-from laminar_py.reward.servers import Servers, check_urls, open_servers
+from laminar_py.reward.servers import AskingTerm, Servers, open_servers
 from laminar_py.reward.text import missing_answer
 
 QUESTION = """Problem:
@@ -32,18 +32,16 @@ WORD = re.compile(r"\b(yes|no)\b[^a-z]*$", re.IGNORECASE)
 SHOWN = 80  # characters of a reply's end
 
 
-class JudgeTerm(TermConfig):
+class JudgeTerm(AskingTerm):
     """1 where a judge, asked in both orders, finds the response's answer the same as the problem's, else 0."""
 
     kind: str = "judge"
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    urls: tuple[str, ...] = ()
     """Servers with OpenAI's chat completions, e.g. `[http://10.0.0.4:30000/v1]`; calls go to the least busy."""
-    model: str
-    """Name of the model there."""
+    model: str | None = None
+    """Name of the model at `urls`."""
     unless: str | None = None
     """Term before this one: the judge is asked only where that gave 0 or less."""
-    key: str | None = None
-    """Environment variable with the servers' key, one of those in `reward.env`."""
     chars: Count = 4000
     """Characters of the response's end that the judge sees."""
     max_tokens: Count = 1024
@@ -57,8 +55,11 @@ class JudgeTerm(TermConfig):
         return self.unless
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_urls(self.urls)
+    def _check_model(self) -> Self:
+        if (self.model is None) == bool(self.urls):
+            raise ConfigError(
+                f"model={self.model}: a judge at `urls` has a model to name; one in reward.servers has its own"
+            )
         return self
 
 
@@ -104,7 +105,7 @@ class Judge:
     async def _ask(self, question: str) -> str:
         term = self._term
         body = {
-            "model": term.model,
+            "model": term.model or term.servers,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": term.max_tokens,
             "temperature": 0.0,
@@ -118,7 +119,7 @@ class Judge:
 @asynccontextmanager
 async def open_judge(term: JudgeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
     """A judge while its connections are open."""
-    async with open_servers(term.urls, term.key, context) as servers:
+    async with open_servers(term, context, below="/v1") as servers:
         yield Judge(term, servers)
 
 

@@ -2,10 +2,12 @@
 
 It has the terms of a reward called: functions in processes of their own (`calls.pool`), since they may hang or die
 and are to see none of the run's secrets; what is served by the scorer itself, here. Invariant (law 6): every
-response that was submitted gets one score; a mistake of ours is raised by `take`.
+response that was submitted gets one score; a mistake of ours is raised by `take`. Terms that look ahead work on
+responses that still generate, where little else is asked; no score depends on it.
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections import OrderedDict
@@ -18,26 +20,37 @@ from typing import TypeAlias
 import msgspec
 from blake3 import blake3
 
-from laminar_py.config.reward import REWARDS, RewardConfig, ServeContext, ServedReward, TermConfig
+from laminar_py.config.reward import (
+    REWARDS,
+    ForesightedReward,
+    RewardConfig,
+    ServeContext,
+    ServedReward,
+    TermConfig,
+)
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import Column, ColumnError
-from laminar_py.records.scoring import NoValueError, Score, ScoringRequest, TryAgainError
+from laminar_py.records.scoring import NoValueError, PartialResponse, Score, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.limited import CALLS_AT_ONCE
 from laminar_py.reward.calls.pool import CallPool
+from laminar_py.reward.launched import LaunchedServers
 from laminar_py.reward.outcome import Outcome, checked, one_line, plain
 from laminar_py.reward.sums import add_up
 
-ATTEMPTS = 5  # of a call that may succeed another time
+ATTEMPTS = 8  # of a call that may succeed another time: half a minute in all
 PAUSE_S = 0.5  # before the second, twice as long before each further one
+LONGEST_PAUSE_S = 8.0
 CACHED = 4096  # outcomes of a term
+AHEAD_AT_ONCE = 8  # unfinished responses that are worked on: few, so that finished ones hardly wait for them
 Call: TypeAlias = Callable[[ScoringRequest], Awaitable[Outcome]]
+log = logging.getLogger(__name__)
 
 
 class Scorer:
     """Scores by the terms of `reward`; `columns` are wanted of them, `decode` makes the text of ids.
-    Functions may not write below `record`.
+    Functions may not write below `record`. Terms that ask launched servers wait for them in `launched`.
 
     `async with` starts and ends what the terms need. Raises `ConfigError` where a term cannot be had.
     """
@@ -52,24 +65,30 @@ class Scorer:
         folder: Path,
         name: str,
         record: Path | None = None,
+        launched: LaunchedServers | None = None,
     ) -> None:
         self._reward = reward
         self._columns = columns
         self._decode = decode
         env = {name: os.environ[name] for name in reward.env if name in os.environ}
         self._context = ServeContext(
-            timeout_s=reward.timeout_s, folder=folder, env=env, sandbox=sandbox, decode=decode
+            timeout_s=reward.timeout_s,
+            folder=folder,
+            env=env,
+            sandbox=sandbox,
+            decode=decode,
+            addresses=(launched or LaunchedServers()).of,
         )
         self._name = name
         self._record = record
         self._calls: dict[str, Call] = {}  # by the term's settings, which several tasks may share
+        self._room: dict[str, int] = {}  # calls at the same time, likewise
+        self._foresighted: dict[str, ForesightedReward] = {}  # as well
+        self._ahead: dict[str, asyncio.Task[None]] = {}  # by trajectory
         self._stack = AsyncExitStack()
         self._running = set[asyncio.Task[None]]()
         self._done: list[Score] = []
         self._news = asyncio.Event()
-        self.at_once = CALLS_AT_ONCE
-        """Responses that it works on at the same time."""
-
     async def __aenter__(self) -> "Scorer":
         async with AsyncExitStack() as stack:
             for term in self._reward.terms:
@@ -82,16 +101,33 @@ class Scorer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._running:
+        under_way = [*self._running, *self._ahead.values()]
+        for task in under_way:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
         await self._stack.aclose()
+
+    @property
+    def at_once(self) -> int:
+        """Responses that it works on at the same time: as many as the widest term, others wait for theirs."""
+        return min(CALLS_AT_ONCE, max(self._room.values()))
 
     def submit(self, requests: Sequence[ScoringRequest]) -> None:
         """Begin with these responses."""
         for request in requests:
+            if (ahead := self._ahead.pop(request.trajectory_id, None)) is not None:
+                ahead.cancel()
             task = asyncio.create_task(self._score(request), name=f"score-{request.trajectory_id}")
             self._running.add(task)
+
+    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+        """Work on what these have so far, of as many as there is room for. Raises what such a call raised."""
+        for name in [name for name, task in self._ahead.items() if task.done()]:
+            self._ahead.pop(name).result()
+        for response in responses:
+            if len(self._ahead) < AHEAD_AT_ONCE and response.trajectory_id not in self._ahead:
+                name = f"look-ahead-{response.trajectory_id}"
+                self._ahead[response.trajectory_id] = asyncio.create_task(self._look_ahead(response), name=name)
 
     async def take(self, wait_s: float) -> list[Score]:
         """Scores, as soon as there is one; none after `wait_s` seconds. Raises what a call raised."""
@@ -112,7 +148,10 @@ class Scorer:
         if kind.serve is not None:
             with REWARDS.blaming(term.kind):
                 function = await stack.enter_async_context(kind.serve(term, self._context))
-            self.at_once = min(self.at_once, function.at_once)
+            self._room[key] = function.at_once
+            if term.looks_ahead:
+                assert isinstance(function, ForesightedReward), f"{term.kind}: has no look_ahead"
+                self._foresighted[key] = function
             return _served(function, term)
         pool = CallPool(
             key,
@@ -125,8 +164,19 @@ class Scorer:
             record=self._record,
         )
         await stack.enter_async_context(pool)
-        self.at_once = min(self.at_once, pool.at_once)
+        self._room[key] = pool.at_once
         return pool.call
+
+    async def _look_ahead(self, response: PartialResponse) -> None:
+        for term in self._reward.of_task(response.task):
+            function = self._foresighted.get(term.model_dump_json())
+            if function is None:
+                continue
+            with REWARDS.blaming(term.kind):
+                try:
+                    await function.look_ahead(response)
+                except (NoValueError, TryAgainError) as error:
+                    log.info("%s: not ahead of its end: %s", response.trajectory_id, error)
 
     async def _score(self, request: ScoringRequest) -> None:
         try:
@@ -144,11 +194,16 @@ class Scorer:
                 outcomes,
                 columns=self._columns,
                 length=len(request.response_ids),
-                at_once=self.at_once,
+                at_once=self._width(outcomes),
             )
             self._done.append(score)
         finally:
             self._news.set()
+
+    def _width(self, outcomes: Sequence[tuple[TermConfig, Outcome]]) -> float:
+        """Responses at the same time that took what this one did: bounded by the term with the longest queue."""
+        busiest = max(of.elapsed_s / self._room[term.model_dump_json()] for term, of in outcomes)
+        return sum(of.elapsed_s for _, of in outcomes) / busiest if busiest else float(self.at_once)
 
 
 async def _persistently(call: Call, request: ScoringRequest) -> Outcome:
@@ -157,7 +212,8 @@ async def _persistently(call: Call, request: ScoringRequest) -> Outcome:
         outcome = await call(request)
         if not outcome.transient:
             return outcome
-        await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+        log.info("%s: attempt %d of %d: %s", request.trajectory_id, attempt, ATTEMPTS, outcome.detail)
+        await asyncio.sleep(min(PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
     return await call(request)
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,12 @@ class ScoringStage:
         self._waiting.append(request)
         self._since[request.trajectory_id] = asyncio.get_running_loop().time()
         self._news.set()
+
+    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+        """Have scorers work ahead on responses that still generate, but not while they work one by one."""
+        if not self._one_by_one():
+            for scorer in self._scorers:
+                scorer.look_ahead(responses)
 
     async def run(self) -> None:
         """Serve until cancelled."""

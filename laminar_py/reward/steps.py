@@ -1,27 +1,31 @@
 """The term `steps`: a process reward model on SGLang scores each step of a response, all in one prefill.
 
 The model reads the prompt and the response by their token ids, with a separator after each step, at which it says
-how likely its label for good steps is. Source of the call: SGLang's `/v1/score` with `score_extraction_token`, for
-which a server is started with `--disable-radix-cache --chunked-prefill-size -1`. Credit by the minimum: PURE,
-arXiv 2504.15275.
+how likely its label for good steps is. The call is SGLang's `/generate` of no new token, with log-probabilities of
+the labels: any server of the model will do, and one with a prefix cache computes nothing twice. Steps that are
+finished while the response still generates are scored then; whatever is missing in the end is asked for in the
+end. Credit by the minimum: PURE, arXiv 2504.15275.
 """
 
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
-from pydantic import Field, model_validator
+from blake3 import blake3
+from pydantic import Field
 
-from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
-from laminar_py.config.section import Count
+from laminar_py.config.reward import RewardKind, ServeContext, ServedReward
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest
-from laminar_py.reward.servers import Servers, check_urls, open_servers
+from laminar_py.records.scoring import NoValueError, PartialResponse, Reward, ScoringRequest
+from laminar_py.reward.servers import AskingTerm, Servers, open_servers
 
 TEMPERATURE = 0.1  # of the minimum
+KEPT = 4096  # responses whose first steps are known
 
 
 class StepCredit(StrEnum):
@@ -31,16 +35,14 @@ class StepCredit(StrEnum):
     MINIMUM = "minimum"
 
 
-class StepsTerm(TermConfig):
-    """A reward for each step of a response, at its last token: how likely a process reward model finds it good."""
+class StepsTerm(AskingTerm):
+    """A reward for each step of a response, at its last token: how likely a process reward model finds it good.
+    Any SGLang server of the model will do, best with its prefix cache on."""
 
     kind: str = "steps"
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """SGLang servers of the model, e.g. `[http://10.0.0.4:30000]`; calls go to the least busy."""
-    separator: str
-    """Special token of the model after each step, e.g. `<extra_0>`; no prompt may hold it."""
     separator_id: Annotated[int, Field(ge=0)]
-    """Its id. The model and the policy share a tokenizer."""
+    """Id of the special token of the model after each step, e.g. of `<extra_0>`. The model and the policy share a
+    tokenizer."""
     labels: tuple[int, int]
     """Ids of the model's tokens for a good and for a bad step."""
     ends: str = "\n\n"
@@ -48,21 +50,44 @@ class StepsTerm(TermConfig):
     credit: StepCredit = StepCredit.RETURNS
     """`returns`: a step's score is its reward, and what follows from a token counts for it. `minimum`: scores are
     weighted so that their sum is near the lowest, and a token's return is near that of the worst step after it."""
-    key: str | None = None
-    """Environment variable with the servers' key, one of those in `reward.env`."""
-    at_once: Count = 32
-    """Responses that each scorer asks about at a time."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_urls(self.urls)
-        return self
+    @property
+    def rounding(self) -> float:
+        """Rounding of a bfloat16 model, which depends on what is computed together: 0.002 was seen in a step."""
+        return 0.02
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True: finished steps are scored while the response still generates."""
+        return True
 
 
-class StepScores(msgspec.Struct):
-    """Answer of `/v1/score`: for each item, each separator, each label a probability."""
+LabelLogprob: TypeAlias = tuple[float, int, str | None]  # log-probability, the label's id, its text
 
-    scores: list[list[list[float]]]
+
+class Logprobs(msgspec.Struct):
+    """Log-probabilities of the labels: of what follows each given token but the last, and of what follows that."""
+
+    input_token_ids_logprobs: list[list[LabelLogprob] | None]  # None for the first
+    output_token_ids_logprobs: list[list[LabelLogprob]]
+
+
+class Generated(msgspec.Struct):
+    """Answer of `/generate`."""
+
+    meta_info: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of a response and their scores, e.g. `Steps([4, 9], [0.8, 0.3], digest)` of its first 10 tokens."""
+
+    ends: list[int]  # [S] places of their last tokens
+    scores: FloatArray  # [S]
+    digest: bytes = b""  # of the prompt and these tokens
+
+
+NO_STEPS = Steps([], np.empty(0, np.float32))
 
 
 class StepsReward:
@@ -72,44 +97,76 @@ class StepsReward:
         self._term = term
         self._servers = servers
         self._decode = decode
+        self._known = OrderedDict[str, Steps]()  # by trajectory
         self.at_once = term.at_once
 
     async def __call__(self, request: ScoringRequest) -> Reward:
         """[L], 0 but at the last token of each step."""
-        ends = step_ends(request.response_ids, self._decode, self._term.ends)
-        scores = await self._scores(request, ends)
+        steps = await self._score(request, finished=True)
+        self._known.pop(request.trajectory_id, None)
         rewards = np.zeros(len(request.response_ids), np.float32)
-        rewards[ends] = scores if self._term.credit is StepCredit.RETURNS else minimum_rewards(scores)
+        scores = steps.scores
+        rewards[steps.ends] = scores if self._term.credit is StepCredit.RETURNS else minimum_rewards(scores)
         return Reward(rewards, text="steps " + " ".join(f"{score:.3f}" for score in scores))
 
-    async def _scores(self, request: ScoringRequest, ends: Sequence[int]) -> FloatArray:
-        """How likely each step is good, [S]."""
+    async def look_ahead(self, response: PartialResponse) -> None:
+        """Score the steps that are finished, for when the response is."""
+        self._known[response.trajectory_id] = await self._score(response, finished=False)
+        self._known.move_to_end(response.trajectory_id)
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
+
+    async def _score(self, of: ScoringRequest | PartialResponse, *, finished: bool) -> Steps:
+        """Steps of a response so far; only what is not known is asked for."""
+        known, prompt, ids = self._known.get(of.trajectory_id, NO_STEPS), of.prompt_ids, of.response_ids
+        length = known.ends[-1] + 1 if known.ends else 0
+        if known.digest != _digest(prompt, ids[:length]):
+            known, length = NO_STEPS, 0
+        new = [length + end for end in step_ends(ids[length:], self._decode, self._term.ends)]
+        if finished and (known.ends + new)[-1:] != [len(ids) - 1]:
+            new.append(len(ids) - 1)
+        if not new:
+            return known
+        scores = await self._ask(prompt, ids[: new[-1] + 1], known.ends, new)
+        return Steps(known.ends + new, np.append(known.scores, scores), _digest(prompt, ids[: new[-1] + 1]))
+
+    async def _ask(
+        self, prompt: IntArray, ids: IntArray, before: Sequence[int], ends: Sequence[int]
+    ) -> FloatArray:
+        """How likely each step that ends at one of `ends` is good, [S]; steps `before` it are in `ids` too."""
         term = self._term
+        given = [*prompt.tolist(), *separated(ids, [*before, *ends], term.separator_id)]
+        places = [len(prompt) + end + 1 + number for number, end in enumerate(ends, start=len(before))]
         body = {
-            "query": request.prompt_ids.tolist(),
-            "items": [separated(request.response_ids, ends, term.separator_id)],
-            "label_token_ids": list(term.labels),
-            "apply_softmax": True,
-            "score_extraction_token": term.separator,
+            "input_ids": given,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": places[0],
+            "token_ids_logprob": term.labels,
         }
-        answer = await self._servers.ask("v1/score", body, StepScores)
-        scores = np.array(answer.scores[0] if answer.scores else [], np.float32)
-        if scores.shape != (len(ends), len(term.labels)) or not np.isfinite(scores).all():
-            raise NoValueError(f"{len(ends)} steps were asked for, scores have shape {scores.shape}")
-        good: FloatArray = scores[:, 0]
-        return good
+        found = (await self._servers.ask("generate", body, Generated)).meta_info
+        rows = found.input_token_ids_logprobs[1:] + found.output_token_ids_logprobs  # after `places[0]` and so on
+        if len(rows) != len(given) - places[0]:
+            raise NoValueError(f"{len(given) - places[0]} places were asked about, the answer has {len(rows)}")
+        return np.array([self._good(rows[place - places[0]]) for place in places], np.float32)
+
+    def _good(self, row: Sequence[LabelLogprob] | None) -> float:
+        """Share of the first label in the probability of both."""
+        by_label = {label: logprob for logprob, label, _ in row or ()}
+        if not by_label.keys() >= set(self._term.labels):
+            raise NoValueError(f"labels={self._term.labels} were asked for, the answer has {row}")
+        good, bad = (by_label[label] for label in self._term.labels)
+        return float(np.exp(good - np.logaddexp(good, bad)))
 
 
 def step_ends(ids: IntArray, decode: Callable[[IntArray], str], end: str) -> list[int]:
-    """Places of the last token of each step: those whose text completes `end`, and the last of all."""
+    """Places of the last token of each finished step: those whose text completes `end`."""
     ends, text = [], ""
     for place in range(len(ids)):
         text += decode(ids[place : place + 1])
         if end in text:
             ends.append(place)
             text = ""
-    if not ends or ends[-1] != len(ids) - 1:
-        ends.append(len(ids) - 1)
     return ends
 
 
@@ -126,10 +183,15 @@ def minimum_rewards(scores: FloatArray) -> FloatArray:
     return rewards
 
 
+def _digest(prompt: IntArray, ids: IntArray) -> bytes:
+    """Digest of a prompt and the beginning of its response; b"" of no response."""
+    return blake3(prompt.tobytes() + ids.tobytes()).digest(length=16) if len(ids) else b""
+
+
 @asynccontextmanager
 async def open_steps(term: StepsTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
     """The reward while its connections are open."""
-    async with open_servers(term.urls, term.key, context) as servers:
+    async with open_servers(term, context) as servers:
         yield StepsReward(term, servers, context.decode)
 
 

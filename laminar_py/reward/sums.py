@@ -18,9 +18,9 @@ def add_up(
     *,
     columns: Sequence[Column],
     length: int,
-    at_once: int,
+    at_once: float,
 ) -> Score:
-    """Score of a response of `length` tokens, from a scorer that works on `at_once` responses at the same time.
+    """Score of a response of `length` tokens, from a scorer that works on `at_once` like it at the same time.
 
     The first term without a value leaves it without one.
 

@@ -5,6 +5,7 @@ never as an exception; what a program should give back is never sent into a sand
 """
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ REMEDY = (
     "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"
     " that `laminar doctor` shows"
 )
-ATTEMPTS = 2  # of a run whose zygote was lost: killed by somebody, or by what it ran
+ATTEMPTS = 3  # of a run that was killed over no limit, or whose zygote was: by somebody, or by what it ran
 
 
 class SandboxPool:
@@ -145,14 +146,19 @@ class SandboxPool:
     ) -> SandboxResult:
         packed = pack(payload, files or {})
         given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin
+        detail = f"its sandbox was ended with it, {ATTEMPTS} times"
+        killed = SandboxResult(label=SandboxLabel.CRASH, detail=detail, exit_code=-signal.SIGKILL)
         for _ in range(ATTEMPTS):
             async with self._slot() as slot:
                 try:
-                    return await slot.run(payload, limits=limits or self._limits, stdin=given, packed=packed)
+                    result = await slot.run(payload, limits=limits or self._limits, stdin=given, packed=packed)
                 except ZygoteLostError:
                     slot.abandon()
-        detail = f"its sandbox was ended with it, {ATTEMPTS} times"
-        return SandboxResult(label=SandboxLabel.CRASH, detail=detail, exit_code=-9)
+                    continue
+            if result.label is not SandboxLabel.CRASH or result.exit_code != -signal.SIGKILL:
+                return result
+            killed = result
+        return killed
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[SandboxSlot]:
@@ -179,7 +185,7 @@ class SandboxPool:
 
     async def _choose(self) -> None:
         """Make slots of the strongest tier whose first one starts."""
-        reasons: dict[SandboxTier, str] = {}
+        reasons: dict[SandboxTier, SandboxError] = {}
         for tier in self._candidates:
             if tier.strength < self._require.strength:
                 break
@@ -189,8 +195,8 @@ class SandboxPool:
                 await self._slots[0].start()
                 return
             except SandboxError as error:
-                reasons[tier] = str(error)
-        raise _refused(self._require, reasons)
+                reasons[tier] = error
+        raise _refused(self._require, reasons) from next(reversed(reasons.values()), None)
 
     def _home(self, tier: SandboxTier) -> Path | None:
         """A copy of the standard library for programs whose user cannot read the interpreter's own."""
@@ -212,7 +218,7 @@ def _text(program: str) -> str:
     return program.encode("utf-8", "replace").decode()
 
 
-def _refused(require: SandboxTier, reasons: Mapping[SandboxTier, str]) -> ConfigError:
+def _refused(require: SandboxTier, reasons: Mapping[SandboxTier, SandboxError]) -> ConfigError:
     """Error of a machine that has none of the tiers from `require` on, with the reason of each."""
     why = "; ".join(f"{tier.value}: {reason}" for tier, reason in reasons.items()) or "a weaker one was asked for"
     return ConfigError(f"sandbox.require={require.value}: cannot be had here ({why}); {REMEDY}")

@@ -22,4 +22,4 @@ async def _offer(tier: SandboxTier) -> TierOffer:
         async with SandboxPool(slots=1, require=tier, tier=tier) as pool:
             return TierOffer(tier, True, pool.weaknesses)
     except ConfigError as error:
-        return TierOffer(tier, False, str(error))
+        return TierOffer(tier, False, str(error.__cause__))  # without field and remedy

@@ -5,21 +5,23 @@ A process that died or hangs is replaced here; what it had is scored again (law 
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
 from laminar_py.records.codec import encode
 from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
+from laminar_py.records.servers import PoolAddresses
 from laminar_py.reward.stage import ScorerDiedError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.scorer import ScorerActor
 from laminar_py.workers.specs import ScorerSpec
 
-START_S = 60.0
-CALLS = 4  # at the same time of the controller: scores are taken while responses are submitted
+START_S, STOP_S = 60.0, 10.0
+CALLS = 4  # at the same time of the controller: scores are taken while responses, and servers' addresses, come
 TAKE_S = 10.0  # after which a scorer that has no score says so
 
 
@@ -36,6 +38,10 @@ class RemoteScorer:
             await self._part.call("submit", encode(list(requests)))
         except PartDiedError as error:
             raise ScorerDiedError(str(error)) from error
+
+    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+        """Show it the beginnings of responses; where the process is gone, nobody misses it."""
+        self._part.send("look_ahead", encode(list(responses)))
 
     async def take(self) -> list[Score]:
         """Scores that are there, once there are any. Raises `ScorerDiedError` if the process is gone or hangs."""
@@ -55,6 +61,7 @@ class Scorers:
         self._incarnation = incarnation
         workers = range(incarnation.config.reward.workers)
         self._at_once = [1 for _ in workers]
+        self._addresses = PoolAddresses(0, {})
         self._keepers = [Keeper(self._spec(index), incarnation) for index in workers]
 
     def spawn(self) -> None:
@@ -72,6 +79,22 @@ class Scorers:
         """End process `index` and start another in its place, which counts among the run's deaths."""
         await self._keepers[index].replace(PartDiedError(f"scorer-{index}", "died or hung"))
         return await self._scorer(index)
+
+    def tell(self, addresses: PoolAddresses) -> None:
+        """Tell all scorers, and those to come, which launched servers are up."""
+        self._addresses = addresses
+        for keeper in self._keepers:
+            for part in keeper.parts:
+                part.send("reach", encode(addresses))
+
+    async def close(self) -> None:
+        """Have scorers end what they hold; of one that cannot, the next sandbox on its machine clears it away."""
+
+        async def stop(part: Part) -> None:
+            with suppress(PartDiedError):
+                await part.call("stop", timeout_s=STOP_S)
+
+        await asyncio.gather(*(stop(part) for keeper in self._keepers if keeper.is_up for part in keeper.parts))
 
     async def _scorer(self, index: int) -> ScorerHandle:
         (part,) = await self._keepers[index].up()
@@ -91,5 +114,6 @@ class Scorers:
         config, run = self._incarnation.config, self._incarnation.run
         spec = ScorerSpec(config=config.model_dump_json(), run_dir=str(run.path), index=index)
         at_once = await parts[0].call("start", encode(spec))
+        parts[0].send("reach", encode(self._addresses))
         assert isinstance(at_once, int)
         self._at_once[index] = at_once

@@ -86,6 +86,14 @@ class ScorerSpec(PartStart, frozen=True, kw_only=True):
     index: int
 
 
+class ServerStart(PartStart, frozen=True, kw_only=True):
+    """Start of a server that terms of the reward ask."""
+
+    pool: str
+    index: int  # in its pool
+    host: str  # address that it listens on
+
+
 class ReferenceSpec(PartStart, frozen=True, kw_only=True):
     """Start of the reference model's process."""
 

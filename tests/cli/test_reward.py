@@ -67,6 +67,9 @@ def test_a_failure_is_told_with_its_place_and_is_exit_code_1(try_reward, tmp_pat
             "task 'b' has no",
         ),
         (RIGHT, ("reward.use=[best]",), "reward.use.kind=best: unknown"),
+        (RIGHT, ("reward.use=[code]",), "samples.jsonl:1: `tests` cannot be read"),
+        (RIGHT | {"answer": "\\frac{"}, ("reward.use=[math]",), "samples.jsonl:1: the reference answer"),
+        (RIGHT, ("reward.use=[{kind: judge, urls: [http://127.0.0.1:1], model: m}]",), "judge: does not answer"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(try_reward, sample, overrides, line):

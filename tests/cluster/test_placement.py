@@ -138,6 +138,30 @@ def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, ne
 
 
 @pytest.mark.parametrize(
+    ("gpus", "needs", "servers"),
+    [
+        ((0, 0), Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0, servers=(("prm", 0),) * 2), "ba"),
+        ((8,), Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=2, servers=(("prm", 1), ("judge", 1))), "aa"),
+        (
+            (8, 8),
+            Needs(ranks=4, rank_gpus=1, replicas=2, replica_gpus=4, shared_nodes=False, servers=(("prm", 4),)),
+            "a",
+        ),  # where no replica can be
+        (
+            (6, 9),
+            Needs(ranks=2, rank_gpus=1, replicas=3, replica_gpus=4, servers=(("prm", 1),)),
+            "b",
+        ),  # beside the learner it would cost a replica
+    ],
+)
+def test_servers_of_the_reward_have_devices_of_their_own_where_they_cost_least(gpus, needs, servers):
+    plan = make_plan(needs, hosts(*gpus))
+    assert on(plan.servers) == servers
+    assert None not in plan.replicas
+    assert_laws(plan, needs, hosts(*gpus))
+
+
+@pytest.mark.parametrize(
     ("gpus", "needs", "message"),
     [
         (
@@ -164,6 +188,16 @@ def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, ne
             (8,),
             Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1, reference=True),
             r"the learner's 2 and the reference's 1; lower",
+        ),
+        (
+            (8,),
+            Needs(ranks=2, rank_gpus=1, replicas=5, replica_gpus=1, servers=(("prm", 2),)),
+            r"there is room for 4; .* the learner's 2 and reward\.servers' 2; lower",
+        ),
+        (
+            (2, 2),
+            Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=0, servers=(("prm", 2), ("prm", 2))),
+            r"reward\.servers\.prm\.gpus=2: .* no node has more than 1 left beside the learner's 1",
         ),
         (
             (8,),
@@ -196,7 +230,8 @@ NEEDS = st.builds(
 )
 
 
-REFERRING = st.builds(replace, NEEDS, reference=st.booleans())
+SERVERS = st.lists(st.tuples(st.sampled_from(["prm", "judge"]), st.integers(0, 2)), max_size=3).map(tuple)
+REFERRING = st.builds(replace, NEEDS, reference=st.booleans(), servers=SERVERS)
 
 
 def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Plan | None:
@@ -208,7 +243,7 @@ def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Pla
 
 def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     promised = Counter()
-    for place in filter(None, (*plan.learner, *plan.replicas, plan.reference)):
+    for place in filter(None, (*plan.learner, *plan.replicas, *plan.servers, plan.reference)):
         promised[place.node] += place.gpus
     for node in found:
         assert promised[node.id] <= node.gpus, f"{node} promises {promised[node.id]}"
@@ -216,6 +251,12 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     assert [place.gpus for place in plan.learner] == [needs.rank_gpus] * needs.ranks
     assert {place.gpus for place in plan.replicas if place} <= {needs.replica_gpus}
     assert len(plan.replicas) == needs.replicas
+    assert [gpus for _, gpus in needs.servers] == [
+        gpus if place is None else place.gpus for (_, gpus), place in zip(needs.servers, plan.servers, strict=True)
+    ]
+    assert {pool for pool, _ in needs.servers} == {
+        pool for (pool, _), place in zip(needs.servers, plan.servers, strict=True) if place is not None
+    }, "a pool has a server"
     assert [plan.reference and plan.reference.gpus] == [needs.rank_gpus if needs.reference else None]
     if not needs.shared_nodes:
         assert not set(on(plan.learner)) & set(on(plan.replicas))
@@ -233,12 +274,13 @@ def test_a_plan_keeps_its_laws(needs, found):
         return
     assert_laws(plan, needs, found)
     assert None not in plan.replicas
+    assert None not in plan.servers
     residents = {place.node for place in plan.replicas}
     hosts = residents | {plan.learner[0].node}
     if len(plan.nodes) == 1:
         assert len(plan.relays) == needs.relays
     elif len(hosts) == 1:
-        assert set(plan.relays) == hosts, "only a reference is elsewhere"
+        assert set(plan.relays) == hosts, "only a reference or a server is elsewhere"
     else:
         assert Counter(plan.relays) == Counter(hosts), "one relay for each host"
 
@@ -282,6 +324,8 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
         assert len(plan.relays) >= len(before.relays)
         living = {node.id for node in alive}
         for old, new in zip(before.replicas, plan.replicas, strict=True):
+            assert new == old or old is None or old.node not in living
+        for old, new in zip(before.servers, plan.servers, strict=True):
             assert new == old or old is None or old.node not in living
         if {place.node for place in before.learner} <= living:
             assert plan.learner == before.learner

@@ -13,7 +13,7 @@ from laminar_py.cluster.ray_cluster import nodes
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.preflight import survey
-from laminar_py.preflight.doctor import fit
+from laminar_py.preflight.doctor import _rows, fit
 from laminar_py.preflight.survey import Sight, faults, look
 from laminar_py.records.codec import decode
 from tests.runs.fake_cluster import FakeCluster, joined
@@ -119,6 +119,16 @@ async def test_a_mistake_of_ours_on_a_node_is_no_complaint_about_the_node(monkey
     with outcome as words:
         (line,) = await survey._faults_of(with_model(tmp_path, "quickstart"), plan, "a", "10.0.0.4", "witness")
         assert f"node 10.0.0.4 {words}" in line
+
+
+def test_servers_of_the_reward_are_shown_with_their_gpus():
+    servers = (("prm", 2), ("prm", 2), ("judge", 1))
+    needs = Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=1, servers=servers)
+    rows = _rows(needs, make_plan(needs, [Node(id="a", ip="10.0.0.4", gpus=8)]))
+    assert [row for row in rows if "server" in row[0]] == [
+        ("server-prm-0 to 1", "a", "2 each"),
+        ("server-judge-0", "a", "1"),
+    ]
 
 
 def test_the_laptops_config_fits_and_is_shown():

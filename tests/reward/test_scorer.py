@@ -14,7 +14,14 @@ from laminar_py.config import reward as reward_config
 from laminar_py.config.reward import RewardConfig, RewardKind, TermConfig
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.records.columns import TOKEN_REWARDS, Column
-from laminar_py.records.scoring import NoValueError, Reward, Score, ScoringRequest, TryAgainError
+from laminar_py.records.scoring import (
+    NoValueError,
+    PartialResponse,
+    Reward,
+    Score,
+    ScoringRequest,
+    TryAgainError,
+)
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
 from laminar_py.reward.scorer import Scorer
@@ -25,6 +32,11 @@ PATIENCE_S = 60.0
 
 class Served(TermConfig):
     kind: str = "served"
+    ahead: bool = False
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.ahead
 
 
 @asynccontextmanager
@@ -64,23 +76,44 @@ class Many:
 
     at_once = 256
 
-    def __init__(self, function: Callable) -> None:
+    def __init__(self, function: Callable, look_ahead: Callable | None = None) -> None:
         self._function = function
+        if look_ahead is not None:
+            self.look_ahead = look_ahead
 
     async def __call__(self, request: ScoringRequest) -> object:
         return await self._function(request)
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, function: Callable, *, caches: bool = False) -> None:
+def serve(
+    monkeypatch: pytest.MonkeyPatch,
+    function: Callable,
+    *,
+    caches: bool = False,
+    look_ahead: Callable | None = None,
+) -> None:
     """Have the kind `served` be that function, in the scorer itself."""
 
     @asynccontextmanager
     async def opened(term, context):
-        yield Many(function)
+        yield Many(function, look_ahead)
 
     kind = RewardKind(settings=Served, serve=opened, caches=caches)
     get = reward_config.REWARDS.get
     monkeypatch.setattr(reward_config.REWARDS, "get", lambda name: kind if name == "served" else get(name))
+
+
+async def test_a_term_that_takes_one_at_a_time_does_not_hold_back_those_that_take_many(tmp_path, monkeypatch):
+    async def wide(request):
+        await asyncio.sleep(0.2)
+        return 1.0
+
+    serve(monkeypatch, wide)
+    (tmp_path / "mine.py").write_text("import time\ndef score(request): time.sleep(0.1); return 1.0")
+    async with scorer_of(tmp_path, {"use": ["served", f"{tmp_path}/mine.py:score"]}) as scorer:
+        (found,) = await score(scorer, make_request("a"))
+    assert scorer.at_once == 256
+    assert 1.0 <= found.at_once < 8.0  # what the narrow one lets through in the time of both
 
 
 async def test_terms_are_weighted_added_up_and_told_one_by_one(tmp_path):
@@ -204,3 +237,68 @@ async def test_a_request_has_the_problem_with_all_its_fields(tmp_path):
     async with scorer_of(tmp_path, {"use": [f"{tmp_path}/mine.py:score"]}) as scorer:
         (found,) = await score(scorer, make_request("x", fields_json=b'{"level": 3, "tests": [1, 2]}'))
     assert found.value == 5.0, found.detail
+
+
+def partial(index: int) -> PartialResponse:
+    ids = np.ones(2, np.int32)
+    return PartialResponse(trajectory_id=f"g0.{index}", task="", prompt_ids=ids, response_ids=ids)
+
+
+class Gate:
+    """Looks ahead until it is opened; counts what it saw and what was given up."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.given_up: list[str] = []
+        self.open = asyncio.Event()
+
+    async def look_ahead(self, response: PartialResponse) -> None:
+        self.seen.append(response.trajectory_id)
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.given_up.append(response.trajectory_id)
+            raise
+        raise TryAgainError("503")
+
+
+async def one(request: ScoringRequest) -> float:
+    return 1.0
+
+
+async def test_few_unfinished_responses_are_worked_on_at_a_time_and_each_once(tmp_path, monkeypatch):
+    gate = Gate()
+    serve(monkeypatch, one, look_ahead=gate.look_ahead)
+    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
+        for _ in range(2):
+            scorer.look_ahead([partial(index) for index in range(20)])
+            await asyncio.sleep(0)
+        assert gate.seen == [f"g0.{index}" for index in range(scorer_module.AHEAD_AT_ONCE)]
+        gate.open.set()
+        (found,) = await score(scorer, make_request("x", index=99))
+        assert found.value == 1.0
+        scorer.look_ahead([partial(7), partial(8)])
+        await asyncio.sleep(0)
+    assert gate.seen[scorer_module.AHEAD_AT_ONCE :] == ["g0.7", "g0.8"], "there is room again"
+
+
+async def test_a_response_that_ends_waits_for_nothing_that_was_done_ahead(tmp_path, monkeypatch):
+    gate = Gate()
+    serve(monkeypatch, one, look_ahead=gate.look_ahead)
+    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
+        scorer.look_ahead([partial(0), partial(1)])
+        await asyncio.sleep(0)
+        (found,) = await score(scorer, make_request("x"))
+        assert (found.value, gate.given_up) == (1.0, ["g0.0"])
+
+
+async def test_a_mistake_in_what_is_done_ahead_is_ours_and_ends_it(tmp_path, monkeypatch):
+    async def broken(response: PartialResponse) -> None:
+        raise TypeError("ours")
+
+    serve(monkeypatch, one, look_ahead=broken)
+    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
+        scorer.look_ahead([partial(0)])
+        await asyncio.sleep(0)
+        with pytest.raises(TypeError, match="ours"):
+            scorer.look_ahead([])

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
 from laminar_py.reward.stage import MOST_IN_HAND, ScorerDiedError, ScoringStage
 from tests.reward.requests import make_requests
 
@@ -20,6 +21,7 @@ class GatedScorer:
     def __init__(self, at_once: int = 4, elapsed_s: float = 9.0) -> None:
         self.at_once = at_once
         self.batches: list[list[str]] = []
+        self.seen: list[str] = []  # ahead of their end
         self.gate = asyncio.Event()
         self._elapsed_s = elapsed_s
         self._scores: asyncio.Queue[Score] = asyncio.Queue()
@@ -32,6 +34,9 @@ class GatedScorer:
         for request in requests:
             score = Score(trajectory_id=request.trajectory_id, value=1.0, elapsed_s=self._elapsed_s)
             self._scores.put_nowait(score)
+
+    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+        self.seen += [response.trajectory_id for response in responses]
 
     async def take(self) -> list[Score]:
         await self.gate.wait()
@@ -197,3 +202,14 @@ async def test_an_error_of_the_restart_ends_the_stage() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await stage.run()
     assert "scorer 0 was restarted" in str(caught.value.exceptions[0])
+
+
+@pytest.mark.parametrize(("one_by_one", "seen"), [(False, ["g1.0"]), (True, [])])
+async def test_scorers_see_what_still_generates_unless_they_work_one_by_one(
+    one_by_one: bool, seen: list[str]
+) -> None:
+    scorer = GatedScorer()
+    ids = np.ones(2, np.int32)
+    response = PartialResponse(trajectory_id="g1.0", task="", prompt_ids=ids, response_ids=ids)
+    make_stage([scorer], Inbox(), one_by_one=lambda: one_by_one).look_ahead([response])
+    assert scorer.seen == seen

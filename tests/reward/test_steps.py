@@ -1,16 +1,20 @@
 """Process rewards of a model on a server: steps, separators, credit; before a server that answers as SGLang."""
 
+import math
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 
 from laminar_py.records.columns import TOKEN_REWARDS
+from laminar_py.records.scoring import PartialResponse, Reward
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.steps import minimum_rewards, separated, step_ends
+from laminar_py.reward import steps as steps_module
+from laminar_py.reward.steps import StepsReward, StepsTerm, minimum_rewards, separated, step_ends
 from tests.reward.requests import make_request
-from tests.reward.test_scorer import score, scorer_of
+from tests.reward.test_scorer import score, scorer_of, with_ids
 
 SEPARATOR = 7
 LABELS = [5, 6]
@@ -26,9 +30,9 @@ def text_of(ids: np.ndarray) -> str:
 
 @pytest.mark.parametrize(
     ("text", "ends"),
-    [("ab\n\ncd\n\ne", [3, 7, 8]), ("ab\n\n", [3]), ("ab", [1]), ("\n\n\n\n", [1, 3]), ("a\nb", [2])],
+    [("ab\n\ncd\n\ne", [3, 7]), ("ab\n\n", [3]), ("ab", []), ("\n\n\n\n", [1, 3]), ("a\nb", [])],
 )
-def test_a_step_ends_with_its_text_and_the_last_with_the_response(text, ends):
+def test_a_finished_step_ends_with_its_text(text, ends):
     assert step_ends(ids_of(text), text_of, "\n\n") == ends
 
 
@@ -46,22 +50,21 @@ def test_minimum_rewards_add_up_to_about_the_lowest_score():
 
 @asynccontextmanager
 async def scored_by(answer, folder, **settings):
-    """A scorer whose server gives `answer`; and what the server was sent."""
+    """A scorer whose server gives `answer(body)`; and what the server was sent."""
     sent = []
 
     async def reply(request: web.Request) -> web.Response:
         sent.append(await request.json())
-        return web.json_response({"scores": answer, "model": "m"})
+        return web.json_response(answer(sent[-1]))
 
     app = web.Application()
-    app.router.add_post("/v1/score", reply)
+    app.router.add_post("/generate", reply)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    model = {"separator": "<s>", "separator_id": SEPARATOR, "labels": LABELS}
-    term = {"kind": "steps", "urls": [url], **model} | settings
+    term = {"kind": "steps", "urls": [url], "separator_id": SEPARATOR, "labels": LABELS} | settings
     try:
         async with scorer_of(folder, {"use": [term]}) as scorer:
             yield scorer, sent
@@ -69,23 +72,108 @@ async def scored_by(answer, folder, **settings):
         await runner.cleanup()
 
 
+def good_with(*shares: float):
+    """Answers as of a model that gives these to the separators of a response, in order; other places are poor."""
+
+    def answer(body):
+        ids, rows, left = body["input_ids"], [], list(shares)
+        for id in ids:
+            share = left.pop(0) if id == SEPARATOR else 0.01
+            rows.append([[math.log(p), label, None] for p, label in zip((share, 1 - share), LABELS, strict=True)])
+        rows = rows[body["logprob_start_len"] :]
+        found = {"input_token_ids_logprobs": [None, *rows[:-1]], "output_token_ids_logprobs": rows[-1:]}
+        return {"output_ids": [], "meta_info": found}
+
+    return answer
+
+
 @pytest.mark.parametrize(("credit", "total"), [("returns", 1.1), ("minimum", 0.2)])
 async def test_each_step_is_rewarded_at_its_last_token(tmp_path, credit, total):
-    answer = [[[0.9, 0.1], [0.2, 0.8]]]
-    async with scored_by(answer, tmp_path, credit=credit) as (scorer, sent):
+    async with scored_by(good_with(0.9, 0.2), tmp_path, credit=credit) as (scorer, sent):
         (found,) = await score(scorer, make_request("a\n\nbc"))
     rewards = found.columns[TOKEN_REWARDS].array
     assert rewards.nonzero()[0].tolist() == [2, 4]
     assert found.value == pytest.approx(total, abs=0.01)
     assert found.terms[0].text == "steps 0.900 0.200"
     (body,) = sent
-    assert (body["query"], body["items"]) == ([3], [[*map(ord, "a\n\n"), SEPARATOR, *map(ord, "bc"), SEPARATOR]])
-    assert (body["label_token_ids"], body["score_extraction_token"]) == (LABELS, "<s>")
+    assert body["input_ids"] == [3, *map(ord, "a\n\n"), SEPARATOR, *map(ord, "bc"), SEPARATOR]
+    assert (body["token_ids_logprob"], body["logprob_start_len"]) == (LABELS, 4)
 
 
-@pytest.mark.parametrize("answer", [[], [[[0.9, 0.1]]], [[[0.9], [0.2]]]])
-async def test_scores_that_are_missing_are_a_labelled_failure_and_no_zero(tmp_path, answer):
-    async with scored_by(answer, tmp_path) as (scorer, _):
+@pytest.mark.parametrize(
+    ("missing", "detail"), [("place", "4 places were asked about, the answer has 3"), ("label", "labels=")]
+)
+async def test_scores_that_are_missing_are_a_labelled_failure_and_no_zero(tmp_path, missing, detail):
+    def lacking(body):
+        answer = good_with(0.9, 0.2)(body)
+        output = answer["meta_info"]["output_token_ids_logprobs"]
+        (output if missing == "place" else output[0]).pop()
+        return answer
+
+    async with scored_by(lacking, tmp_path) as (scorer, _):
         (found,) = await score(scorer, make_request("a\n\nbc"))
     assert (found.value, found.failure) == (None, DropReason.REWARD_FAILED)
-    assert "2 steps were asked for" in found.detail
+    assert detail in found.detail
+
+
+class Counted:
+    """Servers that count what they are asked; every step's share is told by its number."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+
+    async def ask(self, path, body, answer):
+        self.places.append(len(body["input_ids"]) - body["logprob_start_len"])
+        return msgspec.convert(good_with(*SHARES)(body | {"token_ids_logprob": LABELS}), answer)
+
+
+SHARES = (0.1, 0.2, 0.3, 0.4)
+
+
+def foresighted() -> tuple[StepsReward, Counted]:
+    term = StepsTerm(urls=("http://none",), separator_id=SEPARATOR, labels=tuple(LABELS))
+    servers = Counted()
+    return StepsReward(term, servers, text_of), servers
+
+
+def part(text: str, *, trajectory: str = "g0.0") -> PartialResponse:
+    prompt = np.array([3], np.int32)
+    return PartialResponse(trajectory_id=trajectory, task="", prompt_ids=prompt, response_ids=ids_of(text))
+
+
+async def shares_of(reward: StepsReward, text: str) -> list[float]:
+    found = await reward(with_ids(make_request(text)))
+    assert isinstance(found, Reward)
+    return found.value[np.nonzero(found.value)].round(4).tolist()
+
+
+async def test_steps_that_were_scored_while_it_generated_are_not_asked_for_again():
+    reward, servers = foresighted()
+    for text in ("a", "a\n", "a\n\nb", "a\n\nb\n\nc"):  # one more step now and then
+        await reward.look_ahead(part(text))
+    assert servers.places == [1, 1], "a place a separator"
+    assert await shares_of(reward, "a\n\nb\n\nc\n\nd") == pytest.approx(SHARES)
+    assert servers.places == [1, 1, 3]
+    assert not reward._known
+
+
+@pytest.mark.parametrize("before", ["x\n\nb\n\n", "a\n\nb\n\nc\n\nd\n\ne"])
+async def test_steps_of_another_response_count_for_nothing(before):
+    reward, _ = foresighted()
+    await reward.look_ahead(part(before[:-1]))
+    assert await shares_of(reward, "a\n\nb") == pytest.approx(SHARES[:2])
+
+
+async def test_a_response_that_ends_with_a_known_step_is_not_asked_about():
+    reward, servers = foresighted()
+    await reward.look_ahead(part("a\n\n"))
+    assert await shares_of(reward, "a\n\n") == pytest.approx(SHARES[:1])
+    assert servers.places == [1]
+
+
+async def test_what_is_kept_of_responses_that_never_end_is_bounded(monkeypatch):
+    monkeypatch.setattr(steps_module, "KEPT", 2)
+    reward, _ = foresighted()
+    for name in "abc":
+        await reward.look_ahead(part("a\n\n", trajectory=name))
+    assert list(reward._known) == ["b", "c"]

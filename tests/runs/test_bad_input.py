@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import platform
 import shutil
 import socket
 import subprocess
@@ -13,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli import app, main
+from laminar_py.sandbox.inside.seccomp import BY_MACHINE
 from tests.ledger.runs import begin, checkpoint, open_ledger
 from tests.runs.runs import LAMINAR, REPO
+from tests.sandbox.machines import laminar_without_sandbox
 
 CONFIG = "configs/quickstart.yaml"
 MODEL = REPO / "experiments/quickstart/data/model"
@@ -82,6 +85,49 @@ def test_a_broken_line_of_a_prompt_file_is_named(tmp_path, monkeypatch, capsys):
     assert code == 2
     assert len(lines) == 1
     assert f"data.train={path}:2" in lines[0]
+
+
+ASSERTS = {"entry_point": "f", "asserts": "assert f(2 == 4"}
+JUDGE = "{kind: judge, urls: [http://127.0.0.1:1/v1], model: m}"
+
+
+@pytest.mark.parametrize(
+    ("problem", "reward", "line", "remedy"),
+    [
+        ({"tests": ASSERTS}, "use=[code]", "data.train=PATH:2: `tests.asserts` does not parse", "mend it, or"),
+        ({"answer": "\\frac{1}{"}, "use=[math]", "data.train=PATH:2: the reference answer", "mend it, or"),
+        ({}, "by_task={cod: [code]}", "reward.by_task.cod: no problem has this task", "name one of these, or"),
+        ({}, "use=[jugde]", "reward.use.kind=jugde: unknown", "choose one of exact"),
+        ({}, f"use=[{JUDGE}]", "reward.use: urls=http://127.0.0.1:1/v1 of judge: does not answer", "start it or"),
+    ],
+    ids=["tests", "reference", "task", "kind", "judge"],
+)
+def test_a_reward_that_cannot_be_given_is_told_before_a_run(
+    tmp_path, monkeypatch, capsys, problem, reward, line, remedy
+):
+    path = tmp_path / "prompts.jsonl"
+    first = {"prompt": "e-2;o*7;1x5?", "answer": "7", "tests": {"inputs": ["1"], "outputs": ["1"]}}
+    path.write_text(f"{json.dumps(first)}\n{json.dumps(first | problem)}\n")
+    alone = ("warm_start=null", "data.heldout=null", f"runs={tmp_path / 'runs'}")
+    code, lines = in_process(monkeypatch, capsys, *alone, f"data.train={path}", f"reward.{reward}")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith(f"laminar: {line.replace('PATH', str(path))}")
+    assert remedy in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(platform.machine() not in BY_MACHINE, reason="the kernel's calls are not known")
+def test_a_sandbox_that_cannot_be_had_is_one_line_that_says_why(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "e-2;o*7;1x5?", "tests": {"inputs": ["1"], "outputs": ["1"]}}\n')
+    alone = ("warm_start=null", "data.heldout=null", f"runs={tmp_path / 'runs'}")
+    done = laminar_without_sandbox("train", CONFIG, *alone, f"data.train={path}", "reward.use=[code]")
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 2
+    assert line.startswith("laminar: sandbox.require=landlock: cannot be had here (namespaces: ")
+    assert "unshare: Operation not permitted" in line
+    assert "laminar doctor" in line
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path, monkeypatch, capsys):

@@ -21,7 +21,7 @@ from laminar_py.learner.model import load_policy
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from tests.engines.sglang.rig import running_server, sglang_python
-from tests.runs.runs import REPO, TrainProcess
+from tests.runs.runs import ALONE, REPO, TrainProcess, wait_until_gone
 
 pytestmark = pytest.mark.sglang
 PATIENCE_S = 60.0
@@ -46,6 +46,12 @@ def servers(run: TrainProcess) -> list[psutil.Process]:
     return [process for process in run.family() if "sglang.launch_server" in process.cmdline()[1:3]]
 
 
+def events_of(run: TrainProcess, kind: str) -> list:
+    with reading(run.run) as connection:
+        found = connection.execute("SELECT body FROM event WHERE kind = ? ORDER BY seq", (kind,))
+        return [decode_event(body) for (body,) in found]
+
+
 def busy_server(run: TrainProcess) -> psutil.Process:
     """A server that is in the midst of several responses, as the ledger has it."""
     deadline = time.monotonic() + PATIENCE_S
@@ -55,9 +61,7 @@ def busy_server(run: TrainProcess) -> psutil.Process:
             busy = connection.execute(
                 f"SELECT replica FROM trajectory WHERE {begun} GROUP BY replica HAVING count(*) >= 4"
             ).fetchall()
-            starts = connection.execute("SELECT body FROM event WHERE kind = 'partstarted' ORDER BY seq")
-            events = [decode_event(body) for (body,) in starts]
-        pids = {event.part: event.pid for event in events}
+        pids = {event.part: event.pid for event in events_of(run, "partstarted")}
         replicas = {pids[f"replica-{replica}"] for (replica,) in busy}
         for server in servers(run):
             if any(parent.pid in replicas for parent in server.parents()):
@@ -116,3 +120,23 @@ async def test_a_run_of_adapters_loads_them_by_their_versions(tmp_path):
     assert max(row["version"] for row in rows) > 0, "not all was drawn by the base"
     assert max(row["mismatch_max"] for row in rows) < 1e-3
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_servers_of_the_reward_are_launched_and_one_that_is_killed_comes_back(tmp_path):
+    flags = "{load-format: dummy, max-total-tokens: 8192}"
+    pool = f"{{model: experiments/quickstart/data/model, gpus: 0, python: {sglang_python()}, flags: {flags}}}"
+    term = "{kind: steps, servers: prm, separator_id: 7, labels: [5, 6], ends: ';'}"
+    reward = f"reward={{servers: {{prm: {pool}}}, use: [{term}], timeout_s: 60}}"
+    with TrainProcess(tmp_path, *ALONE, "data.heldout=null", "steps=40", reward) as run:
+        run.wait_for_step(2)
+        (server,) = servers(run)
+        os.kill(server.pid, signal.SIGKILL)
+        family = run.family()
+        code, output = run.finish()
+    assert code == 0, output
+    assert not wait_until_gone(family), "nothing is left running"
+    starts, deaths = (events_of(run, kind) for kind in ("partstarted", "partdied"))
+    assert [event.part for event in starts].count("server-prm-0") == 2
+    assert [event.part for event in deaths] == ["server-prm-0"]
+    assert not verify(run.run)
+    assert accounting(run.run).balanced

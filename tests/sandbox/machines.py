@@ -1,21 +1,24 @@
 """Other machines than this one: one without root, one that refuses calls of the kernel, as containers do.
 
 Run as a script it is a child on such a machine, and prints what it found as JSON: `machines.py survey NUMBER...`
-with the calls that are refused, or `machines.py hostile TIER CANARY`.
+with the calls that are refused, or `machines.py hostile TIER CANARY`. `machines.py laminar WORD...` is the command
+line where there is no sandbox.
 """
 
 import asyncio
 import errno
 import json
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+from laminar_py.cli import main as laminar
 from laminar_py.config.section import ConfigError
 from laminar_py.sandbox import interpreter
-from laminar_py.sandbox.inside import kernel, seccomp
+from laminar_py.sandbox.inside import kernel, landlock, seccomp
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 from laminar_py.sandbox.survey import survey_tiers
@@ -31,6 +34,12 @@ def run_refusing(numbers):
     command = [sys.executable, __file__, "survey", *map(str, numbers)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
+
+
+def laminar_without_sandbox(*words):
+    """`laminar` on a machine that refuses namespaces and Landlock."""
+    command, env = [sys.executable, __file__, "laminar", *words], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def nobodys_interpreter():
@@ -85,6 +94,10 @@ async def hostile(tier, canary):
 
 def main():
     what, *arguments = sys.argv[1:]
+    if what == "laminar":
+        refuse([seccomp.BY_MACHINE[platform.machine()]["unshare"], landlock.CREATE_RULESET])
+        sys.argv[1:] = arguments
+        laminar()
     if what == "survey":
         refuse([int(number) for number in arguments])
         found = asyncio.run(survey())

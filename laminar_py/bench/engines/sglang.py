@@ -26,7 +26,8 @@ from laminar_py.bench.turns import Ratio, Tell, spread
 from laminar_py.config.cluster import Device
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.engine import SGLangEngine
-from laminar_py.engines.sglang.server import Flag, ServerSpec, SGLangServer
+from laminar_py.engines.sglang.flags import NO_FLAGS, Flag
+from laminar_py.engines.sglang.server import ServerSpec, SGLangServer
 from laminar_py.engines.sglang.stream import Served
 from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
 from laminar_py.records.recordings import Recording
@@ -42,7 +43,6 @@ WARM_TOKENS = 16  # of each stream before the first refresh
 AFTER_TOKENS = 8  # of each stream after one
 REFRESHES = 20
 NO_IDS = np.empty(0, np.int32)
-NO_FLAGS: Mapping[str, Flag] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import asyncio
 import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -93,22 +94,26 @@ def check_node(config: RunConfig) -> None:
     section = section_of(config)
     if section.urls:
         return
+    check_interpreter(section.interpreter, field="rollout.engine.python")
+
+
+def check_interpreter(python: Path, *, field: str) -> None:
+    """Look for an SGLang that will do in an interpreter of this host. Raises `ConfigError`."""
     from laminar_py.engines.sglang.attach import MIN_VERSION, version_numbers
 
-    python = section.interpreter
     remedy = "name the interpreter of an environment with SGLang (for a CPU `make test-sglang` makes .venv-sglang)"
     try:
         asked = subprocess.run(
             [str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"rollout.engine.python={python}: does not run ({error}); {remedy}") from None
+        raise ConfigError(f"{field}={python}: does not run ({error}); {remedy}") from None
     if asked.returncode:
-        raise ConfigError(f"rollout.engine.python={python}: has no SGLang; {remedy}")
+        raise ConfigError(f"{field}={python}: has no SGLang; {remedy}")
     version = asked.stdout.strip()
     if version_numbers(version) < MIN_VERSION:
         oldest = ".".join(map(str, MIN_VERSION))
-        raise ConfigError(f"rollout.engine.python={python}: has SGLang {version}; install {oldest} or newer")
+        raise ConfigError(f"{field}={python}: has SGLang {version}; install {oldest} or newer")
 
 
 async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:

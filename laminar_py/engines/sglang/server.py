@@ -1,4 +1,4 @@
-"""Launches and owns the SGLang server of one replica. Called by the replica's process, tests and benchmarks.
+"""Launches and owns an SGLang server, of a replica or of a pool. Called by its part's process, tests, benchmarks.
 
 Invariant: the server lives no longer than its owner. A guard (`guard.py`) stands between the two and ends
 everything that the server started, also when the owner is killed. A restart is `stop` and another `SGLangServer`.
@@ -11,11 +11,11 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, Protocol, Self
 
 import aiohttp
 import psutil
@@ -27,12 +27,19 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.engines.sglang import guard as sglang_guard
+from laminar_py.engines.sglang.flags import (
+    CPU_FLAGS,
+    LOOPBACK,
+    RESERVED,
+    Flag,
+    check_flags,
+    launch_command,
+    server_environment,
+)
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.settings import SGLangConfig
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.recordings import Recording
-
-Flag = str | int | float | bool | Sequence[str | int | float]
 
 # SGLang keeps the last positions of its context: a prompt must be 6 shorter, and a response ends 2 before it
 SPARE_TOKENS = 8
@@ -43,33 +50,40 @@ MAX_LORAS = 2  # that one batch may need: that of new requests, and the one befo
 MASK_TOKENS = 4096  # that a server records if it is not told
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NUM_PORTS = 8192  # to choose from
-_ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
-RESERVED = {  # every spelling -> remedy
-    **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), "the run chooses it; leave it out"),
-    **dict.fromkeys(("model-path", "model"), "set model.path"),
-    **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
-    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
-    **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
-    **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
-    "device": "set rollout.engine.device",
-    "dtype": "set dtype in the config.json of model.path",
-}
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the spare positions may lie beyond the model's last
-}
-_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-_CPU_FLAGS: dict[str, Flag] = {
-    "sleep-on-idle": True,  # else a server that has nothing to do keeps a core busy
-    "attention-backend": "torch_native",
-    "lora-backend": "torch_native",
-    "cuda-graph-backend-decode": "disabled",
-    "cuda-graph-backend-prefill": "disabled",
-}
 _ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt)|.*: error)\b")
 _STAMP = re.compile(r"^\[[^\]]*\]\s*")
+
+
+class ServerLaunch(Protocol):
+    """Server to launch."""
+
+    @property
+    def model_dir(self) -> Path:
+        """Folder of the model."""
+        ...
+
+    @property
+    def log(self) -> Path:
+        """The server's output is appended."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Address that it listens on."""
+        ...
+
+    @property
+    def start_limit(self) -> tuple[str, float]:
+        """The setting that limits its start, and the seconds."""
+        ...
+
+    def command(self, port: int) -> list[str]:
+        """Command that runs it, without the key."""
+        ...
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment variables."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +109,7 @@ class ServerSpec:
     mask_tokens: int = 0  # that a recorded sampling mask keeps: top_k
     flags: Mapping[str, Flag] = field(default_factory=dict)  # the user's win over ours; False removes one
     start_timeout_s: float = 900.0
+    host: str = LOOPBACK
 
     @classmethod
     def of(cls, config: RunConfig, section: SGLangConfig, *, model_dir: Path, log: Path) -> Self:
@@ -124,12 +139,14 @@ class ServerSpec:
 
     def __post_init__(self) -> None:
         """Refuse what can never start."""
-        for name, value in self.flags.items():
-            for reserved, remedy in RESERVED.items():
-                if reserved.startswith(_flag(name)):  # the server takes beginnings of names too
-                    raise ConfigError(f"rollout.engine.flags.{name}={value}: {remedy}")
+        check_flags(self.flags, field="rollout.engine.flags", reserved=RESERVED)
         if self.device is Device.CPU and self.kv_capacity is None:
             raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
+
+    @property
+    def start_limit(self) -> tuple[str, float]:
+        """See `ServerLaunch.start_limit`."""
+        return "rollout.engine.start_timeout_s", self.start_timeout_s
 
     def command(self, port: int) -> list[str]:
         """Command that runs it, without the key."""
@@ -147,7 +164,7 @@ class ServerSpec:
             "skip-server-warmup": True,
             "enable-return-routed-experts": Recording.ROUTED_EXPERTS in self.record,
             "log-level-http": "warning",
-            "host": "127.0.0.1",
+            "host": self.host,
             "port": port,
         }
         if self.kv_capacity is not None:
@@ -158,24 +175,18 @@ class ServerSpec:
         if self.lora is not None:
             flags |= _lora_flags(self.lora)
         if self.device is Device.CPU:
-            flags |= _CPU_FLAGS
-        flags |= {_flag(name): value for name, value in self.flags.items()}
-        command = [str(self.python), "-m", "sglang.launch_server"]
-        for name, value in flags.items():
-            if value is not False:
-                command += [f"--{name}", *_words_of(value)]
-        return command
+            flags |= CPU_FLAGS
+        return launch_command(self.python, flags, self.flags)
 
     def environment(self) -> dict[str, str]:
         """The server's environment variables: ours, and what it needs."""
-        special = _CPU_ENVIRONMENT if self.device is Device.CPU else {}
-        return {**os.environ, **_ENVIRONMENT, **special}
+        return server_environment(self.device)
 
 
 class SGLangServer:
     """A running server. Its key goes through a private file, so that no other user of the machine sees it."""
 
-    def __init__(self, spec: ServerSpec) -> None:
+    def __init__(self, spec: ServerLaunch) -> None:
         self.spec = spec
         self.api_key = secrets.token_hex(32)  # no dash in front, which would make it a flag
         self._port = 0
@@ -193,7 +204,7 @@ class SGLangServer:
     def url(self) -> str:
         """Address at which it answers, once it has started."""
         assert self._port, "not started"
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self.spec.host}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -204,15 +215,15 @@ class SGLangServer:
     async def start(self) -> None:
         """Launch it and wait until it answers. `EngineLostError` says in one line why it does not."""
         assert self._guard is None, "started before"
+        setting, limit_s = self.spec.start_limit
         try:
             await self._launch()
-            async with asyncio.timeout(self.spec.start_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self._wait_until_up()
             self._log_start = self.spec.log.stat().st_size  # what it complained about in its start is no reason
         except TimeoutError:
             await self.stop()
-            limit = f"no answer within rollout.engine.start_timeout_s={self.spec.start_timeout_s:g}"
-            raise EngineLostError(self._words(limit)) from None
+            raise EngineLostError(self._words(f"no answer within {setting}={limit_s:g}")) from None
         except BaseException:
             await self.stop()
             raise
@@ -235,7 +246,7 @@ class SGLangServer:
         return f"the process ended with code {await self._guard.wait()}"
 
     async def _launch(self) -> None:
-        self._port = _free_port()
+        self._port = _free_port(self.spec.host)
         with _open_private(self.spec.log) as log:  # SGLang writes its key into it
             self._log_start = log.tell()
             self._guard = await asyncio.create_subprocess_exec(
@@ -313,28 +324,18 @@ def _lora_flags(lora: LoraConfig) -> dict[str, Flag]:
     }
 
 
-def _flag(name: str) -> str:
-    return name.lstrip("-").replace("_", "-")
-
-
-def _words_of(value: Flag) -> list[str]:
-    if value is True:
-        return []
-    return [str(value)] if isinstance(value, str | int | float) else [str(item) for item in value]
-
-
 def _open_private(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-def _free_port() -> int:
+def _free_port(host: str = LOOPBACK) -> int:
     """Below those that connections get, so that none takes it before the server listens."""
     above = int(EPHEMERAL_PORTS.read_text().split()[0])
     ports = range(max(1024, above - NUM_PORTS), above) or range(1024, 1024 + NUM_PORTS)
     for port in secrets.SystemRandom().sample(ports, len(ports)):
         with socket.socket() as trial, suppress(OSError):
-            trial.bind(("127.0.0.1", port))
+            trial.bind((host, port))
             return port
     raise EngineLostError(
         f"no port from {ports.start} to {ports.stop} is free for an SGLang server; end what has them"

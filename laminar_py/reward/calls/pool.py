@@ -74,6 +74,7 @@ class CallPool:
         self._env = {**passed_on, "PYTHONUNBUFFERED": "1", **(env or {})}
         self._limit_s = timeout_s + grace_s
         self._children: list[Child] = []
+        self._turns = asyncio.Lock()  # only the call that came first waits for a process
         self._free = asyncio.Condition()
         self._growing: asyncio.Task[None] | None = None
         self._suspects = asyncio.Lock()
@@ -127,16 +128,18 @@ class CallPool:
             try:
                 if self._alone is None or self._alone.is_lost:
                     self._alone = await self._started(f"{self._name}-alone-{next(self._numbers)}")
-                return await self._alone.ask(request, limit_s=self._limit_s)
             except ConfigError as error:
                 return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
+            child = self._alone
+            try:
+                return await child.ask(request, limit_s=self._limit_s)
             except TimeoutError:
-                return self._hung(self._alone.hang_place())
+                return self._hung(child.hang_place())
             except ChildLostError:
                 return Outcome(failure=DropReason.REWARD_FAILED, detail="its process died, also when it was alone")
             finally:
-                if self._alone is not None and self._alone.is_lost:
-                    await self._alone.end()
+                if child.is_lost:
+                    await child.end()
 
     def _hung(self, where: str) -> Outcome:
         limit = self._start.timeout_s
@@ -144,11 +147,12 @@ class CallPool:
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._limit_s)
 
     async def _take(self) -> "Child":
-        """A process with room for a call; another one is started where none has for a while.
+        """A process with room for a call, first come, first served; another is started where that takes a while.
 
         Raises `ConfigError` where that cannot be.
         """
-        async with self._free:
+        late = asyncio.get_running_loop().time() + WAIT_S
+        async with self._turns, self._free:
             while True:
                 await self._forget_lost()
                 free = [child for child in self._children if child.has_room]
@@ -157,7 +161,7 @@ class CallPool:
                     child.num_calls += 1
                     return child
                 try:
-                    async with asyncio.timeout(None if self._is_full else WAIT_S * bool(self._children)):
+                    async with asyncio.timeout_at(None if self._is_full else late * bool(self._children)):
                         await self._free.wait()
                 except TimeoutError:
                     self._growing = asyncio.create_task(self._grow(), name=f"{self._name}-grows")

@@ -60,6 +60,12 @@ def read_payload(descriptor: int) -> tuple[ProgramPayload, dict[str, bytes]]:
         return payload, {name: file.read(number) for name, number in payload.files.items()}
 
 
+def hide_own_modules() -> None:
+    """Leave modules as a fresh interpreter has them. By the zygote: a child that looks at all copies all."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "laminar_py"]:
+        del sys.modules[name]
+
+
 def run(payload: ProgramPayload, files: dict[str, bytes], *, report: int) -> int:
     """Run a program to its end and write the report. Gives the exit code."""
     _settle(files)
@@ -175,11 +181,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _settle(files: dict[str, bytes]) -> None:
-    """Standard streams, the folder and its files, names as a fresh interpreter has them."""
+    """Standard streams, the folder and its files."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file that grows too large ends the program, for all to see
-    for name in [name for name in sys.modules if name.split(".")[0] == "laminar_py"]:
-        del sys.modules[name]
     for name, content in files.items():
         os.makedirs(os.path.dirname(os.path.join(".", name)), exist_ok=True)
         with open(name, "wb") as file:

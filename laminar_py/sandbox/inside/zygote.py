@@ -72,6 +72,7 @@ class Zygote:
 
     def serve(self) -> None:
         """Run programs until the owner is gone."""
+        program.hide_own_modules()
         gc.collect()
         gc.freeze()
         self._fences.measure()

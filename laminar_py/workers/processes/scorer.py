@@ -3,13 +3,18 @@
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.scoring import PartialResponse, ScoringRequest
+from laminar_py.records.servers import PoolAddresses
+from laminar_py.reward.launched import LaunchedServers
 from laminar_py.workers.processes.setup import PartActor, open_part
 from laminar_py.workers.specs import ScorerSpec
 
 
 class ScorerActor(PartActor):
     """Shell of a scorer."""
+
+    def __init__(self) -> None:
+        self._launched = LaunchedServers()
 
     async def start(self, data: bytes) -> int:
         """Start what the terms of the reward need; answers how many responses it works on at a time."""
@@ -27,14 +32,27 @@ class ScorerActor(PartActor):
             folder=Path(spec.run_dir) / "logs",
             record=Path(spec.run_dir),
             name=name,
+            launched=self._launched,
         )
-        await self._scorer.__aenter__()  # the process ends with what it holds
+        await self._scorer.__aenter__()  # until `stop`; what it holds ends with the process too
         return self._scorer.at_once
+
+    async def reach(self, data: bytes) -> None:
+        """Take the addresses of launched servers, a `PoolAddresses`."""
+        self._launched.update(decode(PoolAddresses, data))
 
     async def submit(self, data: bytes) -> None:
         """Begin with a list of `ScoringRequest`."""
         self._scorer.submit(decode(list[ScoringRequest], data))
 
+    async def look_ahead(self, data: bytes) -> None:
+        """Work ahead on a list of `PartialResponse`."""
+        self._scorer.look_ahead(decode(list[PartialResponse], data))
+
     async def take(self, wait_s: float) -> bytes:
         """A list of `Score`, empty after `wait_s` seconds without any."""
         return encode(await self._scorer.take(wait_s))
+
+    async def stop(self) -> None:
+        """End what the terms hold: processes, and what sandboxes have on this machine."""
+        await self._scorer.__aexit__(None, None, None)

@@ -158,6 +158,28 @@ async def test_a_call_that_waits_gets_a_process_of_its_own_while_another_hangs(t
         hanging.cancel()
 
 
+async def test_however_many_calls_wait_there_are_no_more_processes_than_allowed(tmp_path):
+    async with pool_of(tmp_path, timeout_s=30.0, processes=2) as pool:
+        hanging = asyncio.create_task(pool.call(make_request("hang")))
+        await asyncio.sleep(0)
+        outcomes = await outcomes_of(pool, *["pid"] * 8)
+        assert len({outcome.value for outcome in outcomes}) == 1
+        hanging.cancel()
+
+
+async def test_a_call_that_came_first_is_served_first_however_soon_others_follow(tmp_path):
+    ended: list[str] = []
+
+    async def call(*texts: str) -> None:
+        for text in texts:
+            await pool.call(make_request(text))
+            ended.append(text)
+
+    async with pool_of(tmp_path, timeout_s=30.0) as pool:
+        await asyncio.gather(call("1", "2", "3"), call("4"))
+    assert ended == ["1", "4", "2", "3"]
+
+
 async def test_processes_end_with_the_pool_also_one_that_hangs(tmp_path):
     async with pool_of(tmp_path, timeout_s=30.0) as pool:
         (outcome,) = await outcomes_of(pool, "pid")

@@ -1,0 +1,204 @@
+"""The kill test with programs, a judge and a function as rewards: scorers, sandboxes and the judge die too.
+
+`python experiments/kill_test/rewards.py [--kills 20] [--seed 0] [--only VICTIM ...] [--json] [key=value ...]`
+trains what rewards.yaml says. At the end every law holds, `laminar rescore` reproduces every reward, and nothing
+is left of the sandboxes. Exit code 1 if it is not so.
+"""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from run import CONTROLLER, EVERYTHING, Run, campaign, check, end, make_parser, proof
+
+from laminar_py.audit.queries import accounting
+from laminar_py.bench.report import Row, show
+
+HERE = Path(__file__).parent
+JUDGE = "judge"
+WORKERS = 2
+PROGRAM = "program"
+BELOW_SCORERS = {  # by a part of the command line; that of a program is its zygote's
+    "sandbox": "sandbox.inside.zygote",
+    PROGRAM: "sandbox.inside.zygote",
+    "function": "reward.calls.child",
+}
+VICTIMS = (
+    *(f"{kind}-{index}" for kind in ("scorer", *BELOW_SCORERS) for index in range(WORKERS)),
+    JUDGE,
+    "replica-0",
+    "learner-0",
+    CONTROLLER,
+    EVERYTHING,
+)
+REWARD = (
+    "reward.use=[code, {{kind: judge, urls: [{url}], model: coin, unless: code, weight: 0.5}},"
+    " {{kind: function, path: {function}:short, weight: 0.1}}]"
+)
+APPEAR_S, END_S = 5.0, 30.0
+
+
+class JudgeServer:
+    """The judge's process, always on one port."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self._port = taken.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/v1"
+        self._process = self._start()
+
+    def kill(self) -> bool:
+        """Kill it and start another one."""
+        self.end()
+        self._process = self._start()
+        return True
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen([sys.executable, str(HERE / "judge.py"), str(self._port)])
+        deadline = time.monotonic() + END_S
+        while not self._answers():
+            check(process.poll() is None and time.monotonic() < deadline, "the judge does not start")
+            time.sleep(0.05)
+        return process
+
+    def _answers(self) -> bool:
+        with socket.socket() as trial:
+            return trial.connect_ex(("127.0.0.1", self._port)) == 0
+
+
+class ScoredRun(Run):
+    """A run whose scorers have processes below them; `scratch` takes the temporary files of all."""
+
+    def __init__(self, judge: JudgeServer, scratch: Path, settings: list[str]) -> None:
+        self._judge = judge
+        self._scratch = scratch
+        self._processes = set[psutil.Process]()  # seen at a kill
+        self._cgroups = set[Path]()
+        reward = REWARD.format(url=judge.url, function=HERE / "function.py")
+        super().__init__(HERE / "rewards.yaml", [f"reward.workers={WORKERS}", reward, *settings])
+
+    def kill(self, victim: str) -> bool:
+        """Kill it now; False if it is not there at this moment."""
+        self.look()
+        kind, _, index = victim.rpartition("-")
+        if victim == JUDGE:
+            return self._judge.kill()
+        if kind not in BELOW_SCORERS:
+            return super().kill(victim)
+        found = below(self._pid(f"scorer-{index}"), BELOW_SCORERS[kind])
+        return end_child(found) if kind == PROGRAM else bool(found) and end(random.choice(found))
+
+    def look(self) -> None:
+        """Note down processes and cgroups that must be gone in the end."""
+        self._processes |= set(psutil.Process(self._process.pid).children(recursive=True))
+        for lock in self._scratch.glob("laminar-sandbox-*/*.lock"):
+            with suppress(FileNotFoundError):  # a slot that was just released
+                self._cgroups |= {Path(line) for line in lock.read_text().splitlines()}
+
+    def left_behind(self) -> list[str]:
+        """Processes, cgroups, mounts and files that are still there."""
+        deadline = time.monotonic() + END_S
+        while any(map(lives, self._processes)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        return [
+            *(str(process) for process in self._processes if lives(process)),
+            *(str(folder) for folder in self._cgroups if folder.exists()),
+            *(line for line in mounts if str(self._scratch) in line),
+            *(str(path) for path in self._scratch.glob("laminar-*")),
+        ]
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended may wait for somebody to look at it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def below(process: int, what: str) -> list[int]:
+    """Processes below another whose command line says this."""
+    try:
+        family = psutil.Process(process).children(recursive=True)
+        return [one.pid for one in family if any(what in word for word in one.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end_child(zygotes: list[int]) -> bool:
+    """Kill the next program that one of them forks, which lives for milliseconds; False if none comes."""
+    deadline = time.monotonic() + APPEAR_S
+    while time.monotonic() < deadline:
+        for zygote in zygotes:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                for child in map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()):
+                    if child not in zygotes and end(child):
+                        return True
+    return False
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for all temporary files, which users of sandboxes can get to."""
+    folder = Path(tempfile.mkdtemp(prefix="lk-"))
+    folder.chmod(0o711)
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rescore(run: Path) -> bool:
+    """Whether every reward comes out again from the record."""
+    command = [str(Path(sys.executable).with_name("laminar")), "rescore", str(run)]
+    return subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0
+
+
+def main() -> None:
+    """Kill, resume, prove."""
+    args = make_parser(__doc__, victims=VICTIMS, steps=300).parse_args()
+    random.seed(args.seed)
+    judge = JudgeServer()
+    with scratch_folder() as scratch:
+        try:
+            run = ScoredRun(judge, scratch, [f"seed={args.seed}", f"steps={args.steps}", *args.settings])
+            done = campaign(
+                run, args.only, args.kills, args.pause, random.Random(args.seed), over_checkpoints=False
+            )
+            run.look()
+            check(run.finish() == 0, "the last incarnation did not finish")
+            left = run.left_behind()
+            same = rescore(run.folder)
+        finally:
+            judge.end()
+    print(*left, sep="\n", file=sys.stderr)
+    rows, holds = proof(run, done)
+    dropped = accounting(run.folder).train.dropped
+    reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items() if count)
+    rows += [
+        Row("dropped", sum(dropped.values()), "responses", reasons or "none"),
+        Row("rescored", float(same), "1: all rewards equal", "laminar rescore"),
+        Row("left_behind", len(left), "things", "processes, cgroups, mounts and temporary files"),
+    ]
+    show("kill_test_rewards", rows, as_json=args.json)
+    check(holds and same and not left, "see the table")
+
+
+if __name__ == "__main__":
+    main()

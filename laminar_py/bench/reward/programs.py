@@ -1,0 +1,138 @@
+"""Small programs as models write them, with what each is given and what has to come out. `sandbox` runs them.
+
+Invariant: no two programs of a list are the same text.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class SmallProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """A program, e.g. `SmallProgram(code="print(int(input()) + 3)", stdin="4", wanted="7")`."""
+
+    code: str
+    wanted: object  # value of the function, or text that is printed
+    function: str = ""  # to call with `args`; none: a script that reads `stdin`
+    args: Sequence[object] = ()
+    stdin: str = ""
+
+
+def make_programs(number: int) -> list[SmallProgram]:
+    """So many different ones, functions that are called and scripts by turns."""
+    return [MAKERS[seed % len(MAKERS)](seed) for seed in range(number)]
+
+
+def _sum_of_multiples(seed: int) -> SmallProgram:
+    code = (
+        "def solve(limit: int, step: int) -> int:\n"
+        f'    """Sum of all multiples of step below limit, and {seed}."""\n'
+        f"    total = {seed}\n"
+        "    for number in range(0, limit, step):\n"
+        "        total += number\n"
+        "    return total\n"
+    )
+    limit, step = 50 + seed % 200, 2 + seed % 7
+    return SmallProgram(code=code, function="solve", args=[limit, step], wanted=seed + sum(range(0, limit, step)))
+
+
+def _collatz(seed: int) -> SmallProgram:
+    code = (
+        "def steps(n):\n    return 0 if n == 1 else 1 + steps(n // 2 if n % 2 == 0 else 3 * n + 1)\n\n"
+        f"print(steps(int(input())) + {seed})\n"
+    )
+    start, steps = 2 + seed % 97, 0
+    number = start
+    while number != 1:
+        number, steps = (number // 2 if number % 2 == 0 else 3 * number + 1), steps + 1
+    return SmallProgram(code=code, stdin=f"{start}\n", wanted=f"{steps + seed}\n")
+
+
+def _words_by_count(seed: int) -> SmallProgram:
+    code = (
+        "from collections import Counter\n\n\n"
+        f"def most_common(text, extra='w{seed}'):\n"
+        "    counts = Counter(text.split() + [extra])\n"
+        "    return [word for word, times in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]\n"
+    )
+    return SmallProgram(
+        code=code, function="most_common", args=["b a b c a b"], wanted=["b", "a", "c", f"w{seed}"]
+    )
+
+
+def _reversed_lines(seed: int) -> SmallProgram:
+    code = (
+        "import sys\n\nfor line in sys.stdin.read().splitlines():\n"
+        f"    print(' '.join(reversed(line.split())), {seed})\n"
+    )
+    return SmallProgram(
+        code=code, stdin=f"one two {seed}\nthree four\n", wanted=f"{seed} two one {seed}\nfour three {seed}\n"
+    )
+
+
+def _is_prime(seed: int) -> SmallProgram:
+    code = (
+        f"import math\n\n\ndef is_prime(n):  # number {seed}\n"
+        "    return n > 1 and all(n % k for k in range(2, math.isqrt(n) + 1))\n"
+    )
+    number = 1000 + seed % 5000
+    return SmallProgram(
+        code=code,
+        function="is_prime",
+        args=[number],
+        wanted=all(number % k for k in range(2, int(number**0.5) + 1)),
+    )
+
+
+def _stack(seed: int) -> SmallProgram:
+    code = (
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+        "    def push(self, item):\n        self.items.append(item)\n\n"
+        "    def pop(self):\n        return self.items.pop()\n\n\n"
+        f"stack = Stack()\nfor number in range(int(input())):\n    stack.push(number * {seed})\n"
+        "print(stack.pop(), stack.pop())\n"
+    )
+    most = 3 + seed % 40
+    return SmallProgram(code=code, stdin=f"{most}", wanted=f"{(most - 1) * seed} {(most - 2) * seed}")
+
+
+def _two_sum(seed: int) -> SmallProgram:
+    code = (
+        "from typing import List\n\n\nclass Solution:\n"
+        "    def twoSum(self, nums: List[int], target: int) -> List[int]:\n"
+        f"        seen = {{}}  # attempt {seed}\n"
+        "        for i, x in enumerate(nums):\n"
+        "            if target - x in seen:\n"
+        "                return [seen[target - x], i]\n"
+        "            seen[x] = i\n"
+        "        return []\n"
+    )
+    numbers: list[int] = [seed + 3**power for power in range(20)]  # of which no two pairs have the same sum
+    return SmallProgram(
+        code=code, function="Solution.twoSum", args=[numbers, numbers[8] + numbers[17]], wanted=[8, 17]
+    )
+
+
+def _fibonacci(seed: int) -> SmallProgram:
+    code = (
+        "from functools import lru_cache\n\n\n@lru_cache(maxsize=None)\n"
+        "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n\n"
+        f"print(fib(int(input())) % {1000 + seed})\n"
+    )
+    place = 20 + seed % 60
+    number, after = 0, 1
+    for _ in range(place):
+        number, after = after, number + after
+    return SmallProgram(code=code, stdin=f"{place}\n", wanted=f"{number % (1000 + seed)}\n")
+
+
+MAKERS = (
+    _sum_of_multiples,
+    _collatz,
+    _words_by_count,
+    _reversed_lines,
+    _is_prime,
+    _stack,
+    _two_sum,
+    _fibonacci,
+)

@@ -1,0 +1,50 @@
+"""Choice of the responses that scorers see while they still generate. Pure; owned by `orchestrator.scoring`.
+
+Terms that work ahead, see `config.reward.ForesightedReward`, get the longest news first, few at a time: a long
+response is seen every so often, a short one perhaps not before its end. Nothing depends on it but time.
+"""
+
+from collections.abc import Mapping
+from heapq import nlargest
+
+import numpy as np
+
+from laminar_py.config.reward import RewardConfig
+from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.records.scoring import PartialResponse
+from laminar_py.records.trajectory import Status
+
+AT_A_TIME = 8  # responses, some 100 kB of ids
+
+
+class Foresight:
+    """Remembers how much of each trajectory was shown."""
+
+    def __init__(self, reward: RewardConfig) -> None:
+        self._reward = reward
+        self._shown: dict[str, int] = {}  # tokens, of live trajectories
+        self.is_wanted = reward.workers == 1 and any(term.looks_ahead for term in reward.terms)
+        """True where a term looks ahead, and the scorer that does is the one to get the finished response."""
+
+    def choose(self, live: Mapping[str, Lifecycle]) -> list[PartialResponse]:
+        """Beginnings of those that have grown most since they were shown, at most `AT_A_TIME`."""
+        self._shown = {name: shown for name, shown in self._shown.items() if name in live}
+        news = {
+            name: lifecycle.length - self._shown.get(name, 0)
+            for name, lifecycle in live.items()
+            if lifecycle.status is Status.RUNNING and self._looks_ahead(lifecycle.prompt.task)
+        }
+        chosen = [live[name] for name in nlargest(AT_A_TIME, news, key=lambda name: news[name]) if news[name]]
+        self._shown |= {lifecycle.id: lifecycle.length for lifecycle in chosen}
+        return [
+            PartialResponse(
+                trajectory_id=lifecycle.id,
+                task=lifecycle.prompt.task,
+                prompt_ids=lifecycle.prompt.ids,
+                response_ids=np.concatenate(lifecycle.ids),
+            )
+            for lifecycle in chosen
+        ]
+
+    def _looks_ahead(self, task: str) -> bool:
+        return any(term.looks_ahead for term in self._reward.of_task(task))

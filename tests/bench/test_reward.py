@@ -1,0 +1,48 @@
+"""The benchmark of rewards in its smallest form: every figure comes, and no output or verdict goes unlooked at."""
+
+import msgspec
+import pytest
+
+from laminar_py.bench.reward import mathematics, sandbox
+from laminar_py.bench.reward.answers import make_answers
+from laminar_py.bench.reward.programs import make_programs
+from laminar_py.config.section import ConfigError
+from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.records import SandboxTier
+from tests.bench.figures import figures
+
+NUM_MAKERS = 8
+
+
+@pytest.mark.parametrize("only", ["sandbox", "sandbox_landlock", "sandbox_none"])
+def test_every_tier_that_can_be_had_has_its_figures(only):
+    measure = {
+        "sandbox": sandbox.strongest_rows,
+        "sandbox_landlock": sandbox.landlock_rows,
+        "sandbox_none": sandbox.none_rows,
+    }
+    try:
+        found = figures("reward", only, measure[only](programs=25, tell=lambda line: None))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert all(value > 0 for value in found.values())
+
+
+async def test_every_kind_of_program_gives_what_is_wanted_and_a_wrong_output_is_no_figure():
+    async with SandboxPool(slots=1, require=SandboxTier.NONE) as pool:
+        for program in make_programs(NUM_MAKERS):
+            await sandbox.check(pool, program)
+            with pytest.raises(AssertionError, match="gave SandboxResult"):
+                await sandbox.check(pool, msgspec.structs.replace(program, wanted="something else"))
+
+
+def test_what_hangs_is_out_of_time_and_all_others_are_judged_rightly():
+    found = figures("reward", "math", mathematics.rows(verifications=200, tell=lambda line: None))
+    assert all(value > 0 for value in found.values())
+
+
+def test_programs_and_answers_are_all_different():
+    assert len({program.code for program in make_programs(1000)}) == 1000
+    answers = make_answers(1000, hang_one_in=100)
+    assert len({answer.text for answer in answers}) == 1000
+    assert sum(answer.right is None for answer in answers) == 10

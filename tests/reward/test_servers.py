@@ -1,0 +1,145 @@
+"""Servers that a term asks: of others, or of the run, which come and go."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from laminar_py.config.reward import RewardConfig
+from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.records.scoring import TryAgainError
+from laminar_py.records.servers import PoolAddresses, ServerAddress
+from laminar_py.reward.launched import LaunchedServers
+from laminar_py.reward.scorer import Scorer
+from laminar_py.reward.servers import Servers
+from tests.reward.requests import make_request
+from tests.reward.test_scorer import score
+
+PATIENCE_S = 60.0
+GONE = ServerAddress("http://127.0.0.1:9", "k")
+STEPS = {"kind": "steps", "servers": "prm", "separator_id": 7, "labels": [5, 6]}
+JUDGE = {"kind": "judge", "servers": "prm"}
+POOL = {"prm": {"model": "/models/prm"}}
+
+
+def reward_of(term: dict, servers: dict) -> RewardConfig:
+    return RewardConfig.model_validate_json(msgspec.json.encode({"use": [term], "servers": servers}))
+
+
+@pytest.mark.parametrize(
+    ("term", "servers", "complaint"),
+    [
+        (STEPS, {}, r"servers=prm of steps: reward\.servers has no pool; add it there"),
+        (STEPS, {"other": POOL["prm"]}, r"servers=prm of steps: reward\.servers has other; add it there"),
+        (STEPS | {"servers": None}, {}, r"urls of steps: give either .* or `servers`"),
+        (STEPS | {"urls": ["http://a"]}, POOL, r"urls of steps: give either .* or `servers`"),
+        (STEPS | {"key": "K"}, POOL, r"key=K: launched servers have keys of their own; leave it out"),
+        (JUDGE | {"model": "m"}, POOL, r"model=m: a judge at `urls` has a model to name"),
+        (JUDGE | {"urls": ["http://a"], "servers": None}, {}, r"model=None: a judge at `urls` has a model"),
+        (STEPS | {"urls": ["a:1"], "servers": None}, {}, r"urls=a:1: no URL; write for example"),
+        ({"kind": "exact", "pattern": "(.)"}, POOL, r"reward\.servers\.prm: no term asks it; name it in one"),
+    ],
+)
+def test_a_term_has_servers_of_others_or_a_pool_that_there_is(term, servers, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        reward_of(term, servers)
+
+
+def test_the_servers_of_a_run_are_those_of_all_pools():
+    other = {"judge": {"model": "/models/judge", "count": 2}}
+    by_task = {"proof": [JUDGE | {"servers": "judge"}]}
+    whole = {"use": [STEPS], "by_task": by_task, "servers": POOL | other}
+    reward = RewardConfig.model_validate_json(msgspec.json.encode(whole))
+    assert reward.launched == (("prm", 0), ("judge", 0), ("judge", 1))
+
+
+@asynccontextmanager
+async def serving(path: str, handler):
+    """Base URL of a server that has one path."""
+    app = web.Application()
+    app.router.add_post(path, handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def answering(key: str):
+    """Address of a server with this key that counts its answers."""
+    answers = []
+
+    async def reply(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {key}":
+            return web.Response(status=401)
+        answers.append(1)
+        return web.json_response(len(answers))
+
+    async with serving("/score", reply) as url:
+        yield ServerAddress(url, key)
+
+
+@asynccontextmanager
+async def asking(launched: LaunchedServers):
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
+        yield Servers(lambda: launched.of("prm"), session)
+
+
+async def test_a_call_waits_until_a_server_of_its_pool_is_up_and_brings_the_key_of_that():
+    launched = LaunchedServers()
+    async with answering("k1") as first, asking(launched) as servers:
+        call = asyncio.create_task(servers.ask("score", {}, int))
+        launched.update(PoolAddresses(1, {"other": [GONE]}))
+        await asyncio.sleep(0)
+        assert not call.done()
+        launched.update(PoolAddresses(2, {"prm": [first]}))
+        assert await call == 1
+        async with answering("k2") as second:
+            launched.update(PoolAddresses(4, {"prm": [second]}))
+            launched.update(PoolAddresses(3, {"prm": [GONE]}))  # late
+            assert await servers.ask("score", {}, int) == 1
+
+
+async def test_a_server_that_failed_does_not_draw_all_calls():
+    launched = LaunchedServers()
+    async with answering("k") as server, asking(launched) as servers:
+        launched.update(PoolAddresses(1, {"prm": [GONE, server]}))
+        with pytest.raises(TryAgainError, match=r"127\.0\.0\.1:9/score"):
+            await servers.ask("score", {}, int)
+        assert [await servers.ask("score", {}, int) for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+async def test_a_judge_of_a_pool_is_asked_as_openais_are_by_the_name_of_the_pool(tmp_path):
+    asked = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append((request.headers["Authorization"], (await request.json())["model"]))
+        return web.json_response({"choices": [{"message": {"content": "yes"}}]})
+
+    launched = LaunchedServers()
+    async with serving("/v1/chat/completions", complete) as url:
+        launched.update(PoolAddresses(1, {"prm": [ServerAddress(url, "k")]}))
+        reward = reward_of(JUDGE, POOL)
+        async with Scorer(
+            reward,
+            sandbox=SandboxConfig(),
+            columns=(),
+            decode=lambda ids: "seven",
+            folder=tmp_path,
+            name="s",
+            launched=launched,
+        ) as scorer:
+            (found,) = await score(scorer, make_request("seven"))
+    assert found.value == 1.0
+    assert asked == [("Bearer k", "prm")] * 2
+
+
+def test_a_key_is_in_no_log():
+    assert "secret" not in repr(PoolAddresses(1, {"prm": [ServerAddress("http://a", "secret")]}))
