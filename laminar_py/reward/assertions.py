@@ -2,70 +2,34 @@
 
 Test code and program run in sandboxes of their own. Where the test code calls the function, its run ends and says
 with which arguments; the program is run with them, and the test code again from its start, with all values known
-by then. Test code has to be deterministic. Values cross as JSON: tuples and sets come as lists, which equal them.
+by then. Calls with literal arguments are foreseen and made together. Test code has to be deterministic.
 """
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from laminar_py.records.scoring import TryAgainError
+from laminar_py.reward import crossing
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
 
 MOST_CALLS = 200  # of the function, by the tests of one problem
-HARNESS = '''
-class _Loose(list):
-    """A list that equals a tuple or a set of the same items."""
+SHOWN = 120  # characters of a call
+BESIDE = "laminar_crossing"
+ANSWER = """
 
-    def __eq__(self, other):
-        if isinstance(other, (set, frozenset)):
-            return sorted(map(repr, self)) == sorted(map(repr, other))
-        return list(self) == list(other) if isinstance(other, (list, tuple)) else NotImplemented
-
-    __hash__ = None
-
-
-def _loose(value):
-    if isinstance(value, list):
-        return _Loose(map(_loose, value))
-    if isinstance(value, dict):
-        return {key: _loose(each) for key, each in value.items()}
-    return value
-
-
-class _NeededError(BaseException):
-    pass
-
-
-def _main(known, test):
-    needed = []
-
-    def candidate(*args):
-        given = _json.dumps(args)
-        if given not in table:
-            needed.append(given)
-            raise _NeededError
-        value = table[given]
-        if value is None:
-            raise RuntimeError("the function failed")
-        return _loose(_json.loads(value))
-
-    table = dict(known)
-    try:
-        exec(compile(test, "tests", "exec"), {"__name__": "tests", ENTRY: candidate, "candidate": candidate})
-    except _NeededError:
-        return {"needed": needed[0]}
-    except AssertionError as error:
-        return {"fault": f"an assertion fails: {error}"}
-    except Exception as error:
-        return {"fault": f"{type(error).__name__}: {error}"}
-    return {}
-'''
+def _laminar_answers(calls):
+    import {beside}
+    return {beside}.answer_calls({entry}, calls)
+"""
 
 
 class Step(msgspec.Struct, frozen=True):
     """Answer of a run of the test code."""
 
-    needed: str | None = None  # arguments of a call whose value is not known, as JSON
+    needed: list[str] = []  # calls whose values are not known
     fault: str | None = None
 
 
@@ -74,33 +38,64 @@ class AssertionRun:
 
     def __init__(self, pool: SandboxPool, program: str, entry_point: str) -> None:
         self._pool = pool
-        self._program = program
+        self._program = program + ANSWER.format(beside=BESIDE, entry=entry_point)
         self._entry_point = entry_point
-        self._harness = f"import json as _json\nENTRY = {entry_point!r}\n{HARNESS}"
+        self._crossing = Path(crossing.__file__).read_text()
 
     async def check(self, test: str) -> str | None:
         """Fault of the program; None where the test code runs to its end."""
         known: list[tuple[str, str | None]] = []
         failed = ""
-        for _ in range(MOST_CALLS):
-            step = self._step(await self._call(self._harness, "_main", [known, test]))
-            if step.needed is None:
+        while len(known) < MOST_CALLS:
+            step = _step(await self._call(self._crossing, "run_tests", [test, self._entry_point, known]))
+            if not step.needed:
                 return f"{step.fault}{failed}" if step.fault else None
-            args = msgspec.json.decode(step.needed)
-            result = await self._call(self._program, self._entry_point, args)
-            ok = result.label is SandboxLabel.OK
-            if not ok:
-                failed = f" ({self._entry_point}{tuple(args)!r:.120}: {result.label.value}: {result.detail})"
-            known.append((step.needed, result.value_json if ok else None))
+            answers, told = await self._answers(step.needed)
+            failed = told or failed
+            known += zip(step.needed, answers, strict=True)
         return f"its tests call the function more than {MOST_CALLS} times"
 
-    async def _call(self, program: str, function: str, args: list[object]) -> SandboxResult:
+    async def _answers(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
+        """Answers to calls, None where it is ended over one, and what is to be told of that."""
+        result = await self._call(
+            self._program, "_laminar_answers", [calls], files={f"{BESIDE}.py": self._crossing.encode()}
+        )
+        answers = _answers_in(result)
+        if answers is not None and len(answers) == len(calls):
+            return answers, ""
+        if len(calls) == 1:
+            return [None], f" ({self._entry_point}{calls[0]:.{SHOWN}}: {result.label.value}: {result.detail})"
+        found: list[str | None] = []
+        told = ""
+        for call in calls:
+            answer, fault = await self._answers([call])
+            found += answer
+            told = told or fault
+        return found, told
+
+    async def _call(
+        self, program: str, function: str, args: list[object], files: dict[str, bytes] | None = None
+    ) -> SandboxResult:
         try:
-            return await self._pool.call(program, function, args)
+            return await self._pool.call(program, function, args, files=files)
         except SandboxError as error:
             raise TryAgainError(f"the sandbox: {error}") from error
 
-    def _step(self, result: SandboxResult) -> Step:
-        if result.label is not SandboxLabel.OK or result.value_json is None:
-            return Step(fault=f"its tests: {result.label.value}: {result.detail}")
+
+def _answers_in(result: SandboxResult) -> list[str] | None:
+    """Answers that a program's process gave; None where it gave none."""
+    if result.label is not SandboxLabel.OK or result.value_json is None:
+        return None
+    try:
+        return msgspec.json.decode(result.value_json, type=list[str])
+    except (msgspec.DecodeError, RecursionError):  # a program's bytes
+        return None
+
+
+def _step(result: SandboxResult) -> Step:
+    if result.label is not SandboxLabel.OK or result.value_json is None:
+        return Step(fault=f"its tests: {result.label.value}: {result.detail}")
+    try:
         return msgspec.json.decode(result.value_json, type=Step)
+    except msgspec.DecodeError as error:  # e.g. a text of half a character
+        return Step(fault=f"its tests: {error}")

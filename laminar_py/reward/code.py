@@ -6,9 +6,10 @@ text, or, with `"fn_name": "solve"`, arguments and the value of that function. `
 holds what a test expects, so a verdict cannot be forged from there.
 """
 
-import math
+import builtins
 import re
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import symtable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,13 +20,12 @@ from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.records.scoring import Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.assertions import AssertionRun
+from laminar_py.reward.compare import read_value, same_output, same_value, shown
 from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 
 FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-TOLERANCE = 1e-6  # of floats
-SHOWN = 120  # characters of a value
 TOGETHER = 16  # tests of a function that are tried in one process
 ALL_CASES = """
 
@@ -81,10 +81,31 @@ def _asserts_fault(tests: Tests) -> str | None:
     if not tests.entry_point.isidentifier():
         return f"`tests.entry_point` is {tests.entry_point!r}, no name of a function"
     try:
-        compile(assert_text(tests), "tests", "exec")
+        table = symtable.symtable(assert_text(tests), "tests", "exec")
     except (SyntaxError, ValueError) as error:
         return f"`tests.asserts` does not parse ({error})"
-    return None
+    known = {tests.entry_point, "candidate", *dir(builtins), *defined_names(table)}
+    unknown = next((name for name in global_names(table) if name not in known), None)
+    return None if unknown is None else f"`tests.asserts` uses {unknown!r}, which it does not define"
+
+
+def defined_names(table: symtable.SymbolTable) -> Iterator[str]:
+    """Global names to which code gives a value."""
+    for symbol in table.get_symbols():
+        outside = table.get_type() == "module" or symbol.is_declared_global()
+        if outside and (symbol.is_assigned() or symbol.is_imported()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from defined_names(child)
+
+
+def global_names(table: symtable.SymbolTable) -> Iterator[str]:
+    """Global names that code reads."""
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from global_names(child)
 
 
 def assert_text(tests: Tests) -> str:
@@ -148,9 +169,10 @@ class CodeReward:
         if result.label is not SandboxLabel.OK or result.value_json is None:
             return []
         try:
-            return msgspec.json.decode(result.value_json, type=list[Any])
-        except msgspec.DecodeError:  # a program's bytes
+            values = read_value(result.value_json)
+        except ValueError:
             return []
+        return values if isinstance(values, list) else []
 
     async def _test(self, program: str, function: str, given: Any, wanted: Any) -> str | None:
         """Fault in the result of one test; None where it passes."""
@@ -161,7 +183,7 @@ class CodeReward:
         if function:
             return _value_fault(result, wanted)
         same = same_output(result.stdout, wanted)
-        return None if same else f"printed {_short(result.stdout)}, wanted {_short(wanted)}"
+        return None if same else f"printed {shown(result.stdout)}, wanted {shown(wanted)}"
 
     async def _sandboxed(self, run: Awaitable[SandboxResult]) -> SandboxResult:
         """The result of a run. Raises `TryAgainError` where the sandbox itself fails."""
@@ -175,57 +197,10 @@ def _value_fault(result: SandboxResult, wanted: object) -> str | None:
     if result.value_json is None:
         return "returned nothing that could be read"
     try:
-        value = msgspec.json.decode(result.value_json)
-    except msgspec.DecodeError:  # a program's bytes
-        return "returned what is no value"
-    return None if same_value(value, wanted) else f"returned {_short(value)}, wanted {_short(wanted)}"
-
-
-def same_output(printed: str, wanted: str) -> bool:
-    """Equality of printed text: line by line without spaces at the ends, or word by word with floats near."""
-    if [line.strip() for line in _lines(printed)] == [line.strip() for line in _lines(wanted)]:
-        return True
-    left, right = [_words(text) for text in (printed, wanted)]
-    return [len(line) for line in left] == [len(line) for line in right] and all(
-        one == other or _near(one, other)
-        for ours, theirs in zip(left, right, strict=True)
-        for one, other in zip(ours, theirs, strict=True)
-    )
-
-
-def same_value(value: object, wanted: object) -> bool:
-    """Equality of JSON values, with floats near; True is not 1."""
-    if isinstance(value, bool) or isinstance(wanted, bool):
-        return value is wanted
-    if isinstance(value, int | float) and isinstance(wanted, int | float):
-        near = isinstance(value, float) or isinstance(wanted, float)
-        return value == wanted or (near and math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE))
-    if isinstance(value, list) and isinstance(wanted, list):
-        return len(value) == len(wanted) and all(map(same_value, value, wanted))
-    if isinstance(value, dict) and isinstance(wanted, dict):
-        return value.keys() == wanted.keys() and all(same_value(value[key], wanted[key]) for key in value)
-    return type(value) is type(wanted) and value == wanted
-
-
-def _lines(text: str) -> Sequence[str]:
-    return text.rstrip().split("\n")
-
-
-def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in _lines(text)]
-
-
-def _near(one: str, other: str) -> bool:
-    """True for two decimals that are near each other; integers are exact."""
-    if not all(re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", word, re.IGNORECASE) for word in (one, other)):
-        return False
-    decimal = any(mark in other.lower() for mark in ".e")
-    return decimal and math.isclose(float(one), float(other), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-
-
-def _short(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        value = read_value(result.value_json)
+    except ValueError as error:
+        return str(error)
+    return None if same_value(value, wanted) else f"returned {shown(value)}, wanted {shown(wanted)}"
 
 
 def limits_of(config: SandboxConfig) -> SandboxLimits:

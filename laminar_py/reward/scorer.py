@@ -89,6 +89,7 @@ class Scorer:
         self._running = set[asyncio.Task[None]]()
         self._done: list[Score] = []
         self._news = asyncio.Event()
+
     async def __aenter__(self) -> "Scorer":
         async with AsyncExitStack() as stack:
             for term in self._reward.terms:

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward.code import CodeTerm, fault_in_tests, find_program, same_output, same_value
+from laminar_py.reward.code import CodeTerm, fault_in_tests, find_program
+from laminar_py.reward.compare import same_output, same_value
+from laminar_py.reward.crossing import pack, unpack
 from tests.reward.requests import make_request
 from tests.reward.test_scorer import score, scorer_of
 
@@ -111,6 +113,15 @@ import builtins
 builtins.AssertionError = type('Never', (BaseException,), {})
 def f(x): return 7
 """,
+    "nested": """
+import json, os
+def f(x):
+    text = '[' * 200000
+    for fd in range(3, 9):
+        try: os.write(fd, json.dumps({'finished': True, 'value_json': text}).encode())
+        except OSError: pass
+    os._exit(0)
+""",
     "exit": "def f(x):\n    raise SystemExit(0)",
 }
 
@@ -131,6 +142,10 @@ async def test_no_program_forges_its_verdict(tmp_path, program, tests):
         (FUNCTION | {"inputs": [2, 5]}, "`tests.inputs` has arguments that are no list"),
         ({"inputs": [[2]], "outputs": [4]}, "standard input or output that is no text; give `fn_name`"),
         (ASSERTED | {"asserts": "assert f(2 == 4"}, "`tests.asserts` does not parse ("),
+        (
+            ASSERTED | {"asserts": "def g():\n    assert f(2) == helper(2)"},
+            "`tests.asserts` uses 'helper', which it does",
+        ),
         (ASSERTED | {"entry_point": "f()"}, "`tests.entry_point` is 'f()', no name of a function"),
     ],
 )
@@ -177,7 +192,62 @@ def test_printed_text_is_compared_line_by_line_with_decimals_near(printed, wante
         ({"a": 1}, {"a": 1, "b": 2}, False),
         (None, 0, False),
         ("1", 1, False),
+        (10**400, 1.5, False),
     ],
 )
 def test_values_are_equal_as_json_is_with_floats_near(value, wanted, same):
     assert same_value(value, wanted) is same
+
+
+def test_long_output_is_compared_at_once():
+    assert not same_output("1" * 1_000_000 + "x", "5")
+    assert not same_output("1." + "1" * 1_000_000, "1.5")
+
+
+EXACT = {
+    "def f(a): return 2 * a": [
+        "import random",
+        "for _ in range(3):",
+        "    x = random.random()",
+        "    assert f(x) == 2 * x",
+    ],
+    "def f(a): return a, [a]": ["assert f(2) == (2, [2])", "assert f(2) != [2, [2]]", "assert f(a=2)[0] == 2"],
+    "def f(a): return {1: a}": ["assert f(2) == {1: 2}", "assert f(frozenset({3})) == {1: {3}}"],
+    "def f(a): return [(1, a)]": ["assert set(f(2)) == {(1, 2)}", "assert f(float('inf')) == [(1, float('inf'))]"],
+    "def f(a): return int(a)": [
+        "try:",
+        "    f('x')",
+        "except ValueError as error:",
+        "    assert 'invalid literal' in str(error)",
+        "else:",
+        "    assert False",
+    ],
+}
+
+
+@pytest.mark.parametrize("program", EXACT)
+async def test_assertions_see_values_and_exceptions_as_they_are(tmp_path, program):
+    tests = {"entry_point": "f", "asserts": EXACT[program]}
+    (found,) = await scores_of(tmp_path, request_of(program, tests))
+    assert (found.value, found.terms[0].text) == (1.0, "")
+
+
+async def test_a_call_that_takes_its_process_down_fails_alone(tmp_path):
+    program = "import os\ndef f(x):\n    return x if x < 3 else os._exit(1)"
+    passes, fails = {"entry_point": "f", "asserts": "assert f(1) == 1"}, ["assert f(2) == 2", "assert f(3) == 3"]
+    fails = {"entry_point": "f", "asserts": fails}
+    good, bad = await scores_of(tmp_path, request_of(program, passes), request_of(program, fails, index=1))
+    assert (good.value, bad.value) == (1.0, 0.0)
+    assert "the function failed" in bad.terms[0].text
+
+
+@pytest.mark.parametrize(
+    "value", [(1, [2, {3}]), {"a": {2: None}}, b"\x00a", 2j, frozenset({(1,)}), float("-inf"), ""]
+)
+def test_values_cross_as_they_are(value):
+    assert repr(unpack(json.loads(json.dumps(pack(value))))) == repr(value)
+
+
+def test_what_has_no_plain_form_is_refused_by_name():
+    with pytest.raises(TypeError, match="a value of type object has no plain form"):
+        pack([object()])
