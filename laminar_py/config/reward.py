@@ -5,6 +5,7 @@ an installed package as `laminar_py.rewards`.
 """
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -74,6 +75,11 @@ class TermConfig(Section):
     def calls_at_once(self) -> int:
         """Calls at the same time in one process, of a function that is not `async`."""
         return 1
+
+    @property
+    def limit_s(self) -> float:
+        """Longest time of a call, where that is less than `reward.timeout_s`."""
+        return math.inf
 
     @property
     def memory_bytes(self) -> int | None:

@@ -11,6 +11,7 @@ from laminar_py.records.scoring import Reward, ScoringRequest
 from laminar_py.records.trajectory import FinishReason, Prompt
 
 PROCESSES = 4
+LIMIT_S = 3.0  # of a verification, which takes milliseconds
 MEMORY_BYTES = 2 << 30
 CACHED = 1 << 16  # answers of problems that were looked at
 
@@ -30,6 +31,11 @@ class MathTerm(TermConfig):
     def processes(self) -> int:
         """Processes at most."""
         return self.most_processes
+
+    @property
+    def limit_s(self) -> float:
+        """Enough for any answer, also on a machine that is busy."""
+        return LIMIT_S
 
     @property
     def memory_bytes(self) -> int:

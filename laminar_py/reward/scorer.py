@@ -157,7 +157,7 @@ class Scorer:
         pool = CallPool(
             key,
             name=f"{self._name}.{len(self._calls)}",
-            timeout_s=self._reward.timeout_s,
+            timeout_s=min(self._reward.timeout_s, term.limit_s),
             folder=self._context.folder,
             columns=[column for column in self._columns if term.gives_columns],
             processes=term.processes,

@@ -98,7 +98,7 @@ class LimitedFunction:
         return msgspec.structs.replace(outcome, elapsed_s=elapsed_s)
 
     def _late(self, where: str, start: float) -> Outcome:
-        detail = one_line(f"no value within reward.timeout_s={self._timeout_s:g}{where}")
+        detail = one_line(f"no value within {self._timeout_s:g} s, by reward.timeout_s or its own limit{where}")
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=time.perf_counter() - start)
 
     def _failed(self, error: BaseException, start: float) -> Outcome:

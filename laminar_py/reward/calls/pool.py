@@ -143,7 +143,9 @@ class CallPool:
 
     def _hung(self, where: str) -> Outcome:
         limit = self._start.timeout_s
-        detail = f"no value within reward.timeout_s={limit:g}, nor could it be stopped{where}"
+        detail = (
+            f"no value within {limit:g} s, by reward.timeout_s or its own limit, nor could it be stopped{where}"
+        )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._limit_s)
 
     async def _take(self) -> "Child":

@@ -86,7 +86,10 @@ async def test_a_hang_that_nothing_interrupts_costs_its_own_response_and_is_told
     )
     assert outcomes[1].failure is LATE
     place = f" (at {tmp_path}/mine.py:{line})"
-    assert outcomes[1].detail == f"no value within reward.timeout_s=0.5, nor could it be stopped{place}"
+    assert (
+        outcomes[1].detail
+        == f"no value within 0.5 s, by reward.timeout_s or its own limit, nor could it be stopped{place}"
+    )
 
 
 async def test_a_response_that_kills_its_process_is_given_up_after_some_and_the_others_are_scored(tmp_path):
