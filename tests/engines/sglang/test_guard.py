@@ -223,7 +223,7 @@ async def test_a_stranger_on_the_port_never_gets_the_key(tmp_path, monkeypatch):
     heard = asyncio.Event()
     stranger = await asyncio.start_server(lambda *_: heard.set(), "127.0.0.1", 0)
     port = stranger.sockets[0].getsockname()[1]
-    monkeypatch.setattr("laminar_py.engines.sglang.server._free_port", lambda: port)
+    monkeypatch.setattr("laminar_py.engines.sglang.server._free_port", lambda host: port)
     with pytest.raises(EngineLostError, match="no answer"):
         await SGLangServer(spec(tmp_path, "import time; time.sleep(600)", start_timeout_s=1.5)).start()
     stranger.close()
