@@ -14,7 +14,7 @@ from laminar_py.records.trajectory import DropReason
 
 HERE = Path(__file__).parent
 CONFIG = Path("configs/emulation/repack.yaml")
-STEPS = 24
+STEPS = 20
 FIRST = 6  # steps that are not counted: the buffer fills
 STEP_S = 10.0  # of the learner
 REST_S = 300.0

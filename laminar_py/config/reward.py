@@ -5,7 +5,6 @@ an installed package as `laminar_py.rewards`.
 """
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -35,6 +34,8 @@ class TermConfig(Section):
     """Factor of its value in the sum."""
     name: str | None = None
     """Name of its value in metrics and on record, where one kind occurs twice. Default: the kind."""
+    timeout_s: Seconds | None = None
+    """Longest time of a call for one response. Default: `reward.timeout_s`."""
 
     @property
     def title(self) -> str:
@@ -77,11 +78,6 @@ class TermConfig(Section):
         return 1
 
     @property
-    def limit_s(self) -> float:
-        """Longest time of a call, where that is less than `reward.timeout_s`."""
-        return math.inf
-
-    @property
     def memory_bytes(self) -> int | None:
         """Address space of each process at most, where a call may ask for any amount."""
         return None
@@ -92,6 +88,8 @@ class FunctionTerm(TermConfig):
 
     path: str
     """`path/to/file.py:function`."""
+    most_processes: Count = 1
+    """Processes of each scorer at most: one more wherever a response waits for one that is slow."""
     threads: Count = 1
     """Calls at once in one process, for a thread-safe function that waits for something and is not `async`."""
 
@@ -104,6 +102,11 @@ class FunctionTerm(TermConfig):
     def gives_columns(self) -> bool:
         """True: a `Reward` may have any."""
         return True
+
+    @property
+    def processes(self) -> int:
+        """Processes at most."""
+        return self.most_processes
 
     @property
     def calls_at_once(self) -> int:
@@ -138,7 +141,7 @@ class ForesightedReward(ServedReward, Protocol):
 class ServeContext:
     """Place of a scorer, for a term that it serves itself."""
 
-    timeout_s: float  # for one response
+    timeout_s: float  # of a call for one response
     folder: Path  # for logs
     env: Mapping[str, str]  # the variables that `reward.env` names
     sandbox: SandboxConfig
@@ -218,7 +221,8 @@ class RewardConfig(Section):
     workers: Count = 1
     """Scoring processes."""
     timeout_s: Seconds = 10.0
-    """Longest time for one trajectory and term; above it is dropped as `reward_timeout`."""
+    """Longest time of a call for one response, unless its term has a `timeout_s` of its own; what takes longer is
+    dropped as `reward_timeout`. Calls that another try may mend are made again for two minutes."""
     env: tuple[str, ...] = ()
     """Environment variables that reward functions see; tokens and keys of the run are not among them."""
 

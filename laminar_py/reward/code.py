@@ -17,6 +17,7 @@ import msgspec
 
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.section import Seconds
 from laminar_py.records.scoring import Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.assertions import AssertionRun
@@ -38,6 +39,8 @@ class CodeTerm(TermConfig):
     """1 for a program that passes all tests of its problem, else 0, or the share that it passes."""
 
     kind: str = "code"
+    timeout_s: Seconds | None = 60.0
+    """Longest time of all tests of a response; null: `reward.timeout_s`. `sandbox` limits each run."""
     partial: bool = False
     """Give the share of the tests that pass; for asserts there is no share."""
 

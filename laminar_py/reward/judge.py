@@ -13,7 +13,7 @@ import msgspec
 from pydantic import model_validator
 
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward
-from laminar_py.config.section import ConfigError, Count
+from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest
 from laminar_py.reward.servers import AskingTerm, Servers, open_servers
 from laminar_py.reward.text import missing_answer
@@ -36,6 +36,8 @@ class JudgeTerm(AskingTerm):
     """1 where a judge, asked in both orders, finds the response's answer the same as the problem's, else 0."""
 
     kind: str = "judge"
+    timeout_s: Seconds | None = 120.0
+    """Longest time of both questions about a response; null: `reward.timeout_s`."""
     urls: tuple[str, ...] = ()
     """Servers with OpenAI's chat completions, e.g. `[http://10.0.0.4:30000/v1]`; calls go to the least busy."""
     model: str | None = None

@@ -6,12 +6,11 @@ The verifier is in `verifiers/math`; what hangs in it costs its own response, in
 from functools import lru_cache
 
 from laminar_py.config.reward import RewardKind, TermConfig
-from laminar_py.config.section import Count
+from laminar_py.config.section import Count, Seconds
 from laminar_py.records.scoring import Reward, ScoringRequest
 from laminar_py.records.trajectory import FinishReason, Prompt
 
 PROCESSES = 4
-LIMIT_S = 3.0  # of a verification, which takes milliseconds
 MEMORY_BYTES = 2 << 30
 CACHED = 1 << 16  # answers of problems that were looked at
 
@@ -22,6 +21,8 @@ class MathTerm(TermConfig):
     the phrase that names the answer."""
 
     kind: str = "math"
+    timeout_s: Seconds | None = 3.0
+    """Longest time of a verification, which takes milliseconds; null: `reward.timeout_s`."""
     most_processes: Count = PROCESSES
     """Processes of each scorer at most: one more wherever a response waits for one that is slow."""
     cut: bool = False
@@ -31,11 +32,6 @@ class MathTerm(TermConfig):
     def processes(self) -> int:
         """Processes at most."""
         return self.most_processes
-
-    @property
-    def limit_s(self) -> float:
-        """Enough for any answer, also on a machine that is busy."""
-        return LIMIT_S
 
     @property
     def memory_bytes(self) -> int:

@@ -68,6 +68,8 @@ def plain(returned: object) -> PlainReward:
     value, named = reward.value, dict[str, float]()
     if isinstance(value, Mapping):
         named = {str(name): float(number) for name, number in value.items()}
+        if not named:
+            raise ColumnError("the reward function returned no named number; return at least one, or a number")
         value = sum(named.values())
     array = np.asarray(float(value) if isinstance(value, numbers.Real) else value)
     columns = {str(name): np.asarray(given) for name, given in reward.columns.items()}

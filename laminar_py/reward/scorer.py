@@ -9,10 +9,12 @@ responses that still generate, where little else is asked; no score depends on i
 import asyncio
 import logging
 import os
+import random
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -29,6 +31,7 @@ from laminar_py.config.reward import (
     TermConfig,
 )
 from laminar_py.config.sandbox import SandboxConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import Column, ColumnError
 from laminar_py.records.scoring import NoValueError, PartialResponse, Score, ScoringRequest, TryAgainError
@@ -39,9 +42,10 @@ from laminar_py.reward.launched import LaunchedServers
 from laminar_py.reward.outcome import Outcome, checked, one_line, plain
 from laminar_py.reward.sums import add_up
 
-ATTEMPTS = 8  # of a call that may succeed another time: half a minute in all
+RETRY_S = 120.0  # a call is made again that long where it may succeed another time
 PAUSE_S = 0.5  # before the second, twice as long before each further one
 LONGEST_PAUSE_S = 8.0
+OWN_LIMITS_S = 1.0  # by which limits that a served call keeps itself come first
 CACHED = 4096  # outcomes of a term
 AHEAD_AT_ONCE = 8  # unfinished responses that are worked on: few, so that finished ones hardly wait for them
 Call: TypeAlias = Callable[[ScoringRequest], Awaitable[Outcome]]
@@ -70,11 +74,10 @@ class Scorer:
         self._reward = reward
         self._columns = columns
         self._decode = decode
-        env = {name: os.environ[name] for name in reward.env if name in os.environ}
         self._context = ServeContext(
             timeout_s=reward.timeout_s,
             folder=folder,
-            env=env,
+            env=_environment(reward.env, name=name),
             sandbox=sandbox,
             decode=decode,
             addresses=(launched or LaunchedServers()).of,
@@ -145,19 +148,20 @@ class Scorer:
         return scores
 
     async def _open(self, stack: AsyncExitStack, term: TermConfig, key: str) -> Call:
-        kind = REWARDS.get(term.kind)
+        kind, limit_s = REWARDS.get(term.kind), term.timeout_s or self._reward.timeout_s
         if kind.serve is not None:
             with REWARDS.blaming(term.kind):
-                function = await stack.enter_async_context(kind.serve(term, self._context))
+                context = replace(self._context, timeout_s=limit_s)
+                function = await stack.enter_async_context(kind.serve(term, context))
             self._room[key] = function.at_once
             if term.looks_ahead:
                 assert isinstance(function, ForesightedReward), f"{term.kind}: has no look_ahead"
                 self._foresighted[key] = function
-            return _served(function, term)
+            return _served(function, term, limit_s=limit_s)
         pool = CallPool(
             key,
             name=f"{self._name}.{len(self._calls)}",
-            timeout_s=min(self._reward.timeout_s, term.limit_s),
+            timeout_s=limit_s,
             folder=self._context.folder,
             columns=[column for column in self._columns if term.gives_columns],
             processes=term.processes,
@@ -182,14 +186,7 @@ class Scorer:
     async def _score(self, request: ScoringRequest) -> None:
         try:
             request = msgspec.structs.replace(request, response=self._decode(request.response_ids))
-            outcomes: list[tuple[TermConfig, Outcome]] = []
-            for term in self._reward.of_task(request.task):
-                if any(other.title == term.asked_unless and (of.value or 0) > 0 for other, of in outcomes):
-                    continue
-                outcome = await _persistently(self._calls[term.model_dump_json()], request)
-                outcomes.append((term, outcome))
-                if outcome.failure is not None:
-                    break
+            outcomes = await self._outcomes(request)
             score = add_up(
                 request.trajectory_id,
                 outcomes,
@@ -201,6 +198,21 @@ class Scorer:
         finally:
             self._news.set()
 
+    async def _outcomes(self, request: ScoringRequest) -> list[tuple[TermConfig, Outcome]]:
+        """What the terms say: all of them at the same time, but for those that wait for what another says."""
+        terms = self._reward.of_task(request.task)
+        first = [term for term in terms if not term.asked_unless]
+        outcomes = await asyncio.gather(*(self._call(term, request) for term in first))
+        said = {term.title: outcome for term, outcome in zip(first, outcomes, strict=True)}
+        for term in terms:
+            of = said.get(term.asked_unless or "")
+            if of is not None and of.failure is None and (of.value or 0) <= 0:
+                said[term.title] = await self._call(term, request)
+        return [(term, said[term.title]) for term in terms if term.title in said]
+
+    async def _call(self, term: TermConfig, request: ScoringRequest) -> Outcome:
+        return await _persistently(self._calls[term.model_dump_json()], request)
+
     def _width(self, outcomes: Sequence[tuple[TermConfig, Outcome]]) -> float:
         """Responses at the same time that took what this one did: bounded by the term with the longest queue."""
         busiest = max(of.elapsed_s / self._room[term.model_dump_json()] for term, of in outcomes)
@@ -209,16 +221,25 @@ class Scorer:
 
 async def _persistently(call: Call, request: ScoringRequest) -> Outcome:
     """Outcome of a call that is made again while another may succeed."""
-    for attempt in range(1, ATTEMPTS):
+    until, pause_s = time.monotonic() + RETRY_S, PAUSE_S
+    while True:
         outcome = await call(request)
-        if not outcome.transient:
+        if not outcome.transient or time.monotonic() > until:
             return outcome
-        log.info("%s: attempt %d of %d: %s", request.trajectory_id, attempt, ATTEMPTS, outcome.detail)
-        await asyncio.sleep(min(PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
-    return await call(request)
+        log.info("%s: is asked again: %s", request.trajectory_id, outcome.detail)
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # so that not all come back at the same moment
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _served(function: ServedReward, term: TermConfig) -> Call:
+def _environment(names: Sequence[str], *, name: str) -> Mapping[str, str]:
+    """Variables that terms see. Raises `ConfigError` for one that is not set where the scorer runs."""
+    missing = next((each for each in names if each not in os.environ), None)
+    if missing is not None:
+        raise ConfigError(f"reward.env={missing}: not set where {name} runs; export it there, or leave it out")
+    return {each: os.environ[each] for each in names}
+
+
+def _served(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call:
     """Calls of what the scorer serves itself; a mistake in there is one of ours, or of the package's."""
 
     room = asyncio.Semaphore(function.at_once)
@@ -231,7 +252,12 @@ def _served(function: ServedReward, term: TermConfig) -> Call:
         start = time.perf_counter()
         with REWARDS.blaming(term.kind):
             try:
-                outcome = checked(plain(await function(request)), (), length=len(request.response_ids))
+                async with asyncio.timeout(limit_s + OWN_LIMITS_S):
+                    returned = await function(request)
+                outcome = checked(plain(returned), (), length=len(request.response_ids))
+            except TimeoutError:
+                detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
+                outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
             except (NoValueError, TryAgainError, ColumnError) as error:
                 reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED
                 transient = isinstance(error, TryAgainError)
@@ -246,7 +272,14 @@ def _cached(call: Call) -> Call:
     known: OrderedDict[bytes, asyncio.Future[Outcome]] = OrderedDict()
 
     async def cached(request: ScoringRequest) -> Outcome:
-        same = (request.response, request.answer, request.task, request.fields_json, str(request.finish_reason))
+        same = (
+            request.prompt,
+            request.response,
+            request.answer,
+            request.task,
+            request.fields_json,
+            str(request.finish_reason),
+        )
         key = blake3(msgspec.msgpack.encode(same)).digest(length=16)
         hit = key in known
         if not hit:

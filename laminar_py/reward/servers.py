@@ -15,7 +15,7 @@ import msgspec
 from pydantic import model_validator
 
 from laminar_py.config.reward import ServeContext, TermConfig
-from laminar_py.config.section import ConfigError, Count
+from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.records.scoring import NoValueError, TryAgainError
 from laminar_py.records.servers import ServerAddress
 
@@ -33,6 +33,8 @@ class AskingTerm(TermConfig):
     """Name in `reward.servers` of those that the run launches, in place of `urls`."""
     key: str | None = None
     """Environment variable with the key of `urls`, one of those in `reward.env`."""
+    timeout_s: Seconds | None = 60.0
+    """Longest time of a call for one response; null: `reward.timeout_s`."""
     at_once: Count = 32
     """Responses that each scorer asks about at a time."""
 
@@ -81,7 +83,7 @@ class Servers:
         except (TimeoutError, aiohttp.ClientError) as error:
             self._failed_s[server.url] = asyncio.get_running_loop().time()
             words = str(error) or type(error).__name__
-            reason = "no answer in reward.timeout_s" if isinstance(error, TimeoutError) else words
+            reason = "no answer in its timeout_s" if isinstance(error, TimeoutError) else words
             raise TryAgainError(f"{url}: {reason}") from error
         finally:
             self._calls[server.url] -= 1

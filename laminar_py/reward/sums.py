@@ -1,5 +1,6 @@
 """A score as the weighted sum of the terms of a reward. Pure; `scorer` has the terms called."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ def add_up(
         if outcome.failure is not None:
             name = f"{term.title}: " if len(outcomes) > 1 else ""
             return score(None, failure=outcome.failure, detail=f"{name}{outcome.detail}")
+    twice = _column_given_twice(outcomes)
+    if twice is not None:
+        detail = f"two terms gave the column {twice!r}; leave it to one of them"
+        return score(None, failure=DropReason.REWARD_FAILED, detail=detail)
     given = {name: values for _, outcome in outcomes for name, values in outcome.columns.items()}
     missing = [c.name for c in columns if c.source is Source.SCORER and c.name not in given]
     if missing:
@@ -48,8 +53,13 @@ def add_up(
     if not abs(value) <= LARGEST:
         detail = f"its terms add up to {value:g}; keep the sum below {LARGEST:g}"
         return score(None, failure=DropReason.REWARD_FAILED, detail=detail)
-    terms = [made for term, outcome in outcomes for made in _term_values(term, outcome)]
-    return score(value, terms=terms, columns=given)
+    return score(value, terms=_term_values(outcomes), columns=given)
+
+
+def _column_given_twice(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> str | None:
+    """A column other than the token rewards, which add up, that two terms gave."""
+    names = Counter(name for _, outcome in outcomes for name in outcome.columns if name != TOKEN_REWARDS)
+    return next((name for name, times in names.items() if times > 1), None)
 
 
 def _token_rewards(outcomes: Sequence[tuple[TermConfig, Outcome]], length: int) -> Array:
@@ -69,10 +79,18 @@ def _value(outcome: Outcome) -> float:
     return outcome.value
 
 
-def _term_values(term: TermConfig, outcome: Outcome) -> list[TermValue]:
-    """Record of a term: its value, or the numbers that the function named."""
-    named = outcome.named or {term.title: _value(outcome)}
+def _term_values(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> list[TermValue]:
+    """Record of the terms: the value of each, or the numbers that its function named, with the term where two
+    have the same name."""
+    named = [(term, outcome, outcome.named or {term.title: _value(outcome)}) for term, outcome in outcomes]
+    times = Counter(name for _, _, values in named for name in values)
     return [
-        TermValue(name=name, value=value, elapsed_s=outcome.elapsed_s, text=outcome.text)
-        for name, value in named.items()
+        TermValue(
+            name=name if times[name] == 1 else f"{term.title}.{name}",
+            value=value,
+            elapsed_s=outcome.elapsed_s,
+            text=outcome.text,
+        )
+        for term, outcome, values in named
+        for name, value in values.items()
     ]

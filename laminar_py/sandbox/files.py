@@ -26,6 +26,10 @@ class RunFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of them."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from laminar_py.sandbox.inside.homes import MOST_ENTRIES
 from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.inside.program import DETAIL_CHARS, Claim
 from laminar_py.sandbox.records import SandboxLabel
@@ -37,7 +38,9 @@ def label(evidence: Evidence, limits: SandboxLimits) -> tuple[SandboxLabel, str]
         return SandboxLabel.MEMORY, f"more than {limits.memory_bytes} bytes"
     if evidence.num_refused:
         return SandboxLabel.PROCESSES, f"more than {limits.processes}, {evidence.num_refused} refused"
-    if evidence.ended == "folder" or stopped == "SIGXFSZ":
+    if evidence.ended == "folder":
+        return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes or {MOST_ENTRIES} names"
+    if stopped == "SIGXFSZ":
         return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes"
     if evidence.ended == "wall":
         return SandboxLabel.TIME, f"more than {limits.wall_s:g} s, {evidence.cpu_s:.1f} s of them on the CPU"

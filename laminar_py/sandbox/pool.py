@@ -5,6 +5,7 @@ never as an exception; what a program should give back is never sent into a sand
 """
 
 import asyncio
+import itertools
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -54,7 +55,8 @@ class SandboxPool:
         self._limits = limits or SandboxLimits()
         self._places: list[places.SlotPlace] = []
         self._slots: list[SandboxSlot] = []
-        self._idle = asyncio.LifoQueue[SandboxSlot]()  # the warmest first; as many as there are slots
+        self._idle = asyncio.PriorityQueue[tuple[bool, int, int]]()  # not ready, -turn, number; as many as slots
+        self._turns = itertools.count()
         self._open = False
 
     @property
@@ -78,8 +80,8 @@ class SandboxPool:
         except BaseException:
             await self._close()
             raise
-        for slot in reversed(self._slots):
-            self._idle.put_nowait(slot)
+        for number in reversed(range(len(self._slots))):
+            self._rest(number)
         self._open = True
         return self
 
@@ -148,33 +150,43 @@ class SandboxPool:
         given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin
         detail = f"its sandbox was ended with it, {ATTEMPTS} times"
         killed = SandboxResult(label=SandboxLabel.CRASH, detail=detail, exit_code=-signal.SIGKILL)
-        for _ in range(ATTEMPTS):
+        limits = limits or self._limits
+        for attempt in range(ATTEMPTS):
             async with self._slot() as slot:
                 try:
-                    result = await slot.run(payload, limits=limits or self._limits, stdin=given, packed=packed)
+                    result = await slot.run(payload, limits=limits, stdin=given, packed=packed)
                 except ZygoteLostError:
                     slot.abandon()
                     continue
             if result.label is not SandboxLabel.CRASH or result.exit_code != -signal.SIGKILL:
                 return result
             killed = result
+            if attempt and result.elapsed_s > limits.wall_s / 2:  # it would hold the slot for longer than it may
+                break
         return killed
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[SandboxSlot]:
         """An idle slot, started again if its zygote was lost; a run that is cancelled takes its zygote with it."""
-        slot = await self._idle.get()
+        _, _, number = await self._idle.get()
         try:
             if not self._open:
                 raise SandboxError("the pool is closed")
+            slot = self._slots[number]
             if not slot.ready:
                 await slot.start()
             yield slot
         except BaseException:
-            slot.abandon()
+            if self._open:
+                self._slots[number].abandon()
             raise
         finally:
-            self._idle.put_nowait(slot)
+            self._rest(number)
+
+    def _rest(self, number: int) -> None:
+        """Have a slot wait for its next run: the warmest is taken first, and one that does not start at last."""
+        cold = self._open and not self._slots[number].ready
+        self._idle.put_nowait((cold, -next(self._turns), number))
 
     def _prepare(self) -> None:
         """Places for all slots, and what they share."""

@@ -1,15 +1,25 @@
 """A session: pieces of code that share their variables, each run with the limits of a call."""
 
 import asyncio
+import signal
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from laminar_py.sandbox.files import RunFiles
 from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.inside.wire import HEADER, SlotNews, SlotOrder
-from laminar_py.sandbox.records import SandboxResult
+from laminar_py.sandbox.records import SandboxLabel, SandboxResult
 from laminar_py.sandbox.slot import GRACE_S, SandboxSlot, ZygoteLostError
+
+
+@dataclass(frozen=True, slots=True)
+class LiveProgram:
+    """Program of a session that was begun."""
+
+    files: RunFiles
+    calls: socket.socket
+    end: asyncio.Task[SlotNews]
 
 
 class SandboxSession:
@@ -23,49 +33,48 @@ class SandboxSession:
         self._slot = slot
         self._packed = packed
         self._limits = limits
-        self._files: RunFiles | None = None
-        self._calls: socket.socket | None = None
-        self._end: asyncio.Task[SlotNews] | None = None
+        self._live: LiveProgram | None = None
 
     async def run(self, code: str) -> SandboxResult:
         """Run a piece; the value of an expression at its end is printed.
 
-        Raises `SandboxError` where the sandbox itself fails twice.
+        A sandbox that was killed with variables in it is a crash, which the result tells; one without is started
+        again. Raises `SandboxError` where the sandbox itself fails twice.
         """
+        ended = self._live is None or (self._live.end.done() and not self._live.end.exception())
+        fresh = ended or not self._slot.ready  # given up by a call that was cancelled, which its caller knows
         try:
             return await self._run(code)
         except ZygoteLostError:
             await self.close()
             await self._slot.start()
-            return await self._run(code)
+            if fresh:
+                return await self._run(code)
+            detail = "its sandbox was ended: the variables are lost, and the piece may have run in part"
+            return SandboxResult(label=SandboxLabel.CRASH, detail=detail, exit_code=-signal.SIGKILL)
         except asyncio.CancelledError:
             self._slot.abandon()  # the piece would run on, and its answer be taken for that of the next
             raise
 
     async def close(self) -> None:
         """End what runs."""
-        if self._end is not None and self._files is not None and self._calls is not None:
-            self._calls.close()
-            try:
-                await self._ended()
-            except ZygoteLostError:  # it is started again for the next run
-                self._slot.abandon()
-            self._files.__exit__(None, None, None)
-        self._end = self._files = self._calls = None
+        live, self._live = self._live, None
+        if live is not None:
+            with live.files:
+                live.calls.close()
+                try:
+                    await self._ended(live)
+                except ZygoteLostError:  # it is started again for the next run
+                    self._slot.abandon()
 
     async def _run(self, code: str) -> SandboxResult:
-        if self._end is None or self._end.done():
-            await self.close()
-            self._begin()
-        else:
-            self._slot.send(SlotOrder(kind="resume"))
-        files, calls, end = self._files, self._calls, self._end
-        assert files is not None, "a session begins with these"
-        assert calls is not None
-        assert end is not None
+        live = await self._resume()
+        files, end = live.files, live.end
         files.clear()
         before, start = self._slot.limit(self._limits), time.monotonic()
-        call = asyncio.create_task(_call(calls, code.encode("utf-8", "replace"), files, self._limits.output_bytes))
+        call = asyncio.create_task(
+            _call(live.calls, code.encode("utf-8", "replace"), files, self._limits.output_bytes)
+        )
         try:
             await asyncio.wait({call, end}, timeout=self._limits.wall_s, return_when=asyncio.FIRST_COMPLETED)
             timed_out = not call.done() and not end.done()
@@ -77,31 +86,47 @@ class SandboxSession:
             self._slot.send(SlotOrder(kind="pause"))
             result = self._slot.result(files, self._limits, before=before, news=None)
         else:
-            news = await self._ended()
+            news = await self._ended(live)
             if timed_out:
                 news = SlotNews(kind="end", status=news.status, ended="wall", cpu_s=news.cpu_s)
             result = self._slot.result(files, self._limits, before=before, news=news)
         return replace(result, elapsed_s=time.monotonic() - start)
 
-    def _begin(self) -> None:
-        self._files = RunFiles(self._packed, b"")
-        self._calls, theirs = socket.socketpair()
-        self._calls.setblocking(False)
-        order = SlotOrder(kind="run", limits=self._limits, session=True)
-        self._slot.send(order, [*self._files.descriptors, theirs.fileno()])
-        theirs.close()
-        self._end = asyncio.create_task(self._slot.news(), name="sandbox-session")
+    async def _resume(self) -> LiveProgram:
+        """The program, begun anew where it ended. Raises `ZygoteLostError`."""
+        if self._live is not None:
+            if not self._live.end.done():
+                self._slot.send(SlotOrder(kind="resume"))
+                return self._live
+            if self._live.end.exception():
+                self._live.end.result()
+        await self.close()
+        self._live = self._begin()
+        return self._live
 
-    async def _ended(self) -> SlotNews:
-        """End the program and give its last news. Raises `ZygoteLostError`."""
-        assert self._end is not None, "a session that began"
-        if not self._end.done():
-            self._slot.send(SlotOrder(kind="end"))
+    def _begin(self) -> LiveProgram:
+        files = RunFiles(self._packed, b"")
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        order = SlotOrder(kind="run", limits=self._limits, session=True)
         try:
-            async with asyncio.timeout(GRACE_S):
-                return await self._end
-        except TimeoutError as error:
-            raise ZygoteLostError("it does not answer") from error
+            self._slot.send(order, [*files.descriptors, theirs.fileno()])
+        except ZygoteLostError:
+            ours.close()
+            files.close()
+            raise
+        finally:
+            theirs.close()
+        return LiveProgram(files, ours, asyncio.create_task(self._slot.news(), name="sandbox-session"))
+
+    async def _ended(self, live: LiveProgram) -> SlotNews:
+        """End the program and give its last news. Raises `ZygoteLostError`."""
+        if not live.end.done():
+            self._slot.send(SlotOrder(kind="end"))
+        await asyncio.wait({live.end}, timeout=GRACE_S)
+        if not live.end.done():
+            raise ZygoteLostError("it does not answer")
+        return live.end.result()
 
 
 async def _call(calls: socket.socket, code: bytes, files: RunFiles, limit: int) -> bool:

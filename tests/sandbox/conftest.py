@@ -78,6 +78,15 @@ def canary():
         yield file
 
 
+def metadata(file):
+    """What a program may not change of a file and its folder, either."""
+    states = [(path, path.stat()) for path in (file, file.parent)]
+    xattrs = hasattr(os, "listxattr")
+    return [
+        (one.st_mode, one.st_uid, one.st_mtime_ns, os.listxattr(path) if xattrs else []) for path, one in states
+    ]
+
+
 def left_since(before):
     """Traces that were not there before; those of other tests may end meanwhile."""
     return {kind: new for kind, found in traces().items() if (new := found - before[kind])}

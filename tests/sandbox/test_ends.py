@@ -114,3 +114,18 @@ def test_two_owners_have_slots_of_their_own(tier):
     owners = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [owner.communicate(timeout=BOUND_S)[0] for owner in owners] == ["here\n"] * 2
     assert left_since(before) == {}
+
+
+async def test_a_slot_that_does_not_start_is_taken_after_the_others(tier, monkeypatch):
+    async with SandboxPool(slots=2, require=tier, tier=tier) as pool:
+        broken = pool._slots[0]
+        broken.abandon()
+
+        async def fail():
+            raise SandboxError("it does not start")
+
+        monkeypatch.setattr(broken, "start", fail)
+        with pytest.raises(SandboxError, match="does not start"):
+            await pool.run("1")
+        for _ in range(3):
+            assert (await pool.run("print(1)")).stdout == "1\n"

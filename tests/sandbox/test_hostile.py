@@ -5,7 +5,7 @@ import platform
 import pytest
 
 from laminar_py.sandbox.records import SandboxLabel, SandboxTier
-from tests.sandbox.conftest import SONG
+from tests.sandbox.conftest import SONG, metadata
 from tests.sandbox.hostile import CALL, HOSTILE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -18,7 +18,9 @@ async def test_a_hostile_program_is_contained_and_labelled(pool, tier, hostile, 
     if CALL in hostile.program and platform.machine() != "x86_64":
         pytest.skip("numbers of another machine's system calls")
     program = hostile.program.replace("CANARY", str(canary)).replace("PORT", str(server.getsockname()[1]))
+    before = metadata(canary)
     result = await pool.run(program)
+    assert metadata(canary) == before
     assert result.label.value in hostile.labels, result
     assert hostile.prints in (None, result.stdout)
     assert [file.name for file in canary.parent.iterdir()] == ["canary"]

@@ -1,6 +1,7 @@
 """Machines that offer less than root has: without root, and with calls of the kernel refused."""
 
 import json
+import os
 import platform
 
 import pytest
@@ -9,10 +10,10 @@ from laminar_py.sandbox import places
 from laminar_py.sandbox.inside.landlock import CREATE_RULESET
 from laminar_py.sandbox.inside.seccomp import BY_MACHINE
 from laminar_py.sandbox.records import SandboxTier
-from tests.sandbox.conftest import SONG, left_since, traces
+from tests.sandbox.conftest import SONG, left_since, metadata, traces
 from tests.sandbox.hostile import HOSTILE
+from tests.sandbox.machines import NOBODY, as_nobody, nobodys_interpreter, run_refusing
 from tests.sandbox.machines import __file__ as script
-from tests.sandbox.machines import as_nobody, nobodys_interpreter, run_refusing
 
 MAY_START_NONE = {"ok": "ok processes", "processes": "processes time"}  # labels where no process may be started
 
@@ -51,6 +52,8 @@ def test_without_root_hostile_programs_are_contained_and_labelled_too(tier, know
     if not places.may_change_user() or (found := nobodys_interpreter()) is None:
         pytest.skip("only root can become nobody, and no interpreter here is readable by others")
     python, paths = found
+    os.chown(canary, NOBODY, NOBODY)
+    before = metadata(canary)
     results = json.loads(as_nobody([python, script, "hostile", tier.value, str(canary)], paths))
     wrong = {}
     for hostile in HOSTILE:
@@ -59,5 +62,6 @@ def test_without_root_hostile_programs_are_contained_and_labelled_too(tier, know
         if label not in allowed or hostile.prints not in (None, stdout):
             wrong[hostile.name] = (label, stdout, detail)
     assert not wrong
+    assert metadata(canary) == before
     assert canary.read_text() == SONG
     assert list(canary.parent.iterdir()) == [canary]

@@ -138,3 +138,24 @@ async def test_more_runs_than_slots_wait_for_their_turn(pool):
 async def test_a_limit_that_is_none_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}=0: give a number above 0"):
         SandboxLimits(**{field: 0})
+
+
+LIBRARIES = """
+import asyncio, concurrent.futures, decimal, os, shutil, sqlite3, tempfile, threading, zipfile
+with tempfile.TemporaryDirectory() as folder:
+    one = os.path.join(folder, "one")
+    open(one, "w").write("text")
+    shutil.copy(one, one + "2"); shutil.copy2(one, one + "3"); shutil.copytree(folder, folder + "-copy")
+    with zipfile.ZipFile(one + ".zip", "w") as file: file.write(one, "one")
+    zipfile.ZipFile(one + ".zip").extractall(folder + "-out")
+    os.chmod(one, 0o600); os.utime(one)
+    base = sqlite3.connect(one + ".db"); base.execute("create table t(x)"); base.commit(); base.close()
+thread = threading.Thread(target=lambda: None); thread.start(); thread.join()
+asyncio.run(asyncio.sleep(0))
+with concurrent.futures.ThreadPoolExecutor(2) as pool: print(list(pool.map(decimal.Decimal, [1, 2])))
+"""
+
+
+async def test_ordinary_programs_use_the_standard_library(pool):
+    result = await pool.run(LIBRARIES)
+    assert (result.label, result.stdout) == (SandboxLabel.OK, "[Decimal('1'), Decimal('2')]\n"), result

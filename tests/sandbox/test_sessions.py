@@ -2,10 +2,12 @@
 
 import asyncio
 
+import psutil
 import pytest
 
 from laminar_py.sandbox.inside.limits import SandboxLimits
-from laminar_py.sandbox.records import SandboxLabel
+from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.sandbox.records import SandboxLabel, SandboxTier
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -87,3 +89,30 @@ async def test_a_session_holds_its_slot_until_its_end(pool):
         assert (await second.run("x")).stdout == "2\n"
         assert not waiting.done()
     assert (await waiting).stdout == "3\n"
+
+
+async def test_a_session_whose_sandbox_is_killed_says_that_its_variables_are_lost(tier):
+    async with SandboxPool(slots=1, require=tier, tier=tier) as own, own.session() as session:
+        await session.run("x = 1")
+        for process in psutil.Process(own._slots[0]._process.pid).children(recursive=True):
+            process.kill()
+        own._slots[0]._process.kill()
+        lost = await session.run("print('x' in globals())")
+        after = await session.run("print('x' in globals())")
+    assert (lost.label, lost.alive, lost.stdout) == (SandboxLabel.CRASH, False, "")
+    assert "variables are lost" in lost.detail
+    assert (after.label, after.stdout) == (SandboxLabel.OK, "False\n")
+
+
+async def test_a_paused_session_cannot_wake_itself(pool, tier):
+    if tier is SandboxTier.NONE:
+        pytest.skip("the tier has no walls")
+    waking = "import os, signal, threading, time\nn = 0\nsignal.signal(18, lambda *a: None)\ndef wake():\n"
+    waking += "    global n\n    while True:\n        n += 1\n        try: os.kill(os.getpid(), 18)\n"
+    waking += "        except OSError: pass\nthreading.Thread(target=wake, daemon=True).start()"
+    async with pool.session() as session:
+        await session.run(waking)
+        await session.run("used = time.process_time()")
+        await asyncio.sleep(1)
+        result = await session.run("time.process_time() - used < 0.8")
+    assert result.stdout == "True\n", result

@@ -20,20 +20,21 @@ from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.relay.cores import num_cores
 from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.mathematics import LIMIT_S, MathTerm
+from laminar_py.reward.mathematics import MathTerm
 
 HANG_ONE_IN = 100
+TIMEOUT_S = 3.0
 THOUGHT = "We simplify both sides, put the roots back and see that only one case remains. " * 20
 
 
 def rows(*, verifications: int, tell: Tell) -> list[Row]:
     """Rate and latency. Two minutes and a half for 10,000 on two cores, most of it for what hangs."""
-    answers, term = make_answers(verifications, hang_one_in=HANG_ONE_IN), MathTerm()
+    answers, term = make_answers(verifications, hang_one_in=HANG_ONE_IN), MathTerm(timeout_s=TIMEOUT_S)
     num_hanging = sum(answer.right is None for answer in answers)
-    tell(f"{len(answers)} verifications, {num_hanging} of which hang for {LIMIT_S:g} s")
+    tell(f"{len(answers)} verifications, {num_hanging} of which hang for {TIMEOUT_S:g} s")
     elapsed_s, times_s = asyncio.run(_verify_all(answers, term))
     conditions = (
-        f"{len(answers)} different answers, {num_hanging} out of time after {LIMIT_S:g} s and the others judged"
+        f"{len(answers)} different answers, {num_hanging} out of time after {TIMEOUT_S:g} s and the others judged"
         f" rightly; {term.processes} processes, as many at a time, {num_cores()} cores"
     )
     p50, p99 = median(times_s), quantiles(times_s, n=100)[-1]
@@ -53,7 +54,7 @@ async def _verify_all(answers: list[GivenAnswer], term: MathTerm) -> tuple[float
         pool = CallPool(
             term.model_dump_json(),
             name="math",
-            timeout_s=LIMIT_S,
+            timeout_s=TIMEOUT_S,
             folder=Path(folder),
             processes=term.processes,
         )

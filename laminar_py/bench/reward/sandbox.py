@@ -14,7 +14,7 @@ from laminar_py.bench.report import Row
 from laminar_py.bench.reward.programs import SmallProgram, make_programs
 from laminar_py.bench.turns import Tell, spread
 from laminar_py.relay.cores import num_cores
-from laminar_py.reward.code import same_output, same_value
+from laminar_py.reward.compare import same_output, same_value
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxLabel, SandboxTier
 

@@ -5,8 +5,8 @@ log, as its standard error does.
 """
 
 import asyncio
-import ctypes
 import faulthandler
+import logging
 import os
 import resource
 import signal
@@ -21,9 +21,10 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.reward.calls.limited import LimitedFunction
 from laminar_py.reward.calls.protocol import CallAnswer, CallRequest, CallStart, CallStarted, header
+from laminar_py.sandbox.inside import kernel
 from laminar_py.sandbox.protect import forbid_writes
 
-PR_SET_PDEATHSIG = 1
+log = logging.getLogger(__name__)
 LATE_S = 1.0  # beyond its limit, after which a call hangs
 
 
@@ -33,8 +34,8 @@ def main() -> None:
     source, sink = _own_pipes()
     start = decode(CallStart, _read(source))
     with open(start.hang_log, "wb", buffering=0) as hangs:
-        if start.record is not None:
-            forbid_writes(Path(start.record))
+        if start.record is not None and not forbid_writes(Path(start.record)):
+            log.warning("no Landlock here: functions may write to %s and read our environment", start.record)
         try:
             function = _load(start)
         except ConfigError as error:
@@ -115,7 +116,7 @@ async def _serve_many(function: LimitedFunction, source: BinaryIO, sink: BinaryI
 def _die_with_parent() -> None:
     """Have the kernel end this process with the scorer, also in the middle of a call; elsewhere its input ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -23,18 +23,19 @@ LINUX = sys.platform == "linux"
 class Fences:
     """Fences of all runs of a slot.
 
-    `user` is whom programs run as, None for the zygote's own; `walls` turns Landlock and seccomp on; `alone` and
-    `counted` are as in `SlotSetup`.
+    `user` is whom programs run as, None for the zygote's own; `walls` turns Landlock and seccomp on; `shared` is
+    True where programs can name the host's files; `alone` and `counted` are as in `SlotSetup`.
     """
 
-    def __init__(self, *, user: int | None, walls: bool, alone: bool, counted: bool) -> None:
+    def __init__(self, *, user: int | None, walls: bool, shared: bool, alone: bool, counted: bool) -> None:
         if walls and not (LINUX and seccomp.offered()):
             raise OSError(f"seccomp is not known of {sys.platform} on {kernel.MACHINE}")
         self._user = user
         self._walls = walls
         self._alone = alone
         self._counted = counted
-        self._filter = seccomp.assemble() if walls and not alone else b""
+        self._shared = shared
+        self._filter = self._assemble() if walls and not alone else b""
         self._rules = -1
         self._processes = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if LINUX else -1
         self._space = 0
@@ -75,7 +76,10 @@ class Fences:
         if self._rules >= 0:
             landlock.restrict(self._rules)
         if self._walls:
-            seccomp.put_on(seccomp.assemble(alone=os.getpid()) if self._alone else self._filter)
+            seccomp.put_on(self._assemble(alone=os.getpid()) if self._alone else self._filter)
+
+    def _assemble(self, *, alone: int = 0) -> bytes:
+        return seccomp.assemble(alone=alone, shared=self._shared, own_user=self._user is not None)
 
     def _die_first(self) -> None:
         """Be what the kernel ends when memory is short, before the zygote and all else."""

@@ -2,12 +2,15 @@
 
 import os
 import stat
+from collections.abc import Iterator
 from typing import Protocol
 
 from laminar_py.sandbox.inside import kernel
 
 MOST_ENTRIES = 4096
+MOST_DEEP = 256
 BLOCK = 512
+LOOKS = 20  # at a folder in which names are moved about, before the program is taken to do so to hide them
 
 
 class Home(Protocol):
@@ -72,8 +75,9 @@ class FolderHome:
             if self._changed == os.stat(self.path).st_ctime_ns and not os.listdir(self.path):
                 return False
             self._run("/bin/chmod", "-R", "u+rwx", self.path)
-            self._run("/bin/rm", "-rf", "--", *(f"{self.path}/{name}" for name in os.listdir(self.path)))
-            os.rmdir(self.path)
+            self._run("/bin/rm", "-rf", "--", self.path)
+            if os.path.exists(self.path):  # empty, in a folder that its owner may not write to
+                os.rmdir(self.path)
         os.mkdir(self.path, 0o700)
         if self._user is not None:
             os.chown(self.path, self._user, self._user)
@@ -81,22 +85,22 @@ class FolderHome:
         return True
 
     def full(self, file_bytes: int) -> bool:
-        """Walk it, at most `MOST_ENTRIES` deep and wide."""
-        ahead, size, entries = [self.path], 0, 0
-        while ahead:
+        """Walk it; True also where it is too deep, or closed by the program: no limit could hold for that."""
+        for _ in range(LOOKS):
             try:
-                with os.scandir(ahead.pop()) as found:
-                    for entry in found:
-                        state = entry.stat(follow_symlinks=False)
-                        size += state.st_blocks * BLOCK
-                        entries += 1
-                        if stat.S_ISDIR(state.st_mode):
-                            ahead.append(entry.path)
-                        if size > file_bytes or entries > MOST_ENTRIES:
-                            return True
-            except FileNotFoundError:  # the program removed it meanwhile
+                return self._walk(file_bytes)
+            except FileNotFoundError:  # removed meanwhile, or renamed: it must not go uncounted
                 continue
-            except OSError:  # too deep to be named, or closed by the program: nothing that a limit could hold for
+            except OSError:
+                return True
+        return True
+
+    def _walk(self, file_bytes: int) -> bool:
+        """Walk by descriptors, which a folder keeps while it is renamed. Raises `OSError`."""
+        size = 0
+        for entries, state in enumerate(_below(self.path, None, 0), start=1):
+            size += state.st_blocks * BLOCK
+            if size > file_bytes or entries > MOST_ENTRIES:
                 return True
         return False
 
@@ -112,3 +116,19 @@ class FolderHome:
             finally:
                 os._exit(127)
         os.waitpid(child, 0)
+
+
+def _below(name: str, parent: int | None, depth: int) -> Iterator[os.stat_result]:
+    """States of all that lies below a folder. Raises `OSError` where it vanishes, is closed or too deep."""
+    if depth > MOST_DEEP:
+        raise OSError(f"more than {MOST_DEEP} folders in each other")
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                state = entry.stat(follow_symlinks=False)
+                yield state
+                if stat.S_ISDIR(state.st_mode):
+                    yield from _below(entry.name, folder, depth + 1)
+    finally:
+        os.close(folder)

@@ -64,6 +64,13 @@ def keep_capabilities(mask: int) -> None:
     _checked(_libc.capset(header, sets), "capset")
 
 
+def held_capabilities() -> int:
+    """Capabilities that this process may use, as a mask."""
+    header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    _checked(_libc.capget(header, sets), "capget")
+    return sets[1] | sets[4] << 32
+
+
 def drop_bounding_set() -> None:
     """No program that is started from here on can gain a capability."""
     for capability in range(64):

@@ -5,6 +5,7 @@ Source: https://docs.kernel.org/userspace-api/landlock.html
 
 import ctypes
 import os
+import stat
 from collections.abc import Sequence
 
 from laminar_py.sandbox.inside import kernel
@@ -62,13 +63,22 @@ def _known_rights() -> int:
 def _fence(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -> int:
     fence = kernel.syscall(CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(size), ctypes.c_uint32(0))
     for path, rights in rules:
-        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        if not os.path.isdir(path):
-            rights &= OF_FILES
-        rule = _PathRule(rights & wanted.files, parent)
-        kernel.syscall(ADD_RULE, ctypes.c_int(fence), ctypes.c_int(1), ctypes.byref(rule), ctypes.c_uint32(0))
-        os.close(parent)
+        try:
+            parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:  # removed meanwhile: nothing is allowed there then
+            continue
+        try:
+            _add_rule(fence, parent, rights & wanted.files)
+        finally:
+            os.close(parent)
     return fence
+
+
+def _add_rule(fence: int, parent: int, rights: int) -> None:
+    if not stat.S_ISDIR(os.fstat(parent).st_mode):
+        rights &= OF_FILES
+    rule = _PathRule(rights, parent)
+    kernel.syscall(ADD_RULE, ctypes.c_int(fence), ctypes.c_int(1), ctypes.byref(rule), ctypes.c_uint32(0))
 
 
 def restrict(fence: int) -> None:

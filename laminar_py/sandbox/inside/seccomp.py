@@ -22,6 +22,10 @@ SHARED = {
 }  # fmt: skip
 BY_MACHINE = {
     "x86_64": {
+        "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "utime": 132, "setxattr": 188,
+        "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
+        "timer_create": 222, "utimes": 235, "fchownat": 260, "futimesat": 261, "fchmodat": 268,
+        "utimensat": 280,
         "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43,
         "bind": 49, "listen": 50, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62,
         "semget": 64, "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71,
@@ -42,6 +46,9 @@ BY_MACHINE = {
         "userfaultfd": 323,
     },
     "aarch64": {
+        "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15,
+        "fremovexattr": 16, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88,
+        "timer_create": 107,
         "io_setup": 0, "lookup_dcookie": 18, "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "umount2": 39,
         "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51, "quotactl": 60, "vmsplice": 75,
         "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
@@ -62,11 +69,20 @@ BY_MACHINE = {
 }  # fmt: skip
 NETWORK = ("socket", "connect", "accept", "accept4", "bind", "listen")
 SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
-CONDITIONAL = {"clone", "fork", "vfork", "fcntl", "ioctl", "prctl", "prlimit64", "socketpair", *NETWORK, *SIGNALS}
+SIGNAL_ARGUMENT = {"kill": 1, "tgkill": 2, "rt_sigqueueinfo": 1, "rt_tgsigqueueinfo": 2}
+TIMES = ("utime", "utimes", "futimesat", "utimensat")
+MODES = ("chmod", "fchmod", "fchmodat")
+OWNERSHIP = ("chown", "fchown", "lchown", "fchownat")
+ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
+METADATA = {*TIMES, *MODES, *OWNERSHIP, *ATTRIBUTES}
+CONDITIONAL = {"clone", "fork", "vfork", "fcntl", "ioctl", "prctl", "prlimit64", "socketpair", *METADATA}
+CONDITIONAL |= {*NETWORK, *SIGNALS}
 NAMESPACES = 0x7E020080  # flags of clone that make one
 THREAD = 0x00010000
 OWNERS = (8, 10, 15)  # commands of fcntl that send signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX
 TERMINAL = (0x5412, 0x541C, 0x8901, 0x8902)  # of ioctl: TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
+FLAGS = (0x40086602, 0x401C5820, 0x40087602)  # of ioctl: FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION
+WAKE = 18  # SIGCONT, by which a program that is paused could run on
 UNIX, STREAM = 1, 1
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, MASK, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -83,8 +99,13 @@ def offered() -> bool:
     return kernel.MACHINE in ARCHITECTURES
 
 
-def assemble(*, alone: int = 0) -> bytes:
-    """The filter; with `alone` that of a process of this id which may start no other and signal none."""
+def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> bytes:
+    """The filter; with `alone` that of a process of this id which may start no other and signal none.
+
+    With `shared` files of the host can be named, and what Landlock has no say over is refused: times and extended
+    attributes, and modes and owners too where the program's user is ours (`own_user` False).
+    Times and modes are answered as if set, since `shutil.copy` and others take no refusal.
+    """
     calls = SHARED | BY_MACHINE[kernel.MACHINE]
     code = [
         _op(LOAD, ARCHITECTURE),
@@ -95,7 +116,9 @@ def assemble(*, alone: int = 0) -> bytes:
         _op(AT_LEAST, NEW_CALLS, 0, 1),
         _refuse(errno.ENOSYS),
     ]
-    for name, body in {**_plain(calls), **_conditional(calls), **(_lonely(calls, alone) if alone else {})}.items():
+    bodies = {**_plain(calls), **_conditional(calls), **(_lonely(calls, alone) if alone else {})}
+    bodies |= _metadata(calls, own_user=own_user) if shared else {}
+    for name, body in bodies.items():
         code += _case(calls[name], body)
     return b"".join([*code, _op(RETURN, ALLOW)])
 
@@ -114,10 +137,10 @@ def _plain(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
 
 def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
     return {
-        "clone": [*_argument(0), _op(ANY_BIT, NAMESPACES, 0, 1), _refuse(errno.EPERM), _op(RETURN, ALLOW)],
+        "clone": [*_clone(), _op(RETURN, ALLOW)],
         "fcntl": _refuse_values(1, OWNERS),
-        "ioctl": _refuse_values(1, TERMINAL),
-        "prctl": _refuse_values(0, (kernel.PR_SET_SECCOMP,)),
+        "ioctl": _refuse_values(1, (*TERMINAL, *FLAGS)),
+        "prctl": _refuse_values(0, (kernel.PR_SET_SECCOMP, kernel.PR_SET_PDEATHSIG)),
         "prlimit64": _only(0, 0),
         "socketpair": [
             *_argument(0),
@@ -129,20 +152,43 @@ def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
             _refuse(errno.ENETDOWN),
             _op(RETURN, ALLOW),
         ],
+        **{name: _refuse_values(SIGNAL_ARGUMENT[name], (WAKE,)) for name in SIGNALS},
     }
+
+
+def _clone() -> list[bytes]:
+    """Refuse new namespaces, and a child whose end would wake its parent."""
+    return [
+        *_argument(0),
+        _op(ANY_BIT, NAMESPACES, 0, 1),
+        _refuse(errno.EPERM),
+        _op(MASK, 0xFF),
+        _op(EQUAL, WAKE, 0, 1),
+        _refuse(errno.EPERM),
+        *_argument(0),
+    ]
+
+
+def _metadata(calls: Mapping[str, int], *, own_user: bool) -> dict[str, list[bytes]]:
+    answers = dict.fromkeys(TIMES, 0) | dict.fromkeys(ATTRIBUTES, errno.EPERM)
+    if not own_user:
+        answers |= dict.fromkeys(MODES, 0) | dict.fromkeys(OWNERSHIP, errno.EPERM)
+    return {name: [_refuse(number)] for name, number in answers.items() if name in calls}
 
 
 def _lonely(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
     threads = [
-        *_argument(0),
-        _op(ANY_BIT, NAMESPACES, 0, 1),
-        _refuse(errno.EPERM),
+        *_clone(),
         _op(ANY_BIT, THREAD, 1, 0),
         _refuse(errno.EAGAIN),
         _op(RETURN, ALLOW),
     ]
     forks = {name: [_refuse(errno.EAGAIN)] for name in ("fork", "vfork") if name in calls}
-    return {"clone": threads, **forks, **{name: _only(0, process) for name in SIGNALS}}
+    signals = {
+        name: [*_argument(SIGNAL_ARGUMENT[name]), _op(EQUAL, WAKE, 0, 1), _refuse(errno.EPERM), *_only(0, process)]
+        for name in SIGNALS
+    }
+    return {"clone": threads, **forks, **signals}
 
 
 def _case(number: int, body: list[bytes]) -> list[bytes]:

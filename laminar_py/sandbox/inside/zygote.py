@@ -99,6 +99,8 @@ class Zygote:
         finally:
             elapsed_s = time.monotonic() - start
             status = end_all(self._reaper, child, self._status)
+        if not ended and self._home.full(order.limits.file_bytes):  # nothing can be moved about any more
+            ended = "folder"
         news = SlotNews(
             kind="end", status=status, ended=ended, cpu_s=_children_cpu_s() - before, elapsed_s=elapsed_s
         )
@@ -124,7 +126,7 @@ class Zygote:
                 self._reaper.signal_all(number, leader=child)
             if self._home.full(order.limits.file_bytes):
                 return "folder"
-        return "folder" if self._home.full(order.limits.file_bytes) else ""
+        return ""
 
     def _has_ended(self, child: int) -> bool:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -196,7 +198,8 @@ def _set_up(control: socket.socket, setup: SlotSetup, owner: int) -> Zygote:
     if setup.tier == "landlock" and not landlock.version():
         raise OSError("Landlock is not in this kernel, or off")
     user = (namespaces.USER if setup.tier == "namespaces" else setup.uids[1]) if setup.uids and walls else None
-    fences = Fences(user=user, walls=walls, alone=setup.alone, counted=setup.counted)
+    shared = setup.tier == "landlock"
+    fences = Fences(user=user, walls=walls, shared=shared, alone=setup.alone, counted=setup.counted)
     home: Home
     reaper: Reaper
     if setup.tier == "namespaces":

@@ -37,6 +37,8 @@ def score(request):
         os._exit(1)
     if request.response == "env":
         return float(os.environ.get("SECRET", 0)) + float(os.environ.get("SHOWN", 0))
+    if request.response == "spy":
+        return float(b"SECRET=4" in open(f"/proc/{os.getppid()}/environ", "rb").read())
     if request.response.startswith("write "):
         with open(request.response.split()[1], "w") as file:
             file.write("forged")
@@ -57,6 +59,21 @@ async def many(request):
         while many.met < 3:
             await asyncio.sleep(0.001)
     return float(request.response) if request.response.isdigit() else 1.0
+"""
+
+
+SPIED = """
+import asyncio, json, sys
+from pathlib import Path
+from laminar_py.reward.calls.pool import CallPool
+from tests.reward.requests import make_request
+async def main(folder, record):
+    term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:score"})
+    settings = {"record": Path(record)} if record else {}
+    async with CallPool(term, name="mine", timeout_s=30, folder=Path(folder), **settings) as pool:
+        outcome = await pool.call(make_request("spy"))
+        print(outcome.value if outcome.value is not None else outcome.detail)
+asyncio.run(main(*sys.argv[1:]))
 """
 
 
@@ -130,10 +147,24 @@ async def test_a_function_may_write_beside_the_record_of_a_run_and_not_into_it(t
     (tmp_path / "elsewhere").mkdir()
     async with pool_of(tmp_path, timeout_s=30.0, record=tmp_path / "run") as pool:
         texts = [f"write {tmp_path}/{name}" for name in ("run/ledger", "run/new", "elsewhere/new")]
-        forged, made, allowed = await outcomes_of(pool, *texts)
-    assert [one.detail.partition(":")[0] for one in (forged, made)] == ["PermissionError"] * 2
+        forged, made, allowed, setting = await outcomes_of(pool, *texts, "write /proc/self/comm")
+    assert [one.detail.partition(":")[0] for one in (forged, made, setting)] == ["PermissionError"] * 3
     assert (tmp_path / "run" / "ledger").read_text() == "true"
     assert allowed.value == 1.0
+
+
+@pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")
+async def test_a_function_cannot_read_the_environment_of_the_process_that_started_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    script = tmp_path / "scorer.py"
+    script.write_text(SPIED)
+    (tmp_path / "mine.py").write_text(REWARDS)
+    env = os.environ | {"PYTHONPATH": os.getcwd(), "SECRET": "4"}
+    for record in ("", str(tmp_path / "run")):
+        command = [sys.executable, str(script), str(tmp_path), record]
+        process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
+        said = (await asyncio.wait_for(process.communicate(), PATIENCE_S))[0].decode()
+        assert said.startswith("PermissionError" if record else "1.0"), said
 
 
 async def test_an_async_function_is_called_for_many_at_once(tmp_path):
