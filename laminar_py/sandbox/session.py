@@ -12,6 +12,8 @@ from laminar_py.sandbox.inside.wire import HEADER, SlotNews, SlotOrder
 from laminar_py.sandbox.records import SandboxLabel, SandboxResult
 from laminar_py.sandbox.slot import GRACE_S, SandboxSlot, ZygoteLostError
 
+OWN_END_S = 0.2  # in which a program that says no more has ended
+
 
 @dataclass(frozen=True, slots=True)
 class LiveProgram:
@@ -86,6 +88,8 @@ class SandboxSession:
             self._slot.send(SlotOrder(kind="pause"))
             result = self._slot.result(files, self._limits, before=before, news=None)
         else:
+            if not timed_out:  # by itself, as it seems: let that be what is on record
+                await asyncio.wait({end}, timeout=OWN_END_S)
             news = await self._ended(live)
             if timed_out:
                 news = SlotNews(kind="end", status=news.status, ended="wall", cpu_s=news.cpu_s)
