@@ -163,7 +163,9 @@ def _tell_events(told: Story) -> Iterator[tuple[StoryEvent, str]]:
         name = fields.pop("event")
         del fields["trajectory_id"]
         shown = {key: value for key, value in fields.items() if value not in (None, "", []) and key not in UNTOLD}
-        details = [f"{key} {value}" for key, value in shown.items()]
+        details = [
+            f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
+        ]
         match event:
             case Assigned() if stopped is not None:
                 moved = "moved there by a repack" if stopped.reason == "repacked" else "goes on"

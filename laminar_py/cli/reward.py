@@ -4,15 +4,13 @@ Exit codes: 0 all as it should be, 1 a reward failed or is another than the one 
 """
 
 import asyncio
-import tempfile
+import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 reward = typer.Typer(no_args_is_help=True, help="Rewards before a run.")
 
 PRINTED = 20  # lines of a kind
+TELL_S = 5.0  # between lines on how far it is
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, e.g. reward.use=[math]")]
 
@@ -50,6 +49,8 @@ def try_samples(
     from laminar_py.reward.samples import Sample, SampleLine, make_sample
 
     settings = load_config(config, overrides or [])
+    if not samples.is_file():
+        raise ConfigError(f"samples={samples}: no such file; name a JSONL file, a line for each response")
     prepare(settings)
     tokenizer = load_tokenizer(settings.model.path)
     source = JsonlFile(samples, "samples")
@@ -59,6 +60,7 @@ def try_samples(
             line,
             other_fields(text, SampleLine),
             encode=tokenizer.encode,
+            decode=tokenizer.decode,
             end=tokenizer.eos_ids[0],
         )
         for row, line, text in read_jsonl(source, SampleLine)
@@ -126,48 +128,75 @@ def _judge(
     failures: bool = True,
 ) -> None:
     """Have all scored and print what came out; exit code 1 where something failed or differs."""
-    from laminar_py.preflight.rewards import check_answers
+    from laminar_py.cli.tally import ScoreTally
+    from laminar_py.preflight.rewards import check_answers, log_folder
 
     check_answers(settings.reward)
-    scores: list[Score] = []
+    tally = ScoreTally()
+    failed: list[str] = []
     lines: list[str] = []
-    elapsed_s = 0.0
+    tasks: set[str] = set()
 
-    async def work() -> None:
-        nonlocal elapsed_s
-        from laminar_py.cli.pools import open_pools
-        from laminar_py.data.tokenizer import load_tokenizer
-        from laminar_py.reward.samples import score_all
-        from laminar_py.reward.scorer import Scorer
+    def noting() -> Iterator["ScoringRequest"]:
+        for request in _checked(settings.reward, requests):
+            tasks.add(request.task)
+            yield request
 
-        decode, columns = load_tokenizer(settings.model.path).decode, settings.algorithm.scored_columns
-        with tempfile.TemporaryDirectory(prefix="laminar-") as folder:
-            async with (
-                open_pools(settings.reward, Path(folder)) as launched,
-                Scorer(
-                    settings.reward,
-                    sandbox=settings.sandbox,
-                    columns=columns,
-                    decode=decode,
-                    folder=Path(folder),
-                    name="reward",
-                    launched=launched,
-                ) as scorer,
-            ):
-                began = time.perf_counter()
-                async for score in score_all(scorer, _checked(settings.reward, requests)):
-                    scores.append(score)
-                    if (line := differs(score)) is not None:
-                        lines.append(line)
-                elapsed_s = time.perf_counter() - began
+    def take(score: "Score") -> None:
+        tally.add(score)
+        if failures and score.failure:
+            failed.append(f"{score.trajectory_id}: {score.failure}: {score.detail}")
+        if (line := differs(score)) is not None:
+            lines.append(line)
 
-    asyncio.run(work())
-    _print_scores(scores, elapsed_s)
-    failed = [f"{score.trajectory_id}: {score.failure}: {score.detail}" for score in scores if score.failure]
-    _print_lines("failed", failed if failures else [])
+    with log_folder() as logs:
+        elapsed_s = asyncio.run(_score(settings, noting(), take, logs))
+    for table in tally.tables():
+        console.print(table)
+    _print_lines("failed", failed)
     _print_lines("differ", lines)
-    if lines or (failures and failed):
+    for task in sorted(settings.reward.by_task.keys() - tasks):
+        say(f"reward.by_task.{task}: none of these responses has this task", style="yellow")
+    if logs.exists():
+        say(f"what was printed meanwhile: {logs}")
+    say(f"{tally.num_scored} scored, {tally.num_failed} failed, {len(lines)} disagree")
+    p50, p95 = tally.rewards.p50_p95_ms
+    number = tally.num_scored + tally.num_failed
+    say(f"{number} responses, p50 {p50} ms, p95 {p95} ms, {number / elapsed_s:.0f} a second")
+    if lines or failed:
         raise typer.Exit(1)
+
+
+async def _score(
+    settings: "RunConfig", requests: Iterable["ScoringRequest"], take: Callable[["Score"], None], logs: Path
+) -> float:
+    """Have requests scored, and say on standard error how far it is where that takes a while. Gives seconds."""
+    from laminar_py.cli.pools import open_pools
+    from laminar_py.data.tokenizer import load_tokenizer
+    from laminar_py.reward.samples import score_all
+    from laminar_py.reward.scorer import Scorer
+
+    async with (
+        open_pools(settings.reward, logs) as launched,
+        Scorer(
+            settings.reward,
+            sandbox=settings.sandbox,
+            columns=settings.algorithm.scored_columns,
+            decode=load_tokenizer(settings.model.path).decode,
+            folder=logs,
+            name="reward",
+            launched=launched,
+        ) as scorer,
+    ):
+        began_s = told_s = time.monotonic()
+        number = 0
+        async for score in score_all(scorer, requests):
+            take(score)
+            number += 1
+            if time.monotonic() - told_s > TELL_S:
+                told_s = time.monotonic()
+                print(f"{number} responses so far", file=sys.stderr)
+        return time.monotonic() - began_s
 
 
 def _print_lines(kind: str, lines: list[str]) -> None:
@@ -175,16 +204,3 @@ def _print_lines(kind: str, lines: list[str]) -> None:
         say(f"{kind}: {line}", style="red")
     if len(lines) > PRINTED:
         say(f"and {len(lines) - PRINTED} more {kind}")
-
-
-def _print_scores(scores: list["Score"], elapsed_s: float) -> None:
-    import numpy as np
-
-    values = Counter("no value" if score.value is None else f"{score.value:g}" for score in scores)
-    table = Table("reward", "responses")
-    for value, count in values.most_common(PRINTED):
-        table.add_row(value, str(count))
-    console.print(table)
-    p50, p95 = np.percentile([score.elapsed_s for score in scores], [50, 95]) if scores else (0.0, 0.0)
-    rate = len(scores) / elapsed_s
-    say(f"{len(scores)} responses, p50 {1e3 * p50:.1f} ms, p95 {1e3 * p95:.1f} ms, {rate:.0f} a second")

@@ -15,6 +15,7 @@ from traceback import walk_tb
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
 
 from laminar_py.config.section import ConfigError, Section
 
@@ -120,9 +121,19 @@ def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Ca
             cause = error.errors()[0].get("ctx", {}).get("error")
             if isinstance(cause, Exception) and (told := registry.blame(name, cause)) is not cause:
                 raise told from error
+            if isinstance(cause, ConfigError):
+                raise _in_its_place(error, cause, name) from error
             raise
 
     return read
+
+
+def _in_its_place(error: ValidationError, fault: ConfigError, name: str) -> ValidationError:
+    """Error of a section's own check, e.g. `free=9: not below most=9`, so that pydantic says where it stands."""
+    if error.errors()[0]["loc"]:
+        return error
+    line = InitErrorDetails(type="value_error", input=name, ctx={"error": fault})
+    return ValidationError.from_exception_data(error.title, [line])
 
 
 def _source(point: EntryPoint) -> str:

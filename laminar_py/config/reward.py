@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeAlias, runtime_checkable
 
-from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.sandbox import SandboxConfig
@@ -203,6 +203,14 @@ AnyTerm: TypeAlias = Annotated[
 """A section that is raw until the model of its kind has validated it; JSON keeps all of its fields."""
 
 
+def _read_terms(given: object) -> object:
+    """Terms, also where there is one and no list."""
+    return tuple(given) if isinstance(given, list) else (given,) if isinstance(given, str | dict) else given
+
+
+Terms: TypeAlias = Annotated[tuple[AnyTerm, ...], BeforeValidator(_read_terms)]
+
+
 def read_term(data: str) -> TermConfig:
     """A term from its JSON. `ConfigError` where a plugin of it is not here."""
     return _read_section(json.loads(data))
@@ -211,10 +219,10 @@ def read_term(data: str) -> TermConfig:
 class RewardConfig(Section):
     """Rewards, and the stage that gives them."""
 
-    use: tuple[AnyTerm, ...] = ()
+    use: Terms = ()
     """Terms whose weighted sum is the reward, e.g. `[{kind: exact, pattern: '#(\\d)$'}, {kind: length, most: 9}]`.
     A kind without settings stands for itself, a function of your own for its path: `[rewards.py:score]`."""
-    by_task: dict[str, tuple[AnyTerm, ...]] = {}  # noqa: RUF012 - pydantic copies it
+    by_task: dict[str, Terms] = {}  # noqa: RUF012 - pydantic copies it
     """Terms of the problems of a task, in place of `use`, e.g. `{code: [rewards.py:run_tests]}`."""
     servers: dict[PoolName, ServerPoolConfig] = {}  # noqa: RUF012 - pydantic copies it
     """Servers that the run launches for terms, by a name of yours."""

@@ -5,9 +5,12 @@ controller.
 """
 
 import asyncio
+import logging
+import shutil
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -24,6 +27,8 @@ from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 
 ANSWER_S = 5.0  # for a server to say anything
+TELL_S = 5.0  # between lines on how far a look at the problems is
+log = logging.getLogger(__name__)
 
 
 def check_rewards(
@@ -41,7 +46,7 @@ def check_rewards(
             tasks.setdefault(prompt.task, source.place(prompt.index))
     check_tasks(reward, tasks)
     for source, prompts in files:
-        for prompt in prompts:
+        for prompt in _telling(prompts, of=f"{source.field}={source.path}"):
             check_problem(reward, prompt, place=source.place(prompt.index))
     terms = {term.model_dump_json(): term for term in reward.terms}
     if sandbox is not None:
@@ -84,14 +89,44 @@ async def _open(sandbox: SandboxConfig) -> None:
         return
 
 
+@contextmanager
+def log_folder() -> Iterator[Path]:
+    """Folder for the logs of reward functions, kept where one was written to; a `ConfigError` then names it."""
+    folder = Path(tempfile.mkdtemp(prefix="laminar-"))
+    try:
+        yield folder
+    except ConfigError as error:
+        if not _has_text(folder) or str(folder) in str(error):
+            raise
+        raise ConfigError(f"{error}; what was printed meanwhile: {folder}") from error
+    finally:
+        if not _has_text(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_text(folder: Path) -> bool:
+    return any(path.is_file() and path.stat().st_size for path in folder.rglob("*"))
+
+
+def _telling(prompts: list[Prompt], *, of: str) -> Iterator[Prompt]:
+    """Prompts, and now and then a line on how many there were."""
+    told_s = time.monotonic()
+    for number, prompt in enumerate(prompts, start=1):
+        yield prompt
+        if time.monotonic() - told_s > TELL_S:
+            told_s = time.monotonic()
+            log.warning("looking at the problems of %s: %d of %d", of, number, len(prompts))
+
+
 async def _load(terms: list[TermConfig]) -> None:
-    """Start the process of each once. What a function prints at its import is its own business."""
-    with tempfile.TemporaryDirectory(prefix="laminar-") as folder:
-        async with asyncio.TaskGroup() as tasks:
-            for index, term in enumerate(terms):
-                tasks.create_task(_start(term, Path(folder), f"reward-{index}"))
+    """Start the process of each once. What a function prints at its import is told where it cannot be had."""
+    async with asyncio.TaskGroup() as tasks:
+        for index, term in enumerate(terms):
+            tasks.create_task(_start(term, f"reward-{index}"))
 
 
-async def _start(term: TermConfig, folder: Path, name: str) -> None:
-    async with CallPool(term.model_dump_json(), name=name, timeout_s=1.0, folder=folder):
-        return
+async def _start(term: TermConfig, name: str) -> None:
+    with log_folder() as folder:
+        async with CallPool(term.model_dump_json(), name=name, timeout_s=1.0, folder=folder):
+            pass
+        shutil.rmtree(folder)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.records.scoring import TryAgainError
+from laminar_py.records.scoring import NoValueError, TryAgainError
 from laminar_py.reward import crossing
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
 
-MOST_CALLS = 200  # of the function, by the tests of one problem
+MOST_CALLS = 1000  # of the function, by the tests of one problem
 SHOWN = 120  # characters of a call
 BESIDE = "laminar_crossing"
 ANSWER = """
@@ -30,7 +30,8 @@ class Step(msgspec.Struct, frozen=True):
     """Answer of a run of the test code."""
 
     needed: list[str] = []  # calls whose values are not known
-    fault: str | None = None
+    fault: str | None = None  # of the program
+    broken: str | None = None  # of the test code
 
 
 class AssertionRun:
@@ -43,7 +44,10 @@ class AssertionRun:
         self._crossing = Path(crossing.__file__).read_text()
 
     async def check(self, test: str) -> str | None:
-        """Fault of the program; None where the test code runs to its end."""
+        """Fault of the program; None where the test code runs to its end.
+
+        Raises `NoValueError` where it is the test code that is at fault.
+        """
         known: list[tuple[str, str | None]] = []
         failed = ""
         while len(known) < MOST_CALLS:
@@ -53,7 +57,7 @@ class AssertionRun:
             answers, told = await self._answers(step.needed)
             failed = told or failed
             known += zip(step.needed, answers, strict=True)
-        return f"its tests call the function more than {MOST_CALLS} times"
+        raise NoValueError(f"the tests of the problem call the function more than {MOST_CALLS} times")
 
     async def _answers(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
         """Answers to calls, None where it is ended over one, and what is to be told of that."""
@@ -93,9 +97,13 @@ def _answers_in(result: SandboxResult) -> list[str] | None:
 
 
 def _step(result: SandboxResult) -> Step:
+    """Answer of a run of the test code. Raises `NoValueError` where that is at fault itself."""
     if result.label is not SandboxLabel.OK or result.value_json is None:
-        return Step(fault=f"its tests: {result.label.value}: {result.detail}")
+        raise NoValueError(f"the tests of the problem: {result.label.value}: {result.detail}")
     try:
-        return msgspec.json.decode(result.value_json, type=Step)
+        step = msgspec.json.decode(result.value_json, type=Step)
     except msgspec.DecodeError as error:  # e.g. a text of half a character
-        return Step(fault=f"its tests: {error}")
+        raise NoValueError(f"the tests of the problem: {error}") from error
+    if step.broken is not None:
+        raise NoValueError(f"the tests of the problem: {step.broken}")
+    return step

@@ -13,11 +13,15 @@ from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from typing import Any
 
-MOST_LITERAL = 100  # calls that are foreseen
+MOST_LITERAL = 400  # calls that are foreseen
 
 
 class UnknownValueError(BaseException):
     """Test code needs the value of a call that is not known yet; ends it."""
+
+
+class TestFaultError(BaseException):
+    """Test code does what it cannot do here."""
 
 
 def pack(value: Any) -> Any:
@@ -76,7 +80,8 @@ def _answer(function: Callable[..., Any], call: str) -> str:
 
 
 def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dict[str, Any]:
-    """Run test code with the answers that are known; says which calls it needs, or what its fault is.
+    """Run test code with the answers that are known; says which calls it needs, or what is at fault: the
+    function (`fault`) or the test code itself (`broken`).
 
     Each time it draws the same random numbers.
     """
@@ -87,7 +92,10 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     needed: list[str] = []
 
     def candidate(*args: Any, **named: Any) -> Any:
-        call = json.dumps(pack((args, named)))
+        try:
+            call = json.dumps(pack((args, named)))
+        except TypeError as error:
+            raise TestFaultError(f"a call of {entry}: {error}") from None
         if call not in answers:
             needed.append(call)
             raise UnknownValueError
@@ -98,6 +106,8 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
         exec(compile(test, "tests", "exec"), {"__name__": "tests", entry: candidate, "candidate": candidate})
     except UnknownValueError:
         return {"needed": needed}
+    except (TestFaultError, ImportError) as error:
+        return {"broken": f"{type(error).__name__}: {error}"}
     except AssertionError as error:
         return {"fault": f"an assertion fails: {error}"}
     except Exception as error:  # noqa: BLE001 - any

@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import msgspec
 import numpy as np
 
+from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import FinishReason
@@ -42,10 +44,18 @@ class Sample:
 
 
 def make_sample(
-    place: str, line: SampleLine, fields_json: bytes, *, encode: Callable[[str], IntArray], end: int
+    place: str,
+    line: SampleLine,
+    fields_json: bytes,
+    *,
+    encode: Callable[[str], IntArray],
+    decode: Callable[[IntArray], str],
+    end: int,
 ) -> Sample:
-    """A sample of a line; `encode` makes ids of text, `end` is the last id of a response that ended by itself."""
+    """A sample of a line; `encode` makes ids of text, `decode` text of them, and `end` is the last id of a
+    response that ended by itself. Raises `ConfigError` where the ids of its response make another text."""
     ids = encode(line.response)
+    _check_text(place, line.response, decode(ids))
     if line.finish_reason is FinishReason.STOP:
         ids = np.append(ids, end).astype(np.int32)
     request = ScoringRequest(
@@ -61,6 +71,17 @@ def make_sample(
         fields_json=fields_json,
     )
     return Sample(place, request, line.reward)
+
+
+def _check_text(place: str, text: str, scored: str) -> None:
+    """Refuse a text that would be scored as another, since a tokenizer lacks its characters or drops them."""
+    if scored == text:
+        return
+    at = next(index for index, (a, b) in enumerate(zip_longest(text, scored)) if a != b)
+    raise ConfigError(
+        f"{place}: the tokenizer of model.path makes another text of the response, from {text[at : at + 1]!r}"
+        f" at character {at + 1} on; leave out what it has no ids for, or set model.path to another model"
+    )
 
 
 async def score_all(scorer: Scorer, requests: Iterable[ScoringRequest]) -> AsyncIterator[Score]:

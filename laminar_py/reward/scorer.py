@@ -199,7 +199,7 @@ class Scorer:
             self._news.set()
 
     async def _outcomes(self, request: ScoringRequest) -> list[tuple[TermConfig, Outcome]]:
-        """What the terms say: all of them at the same time, but for those that wait for what another says."""
+        """Outcomes of the terms, asked at the same time but for those that wait for what another says."""
         terms = self._reward.of_task(request.task)
         first = [term for term in terms if not term.asked_unless]
         outcomes = await asyncio.gather(*(self._call(term, request) for term in first))

@@ -88,6 +88,7 @@ class Servers:
         finally:
             self._calls[server.url] -= 1
         if status in BUSY:
+            self._failed_s[server.url] = asyncio.get_running_loop().time()
             raise TryAgainError(f"{url}: status {status}")
         if status != 200:
             raise NoValueError(f"{url}: status {status}: {content[:200].decode(errors='replace')}")

@@ -7,6 +7,7 @@ finished while the response still generates are scored then; whatever is missing
 end. Credit by the minimum: PURE, arXiv 2504.15275.
 """
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -122,7 +123,8 @@ class StepsReward:
         length = known.ends[-1] + 1 if known.ends else 0
         if known.digest != _digest(prompt, ids[:length]):
             known, length = NO_STEPS, 0
-        new = [length + end for end in step_ends(ids[length:], self._decode, self._term.ends)]
+        ends = await asyncio.to_thread(step_ends, ids[length:], self._decode, self._term.ends)
+        new = [length + end for end in ends]
         if finished and (known.ends + new)[-1:] != [len(ids) - 1]:
             new.append(len(ids) - 1)
         if not new:
@@ -161,12 +163,14 @@ class StepsReward:
 
 def step_ends(ids: IntArray, decode: Callable[[IntArray], str], end: str) -> list[int]:
     """Places of the last token of each finished step: those whose text completes `end`."""
-    ends, text = [], ""
-    for place in range(len(ids)):
-        text += decode(ids[place : place + 1])
+    ends, text = [], ""  # text: so much as may still become part of `end`
+    texts = {int(id): decode(np.array([id], np.int32)) for id in np.unique(ids)}
+    for place, id in enumerate(ids.tolist()):
+        text += texts[id]
         if end in text:
             ends.append(place)
             text = ""
+        text = text[max(0, len(text) - len(end) + 1) :]
     return ends
 
 

@@ -1,11 +1,16 @@
 """`laminar reward try` as it is typed: what passes, fails and disagrees, and one line for what is wrong."""
 
 import json
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from laminar_py.cli import main
+from laminar_py.cli.tally import ScoreTally
+from laminar_py.records.scoring import Score, TermValue
 from tests.runs.runs import REPO
 
 CONFIG = REPO / "configs/quickstart.yaml"
@@ -31,30 +36,85 @@ def try_reward(monkeypatch, capsys, tmp_path):
 RIGHT = {"response": "o*7=7x0;#7", "answer": "7", "reward": 1}
 
 
+def rows(out):
+    return [line.replace("│", " ").split() for line in out.splitlines() if line.startswith("│")]
+
+
+def mine(tmp_path, body):
+    (tmp_path / "mine.py").write_text(f"def score(request):\n    {body}\n")
+    return f"reward.use={tmp_path / 'mine.py'}:score"
+
+
 def test_rewards_are_counted_and_timed(try_reward):
     code, out, _ = try_reward(RIGHT, {"response": "#3", "answer": "7"}, {"response": "", "answer": "7"})
     assert code == 0, out
-    assert [line.split() for line in out.splitlines() if line.startswith("│")] == [
-        ["│", "0", "│", "2", "│"],
-        ["│", "1", "│", "1", "│"],
-    ]
+    rewards, terms = rows(out)[:2], rows(out)[2:]
+    assert rewards == [["0", "2"], ["1", "1"]]
+    assert [row[:2] for row in terms] == [["exact", "0.333333"]]
+    assert "3 scored, 0 failed, 0 disagree" in out
     assert "3 responses, p50 " in out.splitlines()[-1]
 
 
 def test_a_disagreement_is_told_with_its_line_and_is_exit_code_1(try_reward):
-    code, out, _ = try_reward(RIGHT, RIGHT | {"response": "#7 or rather #8"})
+    code, out, _ = try_reward(RIGHT, RIGHT | {"response": "#7#8"})
     assert code == 1
     assert "samples.jsonl:2: reward 0, wanted 1 (exact 0)" in out
 
 
 def test_a_failure_is_told_with_its_place_and_is_exit_code_1(try_reward, tmp_path):
-    (tmp_path / "mine.py").write_text("def score(request):\n    return request.fields['level']\n")
-    code, out, _ = try_reward(
-        RIGHT, RIGHT | {"level": 1}, overrides=[f"reward.use=[{tmp_path / 'mine.py'}:score]"]
-    )
+    use = mine(tmp_path, "return request.fields['level']")
+    code, out, _ = try_reward(RIGHT, RIGHT | {"level": 1}, overrides=[use])
     assert code == 1
     assert f"samples.jsonl:1: reward_failed: KeyError: 'level' (at {tmp_path / 'mine.py'}:2)" in out
     assert [line[:8] for line in out.splitlines()].count("failed: ") == 1
+
+
+def test_rewards_that_all_differ_are_told_by_their_spread(try_reward, tmp_path):
+    use = mine(tmp_path, "return len(request.response)")
+    _, out, _ = try_reward(*({"response": "7" * length} for length in range(1, 12)), overrides=[use])
+    assert rows(out)[0] == ["6", "1", "6", "11"]
+
+
+def test_what_a_function_prints_is_kept_and_named(try_reward, tmp_path):
+    _, out, _ = try_reward(RIGHT, overrides=[mine(tmp_path, "print('seen'); return 1")])
+    logs = Path(next(line for line in out.splitlines() if line.startswith("what was printed")).split(": ")[1])
+    assert "seen" in "".join(log.read_text() for log in logs.iterdir())
+    shutil.rmtree(logs)
+
+
+def test_nothing_is_left_where_nothing_was_printed(try_reward, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert try_reward(RIGHT)[0] == 0
+    assert not list(tmp_path.glob("laminar-*"))
+
+
+def test_a_task_of_the_config_that_no_sample_has_is_told(try_reward):
+    code, out, _ = try_reward(RIGHT, overrides=["reward.by_task={nosuch: {kind: length, most: 9}}"])
+    assert code == 0
+    assert "reward.by_task.nosuch: none of these responses has this task" in out
+
+
+def test_it_is_said_how_far_a_long_one_is(try_reward, monkeypatch):
+    monkeypatch.setattr("laminar_py.cli.reward.TELL_S", -1.0)
+    assert "2 responses so far" in try_reward(RIGHT, RIGHT)[2]
+
+
+def test_seconds_of_equal_responses_are_left_out():
+    tally = ScoreTally()
+    for elapsed_s in (0.5, 0.0, 0.0):
+        term = TermValue(name="math", value=1.0, elapsed_s=elapsed_s)
+        tally.add(Score(trajectory_id="g0.0", value=1.0, terms=[term], elapsed_s=elapsed_s))
+    assert tally.rewards.p50_p95_ms == ("500.0", "500.0")
+
+
+def test_samples_that_are_not_there_are_one_line(try_reward, tmp_path, monkeypatch):
+    path = tmp_path / "samples.jsonl"
+    monkeypatch.setattr(type(path), "write_text", lambda *_: 0)
+    code, _, err = try_reward()
+    assert (code, err.strip()) == (
+        2,
+        f"laminar: samples={path}: no such file; name a JSONL file, a line for each response",
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,6 +125,17 @@ def test_a_failure_is_told_with_its_place_and_is_exit_code_1(try_reward, tmp_pat
             RIGHT | {"task": "b"},
             ("reward.by_task={a: [{kind: length, most: 9}]}", "reward.use=[]"),
             "task 'b' has no",
+        ),
+        (
+            RIGHT | {"response": "7\\boxed{7}"},
+            (),
+            "jsonl:1: the tokenizer of model.path makes another",
+        ),
+        (RIGHT, ("reward.use=[{kind: exact, pattern: '('}]",), "reward.use.0='exact': pattern='(': not a"),
+        (
+            RIGHT,
+            ("reward.by_task={a: [{kind: length, most: 9, free: 9}]}",),
+            "reward.by_task.a.0='length': free=9: not",
         ),
         (RIGHT, ("reward.use=[best]",), "reward.use.kind=best: unknown"),
         (RIGHT, ("reward.use=[code]",), "samples.jsonl:1: `tests` cannot be read"),

@@ -1,16 +1,21 @@
 """Servers of rewards are looked at before a run: any answer will do, and silence is one line."""
 
 import json
+import shutil
 import socket
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.data.jsonl import JsonlFile
 from laminar_py.preflight import rewards
-from laminar_py.preflight.rewards import check_answers
+from laminar_py.preflight.rewards import check_answers, check_rewards
+from laminar_py.records.trajectory import Prompt
 
 
 def judged_at(port):
@@ -40,3 +45,21 @@ def test_a_server_that_says_nothing_in_time_is_named(monkeypatch):
             ConfigError, match=rf"urls=http://127.0.0.1:{port}/v1 of judge: does not answer \(timed"
         ):
             check_answers(judged_at(port))
+
+
+def test_it_is_said_how_far_a_long_look_at_the_problems_is(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(rewards, "TELL_S", -1.0)
+    reward = RewardConfig.model_validate_json('{"use": {"kind": "length", "most": 9}}')
+    problem = Prompt(id="p0", index=0, text="", ids=np.zeros(1, np.int32), answer="7")
+    check_rewards(reward, [(JsonlFile(tmp_path / "a.jsonl", "data.train"), [problem])], sandbox=None)
+    assert f"looking at the problems of data.train={tmp_path / 'a.jsonl'}: 1 of 1" in caplog.text
+
+
+def test_what_a_function_printed_at_its_import_is_named_where_it_fails(tmp_path):
+    (tmp_path / "mine.py").write_text("print('imported')\n")
+    reward = RewardConfig.model_validate_json(json.dumps({"use": f"{tmp_path / 'mine.py'}:score"}))
+    with pytest.raises(ExceptionGroup) as raised:
+        check_rewards(reward, [], sandbox=None)
+    logs = Path(str(raised.value.exceptions[0]).split("what was printed meanwhile: ")[1])
+    assert (logs / "reward-0.log").read_text() == "imported\n"
+    shutil.rmtree(logs)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from laminar_py.records.trajectory import Prompt
+from laminar_py.records.trajectory import DropReason, Prompt
 from laminar_py.reward.code import CodeTerm, fault_in_tests, find_program
 from laminar_py.reward.compare import same_output, same_value
 from laminar_py.reward.crossing import pack, unpack
@@ -251,3 +251,21 @@ def test_values_cross_as_they_are(value):
 def test_what_has_no_plain_form_is_refused_by_name():
     with pytest.raises(TypeError, match="a value of type object has no plain form"):
         pack([object()])
+
+
+@pytest.mark.parametrize(
+    ("asserts", "words"),
+    [
+        ("import numpy\nassert f(2) == 4", "ModuleNotFoundError"),
+        ("while True: pass\nf(2)", "time: "),
+        ("assert f(object()) == 4", "a value of type object has no plain form"),
+        ("for i in range(1001): assert f(i) == 2 * i", "more than 20 times"),
+    ],
+)
+async def test_what_the_tests_are_to_blame_for_is_no_zero(tmp_path, monkeypatch, asserts, words):
+    monkeypatch.setattr("laminar_py.reward.assertions.MOST_CALLS", 20)
+    tests = {"entry_point": "f", "asserts": asserts}
+    async with scorer_of(tmp_path, {"use": ["code"]}, sandbox={"cpu_s": 1}) as scorer:
+        (found,) = await score(scorer, request_of(DOUBLE, tests))
+    assert (found.value, found.failure) == (None, DropReason.REWARD_FAILED)
+    assert words in found.detail

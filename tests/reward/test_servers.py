@@ -116,6 +116,18 @@ async def test_a_server_that_failed_does_not_draw_all_calls():
         assert [await servers.ask("score", {}, int) for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
+async def test_a_server_that_is_busy_does_not_draw_all_calls():
+    async def busy(request: web.Request) -> web.Response:
+        return web.Response(status=503)
+
+    launched = LaunchedServers()
+    async with serving("/score", busy) as url, answering("k") as server, asking(launched) as servers:
+        launched.update(PoolAddresses(1, {"prm": [ServerAddress(url, "k"), server]}))
+        with pytest.raises(TryAgainError, match="status 503"):
+            await servers.ask("score", {}, int)
+        assert [await servers.ask("score", {}, int) for _ in range(3)] == [1, 2, 3]
+
+
 async def test_a_judge_of_a_pool_is_asked_as_openais_are_by_the_name_of_the_pool(tmp_path):
     asked = []
 

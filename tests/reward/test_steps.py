@@ -36,6 +36,12 @@ def test_a_finished_step_ends_with_its_text(text, ends):
     assert step_ends(ids_of(text), text_of, "\n\n") == ends
 
 
+def test_an_end_in_several_tokens_counts_once():
+    texts = {1: "a\n", 2: "\nb", 3: "\n", 4: "long text\n\n"}
+    ids = np.array([1, 2, 3, 3, 3, 1, 3, 4], np.int32)
+    assert step_ends(ids, lambda some: "".join(texts[id] for id in some.tolist()), "\n\n") == [1, 3, 6, 7]
+
+
 def test_a_separator_stands_after_each_step():
     assert separated(np.array([1, 2, 3], np.int32), [0, 2], SEPARATOR) == [1, SEPARATOR, 2, 3, SEPARATOR]
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 START_S = 60.0
 GRACE_S = 3.0  # beyond the limit that a process keeps itself
+GROWS_AGAIN_S = 30.0  # after a process that could not be started
 LIVES = 3  # processes that one response may take down before it is given up
 WAIT_S = 0.05  # for a process to be free, after which another is started, if there may be more
 OWN_FILES = str(Path(__file__).parent)
@@ -77,6 +78,7 @@ class CallPool:
         self._turns = asyncio.Lock()  # only the call that came first waits for a process
         self._free = asyncio.Condition()
         self._growing: asyncio.Task[None] | None = None
+        self._grows_at = 0.0  # on the loop's clock: one could not be started, and is not tried again before
         self._suspects = asyncio.Lock()
         self._alone: Child | None = None  # calls one at a time, whatever it could
         self._numbers = count()
@@ -167,13 +169,26 @@ class CallPool:
                         await self._free.wait()
                 except TimeoutError:
                     self._growing = asyncio.create_task(self._grow(), name=f"{self._name}-grows")
-                if self._growing is not None and self._growing.done():
-                    self._growing.result()
+                self._look_at_growth()
+
+    def _look_at_growth(self) -> None:
+        """Raises `ConfigError` where a process could not be started and there is no other to wait for."""
+        if self._growing is None or not self._growing.done():
+            return
+        growing, self._growing = self._growing, None
+        try:
+            growing.result()
+        except ConfigError as error:
+            if not self._children:
+                raise
+            self._grows_at = asyncio.get_running_loop().time() + GROWS_AGAIN_S
+            log.warning("%s: no further process: %s", self._name, error)
 
     @property
     def _is_full(self) -> bool:
         """True where no other process is to be started, or one is starting."""
         starting = self._growing is not None and not self._growing.done()
+        starting = starting or asyncio.get_running_loop().time() < self._grows_at
         return starting or len(self._children) >= self._most
 
     async def _grow(self) -> None:

@@ -43,6 +43,9 @@ def score(request):
         with open(request.response.split()[1], "w") as file:
             file.write("forged")
         return 1.0
+    if request.response == "late":
+        time.sleep(0.5)
+        return 1.0
     if request.response == "pid":
         return os.getpid()
     if request.response == "read":
@@ -271,3 +274,14 @@ async def test_a_function_that_was_broken_meanwhile_costs_responses_and_mended_g
         (tmp_path / "mine.py").write_text(REWARDS)
         (again,) = await outcomes_of(pool, "3")
     assert again.value == 3.0
+
+
+async def test_a_process_that_does_not_start_fails_no_call_while_another_is_there(tmp_path, monkeypatch):
+    async with pool_of(tmp_path, processes=3, timeout_s=30.0) as pool:
+
+        async def refuse(*args, **kwargs):
+            raise ConfigError("no memory")
+
+        monkeypatch.setattr("laminar_py.reward.calls.pool.Child.start", refuse)
+        outcomes = await asyncio.gather(*(pool.call(request) for request in make_requests("late", "2", "3", "4")))
+    assert [outcome.failure for outcome in outcomes] == [None] * 4
