@@ -26,7 +26,8 @@ from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 
-FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+PYTHON = ("python", "python3", "py")
 TOGETHER = 16  # tests of a function that are tried in one process
 ALL_CASES = """
 
@@ -71,6 +72,8 @@ def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
         return "`tests` has neither `inputs` nor `asserts`, or both"
     if len(tests.inputs) != len(tests.outputs):
         return f"`tests` has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs"
+    if tests.fn_name and not all(part.isidentifier() for part in tests.fn_name.split(".")):
+        return f"`tests.fn_name` is {tests.fn_name!r}, no name of a function"
     if tests.fn_name and not all(isinstance(given, list) for given in tests.inputs):
         return "`tests.inputs` has arguments that are no list"
     if not tests.fn_name and not all(isinstance(text, str) for text in (*tests.inputs, *tests.outputs)):
@@ -85,8 +88,8 @@ def _asserts_fault(tests: Tests) -> str | None:
         return f"`tests.entry_point` is {tests.entry_point!r}, no name of a function"
     try:
         table = symtable.symtable(assert_text(tests), "tests", "exec")
-    except (SyntaxError, ValueError) as error:
-        return f"`tests.asserts` does not parse ({error})"
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return f"`tests.asserts` does not parse ({error or type(error).__name__})"
     known = {tests.entry_point, "candidate", *dir(builtins), *defined_names(table)}
     unknown = next((name for name in global_names(table) if name not in known), None)
     return None if unknown is None else f"`tests.asserts` uses {unknown!r}, which it does not define"
@@ -117,10 +120,11 @@ def assert_text(tests: Tests) -> str:
 
 
 def find_program(response: str) -> str:
-    """The last fenced block after the thinking, or all that comes after it."""
+    """The last block of Python after the thinking, else the last block, else all that comes after it."""
     said = response.rpartition("</think>")[2]
-    fenced = FENCE.findall(said)
-    return fenced[-1] if fenced else said
+    fenced: list[tuple[str, str]] = FENCE.findall(said)
+    python = [program for name, program in fenced if name.strip().lower() in PYTHON]
+    return (python or [program for _, program in fenced] or [said])[-1]
 
 
 class CodeReward:

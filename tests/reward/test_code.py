@@ -146,6 +146,8 @@ async def test_no_program_forges_its_verdict(tmp_path, program, tests):
             ASSERTED | {"asserts": "def g():\n    assert f(2) == helper(2)"},
             "`tests.asserts` uses 'helper', which it does",
         ),
+        (FUNCTION | {"fn_name": "f;import os"}, "`tests.fn_name` is 'f;import os', no name of a function"),
+        (ASSERTED | {"asserts": "assert f(2) == " + "-" * 200_000 + "1"}, "`tests.asserts` does not parse"),
         (ASSERTED | {"entry_point": "f()"}, "`tests.entry_point` is 'f()', no name of a function"),
     ],
 )
@@ -164,6 +166,7 @@ def test_tests_of_every_form_are_taken(tests):
 def test_the_last_block_after_the_thinking_is_the_program():
     assert find_program("<think>```\na\n```</think>text ```py\nb\n``` and\n```python\nc = 1\n```.") == "c = 1\n"
     assert find_program("no block") == "no block"
+    assert find_program("```python\na = 1\n```\nprints\n```\n1\n```") == "a = 1\n"
 
 
 @pytest.mark.parametrize(

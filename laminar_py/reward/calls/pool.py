@@ -23,7 +23,14 @@ from laminar_py.records.columns import Column
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.limited import CALLS_AT_ONCE
-from laminar_py.reward.calls.protocol import CallAnswer, CallRequest, CallStart, CallStarted, header
+from laminar_py.reward.calls.protocol import (
+    MAX_FRAME_BYTES,
+    CallAnswer,
+    CallRequest,
+    CallStart,
+    CallStarted,
+    header,
+)
 from laminar_py.reward.outcome import Outcome, one_line
 
 log = logging.getLogger(__name__)
@@ -37,7 +44,18 @@ LIVES = 3  # processes that one response may take down before it is given up
 WAIT_S = 0.05  # for a process to be free, after which another is started, if there may be more
 OWN_FILES = str(Path(__file__).parent)
 FRAME = re.compile(r'File "(.+)", line (\d+) in ')
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+PASSED_ON = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "OMP_NUM_THREADS",
+)
 
 
 class ChildLostError(Exception):
@@ -346,6 +364,8 @@ class Child:
     async def _read(self) -> bytes:
         assert self._process.stdout is not None, "it was started with a pipe"
         (size,) = header.unpack(await self._process.stdout.readexactly(header.size))
+        if size > MAX_FRAME_BYTES:
+            raise ConnectionError(f"an answer of {size} bytes")
         return await self._process.stdout.readexactly(size)
 
 
