@@ -43,7 +43,7 @@ class CodeTerm(TermConfig):
     timeout_s: Seconds | None = 60.0
     """Longest time of all tests of a response; null: `reward.timeout_s`. `sandbox` limits each run."""
     partial: bool = False
-    """Give the share of the tests that pass; for asserts there is no share."""
+    """Give the share of the tests that pass, up to the first that runs out of time; asserts have no share."""
 
 
 class Tests(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,16 +142,18 @@ class CodeReward:
         if tests.asserts:
             fault = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
             return Reward(float(fault is None), text=fault or "")
-        passed, first = len(tests.inputs), ""
+        failed, first = 0, ""
         async for index in self._doubtful(program, tests):
             fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
             if fault is None:
                 continue
-            passed -= 1
             first = first or f"test {index + 1}: {fault}"
             if not self._term.partial:
                 return Reward(0.0, text=first)
-        return Reward(passed / len(tests.inputs), text=first)
+            if fault.startswith(SandboxLabel.TIME.value):  # those after it are not waited for
+                return Reward((index - failed) / len(tests.inputs), text=first)
+            failed += 1
+        return Reward(1 - failed / len(tests.inputs), text=first)
 
     async def _doubtful(self, program: str, tests: Tests) -> AsyncIterator[int]:
         """Tests to be run alone: those that the program does not pass when many are tried in one process.

@@ -71,9 +71,12 @@ def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[str]:
 
 
 def _answer(function: Callable[..., Any], call: str) -> str:
-    args, named = unpack(json.loads(call))
+    args, named = given = unpack(json.loads(call))
     try:
-        return json.dumps({"value": pack(function(*args, **named))})
+        answer = {"value": pack(function(*args, **named))}
+        if pack(given) != pack(unpack(json.loads(call))):
+            answer["given"] = pack(given)
+        return json.dumps(answer)
     except Exception as error:  # noqa: BLE001 - the program's, for the tests to see
         known = next(kind for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
         return json.dumps({"raised": [known.__name__, str(error)]})
@@ -99,7 +102,7 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
         if call not in answers:
             needed.append(call)
             raise UnknownValueError
-        return _value(answers[call])
+        return _value(answers[call], (*args, *named.values()))
 
     random.seed(0)
     try:
@@ -115,8 +118,8 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     return {}
 
 
-def _value(answer: str | None) -> Any:
-    """The value of an answer. Raises what the function raised."""
+def _value(answer: str | None, arguments: Iterable[Any]) -> Any:
+    """The value of an answer; arguments become what they are after the call. Raises what the function raised."""
     if answer is None:
         raise RuntimeError("the function failed")
     given = json.loads(answer)
@@ -124,6 +127,14 @@ def _value(answer: str | None) -> Any:
         name, text = given["raised"]
         kind = vars(builtins).get(name)
         raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(text)
+    if "given" in given:
+        args, named = unpack(given["given"])
+        for before, after in zip(arguments, (*args, *named.values()), strict=True):
+            if isinstance(before, list):
+                before[:] = after
+            elif isinstance(before, dict | set):
+                before.clear()
+                before.update(after)
     return unpack(given["value"])
 
 

@@ -76,6 +76,14 @@ async def test_more_tests_than_are_tried_together_are_all_counted(tmp_path):
     assert (found.value, found.terms[0].text) == (39 / 40, "test 34: returned 0, wanted 66")
 
 
+async def test_tests_after_one_that_is_out_of_time_are_not_waited_for(tmp_path):
+    tests = {"fn_name": "f", "inputs": [[x] for x in range(40)], "outputs": [2 * x for x in range(40)]}
+    program = "def f(x):\n    while x > 9: pass\n    return 2 * x if x else 1"
+    async with scorer_of(tmp_path, {"use": [{"kind": "code", "partial": True}]}, sandbox={"cpu_s": 1}) as scorer:
+        (found,) = await score(scorer, request_of(program, tests))
+    assert (found.value, found.terms[0].text) == (9 / 40, "test 1: returned 1, wanted 0")
+
+
 @pytest.mark.parametrize(
     ("program", "label"),
     [
@@ -217,6 +225,11 @@ EXACT = {
     "def f(a): return a, [a]": ["assert f(2) == (2, [2])", "assert f(2) != [2, [2]]", "assert f(a=2)[0] == 2"],
     "def f(a): return {1: a}": ["assert f(2) == {1: 2}", "assert f(frozenset({3})) == {1: {3}}"],
     "def f(a): return [(1, a)]": ["assert set(f(2)) == {(1, 2)}", "assert f(float('inf')) == [(1, float('inf'))]"],
+    "def f(a, b): a.sort(); b['n'] = a.pop()": [
+        "a, b = [3, 1], {}",
+        "f(a, b=b)",
+        "assert (a, b) == ([1], {'n': 3})",
+    ],
     "def f(a): return int(a)": [
         "try:",
         "    f('x')",
