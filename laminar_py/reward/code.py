@@ -6,9 +6,11 @@ text, or, with `"fn_name": "solve"`, arguments and the value of that function. `
 holds what a test expects, so a verdict cannot be forged from there.
 """
 
+import ast
 import builtins
 import re
 import symtable
+import sys
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,6 +29,7 @@ from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+PLAIN = frozenset().union(*map(dir, (0, 0.0, 0j, "", b"", [], {}, (), set(), frozenset(), None)))
 PYTHON = ("python", "python3", "py")
 TOGETHER = 16  # tests of a function that are tried in one process
 ALL_CASES = """
@@ -92,7 +95,46 @@ def _asserts_fault(tests: Tests) -> str | None:
         return f"`tests.asserts` does not parse ({error or type(error).__name__})"
     known = {tests.entry_point, "candidate", *dir(builtins), *defined_names(table)}
     unknown = next((name for name in global_names(table) if name not in known), None)
-    return None if unknown is None else f"`tests.asserts` uses {unknown!r}, which it does not define"
+    if unknown is not None:
+        return f"`tests.asserts` uses {unknown!r}, which it does not define"
+    tree = ast.parse(assert_text(tests))
+    foreign = next((name for name in imported_names(tree) if name not in sys.stdlib_module_names), None)
+    if foreign is not None:
+        return f"`tests.asserts` imports {foreign!r}, which the sandbox does not have"
+    asked = next((name for name in attributes_of_values(tree, tests.entry_point) if name not in PLAIN), None)
+    if asked is not None:
+        return f"`tests.asserts` takes `.{asked}` of what {tests.entry_point} returns, which no plain value has"
+    return None
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Packages that code imports in any case; "." for its own."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." if node.level else str(node.module).partition(".")[0]
+
+
+def attributes_of_values(tree: ast.Module, entry: str) -> Iterator[str]:
+    """Attributes that code takes of a function's values, at once or by names that hold nothing else."""
+    nodes = list(ast.walk(tree))
+    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    given = [
+        node.targets[0].id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _calls(node.value, entry)
+    ]
+    values = {name for name in given if given.count(name) == stored.count(name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            of = node.value
+            if _calls(of, entry) or (isinstance(of, ast.Name) and of.id in values):
+                yield node.attr
+
+
+def _calls(node: ast.expr, entry: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (entry, "candidate")
 
 
 def defined_names(table: symtable.SymbolTable) -> Iterator[str]:

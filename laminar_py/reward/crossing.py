@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from typing import Any
 
-MOST_LITERAL = 400  # calls that are foreseen
+MOST_LITERAL = 1000  # calls that are foreseen
 
 
 class UnknownValueError(BaseException):
@@ -93,6 +93,8 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     if foreseen:
         return {"needed": foreseen}
     needed: list[str] = []
+    used: list[str] = []  # calls that the test code got an answer to
+    raised: list[Exception] = []  # by the function
 
     def candidate(*args: Any, **named: Any) -> Any:
         try:
@@ -102,20 +104,30 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
         if call not in answers:
             needed.append(call)
             raise UnknownValueError
-        return _value(answers[call], (*args, *named.values()))
+        used.append(call)
+        try:
+            return _value(answers[call], (*args, *named.values()))
+        except Exception as error:
+            raised.append(error)
+            raise
 
     random.seed(0)
     try:
         exec(compile(test, "tests", "exec"), {"__name__": "tests", entry: candidate, "candidate": candidate})
     except UnknownValueError:
         return {"needed": needed}
-    except (TestFaultError, ImportError) as error:
-        return {"broken": f"{type(error).__name__}: {error}"}
-    except AssertionError as error:
-        return {"fault": f"an assertion fails: {error}"}
+    except TestFaultError as error:
+        return {"broken": _told(error)}
     except Exception as error:  # noqa: BLE001 - any
-        return {"fault": f"{type(error).__name__}: {error}"}
-    return {}
+        own = not used or (isinstance(error, ImportError) and error not in raised)
+        what = "an assertion fails" if isinstance(error, AssertionError) else ""
+        return {"broken" if own else "fault": _told(error, what)}
+    return {} if used else {"broken": f"the test code never calls {entry}"}
+
+
+def _told(error: BaseException, what: str = "") -> str:
+    """Line on an error, whose text may be a program's: half a character is written as `?`."""
+    return f"{what or type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def _value(answer: str | None, arguments: Iterable[Any]) -> Any:
