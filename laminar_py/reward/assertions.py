@@ -16,6 +16,7 @@ from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
 
 MOST_CALLS = 1000  # of the function, by the tests of one problem
+TOGETHER = 100  # calls that are made by one process
 SHOWN = 120  # characters of a call
 BESIDE = "laminar_crossing"
 ANSWER = """
@@ -50,17 +51,30 @@ class AssertionRun:
         """
         known: list[tuple[str, str | None]] = []
         failed = ""
-        while len(known) < MOST_CALLS:
+        while True:
             step = _step(await self._call(self._crossing, "run_tests", [test, self._entry_point, known]))
             if not step.needed:
                 return f"{step.fault}{failed}" if step.fault else None
+            if len(known) + len(step.needed) > MOST_CALLS:
+                raise NoValueError(f"the tests of the problem call the function more than {MOST_CALLS} times")
             answers, told = await self._answers(step.needed)
             failed = told or failed
-            known += zip(step.needed, answers, strict=True)
-        raise NoValueError(f"the tests of the problem call the function more than {MOST_CALLS} times")
+            known += zip(step.needed, answers, strict=False)
 
-    async def _answers(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
-        """Answers to calls, None where it is ended over one, and what is to be told of that."""
+    async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
+        """Answers to calls up to the first that ends the process, None for that one, and what is to be told of it.
+
+        Calls after it are made when the test code gets to them: mostly its verdict is made by then.
+        """
+        found: list[str | None] = []
+        for first in range(0, len(calls), TOGETHER):
+            answers, told = await self._together(calls[first : first + TOGETHER])
+            found += answers
+            if told:
+                return found, told
+        return found, ""
+
+    async def _together(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
         result = await self._call(
             self._program, "_laminar_answers", [calls], files={f"{BESIDE}.py": self._crossing.encode()}
         )
@@ -70,12 +84,12 @@ class AssertionRun:
         if len(calls) == 1:
             return [None], f" ({self._entry_point}{calls[0]:.{SHOWN}}: {result.label.value}: {result.detail})"
         found: list[str | None] = []
-        told = ""
         for call in calls:
-            answer, fault = await self._answers([call])
+            answer, told = await self._together([call])
             found += answer
-            told = told or fault
-        return found, told
+            if told:
+                return found, told
+        return found, ""
 
     async def _call(
         self, program: str, function: str, args: list[object], files: dict[str, bytes] | None = None

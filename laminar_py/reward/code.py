@@ -6,9 +6,11 @@ text, or, with `"fn_name": "solve"`, arguments and the value of that function. `
 holds what a test expects, so a verdict cannot be forged from there.
 """
 
+import ast
 import builtins
 import re
 import symtable
+import sys
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,7 +28,9 @@ from laminar_py.sandbox.inside.limits import SandboxLimits
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 
-FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+PLAIN = frozenset().union(*map(dir, (0, 0.0, 0j, "", b"", [], {}, (), set(), frozenset(), None)))
+PYTHON = ("python", "python3", "py")
 TOGETHER = 16  # tests of a function that are tried in one process
 ALL_CASES = """
 
@@ -42,7 +46,7 @@ class CodeTerm(TermConfig):
     timeout_s: Seconds | None = 60.0
     """Longest time of all tests of a response; null: `reward.timeout_s`. `sandbox` limits each run."""
     partial: bool = False
-    """Give the share of the tests that pass; for asserts there is no share."""
+    """Give the share of the tests that pass, up to the first that runs out of time; asserts have no share."""
 
 
 class Tests(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +75,8 @@ def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
         return "`tests` has neither `inputs` nor `asserts`, or both"
     if len(tests.inputs) != len(tests.outputs):
         return f"`tests` has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs"
+    if tests.fn_name and not all(part.isidentifier() for part in tests.fn_name.split(".")):
+        return f"`tests.fn_name` is {tests.fn_name!r}, no name of a function"
     if tests.fn_name and not all(isinstance(given, list) for given in tests.inputs):
         return "`tests.inputs` has arguments that are no list"
     if not tests.fn_name and not all(isinstance(text, str) for text in (*tests.inputs, *tests.outputs)):
@@ -85,11 +91,50 @@ def _asserts_fault(tests: Tests) -> str | None:
         return f"`tests.entry_point` is {tests.entry_point!r}, no name of a function"
     try:
         table = symtable.symtable(assert_text(tests), "tests", "exec")
-    except (SyntaxError, ValueError) as error:
-        return f"`tests.asserts` does not parse ({error})"
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return f"`tests.asserts` does not parse ({error or type(error).__name__})"
     known = {tests.entry_point, "candidate", *dir(builtins), *defined_names(table)}
     unknown = next((name for name in global_names(table) if name not in known), None)
-    return None if unknown is None else f"`tests.asserts` uses {unknown!r}, which it does not define"
+    if unknown is not None:
+        return f"`tests.asserts` uses {unknown!r}, which it does not define"
+    tree = ast.parse(assert_text(tests))
+    foreign = next((name for name in imported_names(tree) if name not in sys.stdlib_module_names), None)
+    if foreign is not None:
+        return f"`tests.asserts` imports {foreign!r}, which the sandbox does not have"
+    asked = next((name for name in attributes_of_values(tree, tests.entry_point) if name not in PLAIN), None)
+    if asked is not None:
+        return f"`tests.asserts` takes `.{asked}` of what {tests.entry_point} returns, which no plain value has"
+    return None
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Packages that code imports in any case; "." for its own."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." if node.level else str(node.module).partition(".")[0]
+
+
+def attributes_of_values(tree: ast.Module, entry: str) -> Iterator[str]:
+    """Attributes that code takes of a function's values, at once or by names that hold nothing else."""
+    nodes = list(ast.walk(tree))
+    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    given = [
+        node.targets[0].id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _calls(node.value, entry)
+    ]
+    values = {name for name in given if given.count(name) == stored.count(name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            of = node.value
+            if _calls(of, entry) or (isinstance(of, ast.Name) and of.id in values):
+                yield node.attr
+
+
+def _calls(node: ast.expr, entry: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (entry, "candidate")
 
 
 def defined_names(table: symtable.SymbolTable) -> Iterator[str]:
@@ -117,10 +162,11 @@ def assert_text(tests: Tests) -> str:
 
 
 def find_program(response: str) -> str:
-    """The last fenced block after the thinking, or all that comes after it."""
+    """The last block of Python after the thinking, else the last block, else all that comes after it."""
     said = response.rpartition("</think>")[2]
-    fenced = FENCE.findall(said)
-    return fenced[-1] if fenced else said
+    fenced: list[tuple[str, str]] = FENCE.findall(said)
+    python = [program for name, program in fenced if name.strip().lower() in PYTHON]
+    return (python or [program for _, program in fenced] or [said])[-1]
 
 
 class CodeReward:
@@ -138,16 +184,18 @@ class CodeReward:
         if tests.asserts:
             fault = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
             return Reward(float(fault is None), text=fault or "")
-        passed, first = len(tests.inputs), ""
+        failed, first = 0, ""
         async for index in self._doubtful(program, tests):
             fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
             if fault is None:
                 continue
-            passed -= 1
             first = first or f"test {index + 1}: {fault}"
             if not self._term.partial:
                 return Reward(0.0, text=first)
-        return Reward(passed / len(tests.inputs), text=first)
+            if fault.startswith(SandboxLabel.TIME.value):  # those after it are not waited for
+                return Reward((index - failed) / len(tests.inputs), text=first)
+            failed += 1
+        return Reward(1 - failed / len(tests.inputs), text=first)
 
     async def _doubtful(self, program: str, tests: Tests) -> AsyncIterator[int]:
         """Tests to be run alone: those that the program does not pass when many are tried in one process.

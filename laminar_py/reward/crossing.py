@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from typing import Any
 
-MOST_LITERAL = 400  # calls that are foreseen
+MOST_LITERAL = 1000  # calls that are foreseen
 
 
 class UnknownValueError(BaseException):
@@ -71,9 +71,12 @@ def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[str]:
 
 
 def _answer(function: Callable[..., Any], call: str) -> str:
-    args, named = unpack(json.loads(call))
+    args, named = given = unpack(json.loads(call))
     try:
-        return json.dumps({"value": pack(function(*args, **named))})
+        answer = {"value": pack(function(*args, **named))}
+        if pack(given) != pack(unpack(json.loads(call))):
+            answer["given"] = pack(given)
+        return json.dumps(answer)
     except Exception as error:  # noqa: BLE001 - the program's, for the tests to see
         known = next(kind for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
         return json.dumps({"raised": [known.__name__, str(error)]})
@@ -90,6 +93,8 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     if foreseen:
         return {"needed": foreseen}
     needed: list[str] = []
+    used: list[str] = []  # calls that the test code got an answer to
+    raised: list[Exception] = []  # by the function
 
     def candidate(*args: Any, **named: Any) -> Any:
         try:
@@ -99,24 +104,34 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
         if call not in answers:
             needed.append(call)
             raise UnknownValueError
-        return _value(answers[call])
+        used.append(call)
+        try:
+            return _value(answers[call], (*args, *named.values()))
+        except Exception as error:
+            raised.append(error)
+            raise
 
     random.seed(0)
     try:
         exec(compile(test, "tests", "exec"), {"__name__": "tests", entry: candidate, "candidate": candidate})
     except UnknownValueError:
         return {"needed": needed}
-    except (TestFaultError, ImportError) as error:
-        return {"broken": f"{type(error).__name__}: {error}"}
-    except AssertionError as error:
-        return {"fault": f"an assertion fails: {error}"}
+    except TestFaultError as error:
+        return {"broken": _told(error)}
     except Exception as error:  # noqa: BLE001 - any
-        return {"fault": f"{type(error).__name__}: {error}"}
-    return {}
+        own = not used or (isinstance(error, ImportError) and error not in raised)
+        what = "an assertion fails" if isinstance(error, AssertionError) else ""
+        return {"broken" if own else "fault": _told(error, what)}
+    return {} if used else {"broken": f"the test code never calls {entry}"}
 
 
-def _value(answer: str | None) -> Any:
-    """The value of an answer. Raises what the function raised."""
+def _told(error: BaseException, what: str = "") -> str:
+    """Line on an error, whose text may be a program's: half a character is written as `?`."""
+    return f"{what or type(error).__name__}: {error}".encode(errors="replace").decode()
+
+
+def _value(answer: str | None, arguments: Iterable[Any]) -> Any:
+    """The value of an answer; arguments become what they are after the call. Raises what the function raised."""
     if answer is None:
         raise RuntimeError("the function failed")
     given = json.loads(answer)
@@ -124,6 +139,14 @@ def _value(answer: str | None) -> Any:
         name, text = given["raised"]
         kind = vars(builtins).get(name)
         raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(text)
+    if "given" in given:
+        args, named = unpack(given["given"])
+        for before, after in zip(arguments, (*args, *named.values()), strict=True):
+            if isinstance(before, list):
+                before[:] = after
+            elif isinstance(before, dict | set):
+                before.clear()
+                before.update(after)
     return unpack(given["value"])
 
 

@@ -42,8 +42,8 @@ class StepsTerm(AskingTerm):
 
     kind: str = "steps"
     separator_id: Annotated[int, Field(ge=0)]
-    """Id of the special token of the model after each step, e.g. of `<extra_0>`. The model and the policy share a
-    tokenizer."""
+    """Id of the model's token after each step, at which its next token is a label (Math-Shepherd's way); a model
+    with a classification head in place of labels is not served. The model and the policy share a tokenizer."""
     labels: tuple[int, int]
     """Ids of the model's tokens for a good and for a bad step."""
     ends: str = "\n\n"

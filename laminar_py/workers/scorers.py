@@ -4,7 +4,7 @@ A process that died or hangs is replaced here; what it had is scored again (law 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -22,6 +22,7 @@ from laminar_py.workers.specs import ScorerSpec
 
 START_S, STOP_S = 60.0, 10.0
 CALLS = 4  # at the same time of the controller: scores are taken while responses, and servers' addresses, come
+MESSAGE_BYTES = 4 << 20  # of responses with their problems
 TAKE_S = 10.0  # after which a scorer that has no score says so
 
 
@@ -35,7 +36,8 @@ class RemoteScorer:
     async def submit(self, requests: Sequence[ScoringRequest]) -> None:
         """Hand responses over. Raises `ScorerDiedError` if the process is gone."""
         try:
-            await self._part.call("submit", encode(list(requests)))
+            for some in _by_size(requests):
+                await self._part.call("submit", some)
         except PartDiedError as error:
             raise ScorerDiedError(str(error)) from error
 
@@ -52,6 +54,20 @@ class RemoteScorer:
             except PartDiedError as error:
                 raise ScorerDiedError(str(error)) from error
         return scores
+
+
+def _by_size(requests: Sequence[ScoringRequest]) -> Iterator[bytes]:
+    """Messages of these, each above `MESSAGE_BYTES` only where a problem's tests are that large by themselves."""
+    some: list[ScoringRequest] = []
+    size = 0
+    for request in requests:
+        some.append(request)
+        size += len(request.fields_json) + request.response_ids.nbytes + request.logprobs.nbytes
+        if size > MESSAGE_BYTES:
+            yield encode(some)
+            some, size = [], 0
+    if some:
+        yield encode(some)
 
 
 class Scorers:

@@ -76,6 +76,14 @@ async def test_more_tests_than_are_tried_together_are_all_counted(tmp_path):
     assert (found.value, found.terms[0].text) == (39 / 40, "test 34: returned 0, wanted 66")
 
 
+async def test_tests_after_one_that_is_out_of_time_are_not_waited_for(tmp_path):
+    tests = {"fn_name": "f", "inputs": [[x] for x in range(40)], "outputs": [2 * x for x in range(40)]}
+    program = "def f(x):\n    while x > 9: pass\n    return 2 * x if x else 1"
+    async with scorer_of(tmp_path, {"use": [{"kind": "code", "partial": True}]}, sandbox={"cpu_s": 1}) as scorer:
+        (found,) = await score(scorer, request_of(program, tests))
+    assert (found.value, found.terms[0].text) == (9 / 40, "test 1: returned 1, wanted 0")
+
+
 @pytest.mark.parametrize(
     ("program", "label"),
     [
@@ -146,6 +154,8 @@ async def test_no_program_forges_its_verdict(tmp_path, program, tests):
             ASSERTED | {"asserts": "def g():\n    assert f(2) == helper(2)"},
             "`tests.asserts` uses 'helper', which it does",
         ),
+        (FUNCTION | {"fn_name": "f;import os"}, "`tests.fn_name` is 'f;import os', no name of a function"),
+        (ASSERTED | {"asserts": "assert f(2) == " + "-" * 200_000 + "1"}, "`tests.asserts` does not parse"),
         (ASSERTED | {"entry_point": "f()"}, "`tests.entry_point` is 'f()', no name of a function"),
     ],
 )
@@ -164,6 +174,7 @@ def test_tests_of_every_form_are_taken(tests):
 def test_the_last_block_after_the_thinking_is_the_program():
     assert find_program("<think>```\na\n```</think>text ```py\nb\n``` and\n```python\nc = 1\n```.") == "c = 1\n"
     assert find_program("no block") == "no block"
+    assert find_program("```python\na = 1\n```\nprints\n```\n1\n```") == "a = 1\n"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +225,11 @@ EXACT = {
     "def f(a): return a, [a]": ["assert f(2) == (2, [2])", "assert f(2) != [2, [2]]", "assert f(a=2)[0] == 2"],
     "def f(a): return {1: a}": ["assert f(2) == {1: 2}", "assert f(frozenset({3})) == {1: {3}}"],
     "def f(a): return [(1, a)]": ["assert set(f(2)) == {(1, 2)}", "assert f(float('inf')) == [(1, float('inf'))]"],
+    "def f(a, b): a.sort(); b['n'] = a.pop()": [
+        "a, b = [3, 1], {}",
+        "f(a, b=b)",
+        "assert (a, b) == ([1], {'n': 3})",
+    ],
     "def f(a): return int(a)": [
         "try:",
         "    f('x')",
@@ -260,6 +276,8 @@ def test_what_has_no_plain_form_is_refused_by_name():
         ("while True: pass\nf(2)", "time: "),
         ("assert f(object()) == 4", "a value of type object has no plain form"),
         ("for i in range(1001): assert f(i) == 2 * i", "more than 20 times"),
+        ("x = [1]\nx.nosuch()\nassert f(2) == 4", "AttributeError: 'list' object has no attribute 'nosuch'"),
+        ("def check(candidate):\n    assert candidate(2) == 5", "never calls f"),
     ],
 )
 async def test_what_the_tests_are_to_blame_for_is_no_zero(tmp_path, monkeypatch, asserts, words):
@@ -269,3 +287,58 @@ async def test_what_the_tests_are_to_blame_for_is_no_zero(tmp_path, monkeypatch,
         (found,) = await score(scorer, request_of(DOUBLE, tests))
     assert (found.value, found.failure) == (None, DropReason.REWARD_FAILED)
     assert words in found.detail
+
+
+BLAMED_ON_THE_PROGRAM = {
+    "def f(x): raise ImportError('x')": "ImportError: x",
+    "def f(x):\n    import numpy\n    return 2 * x": "ModuleNotFoundError: No module named 'numpy'",
+    "def f(x): raise ValueError('\\ud800')": "ValueError: ",
+}
+
+
+@pytest.mark.parametrize("program", BLAMED_ON_THE_PROGRAM)
+async def test_what_the_program_is_to_blame_for_is_zero(tmp_path, program):
+    (found,) = await scores_of(tmp_path, request_of(program, ASSERTED))
+    assert (found.value, found.failure) == (0.0, None)
+    assert found.terms[0].text.startswith(BLAMED_ON_THE_PROGRAM[program])
+
+
+async def test_calls_after_one_that_is_out_of_time_are_made_only_where_the_tests_need_them(tmp_path):
+    program = "def f(x):\n    while x == 1: pass\n    while x > 2: pass\n    return x"
+    never = "if f(0): f(1)\nassert f(2) == 2"
+    many = "\n".join(f"assert f({x}) == {x}" for x in range(40))
+    requests = [
+        request_of(program, {"entry_point": "f", "asserts": asserts}, index=index)
+        for index, asserts in enumerate((never, many))
+    ]
+    term = {"kind": "code", "timeout_s": 45}
+    async with scorer_of(tmp_path, {"use": [term]}, sandbox={"cpu_s": 1, "slots": 2}) as scorer:
+        first, second = await score(scorer, *requests)
+    assert (first.value, second.value, second.failure) == (1.0, 0.0, None)
+    assert "(f" in second.terms[0].text
+
+
+async def test_as_many_literal_calls_as_are_allowed_are_made_together(tmp_path):
+    asserts = "\n".join(f"assert f({x}) == {2 * x}" for x in range(1000))
+    (found,) = await scores_of(tmp_path, request_of(DOUBLE, {"entry_point": "f", "asserts": asserts}))
+    assert (found.value, found.detail) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("asserts", "words"),
+    [
+        ("import numpy.linalg\nassert f(1) == 1", "imports 'numpy', which the sandbox does not have"),
+        ("from . import other\nassert f(1) == 1", "imports '.', which"),
+        ("s = f(); s.push(1)\nassert s.x == [1]", "takes `.push` of what f returns, which no plain value has"),
+        ("def g():\n    assert f(1).val == 2\ng()", "takes `.val` of what f returns"),
+    ],
+)
+def test_tests_of_classes_and_of_packages_are_refused_at_load(asserts, words):
+    fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
+    assert words in fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields))
+
+
+def test_tests_of_plain_values_are_taken():
+    asserts = "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()"
+    fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
+    assert fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)) is None

@@ -1,7 +1,7 @@
 """Processes that call one reward function for a scorer, each ended where a call in it hangs.
 
 Invariant (law 6): every call has an outcome. One that was alone in a process which hung or died is to blame for
-it; of several nobody can tell, so each of them is called once more, alone.
+it; of several nobody can tell, so all of them are called again, with fewer beside each, down to none.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +22,15 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Column
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.protocol import CallAnswer, CallRequest, CallStart, CallStarted, header
+from laminar_py.reward.calls.limited import CALLS_AT_ONCE
+from laminar_py.reward.calls.protocol import (
+    MAX_FRAME_BYTES,
+    CallAnswer,
+    CallRequest,
+    CallStart,
+    CallStarted,
+    header,
+)
 from laminar_py.reward.outcome import Outcome, one_line
 
 log = logging.getLogger(__name__)
@@ -29,11 +38,24 @@ log = logging.getLogger(__name__)
 START_S = 60.0
 GRACE_S = 3.0  # beyond the limit that a process keeps itself
 GROWS_AGAIN_S = 30.0  # after a process that could not be started
+APART = 4  # processes that call suspects again
+NARROWER = 8  # times fewer of them beside each other
 LIVES = 3  # processes that one response may take down before it is given up
 WAIT_S = 0.05  # for a process to be free, after which another is started, if there may be more
 OWN_FILES = str(Path(__file__).parent)
 FRAME = re.compile(r'File "(.+)", line (\d+) in ')
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+PASSED_ON = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "OMP_NUM_THREADS",
+)
 
 
 class ChildLostError(Exception):
@@ -60,7 +82,19 @@ class CallPool:
         env: Mapping[str, str] | None = None,
         record: Path | None = None,
         grace_s: float = GRACE_S,
+        lanes: int = CALLS_AT_ONCE,
     ) -> None:
+        self._narrower = partial(
+            CallPool,
+            term,
+            timeout_s=timeout_s,
+            folder=folder,
+            columns=columns,
+            processes=APART,
+            env=env,
+            record=record,
+            grace_s=grace_s,
+        )
         self._start = CallStart(
             term=term,
             timeout_s=timeout_s,
@@ -79,10 +113,10 @@ class CallPool:
         self._free = asyncio.Condition()
         self._growing: asyncio.Task[None] | None = None
         self._grows_at = 0.0  # on the loop's clock: one could not be started, and is not tried again before
-        self._suspects = asyncio.Lock()
-        self._alone: Child | None = None  # calls one at a time, whatever it could
         self._numbers = count()
-        self._lanes = 1  # calls at once in a process
+        self._lanes = lanes  # calls at once in a process, at most
+        self._suspects: CallPool | None = None  # calls again what was not alone where it was lost
+        self._opening = asyncio.Lock()
 
     @property
     def at_once(self) -> int:
@@ -98,7 +132,9 @@ class CallPool:
         if self._growing is not None:
             self._growing.cancel()
             await asyncio.gather(self._growing, return_exceptions=True)
-        for child in (*self._children, *([self._alone] if self._alone else [])):
+        if self._suspects is not None:
+            await self._suspects.__aexit__(*exc)
+        for child in self._children:
             await child.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
@@ -114,37 +150,30 @@ class CallPool:
                 return await child.ask(request, limit_s=self._limit_s)
             except TimeoutError:
                 if alone:
-                    return self._hung(child.hang_place())
+                    return self._hung(child)
             except ChildLostError as error:
                 log.warning("%s: %s over %s", self._name, error, request.trajectory_id)
             finally:
                 await self._give(child)
             if not alone:
-                return await self._call_alone(request)
+                return await self._call_apart(request)
             deaths += 1
         return Outcome(failure=DropReason.REWARD_FAILED, detail=f"its process died {LIVES} times")
 
-    async def _call_alone(self, request: ScoringRequest) -> Outcome:
+    async def _call_apart(self, request: ScoringRequest) -> Outcome:
         """Outcome of a response that was not alone in a process which was lost."""
-        async with self._suspects:
-            try:
-                if self._alone is None or self._alone.is_lost:
-                    self._alone = await self._started(f"{self._name}-alone-{next(self._numbers)}")
-            except ConfigError as error:
-                return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
-            child = self._alone
-            try:
-                return await child.ask(request, limit_s=self._limit_s)
-            except TimeoutError:
-                return self._hung(child.hang_place())
-            except ChildLostError:
-                return Outcome(failure=DropReason.REWARD_FAILED, detail="its process died, also when it was alone")
-            finally:
-                if child.is_lost:
-                    await child.end()
+        try:
+            async with self._opening:
+                if self._suspects is None:
+                    lanes = max(1, self._lanes // NARROWER)
+                    self._suspects = await self._narrower(name=f"{self._name}-apart", lanes=lanes).__aenter__()
+        except ConfigError as error:
+            return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
+        return await self._suspects.call(request)
 
-    def _hung(self, where: str) -> Outcome:
+    def _hung(self, child: "Child") -> Outcome:
         limit = self._start.timeout_s
+        where = child.hang_place() + ("; an async function must not block" if child.takes_many else "")
         detail = (
             f"no value within {limit:g} s, by reward.timeout_s or its own limit, nor could it be stopped{where}"
         )
@@ -214,7 +243,9 @@ class CallPool:
 
     async def _started(self, name: str) -> "Child":
         start = msgspec.structs.replace(self._start, hang_log=str(self._folder / f"{name}.hangs"))
-        return await Child.start(name, start, env=self._env, log=self._folder / f"{self._name}.log")
+        child = await Child.start(name, start, env=self._env, log=self._folder / f"{self._name}.log")
+        child.at_once = min(child.at_once, self._lanes)
+        return child
 
 
 class Child:
@@ -227,6 +258,7 @@ class Child:
         self._numbers = count()
         self._reading: asyncio.Task[None] | None = None
         self.at_once = 1
+        self.takes_many = False  # whatever it is given
         self.num_calls = 0
         self.is_lost = False
 
@@ -255,7 +287,7 @@ class Child:
         if started.fault is not None:
             await child.end()
             raise ConfigError(started.fault)
-        child.at_once = started.at_once
+        child.at_once, child.takes_many = started.at_once, started.at_once > 1
         child._reading = asyncio.create_task(child._listen(), name=name)
         return child
 
@@ -332,6 +364,8 @@ class Child:
     async def _read(self) -> bytes:
         assert self._process.stdout is not None, "it was started with a pipe"
         (size,) = header.unpack(await self._process.stdout.readexactly(header.size))
+        if size > MAX_FRAME_BYTES:
+            raise ConnectionError(f"an answer of {size} bytes")
         return await self._process.stdout.readexactly(size)
 
 

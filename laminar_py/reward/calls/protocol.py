@@ -13,7 +13,7 @@ from laminar_py.records.columns import Column
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.reward.outcome import Outcome
 
-MAX_FRAME_BYTES = 1 << 30
+MAX_FRAME_BYTES = 1 << 28  # of an answer: its length comes from a process that runs a user's code
 
 header = struct.Struct("<I")
 
