@@ -22,6 +22,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.jsonl import JsonlFile
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.calls.pool import CallPool
+from laminar_py.reward.calls.process import CallSpec
 from laminar_py.reward.servers import AskingTerm
 from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
@@ -127,6 +128,6 @@ async def _load(terms: list[TermConfig]) -> None:
 
 async def _start(term: TermConfig, name: str) -> None:
     with log_folder() as folder:
-        async with CallPool(term.model_dump_json(), name=name, timeout_s=1.0, folder=folder):
+        async with CallPool(CallSpec(term=term.model_dump_json(), timeout_s=1.0, folder=folder), name=name):
             pass
         shutil.rmtree(folder)

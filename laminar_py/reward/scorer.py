@@ -38,6 +38,7 @@ from laminar_py.records.scoring import NoValueError, PartialResponse, Score, Sco
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.limited import CALLS_AT_ONCE
 from laminar_py.reward.calls.pool import CallPool
+from laminar_py.reward.calls.process import CallSpec
 from laminar_py.reward.launched import LaunchedServers
 from laminar_py.reward.outcome import Outcome, checked, one_line, plain
 from laminar_py.reward.sums import add_up
@@ -158,16 +159,15 @@ class Scorer:
                 assert isinstance(function, ForesightedReward), f"{term.kind}: has no look_ahead"
                 self._foresighted[key] = function
             return _served(function, term, limit_s=limit_s)
-        pool = CallPool(
-            key,
-            name=f"{self._name}.{len(self._calls)}",
+        spec = CallSpec(
+            term=key,
             timeout_s=limit_s,
             folder=self._context.folder,
             columns=[column for column in self._columns if term.gives_columns],
-            processes=term.processes,
             env=self._context.env,
             record=self._record,
         )
+        pool = CallPool(spec, name=f"{self._name}.{len(self._calls)}", processes=term.processes)
         await stack.enter_async_context(pool)
         self._room[key] = pool.at_once
         return pool.call

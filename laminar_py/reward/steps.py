@@ -47,7 +47,8 @@ class StepsTerm(AskingTerm):
     labels: tuple[int, int]
     """Ids of the model's tokens for a good and for a bad step."""
     ends: str = "\n\n"
-    """Text that ends a step; the end of the response ends the last one."""
+    """Text that ends a step; the end of the response ends the last one. It is looked for in the texts of single
+    tokens, where some tokenizers leave out a space before a word."""
     credit: StepCredit = StepCredit.RETURNS
     """`returns`: a step's score is its reward, and what follows from a token counts for it. `minimum`: scores are
     weighted so that their sum is near the lowest, and a token's return is near that of the worst step after it."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
+import msgspec
+
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
 from laminar_py.records.codec import encode
@@ -22,7 +24,7 @@ from laminar_py.workers.specs import ScorerSpec
 
 START_S, STOP_S = 60.0, 10.0
 CALLS = 4  # at the same time of the controller: scores are taken while responses, and servers' addresses, come
-MESSAGE_BYTES = 4 << 20  # of responses with their problems
+MESSAGE_BYTES = 4 << 20  # after which another message begins: tests of a problem may be megabytes
 TAKE_S = 10.0  # after which a scorer that has no score says so
 
 
@@ -57,13 +59,12 @@ class RemoteScorer:
 
 
 def _by_size(requests: Sequence[ScoringRequest]) -> Iterator[bytes]:
-    """Messages of these, each above `MESSAGE_BYTES` only where a problem's tests are that large by themselves."""
-    some: list[ScoringRequest] = []
-    size = 0
-    for request in requests:
-        some.append(request)
-        size += len(request.fields_json) + request.response_ids.nbytes + request.logprobs.nbytes
-        if size > MESSAGE_BYTES:
+    """Messages of these: all in one, or so many in each that the last of them takes it to `MESSAGE_BYTES`."""
+    some, size = list[msgspec.Raw](), 0
+    for request in map(encode, requests):
+        some.append(msgspec.Raw(request))
+        size += len(request)
+        if size >= MESSAGE_BYTES:
             yield encode(some)
             some, size = [], 0
     if some:

@@ -42,6 +42,17 @@ def test_an_end_in_several_tokens_counts_once():
     assert step_ends(ids, lambda some: "".join(texts[id] for id in some.tolist()), "\n\n") == [1, 3, 6, 7]
 
 
+def test_finding_steps_decodes_each_id_once_however_long_the_response():
+    asked = []
+
+    def decode(ids):
+        asked.append(ids.tolist())
+        return text_of(ids)
+
+    assert step_ends(ids_of("ab\n\n" * 500), decode, "\n\n") == [*range(3, 2000, 4)]
+    assert sorted(asked) == [[ord(letter)] for letter in "\nab"]
+
+
 def test_a_separator_stands_after_each_step():
     assert separated(np.array([1, 2, 3], np.int32), [0, 2], SEPARATOR) == [1, SEPARATOR, 2, 3, SEPARATOR]
 

@@ -20,6 +20,7 @@ from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.relay.cores import num_cores
 from laminar_py.reward.calls.pool import CallPool
+from laminar_py.reward.calls.process import CallSpec
 from laminar_py.reward.mathematics import MathTerm
 
 HANG_ONE_IN = 100
@@ -51,14 +52,8 @@ def rows(*, verifications: int, tell: Tell) -> list[Row]:
 async def _verify_all(answers: list[GivenAnswer], term: MathTerm) -> tuple[float, list[float]]:
     """Seconds in all, and of each that does not hang."""
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        pool = CallPool(
-            term.model_dump_json(),
-            name="math",
-            timeout_s=TIMEOUT_S,
-            folder=Path(folder),
-            processes=term.processes,
-        )
-        async with pool:
+        spec = CallSpec(term=term.model_dump_json(), timeout_s=TIMEOUT_S, folder=Path(folder))
+        async with CallPool(spec, name="math", processes=term.processes) as pool:
             todo, times_s = iter(answers), list[float]()
             began = time.perf_counter()
             async with asyncio.TaskGroup() as group:

@@ -14,6 +14,7 @@ import pytest
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.pool import LIVES, CallPool
+from laminar_py.reward.calls.process import CallSpec
 from laminar_py.reward.outcome import Outcome
 from laminar_py.sandbox.inside import landlock
 from tests.reward.requests import make_request, make_requests
@@ -69,11 +70,12 @@ SPIED = """
 import asyncio, json, sys
 from pathlib import Path
 from laminar_py.reward.calls.pool import CallPool
+from laminar_py.reward.calls.process import CallSpec
 from tests.reward.requests import make_request
 async def main(folder, record):
     term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:score"})
-    settings = {"record": Path(record)} if record else {}
-    async with CallPool(term, name="mine", timeout_s=30, folder=Path(folder), **settings) as pool:
+    spec = CallSpec(term=term, timeout_s=30, folder=Path(folder), record=Path(record) if record else None)
+    async with CallPool(spec, name="mine") as pool:
         outcome = await pool.call(make_request("spy"))
         print(outcome.value if outcome.value is not None else outcome.detail)
 asyncio.run(main(*sys.argv[1:]))
@@ -81,13 +83,13 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @asynccontextmanager
-async def pool_of(folder: Path, function: str = "score", *, timeout_s: float = 0.5, **settings: object):
+async def pool_of(
+    folder: Path, function: str = "score", *, timeout_s: float = 0.5, processes: int = 1, **settings: object
+):
     (folder / "mine.py").write_text(REWARDS)
     term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:{function}"})
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        CallPool(term, name="mine", timeout_s=timeout_s, folder=folder, grace_s=1.5, **settings) as pool,
-    ):
+    spec = CallSpec(term=term, timeout_s=timeout_s, folder=folder, grace_s=1.5, **settings)
+    async with asyncio.timeout(PATIENCE_S), CallPool(spec, name="mine", processes=processes) as pool:
         yield pool
 
 
@@ -240,10 +242,12 @@ async def test_a_process_ends_with_its_scorer_though_a_call_in_it_hangs(tmp_path
         "import asyncio, json, sys\n"
         "from pathlib import Path\n"
         "from laminar_py.reward.calls.pool import CallPool\n"
+        "from laminar_py.reward.calls.process import CallSpec\n"
         "from tests.reward.requests import make_request\n"
         "async def main():\n"
         f"    term = json.dumps({{'kind': 'function', 'path': '{tmp_path}/mine.py:score'}})\n"
-        f"    async with CallPool(term, name='mine', timeout_s=60, folder=Path('{tmp_path}')) as pool:\n"
+        f"    spec = CallSpec(term=term, timeout_s=60, folder=Path('{tmp_path}'))\n"
+        "    async with CallPool(spec, name='mine') as pool:\n"
         "        print(int((await pool.call(make_request('pid'))).value), flush=True)\n"
         "        await pool.call(make_request('hang'))\n"
         "asyncio.run(main())\n"

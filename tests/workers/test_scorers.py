@@ -1,0 +1,38 @@
+"""A scoring process as a scorer: what is sent to it."""
+
+import pytest
+
+from laminar_py.records.codec import decode
+from laminar_py.records.scoring import ScoringRequest
+from laminar_py.workers.scorers import MESSAGE_BYTES, RemoteScorer
+from tests.reward.requests import make_requests
+
+
+class Recorder:
+    """A part that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent = []
+
+    async def call(self, name: str, message: bytes) -> None:
+        assert name == "submit"
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "messages"),
+    [
+        ([1] * 512, [512]),
+        ([MESSAGE_BYTES, 1, 1], [1, 2]),
+        ([1, MESSAGE_BYTES, MESSAGE_BYTES, 1], [2, 1, 1]),
+        ([MESSAGE_BYTES // 2] * 4, [2, 2]),
+        ([], []),
+    ],
+)
+async def test_large_responses_go_in_messages_of_a_few(sizes, messages):
+    part = Recorder()
+    requests = make_requests(*("x" * size for size in sizes))
+    await RemoteScorer(part, 1).submit(requests)
+    sent = [decode(list[ScoringRequest], message) for message in part.sent]
+    assert [len(some) for some in sent] == messages
+    assert [request.response for some in sent for request in some] == [request.response for request in requests]
