@@ -5,7 +5,7 @@ holds that step the consumption can be undone. What is too old, or too long for 
 event.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -56,6 +56,7 @@ class Consumption:
         self._bound = bound
         self._packing: Packing | None = None
         self._stage: StagedGroups | None = None
+        self._before: Callable[[], Awaitable[None]] | None = None
         self._undoable: list[tuple[int, Lifecycle]] = []  # (step, trajectory); bounded by the checkpoint interval
 
     def pack(self, packing: Packing) -> None:
@@ -63,6 +64,10 @@ class Consumption:
         assert not len(self.buffer), f"{len(self.buffer)} groups were not checked against packer.max_tokens"
         self._packing = packing
         self._stage = StagedGroups(self.buffer, packing)
+
+    def before_batch(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Have something called before each batch is taken; it may make groups ready."""
+        self._before = call
 
     async def put(self, group: Group) -> None:
         """Give the learner a group that has its advantages."""
@@ -87,6 +92,8 @@ class Consumption:
         """
         while True:
             await self.buffer.until(lambda: len(self.buffer) >= groups or self._ends_refill)
+            if self._before is not None:
+                await self._before()
             self._drop_stale(groups + self._look_ahead)
             if len(self.buffer) >= groups or self._ends_refill:
                 batch = self._take(min(groups, len(self.buffer)), version)

@@ -1,4 +1,4 @@
-"""Deadlines of groups: stragglers are dropped, their groups close without them. Owned by `control.scheduler`.
+"""Deadlines of groups: what is late is dropped, its group closes without it. Owned by `control.scheduler`.
 
 A straggler is DROPPED for good. To learn what dropping costs, a share of them, chosen by a hash of their ids, goes
 on counterfactually: the replica is told nothing, progress and score are taken in like any other's, and the score
@@ -39,6 +39,20 @@ class Deadlines:
                 self._waiting.remove_group(group.id)
                 self._book.drop(group.pending, DropReason.GROUP_DEADLINE)
                 await self._closing.close(group)
+
+    async def drop_unscored(self) -> None:
+        """Drop finished responses that would be too old for the next step if their scores came now.
+
+        Called before each batch is taken, so that a score that is late costs its own response, and not its group.
+        What still generates is left alone: without its long responses a group would favour short ones.
+        """
+        bound, ages = self._book.settings.bound, self._book.ages
+        for group in list(self._book.groups.values()):
+            finished = [member for member in group.pending if member.status is Status.FINISHED]
+            late = [member for member in finished if bound.weight(1 + ages.of(member.oldest_version)) is None]
+            if late:
+                self._book.drop(late, DropReason.STALE, "its score did not come in time")
+                await self._closing.settled(late[0])
 
     def take_aborts(self) -> dict[int, list[str]]:
         """Dropped trajectories that replicas still run, by replica; each is told once."""

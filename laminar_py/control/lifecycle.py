@@ -88,6 +88,11 @@ class Lifecycle:
         return self.spans[-1].version if self.spans else None
 
     @property
+    def oldest_version(self) -> int:
+        """The lowest version in it, once it has tokens."""
+        return min(span.version for span in self.spans)
+
+    @property
     def prefill(self) -> int:
         """Tokens that the next replica computes anew; without a response the prompt is shared with the group."""
         return len(self.prompt.ids) + self.length if self.length else 0

@@ -57,6 +57,7 @@ class TrajectoryScheduler:
         )
         self.reports = Reports(book, waiting=waiting, evaluations=evaluations, closing=closing)
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
+        self.consumption.before_batch(self.deadlines.drop_unscored)
         self.dispatcher = Dispatcher(
             book, router=router, waiting=waiting, evaluations=evaluations, prompt_at=prompt_at
         )

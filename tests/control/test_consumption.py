@@ -20,9 +20,11 @@ PATIENCE_S = 5.0
 MAX_TOKENS = 128
 
 
-def make_fleet(*, groups=4, capacity=16, look_ahead=0, max_passes=2, max_tokens=MAX_TOKENS, **kwargs):
-    """One replica; steps of `groups` groups of 2 are packed."""
-    fleet = Fleet(replicas=1, group_size=2, batch=groups, capacity=capacity, **kwargs)
+def make_fleet(
+    *, groups=4, group_size=2, capacity=16, look_ahead=0, max_passes=2, max_tokens=MAX_TOKENS, **kwargs
+):
+    """One replica; steps of so many groups are packed."""
+    fleet = Fleet(replicas=1, group_size=group_size, batch=groups, capacity=capacity, **kwargs)
     fleet.scheduler.consumption.pack(
         Packing(groups=groups, max_tokens=max_tokens, ranks=1, look_ahead=look_ahead, max_passes=max_passes)
     )
@@ -106,6 +108,56 @@ async def test_what_became_stale_while_it_was_staged_is_not_in_the_batch():
     batch = await waiting
     assert packed(batch) == sorted(trajectory.id for trajectory in batch.trajectories)
     assert {trajectory.oldest_version for trajectory in batch.trajectories} == {2}
+
+
+async def make_all_but_one_score(*, version=1, last_finishes=True, policies=(StalePolicy.DROP,)):
+    """g0 lacks the score, or the end, of its last member; g1 is ready, made at `version`. The bound is 1."""
+    fleet = make_fleet(groups=1, group_size=3, max_staleness=1, policies=policies)
+    await fleet.report(0)
+    for id in ("g0.0", "g0.1"):
+        await fleet.finish(0, id, admissible=0)
+    await fleet.score_all()
+    if last_finishes:
+        await fleet.finish(0, "g0.2", admissible=0)
+    late, fleet.unscored = fleet.unscored, []
+    fleet.learned(version)
+    fleet.versions[0] = version
+    for id in ("g1.0", "g1.1", "g1.2"):
+        await fleet.finish(0, id, admissible=0)
+    await fleet.score_all()
+    fleet.unscored = late
+    return fleet
+
+
+async def test_a_late_score_costs_its_own_response_and_not_its_group():
+    fleet = await make_all_but_one_score()
+    assert [t.id for t in (await take(fleet, 1, version=1)).trajectories] == ["g0.0", "g0.1"]
+    assert [event.trajectory_id for event in fleet.log.events if isinstance(event, Dropped)] == ["g0.2"]
+    assert reasons(fleet) == {DropReason.STALE: 1}
+    await fleet.score_all()  # it comes for nobody
+    assert_law_one(fleet)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"version": 0}, id="its score may still come in time"),
+        pytest.param({"policies": (StalePolicy.REWEIGHT,)}, id="nothing is too old"),
+        pytest.param({"last_finishes": False}, id="it still generates"),
+    ],
+)
+async def test_a_group_goes_on_waiting_for_a_member_where(settings):
+    fleet = await make_all_but_one_score(**settings)
+    assert taken(await take(fleet, 1, version=fleet.scheduler.book.newest_version)) == ["g1"]
+    assert not reasons(fleet)
+
+
+async def test_a_score_that_comes_while_a_batch_is_waited_for_is_in_time():
+    fleet = await make_all_but_one_score()
+    waiting = asyncio.create_task(take(fleet, 2, version=1))
+    await settle()
+    await fleet.score_all()
+    assert taken(await waiting) == ["g0", "g1"]
 
 
 async def test_a_reweighted_trajectory_takes_its_factor_to_the_learner():
