@@ -56,7 +56,6 @@ class Consumption:
         self._bound = bound
         self._packing: Packing | None = None
         self._stage: StagedGroups | None = None
-        self._before: Callable[[], Awaitable[None]] | None = None
         self._undoable: list[tuple[int, Lifecycle]] = []  # (step, trajectory); bounded by the checkpoint interval
 
     def pack(self, packing: Packing) -> None:
@@ -64,10 +63,6 @@ class Consumption:
         assert not len(self.buffer), f"{len(self.buffer)} groups were not checked against packer.max_tokens"
         self._packing = packing
         self._stage = StagedGroups(self.buffer, packing)
-
-    def before_batch(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Have something called before each batch is taken; it may make groups ready."""
-        self._before = call
 
     async def put(self, group: Group) -> None:
         """Give the learner a group that has its advantages."""
@@ -84,17 +79,21 @@ class Consumption:
         """Fill the place of a group without signal in a step, empty."""
         self._staged(await self.buffer.put(group_id, [], oldest_version=oldest_version))
 
-    async def next_batch(self, *, groups: int, version: int) -> StepBatch:
+    async def next_batch(
+        self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
+    ) -> StepBatch:
         """The next `groups` groups for a learner at `version`, the staleness bound enforced.
 
         Nothing leaves the buffer before all of them are there, so a wait that is cancelled loses none. Where too
-        many had no signal (`rollout.max_refill`) fewer come, down to none.
+        many had no signal (`rollout.max_refill`) fewer come, down to none. When there are enough, `last_call` may
+        make further ones ready.
         """
         while True:
             await self.buffer.until(lambda: len(self.buffer) >= groups or self._ends_refill)
-            if self._before is not None:
-                await self._before()
             self._drop_stale(groups + self._look_ahead)
+            if last_call is not None and len(self.buffer) >= groups:
+                await last_call()
+                self._drop_stale(groups + self._look_ahead)
             if len(self.buffer) >= groups or self._ends_refill:
                 batch = self._take(min(groups, len(self.buffer)), version)
                 batch.wanted, batch.silent = groups, tuple(self._book.silent)

@@ -41,18 +41,27 @@ class Deadlines:
                 await self._closing.close(group)
 
     async def drop_unscored(self) -> None:
-        """Drop finished responses that would be too old for the next step if their scores came now.
+        """Close groups that wait for nothing but scores, and would be too old for the next step when those come.
 
-        Called before each batch is taken, so that a score that is late costs its own response, and not its group.
-        What still generates is left alone: without its long responses a group would favour short ones.
+        Called when a batch can be taken, so that a late score costs its own response and not its group. A group of
+        which something still generates waits: without its long responses it would favour short ones.
         """
-        bound, ages = self._book.settings.bound, self._book.ages
         for group in list(self._book.groups.values()):
-            finished = [member for member in group.pending if member.status is Status.FINISHED]
-            late = [member for member in finished if bound.weight(1 + ages.of(member.oldest_version)) is None]
-            if late:
+            late, survivors = group.pending, group.survivors
+            if len(survivors) < self._book.settings.min_group_survivors:
+                continue
+            if late and all(map(self._is_late, late)) and any(map(self._ages_out, survivors)):
                 self._book.drop(late, DropReason.STALE, "its score did not come in time")
-                await self._closing.settled(late[0])
+                await self._closing.close(group)
+
+    def _is_late(self, member: Lifecycle) -> bool:
+        """True where only a score is missing, and no step could use it."""
+        return member.status is Status.FINISHED and self._ages_out(member)
+
+    def _ages_out(self, member: Lifecycle) -> bool:
+        """True where the next step is one too many for a finished response."""
+        settings, ages = self._book.settings, self._book.ages
+        return settings.bound.weight(1 + ages.of(member.oldest_version)) is None
 
     def take_aborts(self) -> dict[int, list[str]]:
         """Dropped trajectories that replicas still run, by replica; each is told once."""

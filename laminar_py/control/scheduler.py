@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from laminar_py.control.book import Book, ControlSettings, Phase, Recorder
 from laminar_py.control.closing import Closing, Credit, Stages
-from laminar_py.control.consumption import Consumption
+from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.deadlines import Deadlines
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.evaluation import Evaluations
@@ -57,7 +57,6 @@ class TrajectoryScheduler:
         )
         self.reports = Reports(book, waiting=waiting, evaluations=evaluations, closing=closing)
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
-        self.consumption.before_batch(self.deadlines.drop_unscored)
         self.dispatcher = Dispatcher(
             book, router=router, waiting=waiting, evaluations=evaluations, prompt_at=prompt_at
         )
@@ -84,6 +83,11 @@ class TrajectoryScheduler:
         )
 
     # ---- between the parts
+
+    async def next_batch(self, *, groups: int, version: int) -> StepBatch:
+        """The next batch for a learner at `version`; a late score costs its own response and not its group."""
+        last_call = self.deadlines.drop_unscored
+        return await self.consumption.next_batch(groups=groups, version=version, last_call=last_call)
 
     def published(self, version: int) -> None:
         """Take in that the learner published `version`."""

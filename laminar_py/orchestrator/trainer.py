@@ -140,7 +140,7 @@ class Trainer:
         """
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
-            self._scheduler.consumption.next_batch(groups=groups, version=self.version), name="next-batch"
+            self._scheduler.next_batch(groups=groups, version=self.version), name="next-batch"
         )
         stop = asyncio.create_task(self._asked_to_stop(), name="stop")
         failures = [

@@ -11,8 +11,10 @@ import builtins
 import re
 import symtable
 import sys
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -119,7 +121,7 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
 def attributes_of_values(tree: ast.Module, entry: str) -> Iterator[str]:
     """Attributes that code takes of a function's values, at once or by names that hold nothing else."""
     nodes = list(ast.walk(tree))
-    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    stored = [_stored(node) for node in nodes]
     given = [
         node.targets[0].id
         for node in nodes
@@ -131,6 +133,15 @@ def attributes_of_values(tree: ast.Module, entry: str) -> Iterator[str]:
             of = node.value
             if _calls(of, entry) or (isinstance(of, ast.Name) and of.id in values):
                 yield node.attr
+
+
+def _stored(node: ast.AST) -> str | None:
+    """Name to which a node gives a value, in any scope."""
+    if isinstance(node, ast.Name):
+        return node.id if isinstance(node.ctx, ast.Store) else None
+    if isinstance(node, ast.arg):
+        return node.arg
+    return getattr(node, "asname", None) or getattr(node, "name", None)  # imports, definitions, `except ... as`
 
 
 def _calls(node: ast.expr, entry: str) -> bool:
@@ -161,12 +172,36 @@ def assert_text(tests: Tests) -> str:
     return tests.asserts if isinstance(tests.asserts, str) else "\n".join(tests.asserts)
 
 
-def find_program(response: str) -> str:
-    """The last block of Python after the thinking, else the last block, else all that comes after it."""
+def find_program(response: str, wanted: str = "") -> str:
+    """The program in a response, after its thinking.
+
+    The last block, of Python or without a name, that defines the wanted function; else the last block of Python,
+    else the last block, else all.
+    """
     said = response.rpartition("</think>")[2]
     fenced: list[tuple[str, str]] = FENCE.findall(said)
-    python = [program for name, program in fenced if name.strip().lower() in PYTHON]
-    return (python or [program for _, program in fenced] or [said])[-1]
+    named = [(name.strip().lower(), program) for name, program in fenced]
+    python = [program for name, program in named if name in PYTHON]
+    bare = [program for name, program in named if name in ("", *PYTHON)] if wanted else []
+    defining = next((program for program in reversed(bare) if _defines(program, wanted)), None)
+    return defining if defining is not None else (python or [program for _, program in fenced] or [said])[-1]
+
+
+def _defines(program: str, wanted: str) -> bool:
+    """True where a program parses and gives a value to a name, e.g. "solve", or "Solution" of "Solution.solve"."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the model's text: they are nobody's to mend
+            return wanted.partition(".")[0] in defined_names(symtable.symtable(program, "program", "exec"))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFault:
+    """Reason why a test does not pass, e.g. `CodeFault(SandboxLabel.TIME, "time: more than 5 s on the CPU")`."""
+
+    label: SandboxLabel  # `ok`: the program ended well, with something else than is wanted
+    text: str
 
 
 class CodeReward:
@@ -178,21 +213,25 @@ class CodeReward:
         self.at_once = slots
 
     async def __call__(self, request: ScoringRequest) -> Reward:
-        """1.0, 0.0, or the share of tests that passed, with the first failure."""
+        """1.0, 0.0, or the share of tests that passed, with the first failure.
+
+        Tests after one that is out of time, be it of the CPU or of the wall, count as failed: programs that sleep
+        would use up `timeout_s` else. Where a busy machine is the cause, `sandbox.wall_s` is too low for it.
+        """
         tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
-        program = find_program(request.response)
+        program = find_program(request.response, tests.fn_name or tests.entry_point)
         if tests.asserts:
-            fault = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
-            return Reward(float(fault is None), text=fault or "")
+            told = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
+            return Reward(float(told is None), text=told or "")
         failed, first = 0, ""
         async for index in self._doubtful(program, tests):
             fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
             if fault is None:
                 continue
-            first = first or f"test {index + 1}: {fault}"
+            first = first or f"test {index + 1}: {fault.text}"
             if not self._term.partial:
                 return Reward(0.0, text=first)
-            if fault.startswith(SandboxLabel.TIME.value):  # those after it are not waited for
+            if fault.label is SandboxLabel.TIME:  # those after it are not waited for
                 return Reward((index - failed) / len(tests.inputs), text=first)
             failed += 1
         return Reward(1 - failed / len(tests.inputs), text=first)
@@ -225,16 +264,14 @@ class CodeReward:
             return []
         return values if isinstance(values, list) else []
 
-    async def _test(self, program: str, function: str, given: Any, wanted: Any) -> str | None:
+    async def _test(self, program: str, function: str, given: Any, wanted: Any) -> CodeFault | None:
         """Fault in the result of one test; None where it passes."""
         run = self._pool.call(program, function, given) if function else self._pool.run(program, stdin=given)
         result = await self._sandboxed(run)
         if result.label is not SandboxLabel.OK:
-            return f"{result.label.value}: {result.detail}"
-        if function:
-            return _value_fault(result, wanted)
-        same = same_output(result.stdout, wanted)
-        return None if same else f"printed {shown(result.stdout)}, wanted {shown(wanted)}"
+            return CodeFault(result.label, f"{result.label.value}: {result.detail}")
+        text = _value_fault(result, wanted) if function else _output_fault(result, wanted)
+        return CodeFault(result.label, text) if text is not None else None
 
     async def _sandboxed(self, run: Awaitable[SandboxResult]) -> SandboxResult:
         """The result of a run. Raises `TryAgainError` where the sandbox itself fails."""
@@ -242,6 +279,11 @@ class CodeReward:
             return await run
         except SandboxError as error:
             raise TryAgainError(f"the sandbox: {error}") from error
+
+
+def _output_fault(result: SandboxResult, wanted: str) -> str | None:
+    same = same_output(result.stdout, wanted)
+    return None if same else f"printed {shown(result.stdout)}, wanted {shown(wanted)}"
 
 
 def _value_fault(result: SandboxResult, wanted: object) -> str | None:

@@ -2,7 +2,8 @@
 
 The text of this file is run in sandboxes, in one beside the program and in another with the test code, so that it
 needs nothing but the standard library. Invariant: a value arrives as it left, a tuple as a tuple; one that has no
-plain form is refused by name.
+plain form is refused by name. Lists, dicts and sets that a function is given hold after the call what it left in
+them, and stay the same objects.
 """
 
 import ast
@@ -10,10 +11,13 @@ import builtins
 import json
 import random
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from itertools import accumulate
 from typing import Any
 
-MOST_LITERAL = 1000  # calls that are foreseen
+MOST_CALLS = 1000  # of the function, by the tests of one problem
+MOST_BYTES = 200_000  # of calls that are foreseen at one time: four times as much in an answer, which has 1 MiB
+HOLDERS = (list, dict, set, deque, range, Iterator, KeysView, ValuesView, ItemsView)
 
 
 class UnknownValueError(BaseException):
@@ -24,62 +28,92 @@ class TestFaultError(BaseException):
     """Test code does what it cannot do here."""
 
 
-def pack(value: Any) -> Any:
-    """A value as JSON has it. Raises `TypeError` for one without a plain form."""
+def _nothing(_: Any) -> None:
+    """Leave each holder to `pack`."""
+
+
+def pack(value: Any, meet: Callable[[Any], Any] = _nothing) -> Any:
+    """A value as JSON has it. Raises `TypeError` for one without a plain form.
+
+    `meet` is called with each list, dict, set and iterator before what it holds, and may give another form of it.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float | str):
         return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
-    if isinstance(value, tuple | set | frozenset):
-        kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
-        return {kind.__name__: _packed(value if kind is tuple else sorted(value, key=repr))}
-    if isinstance(value, dict):
-        return {"dict": [[pack(key), pack(of)] for key, of in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": _packed(value, meet)}
+    if isinstance(value, frozenset):
+        return {"frozenset": _packed(sorted(value, key=repr), meet)}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, list | deque | range | Iterator | KeysView | ValuesView | ItemsView):
-        return _packed(value)
-    raise TypeError(f"a value of type {type(value).__name__} has no plain form")
+    if not isinstance(value, HOLDERS):
+        raise TypeError(f"a value of type {type(value).__name__} has no plain form")
+    if (form := meet(value)) is not None:
+        return form
+    if isinstance(value, dict):
+        return {"dict": [[pack(key, meet), pack(of, meet)] for key, of in value.items()]}
+    if isinstance(value, set):
+        return {"set": _packed(sorted(value, key=repr), meet)}
+    return _packed(value, meet)
 
 
-def unpack(packed: Any) -> Any:
-    """The value again."""
+def unpack(packed: Any, held: Sequence[Any] = ()) -> Any:
+    """The value again; `{"at": 2}` is `held[2]`."""
     if isinstance(packed, list):
-        return [unpack(each) for each in packed]
+        return [unpack(each, held) for each in packed]
     if not isinstance(packed, dict):
         return packed
     ((kind, content),) = packed.items()
+    if kind == "at":
+        return held[content]
     if kind == "dict":
-        return {unpack(key): unpack(of) for key, of in content}
+        return {unpack(key, held): unpack(of, held) for key, of in content}
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "complex":
         return complex(*content)
     made: Callable[[Any], Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(unpack(content))
+    return made(unpack(content, held))
 
 
-def _packed(values: Iterable[Any]) -> list[Any]:
-    return [pack(each) for each in values]
+def _packed(values: Iterable[Any], meet: Callable[[Any], Any]) -> list[Any]:
+    return [pack(each, meet) for each in values]
 
 
 def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[str]:
-    """Answers of a function to calls, in the program's own process: `{"value": ...}` or `{"raised": [...]}`."""
+    """Answers of a function to calls, in the program's own process, e.g. `[{"value": 4}, null]`.
+
+    A call that fails has `{"raised": ["ValueError", "no"]}`. In place of null stands a list of what each list,
+    dict and set among the arguments holds after the call, with null for one that is as before.
+    """
     return [_answer(function, call) for call in calls]
 
 
 def _answer(function: Callable[..., Any], call: str) -> str:
     args, named = given = unpack(json.loads(call))
+    held: list[Any] = []
+    pack(given, held.append)
+    before = _contents(held)
     try:
-        answer = {"value": pack(function(*args, **named))}
-        if pack(given) != pack(unpack(json.loads(call))):
-            answer["given"] = pack(given)
-        return json.dumps(answer)
+        outcome = json.dumps({"value": pack(function(*args, **named))})
     except Exception as error:  # noqa: BLE001 - the program's, for the tests to see
         known = next(kind for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
-        return json.dumps({"raised": [known.__name__, str(error)]})
+        outcome = json.dumps({"raised": [known.__name__, str(error)]})
+    try:
+        after = _contents(held)
+    except Exception:  # noqa: BLE001 - something of the program's without a plain form was left in them
+        after = before
+    left = ", ".join("null" if new == old else new for old, new in zip(before, after, strict=True))
+    return f"[{outcome}, {'null' if after == before else f'[{left}]'}]"
+
+
+def _contents(held: list[Any]) -> list[str]:
+    """JSON of what each holder holds; where it holds one of them, the place of that."""
+    places = {id(each): {"at": place} for place, each in enumerate(held)}
+    return [json.dumps(pack(each.copy(), lambda one: places.get(id(one)))) for each in held]
 
 
 def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dict[str, Any]:
@@ -89,24 +123,28 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     Each time it draws the same random numbers.
     """
     answers = dict(known)
-    foreseen = [] if known else literal_calls(test, entry)
-    if foreseen:
+    literal = literal_calls(test, entry)
+    if len(literal) > MOST_CALLS:
+        return {"broken": f"the test code calls {entry} more than {MOST_CALLS} times"}
+    if foreseen := _first([call for call in literal if call not in answers and None not in answers.values()]):
         return {"needed": foreseen}
-    needed: list[str] = []
+    stops: list[dict[str, Any]] = []  # nothing after the first is a verdict, also where the test code goes on
     used: list[str] = []  # calls that the test code got an answer to
     raised: list[Exception] = []  # by the function
 
     def candidate(*args: Any, **named: Any) -> Any:
+        held: list[Any] = []
         try:
-            call = json.dumps(pack((args, named)))
+            call = json.dumps(pack((args, named), held.append))
         except TypeError as error:
-            raise TestFaultError(f"a call of {entry}: {error}") from None
+            stops.append({"broken": f"a call of {entry}: {error}"})
+            raise TestFaultError from None
         if call not in answers:
-            needed.append(call)
+            stops.append({"needed": [call]})
             raise UnknownValueError
         used.append(call)
         try:
-            return _value(answers[call], (*args, *named.values()))
+            return _value(answers[call], held)
         except Exception as error:
             raised.append(error)
             raise
@@ -114,15 +152,16 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     random.seed(0)
     try:
         exec(compile(test, "tests", "exec"), {"__name__": "tests", entry: candidate, "candidate": candidate})
-    except UnknownValueError:
-        return {"needed": needed}
-    except TestFaultError as error:
-        return {"broken": _told(error)}
-    except Exception as error:  # noqa: BLE001 - any
-        own = not used or (isinstance(error, ImportError) and error not in raised)
+        end = {} if used else {"broken": f"the test code never calls {entry}"}
+    except BaseException as error:  # noqa: BLE001 - any
+        own = (
+            not used
+            or (isinstance(error, ImportError) and error not in raised)
+            or not isinstance(error, Exception)
+        )
         what = "an assertion fails" if isinstance(error, AssertionError) else ""
-        return {"broken" if own else "fault": _told(error, what)}
-    return {} if used else {"broken": f"the test code never calls {entry}"}
+        end = {"broken" if own else "fault": _told(error, what)}
+    return stops[0] if stops else end
 
 
 def _told(error: BaseException, what: str = "") -> str:
@@ -130,24 +169,22 @@ def _told(error: BaseException, what: str = "") -> str:
     return f"{what or type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
-def _value(answer: str | None, arguments: Iterable[Any]) -> Any:
-    """The value of an answer; arguments become what they are after the call. Raises what the function raised."""
+def _value(answer: str | None, held: list[Any]) -> Any:
+    """The value of an answer; arguments get what they hold after the call. Raises what the function raised."""
     if answer is None:
         raise RuntimeError("the function failed")
-    given = json.loads(answer)
-    if "raised" in given:
-        name, text = given["raised"]
+    outcome, after = json.loads(answer)
+    for each, form in zip(held, after or [None] * len(held), strict=True):
+        if form is None or not isinstance(each, list | dict | set | deque):
+            continue
+        content = unpack(form, held)
+        each.clear()
+        each.extend(content) if isinstance(each, list | deque) else each.update(content)
+    if "raised" in outcome:
+        name, text = outcome["raised"]
         kind = vars(builtins).get(name)
         raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(text)
-    if "given" in given:
-        args, named = unpack(given["given"])
-        for before, after in zip(arguments, (*args, *named.values()), strict=True):
-            if isinstance(before, list):
-                before[:] = after
-            elif isinstance(before, dict | set):
-                before.clear()
-                before.update(after)
-    return unpack(given["value"])
+    return unpack(outcome["value"])
 
 
 def literal_calls(test: str, entry: str) -> list[str]:
@@ -161,4 +198,12 @@ def literal_calls(test: str, entry: str) -> list[str]:
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 continue  # the test code computes them
             found[json.dumps(pack((args, named)))] = None
-    return list(found)[:MOST_LITERAL]
+    return list(found)
+
+
+def _first(calls: list[str]) -> list[str]:
+    """First calls, as many as fit into one answer; one at least."""
+    sizes = accumulate(map(len, calls))
+    return [
+        call for place, (call, size) in enumerate(zip(calls, sizes, strict=True)) if not place or size < MOST_BYTES
+    ]

@@ -42,7 +42,7 @@ async def make_ready(fleet, lengths):
 
 async def take(fleet, groups, version=0):
     async with asyncio.timeout(PATIENCE_S):
-        return await fleet.scheduler.consumption.next_batch(groups=groups, version=version)
+        return await fleet.scheduler.next_batch(groups=groups, version=version)
 
 
 def packed(batch):
@@ -160,6 +160,44 @@ async def test_a_score_that_comes_while_a_batch_is_waited_for_is_in_time():
     assert taken(await waiting) == ["g0", "g1"]
 
 
+async def test_nothing_is_dropped_for_a_batch_that_cannot_be_taken_yet():
+    """What is ready is too old, so the learner waits for g0, whose last score comes in time."""
+    fleet = make_fleet(groups=1, group_size=3, max_staleness=1, policies=(StalePolicy.DROP,))
+    await fleet.report(0)
+    for version, group in ((0, "g1"), (1, "g0")):
+        fleet.learned(version)
+        fleet.versions[0] = version
+        for member in range(3):
+            await fleet.finish(0, f"{group}.{member}", admissible=0)
+    last = fleet.unscored.pop()
+    await fleet.score_all()
+    fleet.learned(2)
+    waiting = asyncio.create_task(take(fleet, 1, version=2))
+    await settle()
+    fleet.unscored = [last]
+    await fleet.score_all()
+    assert [trajectory.id for trajectory in (await waiting).trajectories] == ["g0.0", "g0.1", "g0.2"]
+    assert reasons(fleet) == {DropReason.STALE: 3}, "g1"
+
+
+async def test_a_late_score_is_waited_for_where_nothing_is_lost_by_that():
+    """The others of its group are of newer weights: they learn with its reward in their baseline."""
+    fleet = make_fleet(groups=1, group_size=3, max_staleness=1, policies=(StalePolicy.DROP,))
+    await fleet.report(0)
+    await fleet.finish(0, "g0.0", admissible=0)
+    late, fleet.unscored = fleet.unscored, []
+    fleet.learned(1)
+    fleet.versions[0] = 1
+    for id in ("g0.1", "g0.2", "g1.0", "g1.1", "g1.2"):
+        await fleet.finish(0, id, admissible=0)
+    await fleet.score_all()
+    assert taken(await take(fleet, 1, version=1)) == ["g1"]
+    assert not reasons(fleet)
+    fleet.unscored = late
+    await fleet.score_all()
+    assert taken(await take(fleet, 1, version=1)) == ["g0"]
+
+
 async def test_a_reweighted_trajectory_takes_its_factor_to_the_learner():
     fleet = make_fleet(groups=1, capacity=1, max_staleness=1, policies=(StalePolicy.REWEIGHT,))
     await make_ready(fleet, [10])
@@ -209,7 +247,7 @@ async def play(actions, look_ahead, max_staleness):
                 await fleet.finish(0, id, tokens=number)
             await fleet.score_all()
         elif action in ("step", "fail") and len(consumption.buffer) >= 2:
-            waiting = asyncio.create_task(consumption.next_batch(groups=2, version=version))
+            waiting = asyncio.create_task(fleet.scheduler.next_batch(groups=2, version=version))
             await asyncio.wait([waiting], timeout=0)
             if not waiting.done():  # what there was is too old
                 waiting.cancel()

@@ -276,7 +276,7 @@ class House:
     async def _learn(self):
         step = 0
         while True:
-            batch = await self.scheduler.consumption.next_batch(
+            batch = await self.scheduler.next_batch(
                 groups=self._step_groups, version=step if self._publishes else 0
             )
             await asyncio.sleep(self._pace)

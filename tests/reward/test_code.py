@@ -177,6 +177,16 @@ def test_the_last_block_after_the_thinking_is_the_program():
     assert find_program("```python\na = 1\n```\nprints\n```\n1\n```") == "a = 1\n"
 
 
+@pytest.mark.parametrize("wanted", ["f", "f.method"])
+@pytest.mark.parametrize("solution", ["def f(x): return x", "class f: pass", "from math import sqrt as f"])
+@pytest.mark.parametrize("example", ["print(f(1))", "def g(): return f(1)", "def f(: ...", "s = '\\d'", "\0"])
+def test_the_last_block_that_defines_the_function_is_the_program(wanted, solution, example):
+    blocks = [f"```python\n{example}\n```", f"```\n{solution}\n```"]
+    for text in (blocks, blocks[::-1]):
+        assert find_program("Final:\n".join(text), wanted) == f"{solution}\n"
+    assert find_program(f"```text\n{solution}\n```\n{blocks[0]}", wanted) == f"{example}\n"
+
+
 @pytest.mark.parametrize(
     ("printed", "wanted", "same"),
     [
@@ -241,6 +251,66 @@ EXACT = {
 }
 
 
+LEFT = {
+    "def f(a): n = len(a); a[:] = [object() for _ in a]; return n": ["assert f([1, 2]) == 2"],
+    "def f(a): n = len(a); a.append(a); return n": ["a = [1]", "assert f(a) == 1", "assert a[1] is a"],
+    "def f(a): a[0], a[1] = float(a[0]), bool(a[1])": ["a = [1, 1]", "f(a)", "assert repr(a) == '[1.0, True]'"],
+    "def f(a): a.append(9); raise ValueError": [
+        "a = [1]",
+        "try: f(a)",
+        "except ValueError: pass",
+        "assert a == [1, 9]",
+    ],
+    "def f(t): t[0].append(1); t[1]['k'].add(2)": [
+        "t, = [([0], {'k': set()})]",
+        "f(t)",
+        "assert t == ([0, 1], {'k': {2}})",
+    ],
+    "def f(a): a.sort(); a[0].append(7)": [
+        "r, s = [1], [2]",
+        "a = [s, r]",
+        "f(a=a)",
+        "assert (r, s) == ([1, 7], [2])",
+        "assert a[0] is r and a[1] is s",
+    ],
+    "def f(d): d.append(d.pop(0))": [
+        "from collections import deque",
+        "d = deque([1, 2])",
+        "f(d)",
+        "assert d[0] == 2",
+    ],
+}
+
+
+@pytest.mark.parametrize("program", LEFT)
+async def test_arguments_hold_what_the_function_left_in_them(tmp_path, program):
+    (found,) = await scores_of(tmp_path, request_of(program, {"entry_point": "f", "asserts": LEFT[program]}))
+    assert (found.value, found.terms[0].text, found.detail) == (1.0, "", "")
+
+
+SWALLOWED = [
+    "for x in (1, 2):\n    try: ok = f(x) == 2 * x\n    except: ok = False\n    assert ok",
+    "assert f(0) == 0\nfor x in (1, 2):\n    try: r = f(x)\n    except: r = None\n    assert r == 2 * x",
+    "x = 1\ntry: r = f(x)\nexcept:\n    import sys\n    sys.exit(0)\nassert r == 2",
+    "def g():\n    try: return f(*[2])\n    finally: return 4\nassert f(1) == 2 and g() == 4",
+]
+
+
+@pytest.mark.parametrize("asserts", SWALLOWED)
+async def test_no_verdict_is_given_on_calls_that_were_not_made(tmp_path, asserts):
+    wrong = "def f(x):\n    return 3 * x"
+    tests = {"entry_point": "f", "asserts": asserts}
+    right, other = await scores_of(tmp_path, request_of(DOUBLE, tests), request_of(wrong, tests, index=1))
+    assert (right.value, right.detail, other.value, other.detail) == (1.0, "", 0.0, "")
+
+
+async def test_a_call_that_cannot_be_made_is_told_though_the_tests_swallow_it(tmp_path):
+    tests = {"entry_point": "f", "asserts": "assert f(2) == 4\ntry: f(object())\nexcept: pass"}
+    (found,) = await scores_of(tmp_path, request_of(DOUBLE, tests))
+    assert (found.value, found.failure) == (None, DropReason.REWARD_FAILED)
+    assert "a value of type object has no plain form" in found.detail
+
+
 @pytest.mark.parametrize("program", EXACT)
 async def test_assertions_see_values_and_exceptions_as_they_are(tmp_path, program):
     tests = {"entry_point": "f", "asserts": EXACT[program]}
@@ -275,13 +345,12 @@ def test_what_has_no_plain_form_is_refused_by_name():
         ("import numpy\nassert f(2) == 4", "ModuleNotFoundError"),
         ("while True: pass\nf(2)", "time: "),
         ("assert f(object()) == 4", "a value of type object has no plain form"),
-        ("for i in range(1001): assert f(i) == 2 * i", "more than 20 times"),
+        ("\n".join(f"assert f({x}) == {2 * x}" for x in range(1001)), "calls f more than 1000 times"),
         ("x = [1]\nx.nosuch()\nassert f(2) == 4", "AttributeError: 'list' object has no attribute 'nosuch'"),
         ("def check(candidate):\n    assert candidate(2) == 5", "never calls f"),
     ],
 )
-async def test_what_the_tests_are_to_blame_for_is_no_zero(tmp_path, monkeypatch, asserts, words):
-    monkeypatch.setattr("laminar_py.reward.assertions.MOST_CALLS", 20)
+async def test_what_the_tests_are_to_blame_for_is_no_zero(tmp_path, asserts, words):
     tests = {"entry_point": "f", "asserts": asserts}
     async with scorer_of(tmp_path, {"use": ["code"]}, sandbox={"cpu_s": 1}) as scorer:
         (found,) = await score(scorer, request_of(DOUBLE, tests))
@@ -301,6 +370,16 @@ async def test_what_the_program_is_to_blame_for_is_zero(tmp_path, program):
     (found,) = await scores_of(tmp_path, request_of(program, ASSERTED))
     assert (found.value, found.failure) == (0.0, None)
     assert found.terms[0].text.startswith(BLAMED_ON_THE_PROGRAM[program])
+
+
+async def test_a_program_cannot_have_no_value_by_leading_the_tests_to_more_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr("laminar_py.reward.assertions.MOST_CALLS", 20)
+    tests = {"entry_point": "f", "asserts": "x = 0\nwhile f(x) != 4: x += 1"}
+    right, constant = await scores_of(
+        tmp_path, request_of(DOUBLE, tests), request_of("def f(x): return 0", tests, index=1)
+    )
+    assert (right.value, constant.value) == (1.0, 0.0)
+    assert constant.terms[0].text == "calls: the tests call f more than 20 times"
 
 
 async def test_calls_after_one_that_is_out_of_time_are_made_only_where_the_tests_need_them(tmp_path):
@@ -324,6 +403,14 @@ async def test_as_many_literal_calls_as_are_allowed_are_made_together(tmp_path):
     assert (found.value, found.detail) == (1.0, "")
 
 
+@pytest.mark.parametrize("letter", ["x", '"', "\\"])
+async def test_calls_of_more_bytes_than_one_answer_has_are_made_in_turns(tmp_path, letter):
+    asserts = "\n".join(f"assert f({str(x) + letter * 3000!r}) == {str(x)!r}" for x in range(400))
+    program = f"def f(x):\n    return x.rstrip({letter!r})"
+    (found,) = await scores_of(tmp_path, request_of(program, {"entry_point": "f", "asserts": asserts}))
+    assert (found.value, found.detail) == (1.0, "")
+
+
 @pytest.mark.parametrize(
     ("asserts", "words"),
     [
@@ -338,7 +425,15 @@ def test_tests_of_classes_and_of_packages_are_refused_at_load(asserts, words):
     assert words in fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields))
 
 
-def test_tests_of_plain_values_are_taken():
-    asserts = "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()"
+@pytest.mark.parametrize(
+    "asserts",
+    [
+        "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()",
+        "def norm(p):\n    return p.x + p.y\np = f(1)\nassert p == 3",
+        "node = f(1)\nassert (lambda node: node.val)(int) == 1 and node == 2",
+        "e = f(1)\ntry:\n    f('x')\nexcept UnicodeDecodeError as e:\n    assert e.reason",
+    ],
+)
+def test_tests_of_plain_values_are_taken(asserts):
     fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
     assert fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)) is None

@@ -642,7 +642,7 @@ class Control:
 
     async def take(self, *, version: int) -> Batch | None:
         """Take a batch, if one is there."""
-        asked = self.scheduler.consumption.next_batch(groups=self._plan.batch, version=version)
+        asked = self.scheduler.next_batch(groups=self._plan.batch, version=version)
         taking = asyncio.create_task(asked)
         await asyncio.sleep(1e-4)
         if not taking.done():

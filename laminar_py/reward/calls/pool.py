@@ -18,7 +18,7 @@ from laminar_py.reward.outcome import Outcome, one_line
 log = logging.getLogger(__name__)
 
 GROWS_AGAIN_S = 30.0  # after a process that could not be started
-APART = 4  # processes that call suspects again
+APART = 2  # processes that call suspects again, while there are some
 NARROWER = 8  # times fewer of them beside each other
 LIVES = 3  # processes that one response may take down before it is given up
 WAIT_S = 0.05  # for a process to be free, after which another is started, if there may be more
@@ -43,7 +43,8 @@ class CallPool:
         self._grows_at = 0.0  # on the loop's clock: one could not be started, and is not tried again before
         self._numbers = count()
         self._suspects: CallPool | None = None  # calls again what was not alone where it was lost
-        self._opening = asyncio.Lock()
+        self._num_apart = 0  # such calls
+        self._opening = asyncio.Lock()  # of `_suspects`
 
     @property
     def at_once(self) -> int:
@@ -59,9 +60,9 @@ class CallPool:
         if self._growing is not None:
             self._growing.cancel()
             await asyncio.gather(self._growing, return_exceptions=True)
-        if self._suspects is not None:
-            await self._suspects.__aexit__(*exc)
-        for child in self._children:
+        self._num_apart = 0
+        await self._end_apart()
+        for child in list(self._children):  # calls that end meanwhile forget theirs
             await child.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
@@ -78,6 +79,9 @@ class CallPool:
             except TimeoutError:
                 if alone:
                     return self._hung(child)
+                log.warning(
+                    "%s: a process hung over %s, or over what was beside it", self._name, request.trajectory_id
+                )
             except ChildLostError as error:
                 log.warning("%s: %s over %s", self._name, error, request.trajectory_id)
             finally:
@@ -89,15 +93,27 @@ class CallPool:
 
     async def _call_apart(self, request: ScoringRequest) -> Outcome:
         """Outcome of a response that was not alone in a process which was lost."""
+        self._num_apart += 1
         try:
             async with self._opening:
                 if self._suspects is None:
                     lanes = max(1, self._lanes // NARROWER)
                     apart = CallPool(self._spec, name=f"{self._name}-apart", processes=APART, lanes=lanes)
                     self._suspects = await apart.__aenter__()
+                suspects = self._suspects
+            return await suspects.call(request)
         except ConfigError as error:
             return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
-        return await self._suspects.call(request)
+        finally:
+            self._num_apart -= 1
+            await self._end_apart()
+
+    async def _end_apart(self) -> None:
+        """End the processes for suspects, once there are none."""
+        async with self._opening:
+            if self._suspects is not None and self._num_apart <= 0:
+                suspects, self._suspects = self._suspects, None
+                await suspects.__aexit__()
 
     def _hung(self, child: "Child") -> Outcome:
         limit = self._spec.timeout_s

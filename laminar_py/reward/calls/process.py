@@ -116,11 +116,8 @@ class Child:
             )
         child = cls(process, hang_log=Path(start.hang_log))
         try:
-            async with asyncio.timeout(START_S):
-                child._write(start)
-                started = decode(CallStarted, await child._read())
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            await child.end()
+            started = await child._greeted(start)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError) as error:
             raise ConfigError(
                 f"reward: the process of {name} does not start ({error!r}); see {log_file}"
             ) from error
@@ -130,6 +127,16 @@ class Child:
         child.at_once, child.takes_many = started.at_once, started.at_once > 1
         child._reading = asyncio.create_task(child._listen(), name=name)
         return child
+
+    async def _greeted(self, start: CallStart) -> CallStarted:
+        """The answer to its order; without one it is ended."""
+        try:
+            async with asyncio.timeout(START_S):
+                self._write(start)
+                return decode(CallStarted, await self._read())
+        except BaseException:  # also where the start is called off
+            await self.end()
+            raise
 
     @property
     def has_room(self) -> bool:

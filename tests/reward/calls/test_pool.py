@@ -93,6 +93,12 @@ async def pool_of(
         yield pool
 
 
+def processes() -> list[psutil.Process]:
+    """Those that call functions here."""
+    ours = psutil.Process().children(recursive=True)
+    return [one for one in ours if "laminar_py.reward.calls.child" in one.cmdline()]
+
+
 async def outcomes_of(pool: CallPool, *responses: str) -> list[Outcome]:
     return await asyncio.gather(*map(pool.call, make_requests(*responses)))
 
@@ -182,6 +188,7 @@ async def test_of_many_in_a_process_that_is_lost_only_the_guilty_has_no_value(tm
     async with pool_of(tmp_path, "many") as pool:
         outcomes = await outcomes_of(pool, "1", "3", kind, "2")
         again = await outcomes_of(pool, "4", "5")
+        assert len(processes()) == 1, "those that called suspects again are gone"
     assert [outcome.value for outcome in (*outcomes, *again)] == [1.0, 3.0, None, 2.0, 4.0, 5.0]
     assert outcomes[2].failure is failure
 
@@ -204,6 +211,7 @@ async def test_however_many_calls_wait_there_are_no_more_processes_than_allowed(
         outcomes = await outcomes_of(pool, *["pid"] * 8)
         assert len({outcome.value for outcome in outcomes}) == 1
         hanging.cancel()
+    assert not processes()
 
 
 async def test_a_call_that_came_first_is_served_first_however_soon_others_follow(tmp_path):
@@ -228,9 +236,20 @@ async def test_processes_end_with_the_pool_also_one_that_hangs(tmp_path):
     assert not psutil.pid_exists(int(outcome.value))
 
 
+async def test_a_start_that_is_called_off_leaves_no_process(tmp_path):
+    (tmp_path / "mine.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    term = json.dumps({"kind": "function", "path": f"{tmp_path}/mine.py:score"})
+    spec = CallSpec(term=term, timeout_s=1.0, folder=tmp_path)
+    starting = asyncio.create_task(CallPool(spec, name="mine").__aenter__())
+    await asyncio.to_thread(wait_for_text, tmp_path / "mine.log", "importing")
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert not processes()
+
+
 def wait_for_text(path: Path, text: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while text not in path.read_text():
+    while not path.is_file() or text not in path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
