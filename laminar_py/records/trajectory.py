@@ -49,7 +49,7 @@ class DropReason(StrEnum):
     """Why a trajectory never reaches the learner (law 6: each drop is an event with one of these)."""
 
     NO_SIGNAL = "no_signal"  # all rewards of its group are equal
-    STALE = "stale"  # staleness above the bound when it was to be consumed
+    STALE = "stale"  # staleness above the bound when it was to be consumed, or once its late score had come
     TOO_LONG = "too_long"  # more tokens than a microbatch holds
     REFUSED = "refused"  # the engine does not take its request
     VERSION_LOST = "version_lost"  # no copy of its weights is left to continue under
