@@ -10,6 +10,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_py.sandbox.records import SandboxLabel
+from tests.sandbox.conftest import TIGHT
+
+ATTEMPTS = 3
 CALL = "import ctypes; call = ctypes.CDLL(None, use_errno=True).syscall; call.restype = ctypes.c_long"
 HEAD = re.compile(r"(?P<name>[\w-]+): (?P<labels>[a-z ]+)(?P<walls>, walls)?(, prints (?P<prints>'.*'))?")
 
@@ -21,6 +25,15 @@ class Hostile:
     walls: bool
     prints: str | None
     program: str
+
+
+async def run_hostile(pool, hostile, program):
+    """What became of a program; again where a busy machine gave it too little of a core to show anything."""
+    for _ in range(ATTEMPTS):
+        result = await pool.run(program)
+        if "time" in hostile.labels or result.label is not SandboxLabel.TIME or result.cpu_s > TIGHT.cpu_s / 2:
+            break
+    return result
 
 
 def read(text):

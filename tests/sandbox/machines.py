@@ -23,7 +23,7 @@ from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 from laminar_py.sandbox.survey import survey_tiers
 from tests.sandbox.conftest import TIGHT
-from tests.sandbox.hostile import HOSTILE
+from tests.sandbox.hostile import HOSTILE, run_hostile
 
 ROOT = Path(__file__).parent.parent.parent
 NOBODY = 65534
@@ -87,7 +87,8 @@ async def hostile(tier, canary):
     """Labels of all hostile programs by name."""
     async with SandboxPool(slots=2, require=tier, tier=tier, limits=TIGHT) as pool:
         programs = [one.program.replace("CANARY", canary).replace("PORT", "9") for one in HOSTILE]
-        results = await asyncio.gather(*(pool.run(program) for program in programs))
+        runs = (run_hostile(pool, one, program) for one, program in zip(HOSTILE, programs, strict=True))
+        results = await asyncio.gather(*runs)
         pairs = zip(HOSTILE, results, strict=True)
         return {one.name: [found.label.value, found.stdout, found.detail] for one, found in pairs}
 

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_py.sandbox.records import SandboxLabel, SandboxTier
 from tests.sandbox.conftest import SONG, metadata
-from tests.sandbox.hostile import CALL, HOSTILE
+from tests.sandbox.hostile import CALL, HOSTILE, run_hostile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -19,7 +19,7 @@ async def test_a_hostile_program_is_contained_and_labelled(pool, tier, hostile, 
         pytest.skip("numbers of another machine's system calls")
     program = hostile.program.replace("CANARY", str(canary)).replace("PORT", str(server.getsockname()[1]))
     before = metadata(canary)
-    result = await pool.run(program)
+    result = await run_hostile(pool, hostile, program)
     assert metadata(canary) == before
     assert result.label.value in hostile.labels, result
     assert hostile.prints in (None, result.stdout)
