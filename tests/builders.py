@@ -2,6 +2,9 @@
 
 import numpy as np
 
+from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import EvalAnswer, pass_id
+from laminar_py.records.events import Evaluated
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Span, Trajectory
 
@@ -52,3 +55,35 @@ def make_experts(start, end, *, width=1):
     """Experts of positions [start, end) in 3 layers, 2 in each; a position always has the same ones."""
     experts = (np.arange(start, end)[:, None] * 7 + np.arange(6)) % 128
     return RoutedExperts(start=start, layers=3, top_k=2, width=width, data=experts.astype(f"<u{width}").tobytes())
+
+
+def make_answers(rewards, *, said=None, length=10):
+    """Answers to problems by their rewards, e.g. `[[1.0, 0.0], [None, 0.0]]`: two samples of two problems."""
+    return [
+        EvalAnswer(
+            problem=problem,
+            sample=sample,
+            reward=reward,
+            said="" if said is None else said[problem][sample],
+            length=length * (problem + 1) + sample,
+            truncated=sample == 1,
+        )
+        for problem, group in enumerate(rewards)
+        for sample, reward in enumerate(group)
+    ]
+
+
+def make_evaluated(
+    mean=0.5, *, step=3, version=3, rl_s=3.0, problems=8, unscored=0, set_name="heldout", index=0, length=10
+):
+    """An evaluation of as many problems, of which this share is solved and so many have no score."""
+    scored = problems - unscored
+    rewards = [[float(place < round(mean * scored))] for place in range(scored)] + [[None]] * unscored
+    return Evaluated(
+        pass_id=pass_id(index, set_name),
+        set_name=set_name,
+        version=version,
+        step=step,
+        rl_s=rl_s,
+        figures=set_figures(make_answers(rewards, length=length), samples=1),
+    )

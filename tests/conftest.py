@@ -2,7 +2,19 @@
 
 from itertools import groupby
 
-WAITING = ("tests/runs/", "tests/test_extending.py", "tests/cluster/", "tests/workers/", "tests/preflight/")
+from hypothesis import settings
+
+settings.register_profile("busy", deadline=None)  # no test is timed
+settings.load_profile("busy")
+
+WAITING = (
+    "tests/runs/",
+    "tests/test_extending.py",
+    "tests/cluster/",
+    "tests/workers/",
+    "tests/preflight/",
+    "tests/launcher/",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -25,11 +25,13 @@ RULES = {  # room: the rooms that it may import
     "cluster": "config records relay",
     "preflight": "cluster config data engines records relay reward sandbox telemetry",
     "workers": "cluster config control data engines learner ledger packing preflight records relay repack reward"
-    " rollout telemetry",
+    " rollout sandbox telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
     " telemetry workers",
     "audit": "config ledger records",
-    "analytics": "config ledger records",
+    "samples": "audit config data ledger records",
+    "analytics": "audit config ledger records samples",
+    "launcher": "analytics cluster config ledger preflight records sandbox telemetry",
 }
 FLOORS = {  # room: its sub-rooms in order, each of which may import those before it
     "analytics": ("read", "measure", "triage", "show"),
@@ -48,12 +50,12 @@ LIBRARIES = {  # heavy library: where it may be imported
         "preflight/doctor.py",
         "bench/",
     ),
-    "transformers": ("learner/", "bench/"),
+    "transformers": ("data/chat.py", "learner/", "bench/"),
     "peft": ("learner/lora.py",),
     "aiohttp": ("engines/sglang/", "reward/servers.py", "bench/", "analytics/show/dashboard.py"),
-    "plotly": ("analytics/show/page.py",),
+    "plotly": ("analytics/show/html.py",),
     "prometheus_client": ("analytics/show/gauges.py",),
-    "sqlite3": ("ledger/", "audit/", "analytics/read/", "telemetry/summary.py"),
+    "sqlite3": ("ledger/", "audit/", "samples/reading.py", "analytics/read/", "telemetry/summary.py"),
     "tensorboard": ("telemetry/trackers.py",),
     "wandb": ("telemetry/trackers.py",),
     "mlflow": ("telemetry/trackers.py",),

@@ -26,16 +26,12 @@ CARELESSNESS = 0.6  # share of carry and borrow steps that a demonstration gets 
 FACTORS = (3, 7, 9)  # units modulo 10: no digit is a dead end
 RULES = tuple(f"{op}{y}" for op in "+-*" for y in (FACTORS if op == "*" else range(1, 10)))
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-TOKENS = (
-    PAD,
-    EOS,
-    UNKNOWN,
+WORDS = (
     *"0123456789=;?#",
     *(f"x{left}" for left in range(MAX_STEPS + 1)),
     *(parity + rule for parity in "eo" for rule in RULES),
 )
-TOKEN_PATTERN = r"[eo][+*-]\d|x\d+|."  # one match is one token
+WORD_PATTERN = r"[eo][+*-]\d|x\d+|."  # one match is one word
 
 
 @dataclass(frozen=True, slots=True)

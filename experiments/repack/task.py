@@ -6,7 +6,6 @@ that holds them already is left alone. What a response says means nothing here: 
 trajectory, so that groups have signal and scoring costs nothing.
 """
 
-import argparse
 import hashlib
 import json
 import random
@@ -15,14 +14,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from laminar_py.data.tiny_model import EOS, PAD, SPECIAL, UNKNOWN, jsonl, make_data
 from laminar_py.records.scoring import ScoringRequest
 
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 800
 SEED = 20_260_102
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 WORDS = tuple(f"{first}{second}" for first in "bcdfghjklmnpqrst" for second in "aeiouy")
-TOKENS = (PAD, EOS, UNKNOWN, *WORDS, *(f"{a}{b}" for a in WORDS for b in WORDS))[:1024]
+TOKENS = (*SPECIAL, *WORDS, *(f"{a}{b}" for a in WORDS for b in WORDS))[:1024]
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -63,35 +62,19 @@ def build_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD, EOS, UNKNOWN])
+    tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer
 
 
 def contents() -> dict[str, str]:
     """Every file by its name."""
     return {
-        "train.jsonl": "".join(json.dumps(prompt) + "\n" for prompt in prompts()),
+        "train.jsonl": jsonl(prompts()),
         "model/config.json": json.dumps(MODEL, indent=2) + "\n",
         "model/tokenizer.json": build_tokenizer().to_str(pretty=True) + "\n",
         "model/tokenizer_config.json": json.dumps(TOKENIZER, indent=2) + "\n",
     }
 
 
-def main() -> None:
-    """Write what is missing or different."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="folder of the data")
-    out: Path = parser.parse_args().out
-    for name, text in contents().items():
-        path = out / name
-        if path.is_file() and path.read_text() == text:
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".new")
-        unfinished.write_text(text)
-        unfinished.replace(path)
-        print(f"wrote {path}")
-
-
 if __name__ == "__main__":
-    main()
+    make_data(contents, out=Path(__file__).parent / "data", about=__doc__)

@@ -76,7 +76,7 @@ def accuracy_at(done: FinishedRun, *, mark_s: int, last_s: int) -> float:
     """Held-out accuracy of the weights in force after so many seconds of RL."""
     # the last moment at or before the mark; the run itself ends with the step that crosses the last mark
     known = [e for e in done.summary.evaluations if e.rl_s > 0 and (e.rl_s <= mark_s or mark_s == last_s)]
-    return max(known, key=lambda e: e.rl_s).accuracy
+    return max(known, key=lambda e: e.rl_s).mean
 
 
 def rows(runs: Mapping[Schedule, Sequence[FinishedRun]], marks_s: Sequence[int]) -> list[Row]:

@@ -64,7 +64,7 @@ def rows(found: Found, *, seeds: int, seconds: int) -> list[Row]:
 
 
 def _accuracy(done: FinishedRun) -> float:
-    return done.summary.evaluations[-1].accuracy
+    return done.summary.evaluations[-1].mean
 
 
 def draw(found: Found, *, seconds: int, path: Path) -> None:

@@ -6,52 +6,18 @@ demonstrations) and `model/` (a Qwen3 without weights and its word-level tokeniz
 file that holds them already is left alone.
 """
 
-import argparse
-import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from task import EOS, PAD, SEED, TOKEN_PATTERN, TOKENS, UNKNOWN, HiddenTests, Problem, blanked, draw_problem
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from task import SEED, WORD_PATTERN, WORDS, HiddenTests, Problem, blanked, draw_problem
+
+from laminar_py.data.tiny_model import jsonl, make_data, tiny_model
 
 NUM_TRAIN = 10_000
 NUM_HELDOUT = 300
 NUM_WARM_START = 12_000
-
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": len(TOKENS),
-    "hidden_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "hidden_act": "silu",
-    "max_position_embeddings": 1024,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.06,  # a narrow model: the usual 0.02 learns much more slowly
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "dtype": "float32",
-    "bos_token_id": None,
-    "eos_token_id": TOKENS.index(EOS),
-    "pad_token_id": TOKENS.index(PAD),
-}
-TOKENIZER = {  # without it AutoTokenizer takes the class of a real Qwen3, which splits text in another way
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": EOS,
-    "pad_token": PAD,
-    "unk_token": UNKNOWN,
-}
-GENERATION = {"eos_token_id": TOKENS.index(EOS), "pad_token_id": TOKENS.index(PAD)}
 
 Line: TypeAlias = dict[str, str | int | HiddenTests]
 
@@ -110,16 +76,6 @@ def lines(problems: Iterable[Problem], *, task: str, name: str, seed: int) -> It
         }
 
 
-def build_tokenizer() -> Tokenizer:
-    """One token per word, with the space before it, and per other character."""
-    vocabulary = {token: index for index, token in enumerate(TOKENS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD, EOS, UNKNOWN])
-    return tokenizer
-
-
 def contents() -> dict[str, str]:
     """Every file by its name."""
     plain, composed = heldout_problems()
@@ -139,38 +95,9 @@ def contents() -> dict[str, str]:
         "train.jsonl": jsonl(lines(train, task="plain", name="t", seed=SEED + 5)),
         "heldout.jsonl": jsonl(heldout),
         "warm_start.jsonl": jsonl(demonstrations(demonstrated, forms=forms)),
-        "model/config.json": json.dumps(MODEL, indent=2) + "\n",
-        "model/generation_config.json": json.dumps(GENERATION, indent=2) + "\n",
-        "model/tokenizer.json": build_tokenizer().to_str(pretty=True) + "\n",
-        "model/tokenizer_config.json": json.dumps(TOKENIZER, indent=2) + "\n",
+        **tiny_model(WORDS, pattern=WORD_PATTERN, layers=3),
     }
 
 
-def jsonl(rows: Iterable[object]) -> str:
-    """One JSON object a line."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file appears whole or not at all, also when two runs prepare at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-
-def main() -> None:
-    """Write what is missing or different."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="folder of the data")
-    out: Path = parser.parse_args().out
-    for name, text in contents().items():
-        path = out / name
-        if path.is_file() and path.read_text() == text:
-            continue
-        write_atomically(path, text)
-        print(f"wrote {path}")
-
-
 if __name__ == "__main__":
-    main()
+    make_data(contents, out=Path(__file__).parent / "data", about=__doc__)

@@ -38,8 +38,7 @@ SECOND_ARGUMENT_SHARE = 0.25
 RIGHT, LIKELIER_SLIP = 0.35, 0.7  # share of right lines in demonstrations; of the first slip among wrong ones
 PRINTED, NO_COLON = 0.1, 0.05  # demonstrations that print the result, or lack the colon
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-TOKEN_PATTERN = r" ?[A-Za-z]+|\s|."  # one match is one token
+WORD_PATTERN = r" ?[A-Za-z]+|\s|."  # one match is one word
 
 Pair: TypeAlias = tuple[str, str]
 HiddenTests: TypeAlias = dict[str, str | list[list[Value]] | list[Value]]
@@ -213,8 +212,8 @@ def draw_any(rng: random.Random) -> Problem:
     return Problem(tuple(Clause(op, constant) for op, constant in zip(operations, constants, strict=True)))
 
 
-def tokens() -> tuple[str, ...]:
-    """Every token that a prompt, a program or a slip can have, after the special ones."""
+def words() -> tuple[str, ...]:
+    """Every word that a prompt, a program or a slip can have."""
     frames = [
         f"f({kind},{ARGUMENT}): , then \ndef f():\n {kind}=\n return {kind}\n print({kind})" for kind in "xsa"
     ]
@@ -222,7 +221,7 @@ def tokens() -> tuple[str, ...]:
     lines = [text for op in OPERATIONS for text in (op.phrase, op.code, *op.slips)]
     texts = [f"{before}{text}" for text in (*constants, *lines) for before in ("", " ")]
     filled = [text.replace("{}", "") for text in (*frames, *texts)]
-    return (PAD, EOS, UNKNOWN, *sorted({token for text in filled for token in re.findall(TOKEN_PATTERN, text)}))
+    return tuple(sorted({word for text in filled for word in re.findall(WORD_PATTERN, text)}))
 
 
-TOKENS = tokens()
+WORDS = words()

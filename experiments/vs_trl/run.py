@@ -84,7 +84,7 @@ def measure(run: FinishedRun) -> Measured:
         (after - before, end - start)
         for (before, after), (start, end) in zip(pairwise(tokens), pairwise(ends), strict=True)
     ]
-    return Measured(steps, [(e.step, e.rl_s, e.accuracy) for e in run.summary.evaluations if e.step > 0])
+    return Measured(steps, [(e.step, e.rl_s, e.mean) for e in run.summary.evaluations if e.step > 0])
 
 
 def warm_started_model(run: FinishedRun) -> Path:

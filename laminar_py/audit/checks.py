@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from laminar_py.audit.violations import Rule, Violation
+from laminar_py.ledger.evaluations import UNSCORED, answer_of
 from laminar_py.ledger.rows import TrajectoryRow
 from laminar_py.records.ages import WeightAges
+from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import EvalAnswer
 from laminar_py.records.events import (
     AnyEvent,
     Archived,
     Consumed,
+    Dropped,
+    Evaluated,
     Event,
     Finished,
     PartStarted,
@@ -22,6 +27,7 @@ from laminar_py.records.events import (
     RolledBack,
     RunEnded,
     RunStarted,
+    Scored,
     Stepped,
     Undone,
     VersionLoaded,
@@ -238,6 +244,31 @@ class StepCheck(Check):
                 message = f"says it used {said} trajectories, {consumed} were consumed by it"
                 found.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
         return found
+
+
+class FiguresCheck(Check):
+    """Figures of an evaluation are those of its answers; intervals, which draw numbers, are left out."""
+
+    sees = (Scored, Dropped, Evaluated)
+
+    def __init__(self) -> None:
+        self._answers: dict[str, list[EvalAnswer]] = {}  # of passes without figures yet
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Keep answers, and compare."""
+        if isinstance(event, Evaluated):
+            found = set_figures(self._answers.pop(event.pass_id, []), samples=event.figures.samples)
+            if found is None or found.told != event.figures.told:
+                told = "none" if found is None else found.tell()
+                message = f"says {event.figures.tell()}; by its answers that is {told}"
+                return [Violation(Rule.ROWS, f"evaluation {event.pass_id}", message)]
+        elif row is not None and row.kind is Kind.EVAL:
+            answers = self._answers.setdefault(row.group_id, [])
+            if isinstance(event, Scored):
+                answers.append(answer_of(row, reward=event.reward, said=event.said))
+            elif isinstance(event, Dropped) and event.reason in UNSCORED:
+                answers.append(answer_of(row, reward=None, said=""))
+        return []
 
 
 class ArchiveCheck(Check):

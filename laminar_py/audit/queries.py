@@ -14,6 +14,7 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import Accounting, TrajectoryRow, read_accounting, read_rows
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
+LARGEST = 2**63 - 1  # number that SQLite has
 _COMPARISON = re.compile(r"(>=|<=|!=|>|<|=)?\s*(-?\d+(?:\.\d+)?)")
 _READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 
@@ -30,6 +31,7 @@ class Filters:
     kind: Kind | None = None
     group: str | None = None
     prompt: str | None = None
+    eval_set: str | None = None  # that they answer
     replica: int | None = None  # the last one that had it
     version: int | None = None  # one that made tokens of it
     staleness: str | None = None  # comparisons
@@ -56,27 +58,28 @@ def staleness_histogram(run: Path) -> dict[int, int]:
 
 def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterator[TrajectoryRow]:
     """Trajectories that pass all filters, in the order of issue. Raises `ConfigError` on a bad comparison."""
-    where, values = _condition(filters)
+    where, values = condition(filters)
     with reading(run) as connection:
         yield from read_rows(connection, where, values, limit=limit)
 
 
 def count(run: Path, filters: Filters) -> int:
     """Number of trajectories that pass all filters. Raises `ConfigError` on a bad comparison."""
-    where, values = _condition(filters)
+    where, values = condition(filters)
     with reading(run) as connection:
         (found,) = connection.execute(f"SELECT count(*) FROM trajectory WHERE {where}", values).fetchone()
     return int(found)
 
 
-def _condition(filters: Filters) -> tuple[str, tuple[object, ...]]:
-    """Filters as an SQL condition, and the values of its marks."""
+def condition(filters: Filters) -> tuple[str, tuple[object, ...]]:
+    """Filters as an SQL condition on `trajectory`, and the values of its marks. Raises `ConfigError`."""
     wanted: dict[str, str | int | float | None] = {
         "status = ?": filters.status,
         "drop_reason = ?": filters.reason,
         "kind = ?": filters.kind,
         "group_id = ?": filters.group,
         "prompt_id = ?": filters.prompt,
+        f"kind = '{Kind.EVAL}' AND substr(group_id, instr(group_id, '-') + 1) = ?": filters.eval_set,
         "replica = ?": filters.replica,
         "? BETWEEN oldest_version AND newest_version": filters.version,
     }
@@ -85,7 +88,11 @@ def _condition(filters: Filters) -> tuple[str, tuple[object, ...]]:
         if comparison is not None:
             sign, number = parse_comparison(comparison, field=column)
             wanted[f"{column} {sign} ?"] = number
-    used = {condition: value for condition, value in wanted.items() if value is not None}
+    for column in ("replica", "version"):
+        number = getattr(filters, column)
+        if number is not None and not -LARGEST <= number <= LARGEST:
+            raise ConfigError(f"{column}={number}: no such number is on record; give one below 2^63")
+    used = {words: value for words, value in wanted.items() if value is not None}
     values = tuple(str(value) if isinstance(value, str) else value for value in used.values())  # enums too
     return " AND ".join(used) or "1", values
 

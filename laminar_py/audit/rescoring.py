@@ -14,6 +14,7 @@ from laminar_py.config.reward import RewardConfig, TermConfig
 from laminar_py.ledger.database import LedgerError, reading
 from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import TrajectoryRow, decode_event
+from laminar_py.records.evaluations import set_of
 from laminar_py.records.events import Scored
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason, Prompt
@@ -40,7 +41,7 @@ class RecordedScore:
             return None
         if score.value is None:
             return f"{score.trajectory_id}: {self.reward:g} on record, no value ({score.detail}) now"
-        roundings = _Roundings(reward.of_task(self.request.task))
+        roundings = _Roundings(reward.of_task(self.request.task, set_name=self.request.set_name))
         now = {term.name: term.value for term in score.terms}
         same_terms = now.keys() == self.terms.keys()
         for name in now if same_terms else ():
@@ -99,6 +100,7 @@ def _request(row: TrajectoryRow, prompt: Prompt, payload: Payload) -> ScoringReq
         response="",
         answer=prompt.answer,
         task=prompt.task,
+        set_name=set_of(row.group_id),
         finish_reason=row.finish_reason,
         prompt_ids=prompt.ids,
         response_ids=payload.ids,

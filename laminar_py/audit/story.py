@@ -21,6 +21,7 @@ from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, In
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import clip_spans
 from laminar_py.records.trajectory import Span
+from laminar_py.records.visible import visible
 
 _NEAR = 4096  # trajectories on either side among which those of a group are looked for
 
@@ -72,39 +73,43 @@ class Story:
 def story(run: Path, trajectory_id: str) -> Story:
     """Story of one trajectory. Raises `ConfigError` if it does not exist."""
     with reading(run) as connection:
-        row = next(iter(read_rows(connection, "id = ?", (trajectory_id,))), None)
-        if row is None:
-            raise ConfigError(
-                f"trajectory={trajectory_id}: not in {ledger_path(run)}; `laminar audit list` names them all"
-            )
-        query = "SELECT text, answer, task FROM prompt WHERE id = ?"
-        text, answer, task = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "")
-        response = StoredResponses(ledger_path(run).parent, connection).of(row)
-        events = tuple(_events(connection, row))
-        return Story(
-            row=row,
-            prompt=text,
-            answer=answer,
-            task=task,
-            group=tuple(_group(connection, row)),
-            events=events,
-            response=response,
+        return read_story(connection, StoredResponses(ledger_path(run).parent, connection), trajectory_id)
+
+
+def read_story(connection: sqlite3.Connection, responses: StoredResponses, trajectory_id: str) -> Story:
+    """Story of one trajectory, from a run that is being read. Raises `ConfigError` if it does not exist."""
+    row = next(iter(read_rows(connection, "id = ?", (trajectory_id,))), None)
+    if row is None:
+        raise ConfigError(
+            f"trajectory={trajectory_id}: not in {responses.run}; `laminar audit list` names them all"
         )
+    query = "SELECT text, answer, task FROM prompt WHERE id = ?"
+    text, answer, task = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "")
+    return Story(
+        row=row,
+        prompt=text,
+        answer=answer,
+        task=task,
+        group=tuple(_group(connection, row)),
+        events=tuple(_events(connection, row)),
+        response=responses.of(row),
+    )
 
 
 def tell_story(told: Story) -> list[str]:
-    """Lines of a story."""
+    """Lines of a story, but for the texts in it."""
     row = told.row
     fates = ", ".join(f"{count} {status}" for status, count in Counter(told.group).items())
     task = f" of {told.task}" if told.task else ""
-    return [
+    lines = [
         f"{row.id}: sample {row.sample_index} of group {row.group_id} ({fates}), for {row.kind}",
-        f"prompt {row.prompt_id}{task}, place {row.prompt_index}: {told.prompt!r}, answer {told.answer!r}",
+        f"prompt {row.prompt_id}{task}, place {row.prompt_index}, answer {told.answer!r}",
         f"{row.status}: {_fate(row)}",
         f"{row.length} response tokens{_end(row)}",
         *(f"  {line}" for line in tell_response(told)),
         *(f"  {entry.since_s:9.3f} s  {line}" for entry, line in _tell_events(told)),
     ]
+    return [visible(line) for line in lines]
 
 
 def tell_response(told: Story) -> list[str]:

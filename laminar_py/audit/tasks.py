@@ -16,6 +16,7 @@ from laminar_py.audit.checks import (
     Check,
     ChecksumCheck,
     DrainCheck,
+    FiguresCheck,
     StalenessCheck,
     StepCheck,
     WeightsCheck,
@@ -54,7 +55,8 @@ def check_file(run: Path) -> TaskResult:
 def check_events(run: Path) -> TaskResult:
     """Replay all events: every rule along the log, and the tables that follow from it."""
     archive = ArchiveCheck(ledger_path(run).parent)
-    checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck(), archive]
+    checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck()]
+    checks += [FiguresCheck(), archive]
     watching: dict[type[Event], list[Check]] = {}
     for check in checks:
         for kind in check.sees:

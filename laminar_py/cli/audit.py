@@ -14,8 +14,23 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from laminar_py.cli.filters import (
+    ByLength,
+    ByReward,
+    ByStaleness,
+    ByStep,
+    OfGroup,
+    OfKind,
+    OfModel,
+    OfPrompt,
+    OfReason,
+    OfReplica,
+    OfSet,
+    OfStatus,
+    OfVersion,
+)
 from laminar_py.cli.lines import console, say
-from laminar_py.records.trajectory import DropReason, Kind, Status
+from laminar_py.records.visible import visible
 
 if TYPE_CHECKING:
     from laminar_py.audit.queries import Filters
@@ -25,7 +40,6 @@ audit = typer.Typer()
 
 _PRINTED = 100  # violations, or rows of a table
 _LISTED = 50  # trajectories
-_COMPARISON = "A comparison, e.g. '>3'"
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else, on stdout")]
 
@@ -63,28 +77,42 @@ def verify(context: typer.Context) -> None:
 
 
 @audit.command(epilog="Example: laminar audit runs/quickstart-1 show g17.3")
-def show(context: typer.Context, trajectory: Annotated[str, typer.Argument(help="Its id, e.g. g17.3")]) -> None:
-    """Tell one trajectory's whole life: prompt, who made which tokens, interruptions, moves, reward, use."""
+def show(
+    context: typer.Context,
+    trajectory: Annotated[str, typer.Argument(help="Its id, e.g. g17.3")],
+    model: OfModel = None,
+) -> None:
+    """Tell a trajectory's whole life: who made which tokens, interruptions, moves, reward, use; then its text."""
     from laminar_py.audit.story import story, tell_story
+    from laminar_py.cli.samples import print_lines, say_model
+    from laminar_py.samples.reading import read_sample
+    from laminar_py.samples.records import Colour
+    from laminar_py.samples.telling import tell_prompt, tell_response, tell_verdict
 
     for line in tell_story(story(context.obj, trajectory)):
         say(line)
+    sample = read_sample(context.obj, trajectory, model=model)
+    say_model(sample)
+    print_lines(tell_prompt(sample, whole=True))
+    print_lines(tell_response(sample, colour=Colour.VERSION, whole=True))
+    print_lines(tell_verdict(sample, whole=True))
 
 
 @audit.command("list", epilog="Example: laminar audit runs/quickstart-1 list --staleness '>3' --status consumed")
 def list_trajectories(
     context: typer.Context,
-    status: Annotated[Status | None, typer.Option(help="Where they are")] = None,
-    reason: Annotated[DropReason | None, typer.Option(help="Why they were dropped")] = None,
-    staleness: Annotated[str | None, typer.Option(help=_COMPARISON)] = None,
-    kind: Annotated[Kind | None, typer.Option(help="What they are for")] = None,
-    group: Annotated[str | None, typer.Option(help="Their group, e.g. g17")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Their prompt's id, e.g. p17")] = None,
-    step: Annotated[str | None, typer.Option(help=f"The step that used them. {_COMPARISON}")] = None,
-    replica: Annotated[int | None, typer.Option(help="The last one that had them")] = None,
-    version: Annotated[int | None, typer.Option(help="Weights that made tokens of them")] = None,
-    reward: Annotated[str | None, typer.Option(help=_COMPARISON)] = None,
-    length: Annotated[str | None, typer.Option(help=f"Response tokens. {_COMPARISON}")] = None,
+    status: OfStatus = None,
+    reason: OfReason = None,
+    staleness: ByStaleness = None,
+    kind: OfKind = None,
+    eval_set: OfSet = None,
+    group: OfGroup = None,
+    prompt: OfPrompt = None,
+    step: ByStep = None,
+    replica: OfReplica = None,
+    version: OfVersion = None,
+    reward: ByReward = None,
+    length: ByLength = None,
     limit: Annotated[
         int | None, typer.Option(min=0, help=f"At most so many; default {_LISTED}, with --json all")
     ] = None,
@@ -98,6 +126,7 @@ def list_trajectories(
         status=status,
         reason=reason,
         kind=kind,
+        eval_set=eval_set,
         group=group,
         prompt=prompt,
         replica=replica,
@@ -188,7 +217,7 @@ def _print_rows(names: list[str], rows: Iterator[tuple[object, ...]]) -> None:
 def _cell(value: object) -> str:
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
-    return "" if value is None else str(value)
+    return "" if value is None else visible(str(value), keep="\n\t")
 
 
 def _print_accounting(run: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 from laminar_py.cli.lines import say
-from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder, run_of
 from laminar_py.telemetry.memory import folder_bytes
 
@@ -34,7 +33,7 @@ def clean(
     for folder, run in folders:
         size = f"{folder_bytes(folder) / 2**20:,.0f} MiB"
         is_there = os.path.isdir(run.path)
-        ours = is_there and _lock(run)  # so that nobody resumes it meanwhile
+        ours = is_there and run.try_lock()  # so that nobody resumes it meanwhile
         state = "not there, deleted or not mounted" if not is_there else "stopped" if ours else "runs"
         if (free and ours) or (gone and not is_there):
             shutil.rmtree(folder, ignore_errors=True)  # another call may be at it
@@ -56,12 +55,3 @@ def _folders(shm: Path) -> Iterator[tuple[Path, RunFolder]]:
             own = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
             if own and (run := run_of(folder)) is not None:
                 yield folder, run
-
-
-def _lock(run: RunFolder) -> bool:
-    """True if the run was nobody's, and is this process's now."""
-    try:
-        run.lock()
-    except ConfigError:
-        return False
-    return True

@@ -16,12 +16,17 @@ from laminar_py.cli.audit import audit
 from laminar_py.cli.bench import bench
 from laminar_py.cli.clean import clean
 from laminar_py.cli.dashboard import dashboard
+from laminar_py.cli.data import data
 from laminar_py.cli.doctor import doctor
+from laminar_py.cli.eval import evaluate
+from laminar_py.cli.launch import launch
 from laminar_py.cli.relay import relay
 from laminar_py.cli.report import report
 from laminar_py.cli.reward import rescore, reward
+from laminar_py.cli.samples import samples
 from laminar_py.cli.train import export, train
 from laminar_py.config.section import ConfigError
+from laminar_py.records.visible import visible
 
 app = typer.Typer(
     name="laminar",
@@ -31,13 +36,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")(train)
+app.command(epilog="Example: laminar launch experiments/launcher --dry-run")(launch)
 app.command(epilog="Example: laminar report runs/quickstart-1")(report)
 app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
+app.command(epilog="Example: laminar data configs/quickstart.yaml")(data)
+app.command(epilog="Example: laminar samples runs/quickstart-1 --reward 0 --order longest")(samples)
 app.add_typer(audit, name="audit")
 app.add_typer(reward, name="reward")
 app.command(epilog="Example: laminar rescore runs/quickstart-1")(rescore)
 app.command(epilog="Example: laminar export runs/quickstart-1 out/quickstart --dtype bf16")(export)
-app.command(epilog="Example: laminar doctor configs/math_7b_8gpu_tp1.yaml")(doctor)
+app.command("eval", epilog="Example: laminar eval runs/quickstart-1 eval.sets.heldout.samples=4")(evaluate)
+app.command(epilog="Example: laminar doctor experiments/math_long_cot/7b_8gpu.yaml")(doctor)
 app.command(epilog="Example: laminar clean --free")(clean)
 app.add_typer(bench, name="bench")
 app.add_typer(relay, name="relay")
@@ -64,5 +73,5 @@ def main() -> None:
 
 
 def _end(line: str, *, code: int) -> NoReturn:
-    print(f"laminar: {line}", file=sys.stderr)
+    print("laminar:", visible(line, keep="\n"), file=sys.stderr)
     raise SystemExit(code) from None

@@ -33,7 +33,7 @@ def rewards() -> None:
     """Try rewards before GPUs are paid for."""
 
 
-@reward.command("try", epilog="Example: laminar reward try configs/math_7b_cluster.yaml samples.jsonl")
+@reward.command("try", epilog="Example: laminar reward try experiments/math_long_cot/7b_8gpu.yaml samples.jsonl")
 def try_samples(
     config: Annotated[Path, typer.Argument(help="YAML of a run, whose reward and tokenizer are used")],
     samples: Annotated[
@@ -43,7 +43,7 @@ def try_samples(
 ) -> None:
     """Score samples and say what failed, what disagrees with the reward wanted, and how long it took."""
     from laminar_py.config.loading import load_config
-    from laminar_py.data.jsonl import JsonlFile, other_fields, read_jsonl
+    from laminar_py.data.sources import other_fields, read_records, source_at
     from laminar_py.data.tokenizer import load_tokenizer
     from laminar_py.preflight.inputs import prepare
     from laminar_py.reward.samples import Sample, SampleLine, make_sample
@@ -53,17 +53,17 @@ def try_samples(
         raise ConfigError(f"samples={samples}: no such file; name a JSONL file, a line for each response")
     prepare(settings)
     tokenizer = load_tokenizer(settings.model.path)
-    source = JsonlFile(samples, "samples")
+    source = source_at(samples, "samples")
     made: list[Sample] = [
         make_sample(
             source.place(row),
             line,
-            other_fields(text, SampleLine),
+            other_fields(text, SampleLine.__struct_encode_fields__),
             encode=tokenizer.encode,
             decode=tokenizer.decode,
             end=tokenizer.eos_ids[0],
         )
-        for row, line, text in read_jsonl(source, SampleLine)
+        for row, line, text in read_records(source, SampleLine)
     ]
     wanted = {sample.place: sample for sample in made}
     _judge(
@@ -105,7 +105,7 @@ def _checked(reward: "RewardConfig", requests: Iterable["ScoringRequest"]) -> It
 
     for request in requests:
         place = request.trajectory_id
-        if not reward.of_task(request.task):
+        if not reward.of_task(request.task, set_name=request.set_name):
             raise ConfigError(f"{place}: task {request.task!r} has no reward; add it to reward.by_task")
         problem = Prompt(
             id=place,
@@ -116,7 +116,7 @@ def _checked(reward: "RewardConfig", requests: Iterable["ScoringRequest"]) -> It
             task=request.task,
             fields_json=request.fields_json,
         )
-        check_problem(reward, problem, place=place)
+        check_problem(reward, problem, place=place, set_name=request.set_name)
         yield request
 
 

@@ -1,5 +1,6 @@
 """`laminar train` and `laminar export`: runs, what is said of them at their end, and what they have learned."""
 
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from laminar_py.config.loading import load_config
 if TYPE_CHECKING:
     from laminar_py.telemetry.summary import (
         CheckpointFigures,
+        EvaluationFigures,
         RelayFigures,
         RepackFigures,
         Summary,
@@ -67,15 +69,15 @@ def export(
     """Write a plain Hugging Face folder of what a run has learned, also while it goes on."""
     from laminar_py.orchestrator.exports import export as export_run
 
-    checkpoint = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
-    say(f"{out}: {checkpoint.name} of {source}")
+    exported = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
+    say(f"{out}: {exported.checkpoint.name} of {source}")
 
 
 def _print_summary(summary: "Summary") -> None:
     lengths, counts = summary.response_length, summary.trajectories
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
     rows = [
-        ("held-out accuracy", f"{_share(summary.accuracy_start)} -> {_share(summary.accuracy_end)}"),
+        *_evaluation_rows(summary.evaluations),
         ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s"),
         ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
         ("tokens", f"{summary.tokens.generated:,} generated, {summary.tokens.trained:,} trained"),
@@ -147,5 +149,10 @@ def tell_repack(repack: "RepackFigures", kv_use: float) -> str:
     return ", ".join(words)
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _evaluation_rows(evaluations: "Sequence[EvaluationFigures]") -> Iterator[tuple[str, str]]:
+    """First and last evaluation of each set."""
+    for name in dict.fromkeys(one.set_name for one in evaluations):
+        passes = [one for one in evaluations if one.set_name == name]
+        accurate = all(one.figures.is_accuracy for one in passes)
+        label = f"{name} {'accuracy' if accurate else 'mean reward'}"
+        yield label, f"{passes[0].mean:.3f} -> {passes[-1].figures.mean.tell()}"

@@ -67,7 +67,7 @@ class Needs:
         rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
         return cls(
             ranks=config.learner.world_size,
-            rank_gpus=1 if learner_device(config) is Device.CUDA else 0,
+            rank_gpus=1 if config.learner_device is Device.CUDA else 0,
             replicas=rollout.replicas,
             replica_gpus=0 if engine.hosts else engine.gpus,
             relays=config.relay.nodes,
@@ -89,12 +89,6 @@ class Needs:
         reference = f" and the reference's {self.rank_gpus}" if self.reference else ""
         servers = f" and reward.servers' {self.server_gpus}" if self.server_gpus else ""
         return f"the learner's {self.ranks * self.rank_gpus}{reference}{servers}"
-
-
-def learner_device(config: RunConfig) -> Device:
-    """Device that the learner's ranks run on."""
-    engine = config.rollout.engine
-    return config.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

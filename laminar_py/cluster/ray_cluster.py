@@ -124,15 +124,18 @@ def _joined(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def nodes() -> list[Node]:
-    """The live nodes of the cluster, with the GPUs that are free: the controller's first, then by address."""
+def nodes(*, taken: bool = False) -> list[Node]:
+    """The live nodes of the cluster, with the GPUs that are free: the controller's first, then by address.
+
+    With `taken` also with those that somebody has.
+    """
     here = ray.get_runtime_context().get_node_id()
     free = ray._private.state.available_resources_per_node()  # public calls tell only the sum over all nodes
     found = [
         Node(
             id=node["NodeID"],
             ip=node["NodeManagerAddress"],
-            gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+            gpus=int((node["Resources"] if taken else free.get(node["NodeID"], {})).get("GPU", 0)),
             cpus=int(node["Resources"].get("CPU", 0)),
             here=node["NodeID"] == here,
         )
@@ -140,6 +143,13 @@ def nodes() -> list[Node]:
         if node["Alive"]
     ]
     return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
+
+
+def all_placed() -> bool:
+    """True once every process that this one started has what it asked for of the cluster, or has died."""
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    states = {part["State"] for part in ray._private.state.actors(job_id=job).values()}
+    return states <= {"ALIVE", "DEAD"}
 
 
 async def on_node(node: str, function: Callable[..., bytes], *arguments: str) -> bytes:

@@ -1,20 +1,108 @@
-"""Settings of the prompts."""
+"""Settings of problems: where they come from, how prompts are written for the model, in which order they come."""
 
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
-from laminar_py.config.section import Section
+from pydantic import BeforeValidator, Field, JsonValue
+
+from laminar_py.config.section import Count, Section, Share
+
+PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
+FILES = {".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", *PACKED}  # no name on the hub ends so
+
+
+class SourceConfig(Section):
+    """Problems of one source, e.g. `{path: train.jsonl}`, or just that path."""
+
+    path: str
+    """JSONL file, Parquet file, local folder of Hugging Face `datasets`, or name of a data set on its hub. A
+    problem has a `prompt`, text or a list of messages (or the latter as `messages`), and what its reward needs:
+    mostly an `answer`, perhaps `tests` or other fields, which rewards get as they are. Perhaps `id` and `task`
+    too: reports tell tasks apart, and each may have a reward of its own."""
+    split: str = "train"
+    """Split of a folder or a data set on the hub."""
+    subset: str | None = None
+    """Subset (configuration) of a data set on the hub, where it has several."""
+    revision: str | None = None
+    """Commit, branch or tag of a data set on the hub; a commit is the same rows for ever."""
+    columns: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    """Names of our fields and of the columns that hold them, e.g. `{prompt: question, answer: solution.value}`. A
+    dot goes into a column of objects."""
+    task: str | None = None
+    """Task of all problems of this source, in place of what they say."""
+
+    @property
+    def is_hub_name(self) -> bool:
+        """True for what reads as the name of a data set on the hub, and is neither here nor in a folder here."""
+        path, parts = Path(self.path), self.path.split("/")
+        named = len(parts) <= 2 and all(parts) and parts[0][0] not in ".~" and path.suffix not in FILES
+        return named and not path.exists() and not (len(parts) == 2 and path.parent.exists())
+
+
+class TrainSourceConfig(SourceConfig):
+    """Problems to train on: one source, just its path, or a list of sources."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the groups that are of this source, against the weights of the others."""
+
+
+def read_source(given: Any) -> Any:
+    """Settings of a source that is given as no more than its path."""
+    return {"path": given} if isinstance(given, str) else given
+
+
+def read_sources(given: Any) -> Any:
+    """Settings of sources that may be given as one."""
+    return tuple(read_source(one) for one in (given if isinstance(given, list | tuple) else (given,)))
+
+
+AnySources: TypeAlias = Annotated[
+    tuple[TrainSourceConfig, ...], BeforeValidator(read_sources), Field(min_length=1)
+]
+
+
+class ChatConfig(Section):
+    """How messages become text: by the chat template of the model's tokenizer."""
+
+    system: str | None = None
+    """System message, in front of messages that have none."""
+    arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
+    """Arguments of the template, e.g. `{enable_thinking: false}`."""
+    texts: bool = False
+    """Take a prompt that is text for a message of the user. If false it is tokenized as it stands, after what the
+    tokenizer's own post-processor puts before a text, a BOS for one."""
+
+
+class PromptOrder(StrEnum):
+    """Order in which problems come."""
+
+    SHUFFLED = "shuffled"
+    CURRICULUM = "curriculum"
+    SIGNAL = "signal"
 
 
 class DataConfig(Section):
-    """Sources of prompts."""
+    """Problems to train on."""
 
-    train: Path
-    """JSONL with a `prompt` in each line, and what its reward needs: mostly an `answer`, perhaps `tests` or other
-    fields, which rewards get as they are. Perhaps `id` and `task` too: reports tell tasks apart, and each may have
-    a reward of its own. Each epoch is shuffled anew from `seed`. A prompt is tokenized as it stands, after what
-    the tokenizer's own post-processor puts before a text, a BOS for one; a chat template has to be applied
-    already."""
-    heldout: Path | None = None
-    """JSONL of the same form for evaluation; none of its prompts may occur in `train`."""
+    train: AnySources
+    """Source of the problems, or a list of them."""
     prepare: Path | None = None
     """Python script that makes the files of this run where they are missing; runs before anything else."""
+    chat: ChatConfig = ChatConfig()
+    """Prompts that are messages; of evaluation sets and the warm start too."""
+    order: PromptOrder = PromptOrder.SHUFFLED
+    """`shuffled`: each epoch anew from `seed`. `curriculum`: shuffled too, among the levels that are open; in each
+    source the lowest is, and a level is once each one below is solved. `signal`: shuffled too, but a problem whose
+    last n groups had equal rewards comes with probability max(`rest_floor`, 2^-n), else another one of its source
+    in its place."""
+    level: str = "level"
+    """Field of a problem that has its level, a number or a text, for `order: curriculum`."""
+    level_groups: Count = 32
+    """Groups of a level, the last ones, by which it is judged."""
+    opens_at: Share = 0.5
+    """Share of solved responses in these from which on the next level is open."""
+    solved_at: float = 1.0
+    """Reward from which on a response solves its problem."""
+    rest_floor: Share = 0.0625
+    """Lowest probability of `order: signal`."""

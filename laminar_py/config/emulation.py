@@ -58,7 +58,8 @@ def check_emulation(
         )
     if warm_start is not None:
         raise ConfigError(
-            f"warm_start.data={warm_start.data}: an emulated learner has no model to warm up; leave warm_start out"
+            f"warm_start.data={warm_start.data.path}: an emulated learner has no model to warm up;"
+            " leave warm_start out"
         )
     if algorithm.refers_in_stage:
         raise ConfigError(

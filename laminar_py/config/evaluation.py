@@ -1,14 +1,88 @@
 """Settings of held-out evaluation."""
 
-from laminar_py.config.section import Count, Seconds, Section
+from typing import Annotated, Self, TypeAlias
+
+import msgspec
+from pydantic import BeforeValidator, Field, model_validator
+
+from laminar_py.config.data import SourceConfig, read_source
+from laminar_py.config.rollout import RolloutConfig
+from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.recordings import Recording
+
+SetName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+class EvalSetConfig(SourceConfig):
+    """Problems to evaluate on, none of which may occur in `data.train`. `reward.by_set` may give them a reward of
+    their own."""
+
+    samples: Count = 1
+    """Answers to each problem (k of avg@k, pass@k and maj@k); with more than one `temperature` is above 0."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Divides the logits; 0 is greedy."""
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """Keep the k most probable tokens; 0 keeps all. Default: `rollout.sampling.top_k`."""
+    top_p: Share | None = None
+    """Keep the smallest set of tokens with this probability. Default: `rollout.sampling.top_p`."""
+    max_new_tokens: Count | None = None
+    """Cap on the tokens of an answer. Default: `rollout.sampling.max_new_tokens`."""
+    every_steps: Count | None = None
+    """Learner steps between two evaluations on this set. Default: `eval.every_steps`."""
+
+    def sampling(self, run: SamplingParams) -> SamplingParams:
+        """Parameters of a request for an answer; what is not set is the `run`'s."""
+        own = {"top_k": self.top_k, "top_p": self.top_p, "max_new_tokens": self.max_new_tokens}
+        given = {name: value for name, value in own.items() if value is not None}
+        return msgspec.structs.replace(run, temperature=self.temperature, **given)
+
+
+AnyEvalSet: TypeAlias = Annotated[EvalSetConfig, BeforeValidator(read_source)]
 
 
 class EvalConfig(Section):
-    """Greedy evaluation on the held-out prompts."""
+    """Evaluation on held-out problems, before RL, after it, and meanwhile; each set is a pass of its own."""
 
+    sets: dict[SetName, AnyEvalSet] = {}  # noqa: RUF012 - pydantic copies it
+    """Sets by name, e.g. `{heldout: heldout.jsonl}`. The first is told where there is room for one."""
     every_steps: Count | None = None
     """Learner steps between two evaluations of RL; None: only before and after."""
     at_seconds: tuple[Seconds, ...] = ()
     """Seconds of RL after which the weights of that moment are evaluated too, in ascending order."""
     deferred: bool = False
     """Keep the weights in shared memory and evaluate when RL is over, off its clock, instead of meanwhile."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, settings in self.sets.items():
+            if settings.samples > 1 and settings.temperature == 0:
+                raise ConfigError(
+                    f"eval.sets.{name}.temperature=0: gives samples={settings.samples} equal answers; set it above"
+                    " 0, or samples to 1"
+                )
+        return self
+
+    def intervals(self) -> dict[str, int]:
+        """Learner steps between two evaluations on a set, of those that are evaluated during RL."""
+        every = {name: settings.every_steps or self.every_steps for name, settings in self.sets.items()}
+        return {name: steps for name, steps in every.items() if steps is not None}
+
+
+def check_evaluation(evaluation: EvalConfig, rollout: RolloutConfig) -> None:
+    """Refuse sets whose answers the engines have no room for, or cannot record. Raises `ConfigError`."""
+    run = rollout.sampling.params()
+    for name, settings in evaluation.sets.items():
+        sampling = settings.sampling(run)
+        if sampling.max_new_tokens >= rollout.max_len:
+            raise ConfigError(
+                f"eval.sets.{name}.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in"
+                f" rollout.max_len={rollout.max_len}; raise max_len or lower max_new_tokens"
+            )
+        whole = not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
+        wider = run.top_k > 0 and not 0 < sampling.top_k <= run.top_k
+        if Recording.SAMPLING_MASK in rollout.record and (whole or wider):
+            raise ConfigError(
+                f"eval.sets.{name}.top_k={sampling.top_k}: rollout.record=sampling_mask has room for"
+                f" rollout.sampling.top_k={run.top_k} tokens; lower it to that, or leave it out"
+            )

@@ -36,7 +36,8 @@ class LearnerConfig(Section):
     """Optimisation."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate of AdamW, after its warm-up."""
+    """Learning rate of AdamW, after its warm-up. The default is for billions of parameters; a model of 245,000
+    learns with 1e-3."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises to `lr`, linearly."""
     decay: Decay = Decay.NONE

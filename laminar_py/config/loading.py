@@ -20,6 +20,9 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
 BEGINNINGS = ("algorithm.name", "rollout.engine.kind")  # keys whose sections mean other things under other values
+SOURCE = re.compile(
+    r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\."
+)  # sections that may be given as no more than a path
 NEAR = 0.7  # likeness of two names, of 1, from which on one may have been meant by the other
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -103,6 +106,8 @@ def _apply(tree: dict[str, object], override: str) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
         child = node.setdefault(parent, {})
+        if isinstance(child, str) and SOURCE.match(key):
+            child = node[parent] = {"path": child}
         if not isinstance(child, dict):
             raise ConfigError(f"override={override}: {parent} is a value, not a section; check the key")
         node = child

@@ -1,11 +1,12 @@
 """Settings of the model and of the supervised phase before RL."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from laminar_py.config.section import Count, Section
+from laminar_py.config.data import SourceConfig, read_source
+from laminar_py.config.section import ConfigError, Count, Section
 
 
 class ModelConfig(Section):
@@ -17,11 +18,17 @@ class ModelConfig(Section):
     """Initialise the weights from `seed` instead of loading them; the folder needs no safetensors then."""
 
 
+class DemonstrationConfig(SourceConfig):
+    """Demonstrations: a source like those of `data.train`, or just its path, but without a `task`. A row has a
+    `prompt`, text or a list of messages, and a `response`; or `messages` that end with the assistant's. A cached
+    result knows a data set on the hub by its name alone."""
+
+
 class WarmStartConfig(Section):
     """A short supervised phase before RL; its result is cached by the hash of all that it depends on."""
 
-    data: Path
-    """JSONL with `prompt` and `response` in each line."""
+    data: Annotated[DemonstrationConfig, BeforeValidator(read_source)]
+    """Demonstrations to imitate."""
     steps: Count = 500
     """Optimizer steps."""
     tokens_per_step: Count = 1024
@@ -30,3 +37,9 @@ class WarmStartConfig(Section):
     """Peak learning rate: linear warm-up over 20 steps, linear decay over the last 40 %."""
     cache: Path = Path(".cache/warm_start")
     """Folder that keeps finished warm starts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.data.task is not None:
+            raise ConfigError(f"warm_start.data.task={self.data.task}: demonstrations have no task; leave it out")
+        return self

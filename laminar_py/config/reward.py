@@ -5,7 +5,7 @@ an installed package as `laminar_py.rewards`.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +224,8 @@ class RewardConfig(Section):
     A kind without settings stands for itself, a function of your own for its path: `[rewards.py:score]`."""
     by_task: dict[str, Terms] = {}  # noqa: RUF012 - pydantic copies it
     """Terms of the problems of a task, in place of `use`, e.g. `{code: [rewards.py:run_tests]}`."""
+    by_set: dict[str, Terms] = {}  # noqa: RUF012 - pydantic copies it
+    """Terms of an evaluation set, in place of both, e.g. `{aime: [math]}`; other sets have those of training."""
     servers: dict[PoolName, ServerPoolConfig] = {}  # noqa: RUF012 - pydantic copies it
     """Servers that the run launches for terms, by a name of yours."""
     workers: Count = 1
@@ -241,8 +243,9 @@ class RewardConfig(Section):
 
     @property
     def terms(self) -> tuple[TermConfig, ...]:
-        """Terms of every task."""
-        return tuple(term for terms in self.rules.values() for term in terms)
+        """Terms of every task and every set."""
+        rules = (*self.rules.values(), *self.by_set.values())
+        return tuple(term for terms in rules for term in terms)
 
     @property
     def title(self) -> str:
@@ -254,24 +257,25 @@ class RewardConfig(Section):
         """Servers that the run launches: pool, and number in it."""
         return tuple((pool, index) for pool, settings in self.servers.items() for index in range(settings.count))
 
-    def of_task(self, task: str) -> tuple[TermConfig, ...]:
-        """Terms of a problem's reward; none where the config has none for its task."""
-        return self.by_task.get(task, self.use)
+    def of_task(self, task: str, *, set_name: str = "") -> tuple[TermConfig, ...]:
+        """Terms of a problem's reward, in a set of its own; none where the config has none for its task."""
+        return self.by_set.get(set_name) or self.by_task.get(task, self.use)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.terms:
+        if not self.rules:
             raise ConfigError(
                 "reward.use: no reward; name one, e.g. exact with a pattern, or path/to/file.py:function"
             )
-        for task, terms in self.rules.items():
-            field = f"reward.by_task.{task}" if task else "reward.use"
+        fields = {f"reward.by_task.{task}" if task else "reward.use": terms for task, terms in self.rules.items()}
+        fields |= {f"reward.by_set.{name}": terms for name, terms in self.by_set.items()}
+        for field, terms in fields.items():
             names = [term.title for term in terms]
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise ConfigError(f"{field}: two terms are called {twice}; give each a `name` of its own")
             if not names:
-                raise ConfigError(f"{field}: has no term; name one or leave the task out")
+                raise ConfigError(f"{field}: has no term; name one or leave it out")
             for place, term in enumerate(terms):
                 if term.asked_unless is not None and term.asked_unless not in names[:place]:
                     raise ConfigError(f"{field}: {term.title} has unless={term.asked_unless}, no term before it")
@@ -289,6 +293,14 @@ class RewardConfig(Section):
                 raise ConfigError(
                     f"reward.servers.{pool}: no term asks it; name it in one as `servers`, or leave it out"
                 )
+
+
+def check_sets(reward: RewardConfig, sets: Collection[str]) -> None:
+    """Refuse terms of a set that `eval.sets` does not have. Raises `ConfigError`."""
+    unknown = next((name for name in reward.by_set if name not in sets), None)
+    if unknown is not None:
+        known = ", ".join(sets) or "none"
+        raise ConfigError(f"reward.by_set.{unknown}: no such set in eval.sets; name one of these: {known}")
 
 
 def check_tasks(reward: RewardConfig, tasks: Mapping[str, str]) -> None:

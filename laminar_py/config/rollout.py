@@ -29,7 +29,7 @@ class WithoutSignal(StrEnum):
 
 
 class SamplingConfig(Section):
-    """How responses are drawn in training; evaluation is greedy with the same caps."""
+    """How responses are drawn in training; an evaluation set may differ in each."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits; 0 is greedy."""

@@ -11,18 +11,18 @@ from pydantic import Field, model_validator
 
 from laminar_py.config.algorithm import AlgorithmConfig, AnyAlgorithmConfig
 from laminar_py.config.algorithm_checks import check_overlong, check_reference, check_teaching
-from laminar_py.config.cluster import ClusterConfig
+from laminar_py.config.cluster import ClusterConfig, Device
 from laminar_py.config.data import DataConfig
 from laminar_py.config.emulation import EmulationConfig, check_emulation
 from laminar_py.config.engine import BACKENDS
-from laminar_py.config.evaluation import EvalConfig
+from laminar_py.config.evaluation import EvalConfig, check_evaluation
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.lora import check_lora
 from laminar_py.config.model import ModelConfig, WarmStartConfig
 from laminar_py.config.packer import PackerConfig, check_microbatches
 from laminar_py.config.relay import RelayConfig
 from laminar_py.config.repack import NO_PLANNER, RepackConfig, can_repack, check_planner
-from laminar_py.config.reward import RewardConfig
+from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.rollout import RolloutConfig, check_rollout
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import Count, Seconds, Section
@@ -96,6 +96,8 @@ class RunConfig(Section):
         check_lora(self.learner.lora, model, warm_start, emulated=self.emulation is not None)
         check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
+        check_evaluation(self.eval, rollout)
+        check_sets(self.reward, self.eval.sets)
         if self.emulation is not None:
             check_emulation(rollout.engine.kind, algorithm, self.learner, self.cluster, warm_start)
         with BACKENDS.blaming(rollout.engine.kind):
@@ -108,10 +110,27 @@ class RunConfig(Section):
         return self.repack.planner != NO_PLANNER and can_repack(self.schedule, self.rollout)
 
     @property
+    def learner_device(self) -> Device:
+        """Device that the learner's ranks run on."""
+        engine = self.rollout.engine
+        return self.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that all parts take together, those of servers that it attaches to left out."""
+        rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
+        trained = self.learner.world_size + self.algorithm.refers_in_stage
+        return (
+            (trained if self.learner_device is Device.CUDA else 0)
+            + (0 if rollout.engine.hosts else rollout.replicas * rollout.engine.gpus)
+            + sum(server.gpus for server in launched)
+        )
+
+    @property
     def num_evaluations(self) -> int:
-        """Evaluations during RL, at most."""
-        every = self.eval.every_steps
-        return len(self.eval.at_seconds) + (self.steps // every if every else 0)
+        """Moments during RL at which anything is evaluated, at most."""
+        intervals = set(self.eval.intervals().values())
+        return len(self.eval.at_seconds) + sum(self.steps // every for every in intervals)
 
     @property
     def trajectories_per_step(self) -> int:

@@ -7,7 +7,7 @@ dropped + live; a group is in `groups` until its step is committed or nothing of
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from typing import Protocol
@@ -24,6 +24,7 @@ from laminar_py.records.ages import WeightAges
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.engine import SamplingParams
+from laminar_py.records.evaluations import set_of
 from laminar_py.records.events import AnyEvent
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Span
@@ -68,6 +69,7 @@ class ControlSettings:
     batch_per_replica: int
     group_size: int
     sampling: SamplingParams
+    of_sets: Mapping[str, SamplingParams] = field(default_factory=dict)  # of evaluation sets, by name
     without_signal: WithoutSignal
     max_refill: float = 4.0
     masks_truncated: bool = False
@@ -79,6 +81,7 @@ class ControlSettings:
     max_counterfactual: int = 0  # at a time
     min_group_survivors: int = 2
     max_seconds: float | None = None
+    versions_return: bool = False  # a lost one is published again by whoever resumes, so its work is kept
 
 
 class Phase(Enum):
@@ -144,7 +147,7 @@ class Book:
             sample_index=sample_index,
             prompt=prompt,
             kind=kind,
-            sampling=self.sampling(id, kind),
+            sampling=self.sampling(id, group_id, kind),
         )
         self.live[id] = lifecycle
         self.record(lifecycle.issued())
@@ -173,10 +176,16 @@ class Book:
             self.record_of(member, member.drop(reason, detail))
             del (self.counterfactual if member.counterfactual else self.live)[member.id]
 
-    def sampling(self, id: str, kind: Kind) -> SamplingParams:
-        """The run's sampling with a seed of the trajectory's own; an evaluation is greedy."""
-        sampling = msgspec.structs.replace(self.settings.sampling, seed=trajectory_seed(self.settings.seed, id))
-        return msgspec.structs.replace(sampling, temperature=0.0) if kind is Kind.EVAL else sampling
+    def sampling(self, id: str, group_id: str, kind: Kind) -> SamplingParams:
+        """Sampling of the run or of an evaluation's set, with a seed of the trajectory's own.
+
+        An evaluation that is of no set is greedy.
+        """
+        sampling = self.settings.sampling
+        if kind is Kind.EVAL:
+            greedy = msgspec.structs.replace(sampling, temperature=0.0)
+            sampling = self.settings.of_sets.get(set_of(group_id), greedy)
+        return msgspec.structs.replace(sampling, seed=trajectory_seed(self.settings.seed, id))
 
     def finished_by_group(self) -> dict[str, list[int]]:
         """Response lengths of finished samples, for each sample that goes on beside some."""

@@ -15,6 +15,7 @@ from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
+from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.protocols import Clock
 from laminar_py.records.returns import Returns, differ
 from laminar_py.records.scoring import Score
@@ -71,6 +72,7 @@ class Closing:
         stages: Stages,
         credit: Credit,
         clock: Clock,
+        tell: Callable[[GroupRewards], None],
     ) -> None:
         self._book = book
         self._consumption = consumption
@@ -78,6 +80,7 @@ class Closing:
         self._stages = stages
         self._credit = credit
         self._clock = clock
+        self._tell = tell
 
     def finished(self, lifecycle: Lifecycle) -> None:
         """Send a finished response on; the first of a group starts the clock of the group's deadline."""
@@ -138,6 +141,8 @@ class Closing:
         if teaches and self._stages.awaits_reference(survivors):
             return
         self._book.num_generating -= 1
+        rewards = tuple(member.reward or 0.0 for member in survivors)
+        self._tell(GroupRewards(group.prompt.index, group.prompt.id, rewards))
         if not teaches:
             await self._close_without_signal(group, survivors, f"reward {survivors[0].reward:g}")
             return

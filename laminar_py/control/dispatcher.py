@@ -36,7 +36,7 @@ class Dispatcher:
     def dispatch(self) -> dict[int, list[Assignment]]:
         """Assignments of this moment, by replica."""
         out: dict[int, list[Assignment]] = {}
-        self._waiting.extend(self._evaluations.start(self._book.views.idle()))
+        self._waiting.extend(self._evaluations.start())
         for lifecycle, replica, pin in self._waiting.leave():
             self._assign(lifecycle, replica, pin, out)
         for _ in range(self._router.num_admitted):
@@ -50,7 +50,7 @@ class Dispatcher:
     def for_starting(self, replica: int) -> list[Assignment]:
         """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first."""
         out: dict[int, list[Assignment]] = {}
-        self._waiting.extend(self._evaluations.start(()))
+        self._waiting.extend(self._evaluations.start())
         for lifecycle, pin in self._waiting.leave_for_starting():
             self._assign(lifecycle, replica, pin, out)
         return sorted(out.get(replica, []), key=lambda assignment: assignment.version or 0)

@@ -1,17 +1,18 @@
-"""Greedy passes over held-out prompts, each under one version. Owned by `control.scheduler`.
+"""Passes over held-out problems, each under one version. Owned by `control.scheduler`.
 
 Evaluations travel like training trajectories, as a kind of their own: they are accounted for apart, have no group
-and end as consumed by no step.
+and end as consumed by no step. Ids are those of `records.evaluations`, so a pass that is asked for again after a
+crash has the same trajectories, which draw the same tokens: what is answered stays, and what has begun goes on.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from laminar_py.control.book import Book
 from laminar_py.control.lifecycle import Lifecycle
-from laminar_py.control.views import ReplicaView
-from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
+from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 
 NO_STEP = -1
 
@@ -22,28 +23,34 @@ class EvaluationLostError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """Prompts of one pass, the version once known, and the rewards so far."""
+    """Problems of one pass, the version once known, and the answers so far, e.g. pass "e4-aime"."""
 
     id: str
     prompts: list[Prompt]
+    samples: int  # of each
     version: int | None
-    replica: int | None = None  # runs all of it, where the version was left to it
+    replica: int | None = None  # begins it, where the version was left to that
+    holders: set[int] = field(default_factory=set)  # replicas that were given members
     started: bool = False
     lost: bool = False  # a member's version was lost
     versions: set[int] = field(default_factory=set)  # of its answers
     pending: set[str] = field(default_factory=set)
-    rewards: list[float] = field(default_factory=list)
+    answers: dict[str, EvalAnswer] = field(default_factory=dict)  # by trajectory
     done: "asyncio.Future[Evaluation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
-    def accuracy(self) -> float | None:
-        """Mean reward over the answers that were scored, None if there is none."""
-        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+    def members(self) -> list[tuple[str, int, int]]:
+        """Id, problem and sample of each trajectory, answered or not."""
+        return [
+            (answer_id(self.id, problem, sample, samples=self.samples), problem, sample)
+            for problem in range(len(self.prompts))
+            for sample in range(self.samples)
+        ]
 
     @property
-    def num_unscored(self) -> int:
-        """Prompts whose answer has no reward."""
-        return len(self.prompts) - len(self.rewards)
+    def num_members(self) -> int:
+        """Trajectories in all."""
+        return len(self.prompts) * self.samples
 
     def finish(self) -> None:
         """Give the waiter its result, if it still waits."""
@@ -64,49 +71,90 @@ class Evaluations:
         self._book = book
         self._by_id: dict[str, Evaluation] = {}
 
-    def request(self, prompts: Sequence[Prompt], version: int | None = None) -> "asyncio.Future[Evaluation]":
-        """Answer `prompts` greedily under `version`; None takes what the first idle replica serves.
+    def request(
+        self,
+        prompts: Sequence[Prompt],
+        version: int | None = None,
+        *,
+        set_name: str = "",
+        samples: int = 1,
+        answers: Mapping[str, EvalAnswer] | None = None,
+    ) -> "asyncio.Future[Evaluation]":
+        """Answer `prompts` under `version`; None takes the newest that a replica serves when it begins.
 
-        The future's result has the rewards; it fails with `EvaluationLostError` if the version is lost.
+        The future's result has the answers, among them those that are known; it fails with `EvaluationLostError`
+        if the version is lost.
         """
-        evaluation = Evaluation(id=f"e{self.next_index}", prompts=list(prompts), version=version)
+        evaluation = Evaluation(
+            id=pass_id(self.next_index, set_name),
+            prompts=list(prompts),
+            samples=samples,
+            version=version,
+            answers=dict(answers or {}),
+        )
         self.next_index += 1
         self._by_id[evaluation.id] = evaluation
         return evaluation.done
 
-    def start(self, idle: Sequence[ReplicaView]) -> list[Lifecycle]:
-        """New trajectories of evaluations that begin now: their version is known, or a replica is idle."""
+    def start(self) -> list[Lifecycle]:
+        """New trajectories of evaluations that begin now: their version is known, or a replica runs.
+
+        Passes that begin at once do so on different replicas, those with the newest weights and the least work.
+        """
         started: list[Lifecycle] = []
-        for evaluation in self._by_id.values():
-            if evaluation.version is None and idle and not self._has_replica(evaluation):
-                evaluation.replica = idle[0].index
+        chosen: list[int | None] = []
+        for evaluation in list(self._by_id.values()):
+            if evaluation.version is None and not self._has_replica(evaluation):
+                evaluation.replica = self._newest_replica(chosen)
+                chosen.append(evaluation.replica)
             if not evaluation.started and (evaluation.version is not None or evaluation.replica is not None):
                 evaluation.started = True
-                started += [self._issue(evaluation, index) for index in range(len(evaluation.prompts))]
+                started += self._issue_missing(evaluation)
+                self._finish_if_done(evaluation)
         return started
+
+    @property
+    def progress(self) -> str:
+        """Words on what is under way, e.g. "aime: 128 of 960 answers"."""
+        return ", ".join(
+            f"{set_of(one.id)}: {len(one.answers)} of {one.num_members} answers" for one in self._by_id.values()
+        )
+
+    def take_up(self, lifecycle: Lifecycle) -> bool:
+        """Go on with a member that a dead controller left; False if its pass was not asked for again."""
+        evaluation = self._by_id.get(lifecycle.group_id)
+        if evaluation is None:
+            return False
+        evaluation.pending.add(lifecycle.id)
+        return True
 
     def version_of(self, lifecycle: Lifecycle) -> int | None:
         """The only version a member may run under, if that is settled."""
         return self._by_id[lifecycle.group_id].version
 
-    def replica_of(self, lifecycle: Lifecycle) -> int | None:
-        """The replica that runs the whole evaluation, under whatever version it serves then."""
-        return self._by_id[lifecycle.group_id].replica
+    def pass_of(self, lifecycle: Lifecycle) -> Evaluation:
+        """The pass of a member."""
+        return self._by_id[lifecycle.group_id]
 
     def settle(self, lifecycle: Lifecycle) -> None:
         """Take in that a member is scored or dropped; the last one completes the evaluation."""
         evaluation = self._by_id[lifecycle.group_id]
         evaluation.pending.discard(lifecycle.id)
+        evaluation.answers[lifecycle.id] = EvalAnswer.of(
+            lifecycle.id,
+            sample=lifecycle.sample_index,
+            reward=lifecycle.reward,
+            said=lifecycle.said,
+            length=lifecycle.length,
+            truncated=lifecycle.finish_reason is FinishReason.LENGTH,
+        )
         if lifecycle.status is Status.SCORED:
-            evaluation.rewards.append(lifecycle.reward or 0.0)
             self._book.record(lifecycle.make_ready(0.0))
             version = lifecycle.spans[-1].version
             evaluation.versions |= {span.version for span in lifecycle.spans}
             self._book.record(lifecycle.consume(step=NO_STEP, version=version, staleness=0, weight=0.0))
             del self._book.live[lifecycle.id]
-        if not evaluation.pending:
-            del self._by_id[evaluation.id]
-            evaluation.finish()
+        self._finish_if_done(evaluation)
 
     def runs_under(self, lifecycle: Lifecycle, version: int) -> None:
         """Settle the version of an evaluation that was left to a replica, by its first tokens."""
@@ -118,18 +166,41 @@ class Evaluations:
         """Fail an evaluation of which a member's version is lost."""
         self._by_id[lifecycle.group_id].lost = True
 
+    def give_up(self, lifecycle: Lifecycle) -> None:
+        """Fail an evaluation at once, of which a member waits for its version to return."""
+        evaluation = self._by_id[lifecycle.group_id]
+        evaluation.lost = True
+        evaluation.finish()
+
     def abandon(self, lifecycle: Lifecycle) -> None:
         """Drop a member that an earlier incarnation left behind."""
         self._book.live[lifecycle.id] = lifecycle
         self._book.drop([lifecycle], DropReason.RUN_ENDED)
 
+    def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
+        """The replica for a pass whose version is open; None where none runs."""
+        views = [view for view in self._book.views.by_index.values() if view.has_place and view.version >= 0]
+        best = min(
+            views, key=lambda view: (-view.version, view.index in chosen, len(view.in_flight)), default=None
+        )
+        return None if best is None else best.index
+
     def _has_replica(self, evaluation: Evaluation) -> bool:
         """True where its replica runs, or comes back."""
         return evaluation.replica is not None and self._book.views.by_index[evaluation.replica].has_place
 
-    def _issue(self, evaluation: Evaluation, index: int) -> Lifecycle:
-        prompt = evaluation.prompts[index]
-        self._book.recorder.store_prompt(prompt)
-        lifecycle = self._book.issue(f"{evaluation.id}.{index}", evaluation.id, 0, prompt, Kind.EVAL)
-        evaluation.pending.add(lifecycle.id)
-        return lifecycle
+    def _issue_missing(self, evaluation: Evaluation) -> list[Lifecycle]:
+        """New trajectories of a pass, but for those that are answered or under way."""
+        issued = []
+        for id, problem, sample in evaluation.members:
+            if id not in evaluation.answers and id not in evaluation.pending:
+                prompt = evaluation.prompts[problem]
+                self._book.recorder.store_prompt(prompt)
+                issued.append(self._book.issue(id, evaluation.id, sample, prompt, Kind.EVAL))
+        evaluation.pending |= {lifecycle.id for lifecycle in issued}
+        return issued
+
+    def _finish_if_done(self, evaluation: Evaluation) -> None:
+        if evaluation.started and not evaluation.pending:
+            del self._by_id[evaluation.id]
+            evaluation.finish()

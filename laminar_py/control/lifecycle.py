@@ -57,6 +57,7 @@ class Lifecycle:
     length: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
+    said: str = ""  # its answer, as the reward has it
     advantage: float = 0.0
     advantage_scale: float = 1.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
@@ -196,7 +197,7 @@ class Lifecycle:
         """FINISHED -> SCORED."""
         assert score.value is not None, f"{self.id}: what has no value is dropped"
         self._move({Status.FINISHED}, Status.SCORED)
-        self.reward, self.columns = score.value, self.columns | score.columns
+        self.reward, self.said, self.columns = score.value, score.said, self.columns | score.columns
         return Scored(
             trajectory_id=self.id,
             reward=score.value,

@@ -33,21 +33,22 @@ def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> 
 async def restore(
     recovered: Recovered, book: Book, *, waiting: WaitingQueue, evaluations: Evaluations, closing: Closing
 ) -> None:
-    """Fill an empty book with what was live; evaluations under way are dropped."""
+    """Fill an empty book with what was live; evaluations that were not asked for again are dropped."""
     book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
     book.silent, book.rewards = list(recovered.silent), recovered.rewards
-    evaluations.next_index = recovered.next_evaluation
+    evaluations.next_index = max(evaluations.next_index, recovered.next_evaluation)
     for entry in recovered.live:
         lifecycle = _revive(entry, book)
-        if lifecycle.kind is Kind.EVAL:
+        if lifecycle.kind is Kind.EVAL and not evaluations.take_up(lifecycle):
             evaluations.abandon(lifecycle)
             continue
         book.live[lifecycle.id] = lifecycle
-        next_sample = recovered.next_sample[entry.group_id]
-        group = book.groups.setdefault(
-            entry.group_id, Group(id=entry.group_id, prompt=entry.prompt, next_sample=next_sample)
-        )
-        group.members[lifecycle.id] = lifecycle
+        if lifecycle.kind is Kind.TRAIN:
+            next_sample = recovered.next_sample[entry.group_id]
+            group = book.groups.setdefault(
+                entry.group_id, Group(id=entry.group_id, prompt=entry.prompt, next_sample=next_sample)
+            )
+            group.members[lifecycle.id] = lifecycle
         if lifecycle.status is Status.RUNNING:
             book.record(lifecycle.interrupt("controller_died"))
         if lifecycle.status in DISPATCHABLE:
@@ -66,7 +67,7 @@ def _revive(entry: LiveTrajectory, book: Book) -> Lifecycle:
         sample_index=entry.sample_index,
         prompt=entry.prompt,
         kind=entry.kind,
-        sampling=book.sampling(entry.id, entry.kind),
+        sampling=book.sampling(entry.id, entry.group_id, entry.kind),
         status=entry.status,
         epoch=entry.epoch,
         replica=entry.replica if entry.status is Status.RUNNING else None,

@@ -135,12 +135,19 @@ class Reports:
         if progress.wall_cut:
             self._book.record_of(lifecycle, Cut(lifecycle.id, "seconds", settings.max_seconds or 0.0))
         elif progress.finish_reason is FinishReason.LENGTH:
-            self._book.record_of(lifecycle, Cut(lifecycle.id, "tokens", settings.sampling.max_new_tokens))
+            self._book.record_of(lifecycle, Cut(lifecycle.id, "tokens", lifecycle.sampling.max_new_tokens))
         self._book.record_of(lifecycle, lifecycle.finish(progress))
         self._closing.finished(lifecycle)
 
     async def _lose_version(self, lifecycle: Lifecycle) -> None:
-        """Drop a trajectory that can go on under no version it knows, and issue its prompt anew."""
+        """Drop a trajectory that can go on under no version it knows, and issue its prompt anew.
+
+        Where versions return it is kept for whoever resumes, and its evaluation ends here.
+        """
+        if self._book.settings.versions_return and lifecycle.kind is Kind.EVAL:
+            self._requeue(lifecycle, "version_lost", self._waiting.append)
+            self._evaluations.give_up(lifecycle)
+            return
         self._book.drop([lifecycle], DropReason.VERSION_LOST, f"version {self._waiting.pin(lifecycle)}")
         if lifecycle.kind is Kind.EVAL:
             self._evaluations.lose(lifecycle)

@@ -5,7 +5,7 @@ only to a replica that serves it, or that is idle and can load it, since an engi
 group's new samples go to one replica, which prefills their prompt once.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from laminar_py.control.book import Book, Phase
 from laminar_py.control.views import ReplicaView
@@ -62,15 +62,35 @@ class Router:
         A replica that expects moves does not leave the version that it serves; one that has `limit` trajectories,
         where there is one, gets no more.
         """
+        serving = [view for view in self._serving(version) if limit is None or len(view.in_flight) < limit]
+        return _least_loaded(serving or self._idle_below(version))
+
+    def for_pass(self, version: int, *, holders: Collection[int], most: int, num_out: int) -> ReplicaView | None:
+        """A replica for a member of an evaluation of `version`, of which `num_out` are at the `holders`.
+
+        One that has none yet, while the holders that still serve it are fewer than `most`; else the least loaded
+        of these, unless they have a batch each.
+        """
+        serving = self._serving(version)
+        holding = [view for view in serving if view.index in holders]
+        others = [view for view in serving if view.index not in holders] or self._idle_below(version)
+        if others and len(holding) < most:
+            return _least_loaded(others)
+        is_full = num_out >= len(holding) * self._book.settings.batch_per_replica
+        return None if is_full else _least_loaded(holding)
+
+    def _serving(self, version: int) -> list[ReplicaView]:
+        return [view for view in self._views if view.version >= 0 and view.serving == version]
+
+    def _idle_below(self, version: int) -> list[ReplicaView]:
+        """Replicas that can load it, and expect no moves under the version that they serve."""
         expected = self._book.moves.expected
-        serving = [
-            view
-            for view in self._views
-            if view.version >= 0 and view.serving == version and (limit is None or len(view.in_flight) < limit)
-        ]
-        idle = [view for view in self._views if view.idle and view.version < version and not expected(view.index)]
-        return min(serving or idle, key=lambda view: len(view.in_flight), default=None)
+        return [view for view in self._views if view.idle and view.version < version and not expected(view.index)]
 
     @property
     def _views(self) -> Collection[ReplicaView]:
         return self._book.views.by_index.values()
+
+
+def _least_loaded(views: Iterable[ReplicaView]) -> ReplicaView | None:
+    return min(views, key=lambda view: len(view.in_flight), default=None)

@@ -24,6 +24,7 @@ from laminar_py.control.reports import Reports
 from laminar_py.control.routing import Router
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
+from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.protocols import Clock
 from laminar_py.records.trajectory import Prompt
 
@@ -36,6 +37,7 @@ class TrajectoryScheduler:
         settings: ControlSettings,
         *,
         prompt_at: Callable[[int], Prompt],
+        tell: Callable[[GroupRewards], None] = lambda group: None,
         recorder: Recorder,
         stages: Stages,
         credit: Credit,
@@ -54,6 +56,7 @@ class TrajectoryScheduler:
             stages=stages,
             credit=credit,
             clock=clock,
+            tell=tell,
         )
         self.reports = Reports(book, waiting=waiting, evaluations=evaluations, closing=closing)
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)

@@ -112,10 +112,6 @@ class ReplicaViews:
                 out.setdefault(view.version, []).append(view.index)
         return out
 
-    def idle(self) -> list[ReplicaView]:
-        """Replicas with nothing to do: an evaluation starts on them."""
-        return [view for view in self.by_index.values() if view.idle]
-
     def running(self, replica: int | None) -> ReplicaView | None:
         """View of a replica that has reported since it started, else None."""
         view = None if replica is None else self.by_index[replica]

@@ -6,14 +6,14 @@ lanes, however many wait. Invariant: a trajectory leaves the queue once, either 
 will ever serve its version again, as unreachable.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TypeAlias
 
 from laminar_py.control.book import Book
-from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.evaluation import Evaluation, Evaluations
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.routing import Router
 from laminar_py.control.views import ReplicaView
@@ -124,14 +124,15 @@ class WaitingQueue:
             if pin is not None and self._book.may_run(lane.entries[0][1]):
                 pinned.setdefault(pin, []).append(need)
         num_starting = max(1, self._book.views.num_starting())
-        unserved = [version for version in sorted(pinned) if self._is_unserved(version)]
+        unserved = {version: pinned[version] for version in sorted(pinned) if self._is_unserved(version, pinned)}
         leaving: list[tuple[int, Lifecycle]] = []
         room = self._book.settings.batch_per_replica
-        for version in unserved[::num_starting]:
-            for need in pinned[version]:
-                num_leaving = len(self._lanes[need].entries)
-                if need == version:
-                    num_leaving = min(room, self._divide(version, unserved, num_starting))
+        for version in list(unserved)[::num_starting]:
+            replicas = self._replicas_for(version, unserved, num_starting)
+            for need in unserved[version]:
+                num_leaving = self._divide(self._lanes[need], replicas)
+                if not self._passes_once(self._lanes[need], version):
+                    num_leaving = min(room, num_leaving)
                     room -= num_leaving
                 leaving += [self._take(need) for _ in range(num_leaving)]
         for _, lifecycle in sorted(leaving):
@@ -141,20 +142,33 @@ class WaitingQueue:
 
     # ---- dividing a version among replicas that start
 
-    def _divide(self, version: int, unserved: list[int], num_starting: int) -> int:
-        """Trajectories of `version` for one of the replicas that start; from here on it has no more of them.
+    def _replicas_for(self, version: int, unserved: Mapping[int, list[Need]], num_starting: int) -> int:
+        """How many of the replicas that start a version gets: by how many wait for it, one at least."""
+        waiting = {
+            other: sum(len(self._lanes[need].entries) for need in needs if need in self._lanes)
+            for other, needs in unserved.items()
+        }
+        replicas = round(num_starting * waiting[version] / sum(waiting.values()))
+        return max(1, min(replicas, num_starting - len(unserved) + 1))
 
-        Each of these versions gets replicas by how many wait for it. A share is no smaller than a group, whose
-        prompt is prefilled once.
+    def _divide(self, lane: Lane, replicas: int) -> int:
+        """Trajectories of a lane for one of so many replicas; from here on each has no more of them.
+
+        A share is no smaller than a group, whose prompt is prefilled once.
         """
-        lanes = [self._lanes[other].entries for other in unserved if other in self._lanes]
-        lane = self._lanes[version]
-        replicas = round(num_starting * len(lane.entries) / sum(map(len, lanes)))
-        replicas = max(1, min(replicas, num_starting - len(unserved) + 1))
-        share = -(-len(lane.entries) // replicas)
-        settings = self._book.settings
-        lane.share = min(settings.batch_per_replica, max(settings.group_size, share))
+        settings, version = self._book.settings, self.pin(lane.entries[0][1])
+        lane.share = max(settings.group_size, -(-len(lane.entries) // replicas))
+        if not self._passes_once(lane, version):
+            lane.share = min(settings.batch_per_replica, lane.share)
         return min(lane.share, len(lane.entries))
+
+    def _passes_once(self, lane: Lane, version: int | None) -> bool:
+        """True for deferred evaluations: replicas pass through their versions in order, and never come back.
+
+        So they are given all of them when they start; more than a batch waits in their engines.
+        """
+        evaluated = lane.entries[0][1].kind is Kind.EVAL
+        return evaluated and version is not None and version < self._book.newest_version
 
     def _limit(self, lane: Lane) -> int | None:
         """Trajectories in flight with which a replica gets no more of a lane; the rest waits for others."""
@@ -162,9 +176,9 @@ class WaitingQueue:
             return None
         return lane.share if self._book.views.num_starting() else self._book.settings.batch_per_replica
 
-    def _is_unserved(self, version: int) -> bool:
-        lane = self._lanes.get(version)
-        return self._router.for_pinned(version, limit=self._limit(lane) if lane else None) is None
+    def _is_unserved(self, version: int, pinned: Mapping[int, list[Need]]) -> bool:
+        lanes = (self._lanes[need] for need in pinned[version])
+        return any(self._router.for_pinned(version, limit=self._limit(lane)) is None for lane in lanes)
 
     # ---- lanes
 
@@ -196,8 +210,26 @@ class WaitingQueue:
             if self._book.views.serves(*move):
                 return self._book.views.by_index[move[0]], move[1]
             self._book.moves.ends(lifecycle.id)
+        if lifecycle.kind is Kind.EVAL and self._evaluations.pass_of(lifecycle).replica is not None:
+            return self._place_beside_training(self._evaluations.pass_of(lifecycle), lane), pin
         if pin is not None:
             return self._router.for_pinned(pin, limit=self._limit(lane)), pin
-        if lifecycle.kind is Kind.EVAL:
-            return self._book.views.running(self._evaluations.replica_of(lifecycle)), None
         return self._router.for_new(1), None
+
+    def _place_beside_training(self, evaluation: Evaluation, lane: Lane) -> ReplicaView | None:
+        """A replica for a member of a pass, which keeps its replicas from newer weights while it lasts.
+
+        So it has as few as can hold it with a batch each; until its first token tells the version, one.
+        """
+        batch = self._book.settings.batch_per_replica
+        num_out = len(evaluation.pending) - len(lane.entries)
+        if evaluation.version is None:
+            view = self._book.views.running(evaluation.replica) if num_out < batch else None
+        else:
+            most = -(-evaluation.num_members // batch)
+            view = self._router.for_pass(
+                evaluation.version, holders=evaluation.holders, most=most, num_out=num_out
+            )
+        if view is not None:
+            evaluation.holders.add(view.index)
+        return view

@@ -1,7 +1,7 @@
 """Demonstrations for the warm start: prompts with the response to imitate.
 
 Owns their checks; the learner reads them once, before the supervised phase. Every response ends in one end of
-sequence.
+sequence, after messages in the token that ends a turn of the assistant.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from laminar_py.data.jsonl import JsonlFile, read_jsonl
-from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, read_turns
+from laminar_py.data.sources import DataSource, read_records, written_field
 from laminar_py.records.codec import IntArray
 
 
-class _DemonstrationLine(msgspec.Struct, frozen=True):
-    prompt: str
-    response: str
+class _DemonstrationRow(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    response: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +28,56 @@ class Demonstration:
     response_ids: IntArray  # [L] the last is the end of sequence
 
 
-def read_demonstrations(source: JsonlFile, *, tokenizer: Tokenizer, max_tokens: int) -> list[Demonstration]:
-    """Every line of a warm-start file, checked; `max_tokens` is `warm_start.tokens_per_step`.
+def read_demonstrations(source: DataSource, *, encoder: PromptEncoder, max_tokens: int) -> list[Demonstration]:
+    """Every row of a warm start's source, checked; `max_tokens` is `warm_start.tokens_per_step`.
 
-    Raises `ConfigError` on the first line that has a fault.
+    Raises `ConfigError` on the first row that has a fault.
     """
-    end = tokenizer.eos_ids[:1]
     demonstrations = []
-    for row, line, _ in read_jsonl(source, _DemonstrationLine):
-        for name, text in (("prompt", line.prompt), ("response", line.response)):
-            if not text:
-                raise source.error(row, f"{name} is empty", value=line, remedy="write one or remove the line")
-        prompt = tokenizer.encode_prompt(line.prompt)
-        response = np.append(tokenizer.encode(line.response), np.array(end, dtype=np.int32))
+    for row, line, given in read_records(source, _DemonstrationRow):
+        try:
+            asked, answer = _parts(source, row, line, given)
+            _, prompt = encoder.encode(asked)
+        except TemplateError as error:
+            raise source.error(row, str(error), value=given, remedy=REMEDY) from None
+        end = np.array([encoder.end_after(asked)], dtype=np.int32)
+        response = np.append(encoder.tokenizer.encode(answer), end)
         if len(prompt) + len(response) > max_tokens:
             raise source.error(
                 row,
                 f"{len(prompt) + len(response)} tokens, above warm_start.tokens_per_step={max_tokens},",
-                value=line.prompt,
+                value=asked,
                 remedy="raise warm_start.tokens_per_step or shorten the response",
             )
         demonstrations.append(Demonstration(prompt, response))
     return demonstrations
+
+
+def _parts(source: DataSource, row: int, line: _DemonstrationRow, given: bytes) -> tuple[str | list[Turn], str]:
+    """Prompt and response of a row; without a response of its own that is the last message.
+
+    Raises `TemplateError`, or `ConfigError` where one is missing.
+    """
+    asked, answer = _asked(line, given), line.response
+    if answer is None and isinstance(asked, list) and asked and asked[-1]["role"] == "assistant":
+        asked, last = asked[:-1], asked[-1]
+        if "tool_calls" in last:
+            raise TemplateError("the last message calls a tool, which a response of text does not")
+        answer = str(last["content"])
+    for name, text in (("prompt", asked), ("response", answer)):
+        if text is None:
+            remedy = f"write one, name its column in {source.field}.columns, or end messages with the assistant's"
+            raise source.error(row, f"no `{name}`", value=given, remedy=remedy)
+        if not text:
+            raise source.error(row, f"{name} is empty", value=given, remedy="write one or remove the line")
+    assert asked is not None
+    assert answer is not None
+    return asked, answer
+
+
+def _asked(line: _DemonstrationRow, given: bytes) -> str | list[Turn] | None:
+    if isinstance(line.prompt, str):
+        return line.prompt
+    if line.prompt is not None:
+        return read_turns(written_field(given, "prompt"))
+    return None if line.messages is None else read_turns(written_field(given, "messages"))

@@ -5,6 +5,7 @@ generated is ever encoded again. Invariant: a prompt has the ids that transforme
 `tokenizer.json`, but for an end of sequence, or a second beginning of one.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,8 @@ import tokenizers
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
+
+LONGER_COMPOSED = 3  # times as many bytes a text may have once it is composed
 
 
 class Tokenizer:
@@ -25,12 +28,23 @@ class Tokenizer:
         backend.no_truncation()  # a file may ask for either, and a prompt is neither cut nor filled
         backend.no_padding()
         self._backend = backend
+        self._num_added = backend.num_special_tokens_to_add(False)
+        self._of_bytes = _is_of_bytes(backend)
         self.eos_ids = eos_ids
 
     @property
     def num_ids(self) -> int:
         """Number of ids, added tokens included: one more than the highest."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+
+    def ending(self, first: tuple[int, ...]) -> "Tokenizer":
+        """A tokenizer where the ids `first` end a response too, and come before the others."""
+        return Tokenizer(self._backend, eos_ids=tuple(dict.fromkeys((*first, *self.eos_ids))))
+
+    def first_special(self, text: str) -> tuple[int, ...]:
+        """The first special token in a text, if there is one."""
+        special = {id for id, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        return tuple(id for id in self.encode(text).tolist() if id in special)[:1]
 
     def encode(self, text: str) -> IntArray:
         """[n] token ids of `text`, none added."""
@@ -42,18 +56,48 @@ class Tokenizer:
         A text that is written with them, as chat templates do, has them once. Without a token of its own it has
         none at all.
         """
-        encoding = self._backend.encode(text, add_special_tokens=True)
-        added = encoding.special_tokens_mask  # 1 for what the post-processor adds before, between and behind
-        if 0 not in added:
-            return np.array([], dtype=np.int32)
-        begin, end = added.index(0), len(added) - added[::-1].index(0)
-        own = encoding.ids[begin:end]
-        before = encoding.ids[:begin]
-        return np.array(own if own[:begin] == before else before + own, dtype=np.int32)
+        return np.array(_begun(self._backend.encode(text, add_special_tokens=True)), dtype=np.int32)
 
-    def decode(self, ids: IntArray) -> str:
-        """Text of [n] `ids`; special tokens, the end of sequence among them, leave nothing."""
-        return self._backend.decode(ids.tolist(), skip_special_tokens=True)
+    def count(self, texts: Sequence[str], *, begun: bool) -> list[int]:
+        """Number of ids of each text, where they are `begun` those of `encode_prompt`, else of `encode`."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=begun)
+        return [len(_begun(encoding)) if begun else len(encoding) for encoding in encodings]
+
+    def at_most(self, text: str) -> int | None:
+        """Number of ids that a text surely does not exceed; None where that is not known without making them.
+
+        Known of tokenizers of bytes, which moreover make at least one id of any text that is not empty.
+        """
+        if not self._of_bytes:
+            return None
+        num_bytes = len(text) if text.isascii() else LONGER_COMPOSED * len(text.encode())
+        return 2 * num_bytes + 1 + self._num_added  # a space may be put before each text between two added tokens
+
+    def word(self, id: int) -> str:
+        """The token of an id, "" where there is none."""
+        return self._backend.id_to_token(id) or ""
+
+    def decode(self, ids: IntArray, *, special: bool = False) -> str:
+        """Text of [n] `ids`; unless they are asked for special tokens, such as the end, leave nothing."""
+        return self._backend.decode(ids.tolist(), skip_special_tokens=not special)
+
+
+def _is_of_bytes(backend: tokenizers.Tokenizer) -> bool:
+    """True for what makes ids of the bytes of a text, which is composed (NFC) before, or stays as it is."""
+    steps = repr(backend.pre_tokenizer)
+    unchanged = backend.normalizer is None or isinstance(backend.normalizer, tokenizers.normalizers.NFC)
+    return unchanged and "ByteLevel" in steps and "Metaspace" not in steps
+
+
+def _begun(encoding: tokenizers.Encoding) -> list[int]:
+    """Ids of a text after those that the post-processor puts before it, which it may have already."""
+    added = encoding.special_tokens_mask  # 1 for what the post-processor adds before, between and behind
+    if 0 not in added:
+        return []
+    begin, end = added.index(0), len(added) - added[::-1].index(0)
+    ids = encoding.ids
+    own, before = ids[begin:end], ids[:begin]
+    return own if own[:begin] == before else before + own
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:

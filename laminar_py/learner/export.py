@@ -24,6 +24,7 @@ from laminar_py.learner.marker import sync
 from laminar_py.learner.model import check_model_folder, gathered, is_mixture
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "special_tokens_map.json",
@@ -32,7 +33,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 
 
@@ -78,6 +79,19 @@ def export_hf(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _name_ends(folder: Path, stop_ids: tuple[int, ...]) -> None:
+    """Have `generation_config.json` of an exported folder name these ids as those that end a response."""
+    path = folder / GENERATION_CONFIG
+    if path.is_file():
+        settings = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    else:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
+        names = ("bos_token_id", "pad_token_id")
+        settings = {name: config[name] for name in names if config.get(name) is not None}
+    settings["eos_token_id"] = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
+
+
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
@@ -116,18 +130,22 @@ def export_checkpoint(
     dtype: str,
     lora: LoraConfig | None = None,
     base: Path | None = None,
+    stop_ids: tuple[int, ...] = (),
 ) -> None:
     """A checkpoint of the model in `source` as a plain Hugging Face folder, e.g. in `bfloat16`.
 
     With `lora` its adapters are merged into `base`, or into `source`. On the CPU, with memory for the model in
     fp32 and in `dtype`; whatever its world size was. `folder` must not exist yet, and is there only when it is
-    complete. Raises `ConfigError` if the checkpoint is torn or of another model, or the base has no weights.
+    complete. Other engines stop at `stop_ids`, or without any where `source` says. Raises `ConfigError` if the
+    checkpoint is torn or of another model, or the base has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
     model = _restored(checkpoint, source) if lora is None else _merged(checkpoint, base or source, lora)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
+        if stop_ids:
+            _name_ends(partial, stop_ids)
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(folder)

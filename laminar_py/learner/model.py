@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -114,27 +115,40 @@ def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> N
         raise ConfigError(f"{field}={path}: has no safetensors; add the weights or set model.from_scratch=true")
 
 
-def policy_logprobs(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, fp32 [T] each, at the model's temperature."""
+def policy_logprobs(
+    model: PreTrainedModel, batch: MicroBatch, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of its distribution, fp32 [T] each, at the model's temperature.
+
+    With `rows` [N], positions in ascending order, those alone go through the vocabulary, [N] each: a loss has no
+    use for the rows of prompts.
+    """
     device = model.compute_device
     replay: RouterReplay | None = getattr(model, "router_replay", None)
     if replay is not None:
         replay.force(batch, device=device)
+    labels = torch.tensor(batch.labels, dtype=torch.long, device=device)
     outputs: tuple[Tensor, Tensor] = model(
         input_ids=torch.tensor(batch.input_ids, dtype=torch.long, device=device),
         position_ids=torch.tensor(batch.position_ids, dtype=torch.long, device=device),
-        labels=torch.tensor(batch.labels, dtype=torch.long, device=device),
+        rows=rows,
+        labels=labels if rows is None else labels[rows],
         cu_seqlens=torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=device),
         longest=max(batch.lengths),
-        support=_support(batch, device),
+        support=_support(batch, rows, device),
     )
     return outputs
 
 
-def _support(batch: MicroBatch, device: torch.device) -> Support | None:
+def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Support | None:
     if batch.support is None:
         return None
-    return Support.build(batch.support.counts, batch.support.ids, device=device)
+    counts, ids = batch.support.counts, batch.support.ids
+    if rows is not None:
+        chosen = np.zeros(len(counts), dtype=np.bool_)
+        chosen[rows.cpu().numpy()] = True
+        counts, ids = counts[chosen], ids[np.repeat(chosen, counts)]
+    return Support.build(counts, ids, device=device)
 
 
 def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -145,6 +159,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         *,
         input_ids: Tensor,
         position_ids: Tensor,
+        rows: Tensor | None,
         labels: Tensor,
         cu_seqlens: Tensor,
         longest: int,
@@ -159,6 +174,8 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
             max_length_q=longest,
             max_length_k=longest,
         ).last_hidden_state[0]
+        if rows is not None:
+            hidden = hidden.index_select(0, rows)
         head = model.get_output_embeddings().weight
         return token_logprobs(hidden, head, labels, temperature=temperature, support=support)
 

@@ -49,7 +49,7 @@ class Update:
 
     batches: Sequence[MicroBatch]
     share: float  # of the step's loss weights, all ranks together
-    at_start: Sequence[Tensor] | None  # [T] log-probabilities of each, where the loss compares with them
+    at_start: Sequence[Tensor] | None  # [N] log-probabilities of its trained tokens, where the loss needs them
 
 
 class Learner:
@@ -206,7 +206,10 @@ class Learner:
         if self._algorithm.proximal is not Proximal.RECOMPUTE:
             return None
         with torch.no_grad():
-            return [policy_logprobs(self.model, batch)[0] for batch in microbatches]
+            return [
+                policy_logprobs(self.model, batch, trained_rows(batch, self._ranks.device))[0]
+                for batch in microbatches
+            ]
 
     def _backward(
         self, update: Update, seen: TokenSums, partition: Tensor | None, lengths: list[int], *, untouched: bool
@@ -216,15 +219,13 @@ class Learner:
         for place, batch in enumerate(update.batches):
             lengths += batch.lengths
             self._reduce_gradients(last=place == len(update.batches) - 1)
-            logprobs, entropy = policy_logprobs(self.model, batch)
-            rows = trained_rows(batch, logprobs.device)
-            before = None if update.at_start is None else update.at_start[place][rows]
-            terms = make_terms(
-                batch, rows, logprobs[rows], self._algorithm, recomputed=before, log_partition=partition
-            )
+            rows = trained_rows(batch, self._ranks.device)
+            logprobs, entropy = policy_logprobs(self.model, batch, rows)
+            before = None if update.at_start is None else update.at_start[place]
+            terms = make_terms(batch, rows, logprobs, self._algorithm, recomputed=before, log_partition=partition)
             own = policy_loss(terms, self._algorithm) * (1.0 / update.share)
             own.backward()  # type: ignore[no-untyped-call]
-            seen.add(terms, entropy=entropy[rows], settings=self._algorithm, untouched=untouched)
+            seen.add(terms, entropy=entropy, settings=self._algorithm, untouched=untouched)
             loss += own.detach()
         return loss
 

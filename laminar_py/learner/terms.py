@@ -21,7 +21,7 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Arr
 
 
 def trained_rows(batch: MicroBatch, device: torch.device) -> Tensor:
-    """[N] positions that predict the trained tokens."""
+    """[N] positions that predict the trained tokens, in ascending order."""
     return torch.tensor(np.flatnonzero(batch.loss_weights), device=device)
 
 
@@ -84,9 +84,9 @@ def estimate_partition(
     sums = torch.zeros(2, int(ranks.largest(num_groups)), device=ranks.device)
     for batch in microbatches:
         with torch.no_grad():
-            logprobs, _ = policy_logprobs(model, batch)
-        rows = trained_rows(batch, ranks.device)
-        terms = make_terms(batch, rows, logprobs[rows], settings)
+            rows = trained_rows(batch, ranks.device)
+            logprobs, _ = policy_logprobs(model, batch, rows)
+        terms = make_terms(batch, rows, logprobs, settings)
         counts = (terms.sequence_sum(torch.ones_like(terms.weights)) > 0).to(sums.dtype)
         sums.index_add_(1, terms.groups, torch.stack([imbalance(terms, settings) * counts, counts]))
     ranks.reduce(sums)

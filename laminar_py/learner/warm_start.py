@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
+from laminar_py.config.data import ChatConfig, SourceConfig
 from laminar_py.config.model import ModelConfig, WarmStartConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.export import export_hf
@@ -28,6 +29,7 @@ from laminar_py.records.codec import IntArray
 
 RECIPE_VERSION = 1  # raise it with every change here that changes the resulting weights
 
+TEMPLATES = ("tokenizer_config.json", "chat_template.jinja")  # files of a model folder that may have one
 BETAS = (0.9, 0.95)  # AdamW's decay rates
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
@@ -59,6 +61,7 @@ def warm_start(
     examples: Sequence[Example],
     *,
     seed: int,
+    chat: ChatConfig | None = None,
     on_step: Progress = lambda step, loss: None,
 ) -> Path:
     """The Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
@@ -67,7 +70,7 @@ def warm_start(
     an example does not fit in a step.
     """
     check_model_folder(model)
-    folder = settings.cache / cache_key(model, settings, seed=seed)
+    folder = settings.cache / cache_key(model, settings, seed=seed, chat=chat)
     if folder.is_dir():
         return folder
     _check_lengths(examples, settings.tokens_per_step)
@@ -83,8 +86,8 @@ def warm_start(
     return folder
 
 
-def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int) -> str:
-    """blake3 of all that the result depends on: files by content, wherever they lie."""
+def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int, chat: ChatConfig | None = None) -> str:
+    """blake3 of all that the result depends on: files by content, wherever they lie; a name on the hub."""
     weights = "from_scratch"
     if not model.from_scratch:
         weights = "".join(_file_digest(path) for path in sorted(model.path.glob("*.safetensors")))
@@ -93,11 +96,13 @@ def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int) -> st
         _file_digest(model.path / "config.json"),
         _file_digest(model.path / "tokenizer.json"),
         weights,
-        _file_digest(settings.data),
+        *_data_digests(settings.data),
         settings.steps,
         settings.tokens_per_step,
         settings.lr,
         seed,
+        (chat or ChatConfig()).model_dump_json(),
+        *(_file_digest(model.path / name) for name in TEMPLATES if (model.path / name).is_file()),
     )
     return blake3(msgspec.json.encode(depends_on)).hexdigest(length=16)
 
@@ -198,6 +203,16 @@ def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
         raise ConfigError(
             f"warm_start.tokens_per_step={tokens_per_step}: the longest example has {longest} tokens; raise it"
         )
+
+
+def _data_digests(source: SourceConfig) -> list[str]:
+    """Settings and files that the examples depend on, a folder's files with their names."""
+    path, read = Path(source.path), source.model_dump_json(exclude={"path"})
+    if source.is_hub_name:
+        return [read, source.path]
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    inside = [word for file in files for word in (str(file.relative_to(path)), _file_digest(file))]
+    return [read, *(inside if path.is_dir() else [_file_digest(path)])]
 
 
 def _file_digest(path: Path) -> str:

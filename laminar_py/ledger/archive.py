@@ -127,7 +127,7 @@ class StoredResponses:
     """Responses of a run, wherever their pieces are; each file of the archive is checked when first needed."""
 
     def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
-        self._run = run
+        self.run = run
         self._connection = connection
         self._recorded: dict[Path, bool] = {}
 
@@ -143,13 +143,13 @@ class StoredResponses:
 
     def _archived(self, row: TrajectoryRow) -> list[Piece]:
         """Pieces of a trajectory in the archive: all in one file, which was written after its last event."""
-        for path in archive_files(self._run):
+        for path in archive_files(self.run):
             if path.name >= _file_name(row.last_seq) and self._is_recorded(path):
                 pieces = list(file_pieces(path, row.number))
                 if pieces:
                     return pieces
         raise LedgerError(
-            f"archive={self._run / ARCHIVE_NAME}: none of the {row.length} tokens of {row.id} is there; restore it"
+            f"archive={self.run / ARCHIVE_NAME}: none of the {row.length} tokens of {row.id} is there; restore it"
         )
 
     def _is_recorded(self, path: Path) -> bool:

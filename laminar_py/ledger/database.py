@@ -14,7 +14,7 @@ from urllib.parse import quote
 from laminar_py.config.section import ConfigError
 from laminar_py.records.digests import CHAIN_START
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 LEDGER_NAME = "ledger.sqlite"
 ARCHIVE_NAME = "archive"
 SEAL_NAME = "seal.json"
@@ -40,7 +40,7 @@ def log_path(ledger: Path) -> Path:
 
 def open_writer(path: Path) -> sqlite3.Connection:
     """The writing connection, with an empty ledger laid out if there is no file yet. Raises `LedgerError`."""
-    is_new = not path.exists()
+    is_new = not path.exists() or path.stat().st_size == 0  # its making was interrupted
     with _complaints(path):
         connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         if is_new:

@@ -335,7 +335,7 @@ class Machine:
         self.marks.step = event.step
 
     def _evaluated(self, event: Evaluated) -> None:
-        _finite(event, event.accuracy)
+        _finite(event, event.figures.mean.value)
 
     # ---- what they share
 

@@ -8,7 +8,7 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 from laminar_py.config.section import ConfigError
@@ -18,7 +18,8 @@ from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.columns import Dtype, TokenValues
-from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, Undone
+from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, RunStarted, Undone
+from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
 
@@ -95,6 +96,33 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
             silent=_silent(connection),
             rewards=_rewards(connection),
         )
+
+
+def data_on_record(run: Path) -> dict[str, str]:
+    """Digest of the rows of each source that a run had at its last start, by field of the config."""
+    with reading(run) as connection:
+        bodies = connection.execute("SELECT body FROM event WHERE kind = 'runstarted' ORDER BY seq DESC LIMIT 1")
+        started = [decode_event(body) for (body,) in bodies]
+    return next((one.data for one in started if isinstance(one, RunStarted)), {})
+
+
+def is_finished(run: Path) -> bool:
+    """True where the last controller of a run says so; raises `ConfigError` without a ledger."""
+    with reading(run) as connection:
+        last = connection.execute("SELECT ended FROM incarnation ORDER BY incarnation DESC LIMIT 1").fetchone()
+    return last is not None and last[0] == "finished"
+
+
+def closed_groups(run: Path) -> Iterator[GroupRewards]:
+    """Rewards of every group of training that closed, in the order of their places."""
+    with reading(run) as connection:
+        rows = connection.execute(
+            "SELECT prompt_index, prompt_id, reward FROM trajectory WHERE kind = ? AND reward IS NOT NULL"
+            " AND (ready_s IS NOT NULL OR drop_reason = ?) ORDER BY prompt_index",
+            (Kind.TRAIN, DropReason.NO_SIGNAL),
+        )
+        for (place, prompt_id), members in groupby(rows, key=lambda row: (row[0], row[1])):
+            yield GroupRewards(place, prompt_id, tuple(reward for _, _, reward in members))
 
 
 def _silent(connection: sqlite3.Connection) -> tuple[float, ...]:

@@ -5,18 +5,21 @@ grow. Invariants: a line that a crash tore is no row, and costs none of those th
 that is not finite, for which JSON has no word, is null in the file and NaN for every reader.
 """
 
+import contextlib
 import logging
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from laminar_py.config.section import ConfigError
 
 log = logging.getLogger(__name__)
+
+TAIL_BYTES = 1 << 18  # holds more than the longest row
 
 Row = TypeVar("Row")
 
@@ -33,10 +36,15 @@ def open_rows(path: Path) -> BinaryIO:
 
 def append_row(file: BinaryIO, row: msgspec.Struct) -> None:
     """Write the line of a row: its own fields before inherited ones, and none for what is not known."""
-    known = {name: value for name, value in msgspec.to_builtins(row).items() if value is not None}
-    own = type(row).__annotations__
+    known, own = _without_none(msgspec.to_builtins(row)), type(row).__annotations__
     ordered = sorted(known, key=lambda name: name not in own)
     file.write(msgspec.json.encode({name: known[name] for name in ordered}) + b"\n")
+
+
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields that are known, also of records inside: null stands for a number that is not finite."""
+    known = {name: value for name, value in fields.items() if value is not None}
+    return {name: _without_none(value) if isinstance(value, dict) else value for name, value in known.items()}
 
 
 def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
@@ -51,6 +59,26 @@ def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
                 raise ConfigError(f"{path}: line {place}: {error}; use the release that wrote it") from error
             except (msgspec.DecodeError, UnicodeDecodeError):
                 log.info("%s: line %d is torn and left out", path, place)
+
+
+def read_last(path: Path, kind: type[Row]) -> Row | None:
+    """The newest row, without a look at the others; None without any. A line that is being written is no row."""
+    for line in reversed(read_tail(path)):
+        with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+            return msgspec.convert(_with_nan(msgspec.json.decode(line)), kind)
+    return None
+
+
+def read_tail(path: Path) -> list[bytes]:
+    """Whole lines at the end of a file, at most `TAIL_BYTES` of them; none without it."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return lines[1:] if size > TAIL_BYTES else lines
 
 
 def _with_nan(value: object) -> object:

@@ -7,8 +7,10 @@ process id and start time, never by name.
 import contextlib
 import fcntl
 import json
+import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import TextIO
 
@@ -35,13 +37,20 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.placed = path / "placed"  # written when all processes of a start have their GPUs
         self._processes = path / "processes.json"
         self._lock: TextIO | None = None
+        self._lock_file = path / "lock"
 
     @property
     def name(self) -> str:
         """`<name>-<n>`."""
         return self.path.name
+
+    @property
+    def has_ledger(self) -> bool:
+        """True once a ledger is laid out: an empty file is one whose making was interrupted."""
+        return self.ledger.is_file() and self.ledger.stat().st_size > 0
 
     def has(self, checkpoint: Checkpointed) -> bool:
         """True if the folder of that checkpoint is still there."""
@@ -60,13 +69,41 @@ class RunFolder:
     def lock(self) -> None:
         """Own the run until this process ends. Raises ConfigError if another controller does."""
         try:
-            self._lock = (self.path / "lock").open("w")
+            lock = self._lock_file.open("a+")
         except OSError as error:
             raise ConfigError(f"run={self.path}: cannot be written ({error.strerror}); make it writable") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            lock.close()
             raise ConfigError(f"run={self.path}: another process runs it; end that one first") from None
+        self._lock = lock
+        with contextlib.suppress(OSError):  # a full disk, of which those hear who need it
+            lock.truncate(0)
+            lock.write(f"{socket.gethostname()} {os.getpid()}")
+            lock.flush()
+
+    @property
+    def holder(self) -> tuple[str, int] | None:
+        """Host and id of the process that has the lock, or had it last; None where nobody wrote that down."""
+        told = self._lock_file.read_text().split() if self._lock_file.is_file() else []
+        return (told[0], int(told[1])) if len(told) == 2 and told[1].isdigit() else None
+
+    def try_lock(self) -> bool:
+        """True if the run was nobody's, and is this process's now."""
+        try:
+            self.lock()
+        except ConfigError:
+            return False
+        return True
+
+    @property
+    def is_led(self) -> bool:
+        """True while a controller owns it."""
+        free = self.try_lock()
+        if free:
+            self.unlock()
+        return not free
 
     def unlock(self) -> None:
         """Give up what `lock` took."""
@@ -135,10 +172,15 @@ def new_run(config: RunConfig) -> RunFolder:
 
 def newest_run(config: RunConfig) -> RunFolder:
     """The run of this name that `--resume` continues. Raises ConfigError if there is none."""
-    existing = _existing(config)
-    if not existing:
+    runs = runs_of(config)
+    if not runs:
         raise ConfigError(f"name={config.name}: no run in {config.runs} to resume; start one without --resume")
-    return RunFolder(max(existing)[1])
+    return runs[0]
+
+
+def runs_of(config: RunConfig) -> list[RunFolder]:
+    """Runs of this name, the newest first."""
+    return [RunFolder(path) for _, path in sorted(_existing(config), reverse=True)]
 
 
 def _existing(config: RunConfig) -> list[tuple[int, Path]]:

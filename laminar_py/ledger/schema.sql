@@ -128,11 +128,14 @@ CREATE TABLE checkpoint (
     path TEXT NOT NULL,
     undone INTEGER NOT NULL DEFAULT 0
 ) STRICT;
-CREATE TABLE evaluation (
+CREATE TABLE evaluation (         -- all of its figures are in its event
     seq INTEGER PRIMARY KEY,
+    pass_id TEXT NOT NULL UNIQUE, -- group of its trajectories
+    set_name TEXT NOT NULL,
     version INTEGER NOT NULL,
     step INTEGER NOT NULL,
-    num_prompts INTEGER NOT NULL,
-    accuracy REAL NOT NULL,
-    rl_s REAL NOT NULL
+    rl_s REAL NOT NULL,
+    problems INTEGER NOT NULL,
+    samples INTEGER NOT NULL,     -- of each problem
+    mean REAL NOT NULL            -- reward
 ) STRICT;

@@ -71,7 +71,10 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
         "UPDATE step SET undone = 1 WHERE step > :step",
         "UPDATE checkpoint SET undone = 1 WHERE step > :step",
     ),
-    Evaluated: ("INSERT INTO evaluation VALUES (:seq, :version, :step, :num_prompts, :accuracy, :rl_s)",),
+    Evaluated: (
+        "INSERT INTO evaluation VALUES (:seq, :pass_id, :set_name, :version, :step, :rl_s, :problems, :samples,"
+        " :mean)",
+    ),
 }
 SIDE_TABLES = ("incarnation", "version", "step", "checkpoint", "evaluation")
 
@@ -198,7 +201,17 @@ _kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)}
 def apply_to_tables(connection: sqlite3.Connection, seq: int, event: AnyEvent) -> None:
     """Show event number `seq` in `SIDE_TABLES`; most events do not."""
     for statement in _STATEMENTS.get(type(event), ()):
-        connection.execute(statement, {**msgspec.structs.asdict(event), "seq": seq})
+        connection.execute(statement, {**_values(event), "seq": seq})
+
+
+def _values(event: AnyEvent) -> dict[str, object]:
+    """Fields of an event by name, and of an evaluation those of its figures that have a column."""
+    values = msgspec.structs.asdict(event)
+    if isinstance(event, Evaluated):
+        figures = event.figures
+        values |= {"problems": figures.problems, "samples": figures.samples, "mean": figures.mean.value}
+        del values["figures"]
+    return values
 
 
 def _subject(event: AnyEvent) -> str:

@@ -11,30 +11,27 @@ learner steps, publishes and checkpoints (`trainer`).
 import asyncio
 import gc
 import logging
-import os
-import socket
 from collections.abc import AsyncIterator, Coroutine
-from hashlib import blake2b
 
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.placement import Placement
-from laminar_py.config.rollout import OnNewWeights
+from laminar_py.cluster.ray_cluster import all_placed
 from laminar_py.config.run import RunConfig
 from laminar_py.control.recovery import check_scored
-from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError
+from laminar_py.ledger.evaluations import read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.seal import seal_run
 from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.evaluator import Evaluator
+from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.preflight.inputs import Inputs
-from laminar_py.records.events import Evaluated, RunEnded, RunStarted
+from laminar_py.records.events import Evaluated, RunEnded
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import Kind, Prompt, Trajectory
-from laminar_py.telemetry.fleet import watch_fleet
+from laminar_py.telemetry.fleet import note_placed, watch_fleet
 from laminar_py.telemetry.memory import watch_memory
 from laminar_py.telemetry.summary import Summary, summarise
 from laminar_py.telemetry.view import View
@@ -47,8 +44,6 @@ from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.trackers import Trackers
 
 log = logging.getLogger(__name__)
-
-HOUSEKEEPING_S = 0.5
 
 
 class Controller:
@@ -64,7 +59,7 @@ class Controller:
         view: View,
         resume: bool,
     ) -> None:
-        goes_on = resume and run.ledger.is_file()
+        goes_on = resume and run.has_ledger
         self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
@@ -106,7 +101,7 @@ class Controller:
         self._trackers.start()
         summary: Summary | None = None
         try:
-            await self._record_start()
+            await record_start(self._incarnation, self._recovered)
             await self._start_parts()
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work, name=name) for name, work in self._background().items()]
@@ -125,6 +120,8 @@ class Controller:
         self._scoring.spawn()
         self._learner.spawn()
         self._replicas.spawn()
+        if self._reference is not None:
+            self._reference.spawn()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._relays.start())
             tasks.create_task(self._scoring.start())
@@ -143,6 +140,7 @@ class Controller:
             "scoring": self._scoring.run(),
             "housekeeping": self._keep_house(),
             "memory": watch_memory(run, stats, shm),
+            "placed": note_placed(run.placed, all_placed=all_placed),
             "fleet": watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens),
             "keep-replicas": self._replicas.keep(),
         }
@@ -181,7 +179,8 @@ class Controller:
         )
         await self._incarnation.ledger.commit()
         restarts = dict(self._incarnation.supervisor.restarts)
-        summary = summarise(self._incarnation.run, stats, finished=finished, restarts=restarts)
+        sets = self._incarnation.config.eval.sets
+        summary = summarise(self._incarnation.run, stats, finished=finished, restarts=restarts, sets=sets)
         if trainer.fault is not None and not finished:
             raise RunFailedError(trainer.fault)
         return summary
@@ -222,38 +221,16 @@ class Controller:
             replicas=len(stats.replicas),
         )
 
-    async def _record_start(self) -> None:
-        config, recovered = self._incarnation.config, self._recovered
-        checkpoint = self._incarnation.checkpoint
-        started = RunStarted(
-            incarnation=self._incarnation.number,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            schema=SCHEMA_VERSION,
-            config_digest=blake2b(config.model_dump_json().encode(), digest_size=16).hexdigest(),
-            drain=config.rollout.on_new_weights is OnNewWeights.DRAIN,
-            max_staleness=config.staleness.enforced,
-            resumed_step=checkpoint.step if checkpoint else None,
-        )
-        self._incarnation.ledger.append_all([started, *(recovered.events if recovered else ())])
-        await self._incarnation.ledger.commit()
-
     async def _close(self, summary: Summary | None) -> None:
         """End checkpoints, ledger, trackers and scorers, whatever happened; a run with a summary is sealed."""
         try:
             await self._trainer.close()
             await self._incarnation.ledger.close()
             if summary is not None:
-                await asyncio.to_thread(self._seal)
+                await asyncio.to_thread(seal, self._incarnation.run.path)
         finally:
             await self._trackers.close(summary)
             await self._scoring.close()
-
-    def _seal(self) -> None:
-        try:
-            seal_run(self._incarnation.run.path)
-        except LedgerError as error:  # no reason to fail a run that is done
-            log.warning("%s", error)
 
     # ---- between the parts
 
@@ -270,8 +247,9 @@ class Controller:
 
     def _evaluated(self, result: Evaluated) -> None:
         self._incarnation.ledger.append(result)
-        self._view.evaluated(result)
-        self._trackers.evaluated(result)
+        told = settled([*read_evaluations(self._incarnation.run.path), result])[-1]
+        self._view.evaluated(told)
+        self._trackers.evaluated(told)
 
     def _fail(self, fault: str) -> None:
         """The run cannot go on."""

@@ -1,7 +1,8 @@
 """Held-out evaluation: when, under which version, and what comes of it. Owned by the controller.
 
-An evaluation during RL runs on whichever replica is idle next, among the training trajectories. A deferred one
-has its version held by the root relay and runs when RL is over.
+An evaluation during RL begins at once, among the training trajectories, under the newest version that a replica
+serves then; its result is of that version's step. A deferred one has its version held by the root relay and runs
+when RL is over.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.records.estimates import set_figures
 from laminar_py.records.events import Evaluated
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.replicas import Replicas
@@ -28,7 +30,7 @@ class Moment:
 
 
 class Evaluator:
-    """Evaluates held-out prompts; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
+    """Evaluates the sets; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
 
     A resumed run does not repeat the marks of the RL phase that is over.
     """
@@ -43,9 +45,11 @@ class Evaluator:
         publish: Callable[[Evaluated], None],
         say: Callable[[str], None],
     ) -> None:
-        self._config = incarnation.config.eval
+        config = incarnation.config
+        self._config = config.eval
+        self._intervals = config.eval.intervals()
+        self._reward = config.reward
         self._inputs = incarnation.inputs
-        self._prompts = incarnation.inputs.heldout
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
@@ -53,43 +57,63 @@ class Evaluator:
         self._say = say
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
         self._marks_s = sorted(to_come, reverse=True)
-        self._held: list[Moment] = []
+        self._held: list[tuple[Moment, list[str]]] = []  # with the sets to evaluate
         self._running: set[asyncio.Task[None]] = set()
         self._previous: Moment | None = None
+        self._moments: dict[int, Moment] = {}  # when each version came
+
+    @property
+    def _all(self) -> list[str]:
+        """Names of all sets."""
+        return list(self._inputs.sets)
 
     async def first(self, moment: Moment) -> None:
-        """Evaluate this version, and have one response scored of each task that no held-out prompt is of.
+        """Evaluate this version, and have one response scored of each task whose reward no set is scored by.
 
-        What a reward makes of a task is known before RL; only the held-out answers make the accuracy.
+        What a reward makes of a task is known before RL; only the held-out answers make figures.
         """
-        tasks = {prompt.task for prompt in self._prompts}
-        others = [prompt for prompt in self._inputs.first_of_tasks if prompt.task not in tasks]
+        sets = (prompts for name, prompts in self._inputs.sets.items() if name not in self._reward.by_set)
+        tasks = {prompt.task for prompts in sets for prompt in prompts}
+        others = [
+            prompt
+            for prompt in self._inputs.first_of_tasks
+            if prompt.task not in tasks and self._reward.of_task(prompt.task)
+        ]
+        under_way = [self._begin(moment, name, moment.version) for name in self._all]
         scored = [self._scheduler.evaluations.request(others, moment.version)] if others else []
-        if self._prompts:
-            await self._begin(moment, moment.version)
+        await asyncio.gather(*under_way)
         await asyncio.gather(*scored, return_exceptions=True)
+
+    def published(self, moment: Moment) -> None:
+        """A version came, with a step or with a learner that starts."""
+        self._moments.setdefault(moment.version, moment)
 
     async def stepped(self, moment: Moment, *, last: bool) -> None:
         """A step was committed: evaluate if it is time to. The last one is evaluated anyway, by `finish`."""
+        self.published(moment)
         previous, self._previous = self._previous, moment
         while self._marks_s and moment.rl_s >= self._marks_s[-1]:
             self._marks_s.pop()
-            await self._schedule(previous or moment)  # the weights that were in force at the mark
-        every = self._config.every_steps
-        if every is not None and moment.step % every == 0 and not last:
-            await self._schedule(moment)
+            await self._schedule(previous or moment, self._all)  # the weights that were in force at the mark
+        due = [name for name, every in self._intervals.items() if moment.step % every == 0]
+        if due and not last:
+            await self._schedule(moment, due)
         for task in [task for task in self._running if task.done()]:
             self._running.discard(task)
             task.result()
 
     async def finish(self, last: Moment) -> None:
         """RL is over and the replicas are idle: do what was deferred, then the last version."""
-        if not self._prompts:
+        if not self._all:
             return
         await asyncio.gather(*self._running)
-        moments = [*(moment for moment in self._held if moment.version != last.version), last]
-        under_way = [self._begin(moment, moment.version) for moment in moments]
-        if len(moments) > 1:
+        held = [one for one in self._held if one[0].version != last.version]
+        under_way = [
+            self._begin(moment, name, moment.version)
+            for moment, names in [*held, (last, self._all)]
+            for name in names
+        ]
+        if held:
             self._replicas.restart()  # an engine's versions never go back
         for evaluation in under_way:
             await evaluation
@@ -99,39 +123,47 @@ class Evaluator:
         for task in self._running:
             task.cancel()
 
-    async def _schedule(self, moment: Moment) -> None:
-        if not self._prompts:
+    async def _schedule(self, moment: Moment, names: list[str]) -> None:
+        if not names:
             return
         if self._config.deferred:
             await self._hold(moment.version)
-            self._held.append(moment)
+            self._held.append((moment, names))
             return
-        task = self._begin(moment, None)
-        self._running.add(task)
+        self._running |= {self._begin(moment, name, None) for name in names}
 
-    def _begin(self, moment: Moment, version: int | None) -> "asyncio.Task[None]":
+    def _begin(self, moment: Moment, name: str, version: int | None) -> "asyncio.Task[None]":
         """Ask for it now; the task ends with its result."""
-        asked = self._scheduler.evaluations.request(self._prompts, version)
-        return asyncio.create_task(self._finish(moment, asked), name=f"evaluate-{moment.step}")
+        prompts, samples = self._inputs.sets[name], self._config.sets[name].samples
+        asked = self._scheduler.evaluations.request(prompts, version, set_name=name, samples=samples)
+        return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
 
-    async def _finish(self, moment: Moment, asked: "asyncio.Future[Evaluation]") -> None:
+    async def _finish(self, moment: Moment, name: str, asked: "asyncio.Future[Evaluation]") -> None:
         try:
             evaluation = await asked
         except EvaluationLostError as error:
-            log.warning("evaluation at step %d is left out: %s is lost", moment.step, error)
+            log.warning("evaluation of %s at step %d is left out: %s is lost", name, moment.step, error)
             return
-        accuracy, count = evaluation.accuracy, len(evaluation.prompts)
-        if accuracy is None:
-            self._say(f"no held-out accuracy at step {moment.step}: none of {count} answers could be scored")
-            return
-        assert evaluation.version is not None, f"{evaluation.id} ended without a version"
-        self._publish(
-            Evaluated(
-                version=evaluation.version,
-                step=moment.step,
-                num_prompts=count,
-                accuracy=accuracy,
-                rl_s=moment.rl_s,
-                num_unscored=evaluation.num_unscored,
-            )
-        )
+        if evaluation.replica is not None and evaluation.version is not None:  # which was left to that
+            moment = self._moments.get(evaluation.version, moment)
+        result = await evaluated(evaluation, name, step=moment.step, rl_s=moment.rl_s)
+        if result is None:
+            self._say(unscored_line(evaluation, name, step=moment.step))
+        else:
+            self._publish(result)
+
+
+async def evaluated(evaluation: Evaluation, name: str, *, step: int, rl_s: float) -> Evaluated | None:
+    """Result of a pass that is done; None where no answer has a score."""
+    figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
+    if figures is None:
+        return None
+    assert evaluation.version is not None, f"{evaluation.id} ended without a version"
+    return Evaluated(
+        pass_id=evaluation.id, set_name=name, version=evaluation.version, step=step, rl_s=rl_s, figures=figures
+    )
+
+
+def unscored_line(evaluation: Evaluation, name: str, *, step: int) -> str:
+    """Line on a pass without figures."""
+    return f"{name}: no figures at step {step}: none of {len(evaluation.answers)} answers could be scored"

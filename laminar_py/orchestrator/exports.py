@@ -3,27 +3,37 @@
 Invariant: it reads a run, also one that goes on, and changes nothing of it.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.learner.marker import read_marker
 from laminar_py.ledger.recovery import newest_there
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import on_record
-from laminar_py.preflight.inputs import check_adapters
+from laminar_py.preflight.inputs import check_adapters, stop_ids
 from laminar_py.records.events import Checkpointed
 
 
-def export(source: Path, out: Path, *, dtype: str | None = None) -> Path:
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Checkpoint that was written out, e.g. `Exported(Path("runs/math-1/checkpoints/step-40-1.0"), 40)`."""
+
+    checkpoint: Path  # which the run may have deleted since
+    step: int
+
+
+def export(source: Path, out: Path, *, dtype: str | None = None) -> Exported:
     """Write `out` from a run's newest checkpoint, or from the checkpoint that `source` is; which one it was.
 
     Without a `dtype` it has that of the model, in which the run served it. Raises ConfigError.
     """
     if out.exists():
         raise ConfigError(f"out={out}: is there already; name a folder that is not, or delete it")
-    run = _run_of(source)
+    run = run_of(source)
     if out.resolve().is_relative_to(run.path.resolve()):
         raise ConfigError(f"out={out}: is inside the run's own folder {run.path}; name one outside of it")
     if run.path != source:
@@ -38,7 +48,8 @@ def export(source: Path, out: Path, *, dtype: str | None = None) -> Path:
             # else the run may have deleted it for the newer one while it was read
 
 
-def _run_of(source: Path) -> RunFolder:
+def run_of(source: Path) -> RunFolder:
+    """The run that `source` is, or is a checkpoint of. Raises ConfigError."""
     for path in (source, source.absolute().parent.parent):
         if (path / "config.yaml").is_file():
             return RunFolder(path)
@@ -54,14 +65,23 @@ def _newest(run: RunFolder) -> Checkpointed:
     return found
 
 
-def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Path:
+def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Exported:
     from laminar_py.learner.export import export_checkpoint
 
+    step = read_marker(checkpoint).step
     config = load_config(run.config, [])
     model, lora = config.model.path, config.learner.lora
     base = None if lora is None else _base(config)
-    export_checkpoint(checkpoint, out, source=model, dtype=dtype or served_dtype(model), lora=lora, base=base)
-    return checkpoint
+    export_checkpoint(
+        checkpoint,
+        out,
+        source=model,
+        dtype=dtype or served_dtype(model),
+        lora=lora,
+        base=base,
+        stop_ids=stop_ids(config),
+    )
+    return Exported(checkpoint, step)
 
 
 def _base(config: RunConfig) -> Path:
@@ -70,10 +90,9 @@ def _base(config: RunConfig) -> Path:
 
     check_adapters(config)
     warm_start = config.warm_start
-    if warm_start is not None and not warm_start.data.is_file():
-        raise ConfigError(
-            f"warm_start.data={warm_start.data}: is gone, and its result is found by it; put it back"
-        )
+    data = None if warm_start is None else warm_start.data
+    if data is not None and not data.is_hub_name and not Path(data.path).exists():
+        raise ConfigError(f"warm_start.data={data.path}: is gone, and its result is found by it; put it back")
     base = start_model(config).path
     if warm_start is not None and not base.is_dir():
         raise ConfigError(

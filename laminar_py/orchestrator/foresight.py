@@ -11,6 +11,7 @@ import numpy as np
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.records.evaluations import set_of
 from laminar_py.records.scoring import PartialResponse
 from laminar_py.records.trajectory import Status
 
@@ -32,7 +33,7 @@ class Foresight:
         news = {
             name: lifecycle.length - self._shown.get(name, 0)
             for name, lifecycle in live.items()
-            if lifecycle.status is Status.RUNNING and self._looks_ahead(lifecycle.prompt.task)
+            if lifecycle.status is Status.RUNNING and self._looks_ahead(lifecycle)
         }
         chosen = [live[name] for name in nlargest(AT_A_TIME, news, key=lambda name: news[name]) if news[name]]
         self._shown |= {lifecycle.id: lifecycle.length for lifecycle in chosen}
@@ -40,11 +41,13 @@ class Foresight:
             PartialResponse(
                 trajectory_id=lifecycle.id,
                 task=lifecycle.prompt.task,
+                set_name=set_of(lifecycle.group_id),
                 prompt_ids=lifecycle.prompt.ids,
                 response_ids=np.concatenate(lifecycle.ids),
             )
             for lifecycle in chosen
         ]
 
-    def _looks_ahead(self, task: str) -> bool:
-        return any(term.looks_ahead for term in self._reward.of_task(task))
+    def _looks_ahead(self, lifecycle: Lifecycle) -> bool:
+        terms = self._reward.of_task(lifecycle.prompt.task, set_name=set_of(lifecycle.group_id))
+        return any(term.looks_ahead for term in terms)

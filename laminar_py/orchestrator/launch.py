@@ -7,8 +7,13 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Protocol, TypeVar
 
 import psutil
 from rich.console import Console
@@ -25,6 +30,7 @@ from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.recovery import data_on_record
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.orchestrator.controller import Controller
@@ -38,11 +44,16 @@ log = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
 ENDED_AT_ONCE = b"laminar: ended at once, as asked three times; go on with --resume\n"
+SAME_S = 1.0  # in which SIGTERM and SIGINT are one request: the end of a job comes by a run's launcher, too
 SHOW_CURSOR = b"\x1b[?25h"  # the view had hidden it
 UNBOUNDED = (
     "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
     " of the weight of old data is gone"
 )
+
+
+ResultT = TypeVar("ResultT", bound="Led")
+LedT = TypeVar("LedT", bound="Led", covariant=True)
 
 
 class RunInterruptedError(Exception):
@@ -53,28 +64,129 @@ class RunInterruptedError(Exception):
         self.summary = summary
 
 
+class Led(Protocol):
+    """Summary of a run, or of an evaluation."""
+
+    @property
+    def finished(self) -> bool:
+        """False where it was stopped, to be gone on with."""
+        ...
+
+
+class Leader(Protocol[LedT]):
+    """Controller of a run, or of an evaluation."""
+
+    def interrupt(self) -> None:
+        """End soon, so that it can be gone on with."""
+        ...
+
+    async def lead(self) -> LedT:
+        """Lead it from its start, or a resume, to its end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """Everything that a controller is made of."""
+
+    config: RunConfig
+    run: RunFolder
+    placement: Placement
+    inputs: Inputs
+    resumed: bool
+
+
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
-    inputs = check(config)
-    if resume:
-        resume.lock()
-        reaped = resume.reap()
-        if resume.ledger.is_file():
-            tell_fallback(resume, console)  # better refused now than when all parts are up
-        if reaped:
-            console.print(f"ended {reaped} processes that a killed run had left")
-    with open_cluster(config.cluster.address):
-        # what cannot be placed leaves no run behind
-        placement = asyncio.run(place(config, resume=resume is not None))
-        run = resume or new_run(config)
-        if not resume:
-            run.lock()
-        summary = _run(config, run, placement=placement, inputs=inputs, resume=resume is not None, console=console)
-        if summary.finished:
-            asyncio.run(clear(placement, run.shm(config.relay.shm)))
+
+    what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
+    with ExitStack() as views:
+        summary = lead(
+            config,
+            lambda opened: make_controller(opened, console, views),
+            what=what,
+            resume=resume,
+            console=console,
+        )
     if not summary.finished:
         raise RunInterruptedError(summary)
     return summary
+
+
+def make_controller(opened: Opened, console: Console, views: ExitStack) -> Controller:
+    """Controller of a run, with a view that `views` closes."""
+    config = opened.config
+    if config.staleness.unbounded(config.schedule):
+        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
+    view = make_view(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
+    views.callback(view.close)
+    return Controller(
+        config,
+        opened.run,
+        placement=opened.placement,
+        inputs=opened.inputs,
+        view=view,
+        resume=opened.resumed,
+    )
+
+
+def lead(
+    config: RunConfig,
+    make: Callable[[Opened], Leader[ResultT]],
+    *,
+    what: str,
+    resume: RunFolder | None,
+    console: Console,
+    begun: RunFolder | None = None,
+    trains: bool = True,
+) -> ResultT:
+    """Have what `make` makes led in a run folder on a cluster; the console is told `what` it is.
+
+    `begun` is a new run's folder that is locked already; without it one is made when all has its place. What does
+    not train reads no problems to train on. Raises ConfigError and RunFailedError.
+    """
+    inputs = check(config, trains=trains)
+    if resume:
+        _take_up(resume, inputs, console)
+    with open_cluster(config.cluster.address):
+        # what cannot be placed leaves no run behind
+        placement = asyncio.run(place(config, resume=resume is not None))
+        run = resume or begun or new_run(config)
+        if run not in (resume, begun):
+            run.lock()
+        console.print(f"run {run.path}: {what}")
+        console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
+        opened = Opened(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
+        ending = _lead_logged(opened, make)
+        if ending.finished:
+            asyncio.run(clear(placement, run.shm(config.relay.shm)))
+    return ending
+
+
+def _take_up(run: RunFolder, inputs: Inputs, console: Console) -> None:
+    """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
+    run.lock()
+    reaped = run.reap()
+    if run.has_ledger:
+        refuse_other_data(run, inputs.digests)
+        tell_fallback(run, console)  # better refused now than when all parts are up
+    if reaped:
+        console.print(f"ended {reaped} processes that a killed run had left")
+
+
+def refuse_other_data(run: RunFolder, digests: dict[str, str]) -> None:
+    """Refuse rows that are others than those that a run's places and ids are of. Raises `ConfigError`.
+
+    Evaluation sets may come and go.
+    """
+    known = data_on_record(run.path)
+    fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
+    changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
+    if changed is not None:
+        raise ConfigError(
+            f"{changed}: has other rows than when {run.path} began, whose record names problems by their rows;"
+            " bring these back, or start a new run"
+        )
 
 
 def tell_fallback(run: RunFolder, console: Console) -> None:
@@ -91,22 +203,17 @@ def tell_fallback(run: RunFolder, console: Console) -> None:
         )
 
 
-def _run(
-    config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, resume: bool, console: Console
-) -> Summary:
+def _lead_logged(opened: Opened, make: Callable[[Opened], Leader[ResultT]]) -> ResultT:
+    """Lead it, with a log in its folder; what ends it is one error for the user."""
+    run = opened.run
     logging.raiseExceptions = False  # a full disk is told in one line, and not for each line of a log
     logging.basicConfig(
         filename=run.logs / CONTROLLER_LOG,
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    console.print(f"run {run.path}: {config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas")
-    if config.staleness.unbounded(config.schedule):
-        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
-    view = make_view(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
     try:
-        controller = Controller(config, run, placement=placement, inputs=inputs, view=view, resume=resume)
-        return asyncio.run(_lead(controller))
+        return asyncio.run(_lead(make(opened)))
     except asyncio.CancelledError:
         raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
     except Exception as error:
@@ -120,8 +227,6 @@ def _run(
             raise told from None
         log.critical("the run ends", exc_info=error)
         raise RunFailedError(tell_unexpected(bug or errors[0], run.logs / CONTROLLER_LOG)) from None
-    finally:
-        view.close()
 
 
 def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:
@@ -144,31 +249,35 @@ def _needs(run: RunFolder, reason: str) -> str:
     )
 
 
-async def _lead(controller: Controller) -> Summary:
+async def _lead(controller: Leader[ResultT]) -> ResultT:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    asked = 0
+    asked: tuple[signal.Signals, float] | None = None  # first
 
-    def stop() -> None:
+    def stop(number: signal.Signals) -> None:
         nonlocal asked
-        asked += 1
-        if asked == 1:
+        if asked is None:
+            asked = number, loop.time()
             controller.interrupt()
-        else:
+        elif number == asked[0] or loop.time() - asked[1] > SAME_S:
             task.cancel()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-                signal.signal(number, _end_at_once)
+            end_at_once = partial(_end_at_once, psutil.Process().children(recursive=True))
+            for each in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(each)
+                signal.signal(each, end_at_once)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     return await controller.lead()
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    """Leave as a kill would, with all processes below this one; the record stands."""
-    for process in psutil.Process().children(recursive=True):
+def _end_at_once(family: Sequence[psutil.Process], number: int, frame: FrameType | None) -> None:
+    """Leave as a kill would, with all processes below this one; the record stands.
+
+    `family` are those of a moment before: some are below it no more once Ray has begun to end.
+    """
+    for process in {*family, *psutil.Process().children(recursive=True)}:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     os.write(sys.stderr.fileno(), (SHOW_CURSOR if sys.stderr.isatty() else b"") + ENDED_AT_ONCE)

@@ -1,6 +1,7 @@
 """Policies of a run from its config: scheduler, packing, repacking. Called by the controller's constructor."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from laminar_py.config.algorithm import Truncated
 from laminar_py.config.repack import DEFAULT_PLANNER
@@ -28,13 +29,18 @@ def make_scheduler(
     *,
     submit_score: Callable[[Trajectory, Prompt], None],
     reference: ReferenceStage | None,
+    versions_return: bool = False,
 ) -> TrajectoryScheduler:
     """Scheduler of trajectories, with the packing of its batches."""
     config = incarnation.config
     algorithm, sampling = config.algorithm, config.rollout.sampling
     scheduler = TrajectoryScheduler(
-        control_settings(config, stop_ids=incarnation.inputs.tokenizer.eos_ids),
+        replace(
+            control_settings(config, stop_ids=incarnation.inputs.tokenizer.eos_ids),
+            versions_return=versions_return,
+        ),
         prompt_at=incarnation.inputs.stream.prompt,
+        tell=incarnation.inputs.stream.tell,
         recorder=incarnation.ledger,
         stages=Stages(submit_score=submit_score, submit_reference=None if reference is None else reference.submit),
         credit=Credit(
@@ -50,12 +56,14 @@ def make_scheduler(
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
     """Settings of the scheduler."""
     rollout, staleness = config.rollout, config.staleness
+    sampling = rollout.sampling.params(stop_ids=stop_ids)
     return ControlSettings(
         seed=config.seed,
         replicas=rollout.replicas,
         batch_per_replica=rollout.batch_per_replica,
         group_size=rollout.group_size,
-        sampling=rollout.sampling.params(stop_ids=stop_ids),
+        sampling=sampling,
+        of_sets={name: settings.sampling(sampling) for name, settings in config.eval.sets.items()},
         without_signal=WithoutSignal.TRAIN if config.algorithm.normalises_step else rollout.without_signal,
         max_refill=rollout.max_refill,
         masks_truncated=config.algorithm.truncated is Truncated.MASK,
@@ -97,7 +105,9 @@ def max_counterfactual(config: RunConfig) -> int:
 def max_scored(incarnation: Incarnation) -> int:
     """Trajectories that can wait for a score: live ones, all of evaluations, counterfactual ones."""
     config = incarnation.config
-    evaluations = (2 + config.num_evaluations) * len(incarnation.inputs.heldout)
+    sets = incarnation.inputs.sets
+    answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
+    evaluations = (2 + config.num_evaluations) * answers + len(incarnation.inputs.first_of_tasks)
     return config.capacity + config.rollout.group_size + evaluations + max_counterfactual(config)
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.orchestrator.foresight import Foresight
 from laminar_py.orchestrator.policies import max_scored
+from laminar_py.records.evaluations import set_of
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import Prompt, Trajectory
 from laminar_py.reward.failures import ScoreFailures
@@ -56,7 +57,8 @@ class Scoring:
         self._say = say
         self._end = end
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
-        self._trials = deque(trials(inputs.first_of_tasks, encode=encode, end=end_id))
+        tried = (prompt for prompt in inputs.first_of_tasks if config.reward.of_task(prompt.task))
+        self._trials = deque(trials(tried, encode=encode, end=end_id))
         self._complaints = set[str]()
         self._scored = asyncio.Event()  # set outside an outage
         self._stage: ScoringStage | None = None
@@ -99,6 +101,7 @@ class Scoring:
                 response="",
                 answer=prompt.answer,
                 task=prompt.task,
+                set_name=set_of(trajectory.group_id),
                 finish_reason=trajectory.finish_reason,
                 prompt_ids=prompt.ids,
                 response_ids=trajectory.response_ids,

@@ -8,6 +8,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Phase
@@ -52,6 +54,7 @@ class Trainer:
         self._failed = asyncio.Event()
         self._config = incarnation.config
         self._run = incarnation.run
+        self._stream = incarnation.inputs.stream
         self._ledger = incarnation.ledger
         self._stats = incarnation.stats
         self._supervisor = incarnation.supervisor
@@ -89,9 +92,12 @@ class Trainer:
         """Bring the learner up from the last checkpoint, publish what it holds, have a checkpoint of it."""
         while True:
             try:
-                return await self._start()
+                await self._start()
             except PartDiedError as error:
                 await self._replace(await self._bury(error))
+            else:
+                self._evaluator.published(self.moment)
+                return
 
     async def run(self) -> None:
         """Train until all steps are done, time is up or `stop` is set; then checkpoint."""
@@ -211,6 +217,7 @@ class Trainer:
             versions_alive=self._scheduler.book.versions_alive(),
             stall_s=outcome.stall_s if outcome else 0.0,
         )
+        row = msgspec.structs.replace(row, order=self._stream.figures)
         self._scheduler.consumption.commit(batch, self.step)
         skipped = outcome.metrics.skipped if outcome else 0
         self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))

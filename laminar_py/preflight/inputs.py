@@ -11,19 +11,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from laminar_py.cluster.placement import learner_device
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import JsonlFile
-from laminar_py.data.prompts import PromptStream, check_disjoint, first_of_tasks, read_prompts
+from laminar_py.data.prompts import check_disjoint, first_of_tasks
+from laminar_py.data.sources import DataSource
+from laminar_py.data.stream import PromptStream
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
+from laminar_py.preflight.problems import Problems, read_problems, shown_prompt
 from laminar_py.preflight.rewards import check_rewards
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
@@ -33,52 +34,69 @@ from laminar_py.telemetry.trackers import check_trackers
 PREPARE_S = 600
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Inputs of a run: tokenizer, the stream of prompts, and the held-out ones."""
+    """Inputs of a run: tokenizer, the stream of prompts, those of each set of `eval`, digests of their rows."""
 
     tokenizer: Tokenizer
     stream: PromptStream
-    heldout: list[Prompt]
+    sets: dict[str, list[Prompt]]
+    first_of_tasks: list[Prompt]  # of each: one to train on, or a held-out one where it is evaluated alone
+    digests: dict[str, str]  # by field of the config
 
     @property
-    def first_of_tasks(self) -> list[Prompt]:
-        """A prompt of each task: a held-out one, of which the answer is evaluated anyway, or one to train on."""
-        return first_of_tasks([*self.heldout, *self.stream.first_of_tasks])
+    def example(self) -> str:
+        """Lines for the start of a run: a prompt as the model gets it."""
+        return shown_prompt(self.first_of_tasks[0], self.tokenizer)
 
 
-def check(config: RunConfig) -> Inputs:
-    """Prepare the run's files if it has a script for that, then check files, reward, ports and memory."""
+def check(config: RunConfig, *, trains: bool = True) -> Inputs:
+    """Prepare the run's files if it has a script for that, then check files, reward, ports and memory.
+
+    Without training its problems are not read.
+    """
     check_trackers(config.tracking.kinds)
     prepare(config)
     _check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     _check_vocabulary(config, tokenizer)
-    limit = config.rollout.max_len - config.rollout.sampling.max_new_tokens
-    train_source = JsonlFile(config.data.train, "data.train")
-    train = read_prompts(train_source, tokenizer=tokenizer, max_prompt_tokens=limit)
-    heldout: list[Prompt] = []
-    problems = [(train_source, train)]
-    if config.data.heldout is not None:
-        source = JsonlFile(config.data.heldout, "data.heldout")
-        read = read_prompts(source, tokenizer=tokenizer, max_prompt_tokens=limit)
-        problems.append((source, read))
-        check_disjoint(read, train, sources=(source, train_source))
-        # both files may use the same ids; in the ledger each prompt has one of its own
-        heldout = [msgspec.structs.replace(prompt, id=f"heldout/{prompt.id}") for prompt in read]
+    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat)
+    problems = read_problems(config, encoder, limited=True, trains=trains)
+    for heldout in problems.sets.values():
+        check_disjoint(heldout, problems.train)
     if config.warm_start is not None:
-        source = JsonlFile(config.warm_start.data, "warm_start.data")
-        read_demonstrations(source, tokenizer=tokenizer, max_tokens=config.warm_start.tokens_per_step)
+        source = DataSource("warm_start.data", config.warm_start.data)
+        read_demonstrations(source, encoder=encoder, max_tokens=config.warm_start.tokens_per_step)
     check_adapters(config)
     _check_learner(config)
-    check_rewards(config.reward, problems, sandbox=config.sandbox if config.cluster.address is None else None)
+    reward = config.reward if trains else _of_sets(config.reward, problems)
+    check_rewards(reward, problems.all, sandbox=config.sandbox if config.cluster.address is None else None)
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.survey` looks at the nodes themselves
         for pool in config.reward.servers:
             check_pool(config.reward, pool)
         _check_shared_memory(config)
         _check_ports(config)
-    return Inputs(tokenizer, PromptStream(train, seed=config.seed), heldout)
+    return Inputs(
+        tokenizer=encoder.tokenizer,  # where there were messages the end of a turn ends a response too
+        stream=PromptStream(problems.train, config.data, seed=config.seed),
+        sets={name: list(of) for name, of in problems.sets.items()},
+        first_of_tasks=first_of_tasks(problems.all),
+        digests=problems.digests,
+    )
+
+
+def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
+    """Rewards of the tasks that evaluation sets have."""
+    tasks = {task for of in problems.all for task in of.tasks}
+    return reward.model_copy(update={"by_task": {t: terms for t, terms in reward.by_task.items() if t in tasks}})
+
+
+def stop_ids(config: RunConfig) -> tuple[int, ...]:
+    """Ids that may end a response of a run: those of its model, first what ends a turn by its chat template."""
+    tokenizer = load_tokenizer(config.model.path)
+    encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat)
+    return tokenizer.ending(encoder.template_ends()).eos_ids
 
 
 def prepare(config: RunConfig) -> None:
@@ -88,9 +106,14 @@ def prepare(config: RunConfig) -> None:
         return
     if not script.is_file():
         raise ConfigError(f"data.prepare={script}: no such file; name a Python script or leave the field out")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=PREPARE_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=PREPARE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"data.prepare={script}: not done after {PREPARE_S} s; run it by hand, and leave the field out"
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); mend the script")
@@ -111,7 +134,7 @@ def _check_model(config: RunConfig) -> None:
 
 def _check_learner(config: RunConfig) -> None:
     """Refuse settings that the learner's devices or layers cannot have."""
-    learner, device = config.learner, learner_device(config)
+    learner, device = config.learner, config.learner_device
     if learner.offload and device is not Device.CUDA:
         raise ConfigError(
             f"learner.offload=true: the learner is on {device}, whose memory is the host's; set it to false"

@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from laminar_py.cluster.placement import learner_device
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.run import RunConfig
@@ -51,7 +50,7 @@ def gpu_memory(
     if shape is None or config.emulation is not None:
         return []
     columns, engine = [], config.rollout.engine
-    if learner_device(config) is Device.CUDA:
+    if config.learner_device is Device.CUDA:
         parts = learner_parts(shape, config, reference=_reference_shape(config, shape))
         columns.append(GpuMemory("learner", parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * gpu_bytes}))
     if engine.gpus and not engine.hosts:

@@ -9,7 +9,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -19,7 +19,8 @@ from urllib.request import ProxyHandler, build_opener
 from laminar_py.config.reward import FUNCTION, REWARDS, RewardConfig, TermConfig, check_tasks
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.jsonl import JsonlFile
+from laminar_py.data.problems import ProblemSet
+from laminar_py.data.sources import DataSource
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.calls.pool import CallPool
 from laminar_py.reward.calls.process import CallSpec
@@ -28,27 +29,26 @@ from laminar_py.sandbox.pool import SandboxPool
 from laminar_py.sandbox.records import SandboxTier
 
 ANSWER_S = 5.0  # for a server to say anything
+SETS = "eval.sets."
+MOST = 50_000  # problems of a source that are looked at: an answer takes up to a millisecond
 TELL_S = 5.0  # between lines on how far a look at the problems is
 log = logging.getLogger(__name__)
 
 
-def check_rewards(
-    reward: RewardConfig, problems: Iterable[tuple[JsonlFile, list[Prompt]]], *, sandbox: SandboxConfig | None
-) -> None:
+def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandbox: SandboxConfig | None) -> None:
     """Refuse a reward that cannot be given; `problems` are those of each file. Raises `ConfigError`.
 
     `sandbox` is what programs of the model would run in here; None where scorers run elsewhere, which is also
     where servers of judges have to be reached from.
     """
-    files = list(problems)
     tasks: dict[str, str] = {}
-    for source, prompts in files:
-        for prompt in prompts:
-            tasks.setdefault(prompt.task, source.place(prompt.index))
+    for of in problems:
+        for task, place in of.tasks.items() if _set_name(of.source) not in reward.by_set else ():
+            tasks.setdefault(task, of.source.place(of.row(place)))
     check_tasks(reward, tasks)
-    for source, prompts in files:
-        for prompt in _telling(prompts, of=f"{source.field}={source.path}"):
-            check_problem(reward, prompt, place=source.place(prompt.index))
+    for of in problems:
+        for problem in _telling(of):
+            check_problem(reward, problem, place=of.source.place(problem.index), set_name=_set_name(of.source))
     terms = {term.model_dump_json(): term for term in reward.terms}
     if sandbox is not None:
         check_answers(reward)
@@ -58,9 +58,17 @@ def check_rewards(
     asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
 
 
-def check_problem(reward: RewardConfig, problem: Prompt, *, place: str) -> None:
-    """Refuse a problem that lacks what its reward needs; `place` names it. Raises `ConfigError`."""
-    for term in reward.of_task(problem.task):
+def _set_name(source: DataSource) -> str:
+    """Evaluation set that a file is of; "" of other files."""
+    return source.field.removeprefix(SETS) if source.field.startswith(SETS) else ""
+
+
+def check_problem(reward: RewardConfig, problem: Prompt, *, place: str, set_name: str = "") -> None:
+    """Refuse a problem that lacks what its reward needs, in a set of its own; `place` names it.
+
+    Raises `ConfigError`.
+    """
+    for term in reward.of_task(problem.task, set_name=set_name):
         with REWARDS.blaming(term.kind):
             fault = REWARDS.get(term.kind).fault(term, problem)
         if fault is not None:
@@ -109,14 +117,16 @@ def _has_text(folder: Path) -> bool:
     return any(path.is_file() and path.stat().st_size for path in folder.rglob("*"))
 
 
-def _telling(prompts: list[Prompt], *, of: str) -> Iterator[Prompt]:
-    """Prompts, and now and then a line on how many there were."""
-    told_s = time.monotonic()
-    for number, prompt in enumerate(prompts, start=1):
-        yield prompt
+def _telling(problems: ProblemSet) -> Iterator[Prompt]:
+    """Problems, at most `MOST` from the first to the last, and now and then a line on how many there were."""
+    told_s, source = time.monotonic(), problems.source
+    number = min(len(problems), MOST)
+    for index in range(number):
+        yield problems.stated(index * len(problems) // number)
         if time.monotonic() - told_s > TELL_S:
             told_s = time.monotonic()
-            log.warning("looking at the problems of %s: %d of %d", of, number, len(prompts))
+            of = f"{source.field}={source.path}"
+            log.warning("looking at the problems of %s: %d of %d", of, index + 1, number)
 
 
 async def _load(terms: list[TermConfig]) -> None:

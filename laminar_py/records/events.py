@@ -5,7 +5,8 @@ Events name trajectories, versions and parts by id and carry no payload; tokens 
 
 import msgspec
 
-from laminar_py.records.scoring import TermValue
+from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.scoring import TermValue, said_by
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 
 
@@ -24,6 +25,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     drain: bool  # one version per trajectory is promised
     max_staleness: int | None  # bound that is enforced at consumption, None if there is none
     resumed_step: int | None = None
+    data: dict[str, str] = {}  # digest of the rows of each source, by its field of the config
 
 
 class RunEnded(Event, frozen=True):
@@ -114,6 +116,11 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     elapsed_s: float
     at_once: float = 1.0  # responses like this one that its scorer works on at the same time
     terms: list[TermValue] = []
+
+    @property
+    def said(self) -> str:
+        """Answer that the response gives."""
+        return said_by(self.terms)
 
 
 class Ready(Event, frozen=True):
@@ -339,14 +346,17 @@ class PartDied(Event, frozen=True):
 
 
 class Evaluated(Event, frozen=True, kw_only=True):
-    """Held-out accuracy of `version`, `rl_s` seconds into the RL phase, over the answers that were scored."""
+    """Figures of a set's pass under `version`, which came from `step`, `rl_s` seconds into the RL phase.
 
+    They follow from the answers of the trajectories whose group is `pass_id`.
+    """
+
+    pass_id: str
+    set_name: str
     version: int
     step: int
-    num_prompts: int
-    accuracy: float
     rl_s: float
-    num_unscored: int = 0  # of the prompts, whose answer has no reward
+    figures: SetFigures
 
 
 AnyEvent = (

@@ -99,6 +99,14 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         return None if peak is None else self.flops_per_s / peak
 
 
+class OrderFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """State of the order of problems, e.g. `OrderFigures(open_levels=2, solved={"1": 0.9, "2": 0.2})`."""
+
+    open_levels: int = 0  # under `curriculum`, of all sources together
+    solved: dict[str, float] = {}  # share of solved responses by level, in its last groups
+    resting: int = 0  # problems whose last group had no signal, which come rarely; under `signal`
+
+
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl`. Rates are over the whole RL phase so far, times in seconds of it.
 
@@ -137,6 +145,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     mismatch_max: float = 0.0
     skipped: int = 0
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
+    order: OrderFigures = OrderFigures()
 
     @property
     def not_finite(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Requests to reward functions, their answers, and the scores that the scoring stage makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
     response: str  # text of its ids, without special tokens; empty on the way to a scorer
     answer: str
     task: str = ""
+    set_name: str = ""  # of an evaluation
     finish_reason: FinishReason  # `length`: cut by a cap
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L]
@@ -39,6 +40,7 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectory_id: str
     task: str
+    set_name: str = ""  # of an evaluation
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L] so far
 
@@ -48,12 +50,14 @@ class Reward:
     """A value with columns, which a reward function may return, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`.
 
     `value` is a number for the response, or one for each of its tokens (process rewards). `columns` are further
-    numbers for each token, which the algorithm has declared. `text` is kept on record beside the value.
+    numbers for each token, which the algorithm has declared. `text` is kept on record beside the value. `said` is
+    the answer that the response gives, in a form in which equal answers are equal text, for majority votes.
     """
 
     value: float | Sequence[float] | FloatArray | Mapping[str, float]  # [L] where it is a sequence
     columns: Mapping[str, object] = field(default_factory=dict)  # by name, each [L]
     text: str = ""
+    said: str = ""
 
 
 class TryAgainError(Exception):
@@ -68,13 +72,19 @@ class NoValueError(Exception):
         self.reason = reason
 
 
-class TermValue(msgspec.Struct, frozen=True, kw_only=True):
+class TermValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A term of a score before its weight, e.g. `TermValue(name="code", value=0.75, text="test 4: got 3")`."""
 
     name: str
     value: float
     elapsed_s: float = 0.0
     text: str = ""  # of the verifier
+    said: str = ""  # answer of the response, see `Reward`
+
+
+def said_by(terms: Iterable[TermValue]) -> str:
+    """Answer of a response by the first term that tells one; "" where none does."""
+    return next((term.said for term in terms if term.said), "")
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,3 +102,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     at_once: float = 1.0  # responses like this one that the scorer works on at the same time
     failure: DropReason | None = None
     detail: str = ""
+
+    @property
+    def said(self) -> str:
+        """Answer that the response gives."""
+        return said_by(self.terms)

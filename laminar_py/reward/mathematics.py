@@ -43,9 +43,11 @@ class MathReward:
     """Verifies with what each verdict says on record, e.g. `wrong: 3/4 (values)`."""
 
     def __init__(self, term: MathTerm) -> None:
+        from laminar_py.reward.verifiers.math.canonical import canonical
         from laminar_py.reward.verifiers.math.verify import MathOutcome, verify
 
         self._cut = term.cut
+        self._canonical = canonical
         self._verify = verify
         self._right = MathOutcome.RIGHT
 
@@ -54,8 +56,9 @@ class MathReward:
         if request.finish_reason is not FinishReason.STOP and not self._cut:
             return Reward(0.0, text="cut by a cap")
         verdict = self._verify(request.response, request.answer)
-        said = f"{verdict.outcome.value}: {verdict.answer} ({verdict.reason})"
-        return Reward(float(verdict.outcome is self._right), text=said)
+        text = f"{verdict.outcome.value}: {verdict.answer} ({verdict.reason})"
+        said = self._canonical(verdict.answer) if request.set_name else ""  # training has no use for votes
+        return Reward(float(verdict.outcome is self._right), text=text, said=said)
 
 
 def fault_in_answer(term: MathTerm, problem: Prompt) -> str | None:

@@ -45,6 +45,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     named: dict[str, float] = {}  # where it gave several, whose sum is the value
     columns: dict[str, TokenValues] = {}
     text: str = ""
+    said: str = ""
     elapsed_s: float = 0.0
     failure: DropReason | None = None
     detail: str = ""
@@ -59,6 +60,7 @@ class PlainReward:
     named: dict[str, float]  # where it gave several, whose sum is the value
     columns: dict[str, Array]
     text: str
+    said: str
     shown: str  # of a value that is no array
 
 
@@ -78,6 +80,7 @@ def plain(returned: object) -> PlainReward:
         named=named,
         columns=columns,
         text=one_line(str(reward.text)),
+        said=one_line(str(reward.said)),
         shown="" if array.ndim else repr(reward.value),
     )
 
@@ -91,7 +94,9 @@ def checked(given: PlainReward, columns: Sequence[Column], *, length: int) -> Ou
     found = check_columns(wanted, given.columns, length=length)
     if not given.value.ndim:
         if given.value.dtype.kind in "biuf" and abs(given.value) <= LARGEST:
-            return Outcome(value=float(given.value), named=given.named, columns=found, text=given.text)
+            return Outcome(
+                value=float(given.value), named=given.named, columns=found, text=given.text, said=given.said
+            )
         raise ColumnError(
             f"the reward function returned {given.shown}; return a finite number up to {LARGEST:g}, or one for"
             f" each of {length} tokens"
@@ -103,7 +108,8 @@ def checked(given: PlainReward, columns: Sequence[Column], *, length: int) -> Ou
         raise ColumnError(
             f"{length} per-token rewards add up to {total:g}; keep each and the sum below {LARGEST:g}"
         )
-    return Outcome(value=total, columns=found | {TOKEN_REWARDS: token_values(rewards)}, text=given.text)
+    columns_found = found | {TOKEN_REWARDS: token_values(rewards)}
+    return Outcome(value=total, columns=columns_found, text=given.text, said=given.said)
 
 
 def describe(error: BaseException) -> str:

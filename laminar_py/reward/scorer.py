@@ -173,7 +173,7 @@ class Scorer:
         return pool.call
 
     async def _look_ahead(self, response: PartialResponse) -> None:
-        for term in self._reward.of_task(response.task):
+        for term in self._reward.of_task(response.task, set_name=response.set_name):
             function = self._foresighted.get(term.model_dump_json())
             if function is None:
                 continue
@@ -190,7 +190,7 @@ class Scorer:
             score = add_up(
                 request.trajectory_id,
                 outcomes,
-                columns=self._columns,
+                columns=() if request.set_name else self._columns,  # an evaluation trains nobody
                 length=len(request.response_ids),
                 at_once=self._width(outcomes),
             )
@@ -200,7 +200,7 @@ class Scorer:
 
     async def _outcomes(self, request: ScoringRequest) -> list[tuple[TermConfig, Outcome]]:
         """Outcomes of the terms, asked at the same time but for those that wait for what another says."""
-        terms = self._reward.of_task(request.task)
+        terms = self._reward.of_task(request.task, set_name=request.set_name)
         first = [term for term in terms if not term.asked_unless]
         outcomes = await asyncio.gather(*(self._call(term, request) for term in first))
         said = {term.title: outcome for term, outcome in zip(first, outcomes, strict=True)}

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from laminar_py.config.reward import RewardKind, TermConfig
 from laminar_py.config.section import ConfigError, Count
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.scoring import Reward, ScoringRequest
 from laminar_py.records.trajectory import FinishReason, Prompt
 
 
@@ -42,12 +42,13 @@ class ExactReward:
     def __init__(self, term: ExactTerm) -> None:
         self._pattern = re.compile(term.pattern)
 
-    def __call__(self, request: ScoringRequest) -> float:
-        """1.0 or 0.0."""
+    def __call__(self, request: ScoringRequest) -> Reward:
+        """1.0 or 0.0, and the answer that was found."""
         if request.finish_reason is not FinishReason.STOP:
-            return 0.0
+            return Reward(0.0)
         matches = list(self._pattern.finditer(request.response))
-        return float(bool(matches) and matches[-1].group(1) == request.answer)
+        said = (matches[-1].group(1) or "") if matches else None
+        return Reward(float(said == request.answer), said=said or "")
 
 
 class FormatTerm(TermConfig):

@@ -1,4 +1,7 @@
-"""`fleet.jsonl`: what replicas and cores do, once a second of the RL phase. Run by the controller."""
+"""`fleet.jsonl`: what replicas and cores do, once a second of the RL phase; and a sign that all have their GPUs.
+
+Run by the controller.
+"""
 
 import asyncio
 import contextlib
@@ -40,6 +43,15 @@ class OwnCpu:
                 used_s += seen[key] - self._seen.get(key, 0.0)
         elapsed_s, self._since, self._seen = max(now - self._since, 1e-9), now, seen
         return used_s / (elapsed_s * num_cores)
+
+
+async def note_placed(path: Path, *, all_placed: Callable[[], bool]) -> None:
+    """Write a file once every process has its GPUs; `laminar launch` then starts the next run beside this one."""
+    placed = False
+    while not placed:
+        await asyncio.sleep(EVERY_S)
+        placed = await asyncio.to_thread(all_placed)
+    await asyncio.to_thread(path.write_text, f"{time.time()}\n")
 
 
 async def watch_fleet(path: Path, stats: Stats, *, generated_tokens: Callable[[], int]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow
+from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
@@ -162,7 +162,7 @@ class Stats:
         versions_alive: int,
         stall_s: float,
     ) -> StepRow:
-        """The row of a committed step, with its trajectories' staleness; no `metrics` if nothing was learned."""
+        """The row of a committed step, without the order; no `metrics` if nothing was learned."""
         learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
         self._count(batch, staleness, learned)
         waited_s, reference_s = self._end_step(now)
@@ -196,8 +196,8 @@ class Stats:
             grad_norm=learned.grad_norm,
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
-            **learned.mismatch.figures,
-            **learned.tokens.figures,
+            order=OrderFigures(),
+            **(learned.mismatch.figures | learned.tokens.figures),
         )
         return self._noted(row)
 

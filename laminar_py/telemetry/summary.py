@@ -2,15 +2,18 @@
 
 import sqlite3
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import closing
 from statistics import median
 
 import msgspec
 
 from laminar_py.ledger.database import reading
+from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set
 from laminar_py.ledger.rows import decode_event, read_accounting
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.records.events import Checkpointed, Relayed, Repacked
+from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked
 from laminar_py.records.trajectory import DropReason
 from laminar_py.telemetry.stats import Stats, quantile
 
@@ -76,13 +79,19 @@ class CheckpointFigures(msgspec.Struct, frozen=True):
     elapsed_s: float | None  # until it was on disk
 
 
-class EvaluationFigures(msgspec.Struct, frozen=True):
-    """Held-out accuracy of a version, `rl_s` seconds into RL."""
+class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Evaluation of a set under a version, `rl_s` seconds into RL."""
 
+    set_name: str
     step: int
     version: int
     rl_s: float
-    accuracy: float
+    figures: SetFigures
+
+    @property
+    def mean(self) -> float:
+        """Mean reward, an accuracy where rewards are 0 or 1."""
+        return self.figures.mean.value
 
 
 class UnscoredFigures(msgspec.Struct, frozen=True):
@@ -98,7 +107,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     finished: bool
-    accuracy_start: float | None
+    accuracy_start: float | None  # of the first set, where its rewards are 0 or 1
     accuracy_end: float | None
     rl_seconds: float
     steps: int
@@ -209,21 +218,35 @@ def _trajectories(connection: sqlite3.Connection) -> Counts:
     )
 
 
-def _evaluations(connection: sqlite3.Connection) -> list[EvaluationFigures]:
-    query = "SELECT step, version, rl_s, accuracy FROM evaluation ORDER BY rl_s, seq"
-    return [EvaluationFigures(*row) for row in connection.execute(query)]
+def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigures]:
+    """Evaluations as summaries have them."""
+    return [
+        EvaluationFigures(
+            set_name=one.set_name, step=one.step, version=one.version, rl_s=one.rl_s, figures=one.figures
+        )
+        for one in evaluations
+    ]
 
 
-def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int]) -> Summary:
-    """Write and return the summary of a run whose ledger is up to date."""
+def _accuracy(evaluation: Evaluated | None) -> float | None:
+    if evaluation is None or not evaluation.figures.is_accuracy:
+        return None
+    return evaluation.figures.mean.value
+
+
+def summarise(
+    run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[str, int], sets: Iterable[str]
+) -> Summary:
+    """Write and return the summary of a run whose ledger is up to date; `sets` as the config names them."""
     totals = stats.totals
     with reading(run.path) as connection:
-        evaluations = _evaluations(connection)
+        evaluations = evaluations_on_record(connection)
+        of_first = of_first_set(evaluations, sets)
         summary = Summary(
             run=str(run.path),
             finished=finished,
-            accuracy_start=next((e.accuracy for e in evaluations if e.step == 0), None),
-            accuracy_end=evaluations[-1].accuracy if finished and evaluations else None,
+            accuracy_start=_accuracy(next((one for one in of_first if one.step == 0), None)),
+            accuracy_end=_accuracy(of_first[-1]) if finished and of_first else None,
             rl_seconds=stats.rl_s,
             steps=connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()[0],
             response_length=_lengths(connection),
@@ -236,14 +259,19 @@ def summarise(run: RunFolder, stats: Stats, *, finished: bool, restarts: dict[st
             learner_waiting_share=stats.learner_waiting_share,
             peak_memory_bytes=stats.peak_memory_bytes,
             restarts=restarts,
-            evaluations=evaluations,
+            evaluations=evaluation_figures(evaluations),
             relay=read_relay(connection),
             checkpoints=read_checkpoints(connection),
             kv_use=stats.kv_use,
             repack=read_repack(connection),
             unscored=read_unscored(connection),
         )
-    partial = run.summary.with_suffix(".tmp")  # a dashboard may read it at this moment
+    write_summary(run, summary)
+    return summary
+
+
+def write_summary(run: RunFolder, summary: msgspec.Struct) -> None:
+    """Put it into the run's folder, whole at every moment: a dashboard may read it."""
+    partial = run.summary.with_suffix(".tmp")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     partial.replace(run.summary)
-    return summary

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow, TokenFigures
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.trackers import Setting
@@ -17,6 +18,9 @@ def flat_row(row: StepRow) -> dict[str, float]:
             for bucket, metrics in value.items():
                 place = f"staleness_{bucket.replace('+', '_up')}"  # MLflow takes no plus sign
                 values |= {f"{place}/{key}": one for key, one in metrics.items()}
+        elif name == "order":
+            leaves = _leaves(value, "/").items()
+            values |= {f"order/{key}": one for key, one in leaves if isinstance(one, int | float)}
         elif name == "reward_terms":
             values |= {f"reward/{term}": mean for term, mean in value.items()}
         elif value is not None:
@@ -26,6 +30,23 @@ def flat_row(row: StepRow) -> dict[str, float]:
 
 def _group(name: str) -> str:
     return "tokens/" if name in TokenFigures.__struct_fields__ else "run/"
+
+
+def flat_evaluation(result: Evaluated) -> dict[str, float]:
+    """Figures of a set, e.g. `eval/aime/mean`, `eval/aime/pass_at_32`; MLflow takes no @.
+
+    The mean has one name whatever the rewards are, so that a curve is one curve.
+    """
+    figures = result.figures
+    values = {"mean": figures.mean, "truncated": figures.truncated}
+    values |= {f"pass_at_{k}": one for k, one in figures.pass_at.items() if k > 1}
+    if figures.majority is not None:
+        values["majority"] = figures.majority
+    numbers: dict[str, float] = {name: one.value for name, one in values.items()}
+    numbers |= {"mean_low": figures.mean.low, "mean_high": figures.mean.high}
+    numbers |= {"length_p50": figures.length_p50, "length_p95": figures.length_p95}
+    numbers |= {"version": result.version, "rl_s": result.rl_s}
+    return {f"eval/{result.set_name}/{name}": value for name, value in numbers.items()}
 
 
 def flat_summary(summary: Summary) -> dict[str, float]:

@@ -32,7 +32,7 @@ class View(Protocol):
         ...
 
     def evaluated(self, result: Evaluated) -> None:
-        """A held-out accuracy."""
+        """An evaluation of a set."""
         ...
 
     def notice(self, line: str) -> None:
@@ -104,7 +104,7 @@ class LiveView:
         self._row: StepRow | None = None
         self._starting = "starting"  # how far the learner is, and when it said so
         self._started_s = time.monotonic()
-        self._accuracy = "-"
+        self._means: dict[str, str] = {}  # of the last evaluation, by set
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
@@ -118,7 +118,7 @@ class LiveView:
 
     def evaluated(self, result: Evaluated) -> None:
         """Printed above the screen and kept."""
-        self._accuracy = f"{result.accuracy:.3f} (step {result.step})"
+        self._means[result.set_name] = f"{result.set_name} {result.figures.mean.value:.3f} (step {result.step})"
         self.notice(evaluation_line(result))
 
     def notice(self, line: str) -> None:
@@ -131,7 +131,9 @@ class LiveView:
         lines = [left, *notes] if version >= 0 else []
         if version < 0 or time.monotonic() - self._started_s < PROGRESS_EVERY_S:
             lines.append(self._starting)
-        numbers = [] if self._row is None else [_numbers(self._row, self._steps, self._accuracy)]
+        numbers = (
+            [] if self._row is None else [_numbers(self._row, self._steps, ", ".join(self._means.values()) or "-")]
+        )
         body = Group(*numbers, _replicas(stats, version), *(Text(line) for line in lines if line))
         self._live.update(Panel(body, title="laminar", expand=False), refresh=True)
 
@@ -153,20 +155,15 @@ def progress_line(progress: LearnerProgress) -> str:
 
 
 def evaluation_line(result: Evaluated) -> str:
-    """Line on an accuracy."""
-    count = f"{result.num_prompts - result.num_unscored} problems"
-    if result.num_unscored:
-        count += f", {result.num_unscored} more not scored"
-    return (
-        f"held-out accuracy {result.accuracy:.3f} on {count}:"
-        f" version {result.version}, step {result.step}, {result.rl_s:.1f} s of RL"
-    )
+    """Line on an evaluation."""
+    where = f"version {result.version}, step {result.step}, {result.rl_s:.1f} s of RL"
+    return f"{result.set_name}: {result.figures.tell()}: {where}"
 
 
-def _numbers(row: StepRow, steps: int, accuracy: str) -> Table:
+def _numbers(row: StepRow, steps: int, evaluated: str) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_row("step", f"{row.step}/{steps}", "RL time", f"{row.rl_s:.0f} s")
-    table.add_row("reward", f"{row.reward:.3f}", "held-out accuracy", accuracy)
+    table.add_row("reward", f"{row.reward:.3f}", "evaluation", evaluated)
     table.add_row("response tokens", f"p50 {row.length_p50}  p95 {row.length_p95}", "loss", f"{row.loss:+.4f}")
     table.add_row(
         "staleness",

@@ -7,7 +7,7 @@ from laminar_py.cluster.memory import KernelKills
 from laminar_py.cluster.placement import Placement
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.recovery import Recovered, closed_groups
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.preflight.inputs import Inputs
 from laminar_py.records.clock import SystemClock
@@ -37,6 +37,9 @@ def open_incarnation(
     config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, recovered: Recovered | None
 ) -> Incarnation:
     """A run's first incarnation, or the next one after what was `recovered` from its ledger."""
+    if recovered is not None and inputs.stream.learns:
+        for group in closed_groups(run.path):
+            inputs.stream.tell(group)
     clock = SystemClock()
     checkpoint = recovered.checkpoint if recovered else None
     ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)

@@ -49,6 +49,10 @@ class ReferenceStage:
         """Take it up as soon as the process is free."""
         self._queue.put(trajectory)
 
+    def spawn(self) -> None:
+        """Start the process, which has its GPU from then on; `start` starts what runs in it."""
+        self._keeper.spawn()
+
     async def start(self) -> None:
         """Bring the process up. What RL begins with must exist by now, since it may be the reference.
 

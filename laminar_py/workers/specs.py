@@ -55,6 +55,15 @@ class LearnerSpec(PartStart, frozen=True, kw_only=True):
     checkpoint: str | None = None
 
 
+class WeightsSpec(PartStart, frozen=True, kw_only=True):
+    """Publication of the model in `model.path` as version 0, for an evaluation without a learner."""
+
+    store: str  # the root relay's
+    chunk_bytes: int
+    public_key: str
+    secret_key: str
+
+
 class LearnerStarted(msgspec.Struct, frozen=True):
     """The learner is ready; sizes as in the model's config."""
 

@@ -19,7 +19,7 @@ from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.trackers import Ending, Message, Opening, Rewound, Values
-from laminar_py.telemetry.tracking import flat_row, flat_settings, flat_summary
+from laminar_py.telemetry.tracking import flat_evaluation, flat_row, flat_settings, flat_summary
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.tracker import TrackerActor
@@ -156,9 +156,8 @@ class Trackers:
         self._tell(Values(row.step, flat_row(row)))
 
     def evaluated(self, result: Evaluated) -> None:
-        """Tell a held-out accuracy, at the step of its version, which may be long past."""
-        values = {"eval/accuracy": result.accuracy, "eval/version": result.version, "eval/rl_s": result.rl_s}
-        self._tell(Values(result.step, values))
+        """Tell an evaluation, at the step of its version, which may be long past."""
+        self._tell(Values(result.step, flat_evaluation(result)))
 
     async def close(self, summary: Summary | None) -> None:
         """End all; without a summary the run failed."""

@@ -8,7 +8,6 @@ from laminar_py.records.events import (
     Consumed,
     CounterfactualScored,
     Dropped,
-    Evaluated,
     Finished,
     Interrupted,
     Ready,
@@ -18,8 +17,9 @@ from laminar_py.records.events import (
     StepSkipped,
     Undone,
 )
-from laminar_py.records.trajectory import DropReason, FinishReason, Span
-from tests.ledger.runs import begin, issue, open_ledger, run_to, tokens
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
+from tests.builders import make_evaluated
+from tests.ledger.runs import begin, issue, open_ledger, run_to, score, tokens
 
 UNFINISHED = {DropReason.GROUP_DEADLINE, DropReason.VERSION_LOST}
 UNSCORED = {DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.TOO_LONG}
@@ -121,7 +121,12 @@ async def write_small_run(run):
         run_to(ledger, "g8.0", ((0, 0, 15),))
         ledger.append(Interrupted(trajectory_id="g8.0", epoch=1, length=15, reason="repacked"))
         ledger.append(Assigned("g8.0", 1, 2, 15))
-        ledger.append(Evaluated(version=3, step=3, num_prompts=8, accuracy=0.5, rl_s=3.0))
+        for place, reward in enumerate((1.0, 0.0)):
+            id, spans = f"e0-heldout.{place}", ((3, 0, 7 * (place + 1)),)
+            issue(ledger, id, kind=Kind.EVAL)
+            run_to(ledger, id, spans)
+            score(ledger, id, spans, reward=reward)
+        ledger.append(make_evaluated(problems=2, length=7))
 
 
 def random_ledger(draws):

@@ -13,6 +13,7 @@ from laminar_py.ledger.ledger import Ledger
 from laminar_py.records import events as e
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
 from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
+from tests.builders import make_evaluated
 
 GROUP, TOKEN_S, LEARN_S, MAX_STALENESS = 8, 0.02, 3.0, 4
 IDS = np.zeros(4096, np.int32)
@@ -236,15 +237,8 @@ class Simulation:
         self.publish(self.version)
         if self.step % 5 == 0:
             accuracy = self.step / self.steps
-            self.ledger.append(
-                e.Evaluated(
-                    version=self.version,
-                    step=self.step,
-                    num_prompts=100,
-                    accuracy=accuracy,
-                    rl_s=self.clock.at - 1000,
-                )
-            )
+            found = {"step": self.step, "version": self.version, "index": self.step, "problems": 100}
+            self.ledger.append(make_evaluated(accuracy, rl_s=self.clock.at - 1000, **found))
         self.num_live -= len(batch)
         self.let_in()
         self.learn()

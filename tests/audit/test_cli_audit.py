@@ -117,6 +117,7 @@ async def test_what_is_no_ledger_is_one_line_and_exit_code_2(tmp_path, laminar, 
     [
         (("list", "--reward", "big"), "reward=big: not a comparison"),
         (("list", "--length", "> 3 4"), "length=> 3 4: not a comparison"),
+        (("list", "--version", "9" * 20), "version=99999999999999999999: no such number is on record"),
         (("show", "g7.7"), "trajectory=g7.7: not in"),
         (("sql", "DROP TABLE step"), "sql='DROP TABLE step': not authorized"),
         (("export", "out.txt"), "out=out.txt: its suffix says neither"),

@@ -63,7 +63,7 @@ async def test_a_story_tells_a_move_and_who_made_which_tokens(tmp_path):
     lines = tell_story(told)
     assert lines[:4] == [
         "g0.0: sample 0 of group g0 (1 dropped, 1 consumed), for train",
-        "prompt p0, place 0: 'prompt 0', answer '4'",
+        "prompt p0, place 0, answer '4'",
         "consumed: learner step 1 used it at version 2, staleness 2, weight 1; reward 1, advantage 0.5",
         "5 response tokens, ended by stop",
     ]

@@ -20,13 +20,13 @@ from laminar_py.records.events import (
     Assigned,
     Checkpointed,
     Dropped,
-    Evaluated,
     Restamped,
     StreamCut,
     VersionLoaded,
 )
-from laminar_py.records.trajectory import DropReason, Span
-from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger, run_to, tokens, undo_since
+from laminar_py.records.trajectory import DropReason, Kind, Span
+from tests.builders import make_evaluated
+from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger, run_to, score, tokens, undo_since
 
 SEALED, OPEN = 1000, 300  # changes
 
@@ -51,7 +51,10 @@ async def closed_run(run):
         ledger.store_columns("g9.0", {"token_rewards": token_values(tokens("g9.0", 0, 4)[1])})
         issue(ledger, "g9.1", index=9)
         ledger.append(Assigned("g9.1", 0, 1, 0))
-        ledger.append(Evaluated(version=1, step=1, num_prompts=8, accuracy=0.5, rl_s=3.0))
+        issue(ledger, "e0-heldout.0", kind=Kind.EVAL)
+        run_to(ledger, "e0-heldout.0", [(1, 0, 7)])
+        score(ledger, "e0-heldout.0", [(1, 0, 7)])
+        ledger.append(make_evaluated(1.0, version=1, step=1, problems=1, length=7))
 
 
 def changes(files, count, *, seed):

@@ -400,13 +400,16 @@ async def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_ma
 @pytest.mark.parametrize(
     ("name", "gpus", "learner", "rollout"),
     [
-        ("math_7b_8gpu_tp1", (8,), 3, 5),
-        ("math_7b_8gpu_tp2", (8,), 4, 4),
-        ("math_7b_cluster", (8, 8, 8), 8, 16),
+        ("math_long_cot/7b_8gpu", (8,), 3, 5),
+        ("math_long_cot/7b_24gpu", (8, 8, 8), 8, 16),
+        ("math_long_cot/32b_64gpu", (8,) * 8, 24, 40),
+        ("code_long_cot/7b_8gpu", (8,), 3, 5),
+        ("lora_7b/4gpu", (4,), 1, 3),
+        ("mixture_30b_a3b/32gpu", (8,) * 4, 16, 16),
     ],
 )
 def test_a_shipped_gpu_config_fits_the_cluster_that_it_names(name, gpus, learner, rollout):
-    config = load_config(REPO / "configs" / f"{name}.yaml", [])
+    config = load_config(REPO / "experiments" / f"{name}.yaml", [])
     plan = make_plan(Needs.of(config), hosts(*gpus))
     assert_laws(plan, Needs.of(config), hosts(*gpus))
     assert sum(place.gpus for place in plan.learner) == learner

@@ -70,6 +70,10 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
         ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines would have no base"),
         (
+            {"warm_start": {"data": {"path": "d", "task": "sums"}}},
+            "warm_start.data.task=sums: demonstrations have no task; leave it out",
+        ),
+        (
             {**SERVED, "warm_start": {"data": "d"}},
             "warm_start.data=d: with learner.lora SGLang servers begin with",
         ),
@@ -79,6 +83,14 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
             "rollout.on_new_weights=retract: a",
         ),
         ({"learner": {"lora": {}}, "emulation": {"profile": "p"}}, "learner.lora: an emulated learner has no"),
+        (
+            {"eval": {"sets": {"aime": {"path": "a", "samples": 32}}}},
+            "eval.sets.aime.temperature=0: gives samples=32 equal answers",
+        ),
+        (
+            {"eval": {"sets": {"aime": {"path": "a", "max_new_tokens": 2048}}}},
+            "eval.sets.aime.max_new_tokens=2048 leaves no room for a prompt in rollout.max_len=2048",
+        ),
         ({"schedule": "sync", "repack": {"planner": "paper"}}, "repack.planner=paper moves nothing under"),
     ],
 )
@@ -148,7 +160,7 @@ def test_the_config_of_the_readme_is_read_with_its_learning_rate(tmp_path):
     (text,) = re.findall(r"```yaml\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    assert load_config(path, []).learner.lr == 1e-3
+    assert load_config(path, []).learner.lr == 1e-6
 
 
 def test_overrides_reach_nested_settings_and_read_scientific_notation(tmp_path):

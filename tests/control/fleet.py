@@ -107,6 +107,7 @@ class Fleet:
         self.log = recorder or Log()
         self.unscored = []
         self.unreferred = []
+        self.told = []  # rewards of groups, as the stream of prompts hears them
         self.versions = dict.fromkeys(range(replicas), 0)
         self.received = dict.fromkeys(range(replicas), 0)
         self.running = {index: {} for index in range(replicas)}
@@ -125,6 +126,7 @@ class Fleet:
                 **options,
             ),
             prompt_at=make_prompt,
+            tell=self.told.append,
             recorder=self.log,
             stages=Stages(
                 submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),

@@ -13,6 +13,7 @@ from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.ledger.machine import IllegalEventError
 from laminar_py.records.columns import TOKEN_REWARDS, token_values
+from laminar_py.records.estimates import set_figures
 from laminar_py.records.events import Consumed, Cut, Dropped, Issued, Ready
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
@@ -319,14 +320,14 @@ async def test_an_evaluation_is_greedy_and_never_trains():
     for index in fleet.running:
         await fleet.finish_all(index)
     await fleet.score_all(lambda index: 1.0)
-    assert (await done).accuracy == 1.0
+    assert [answer.reward for answer in (await done).answers.values()] == [1.0] * 6
     assert not fleet.scheduler.book.live
 
 
 async def test_answers_that_could_not_be_scored_are_no_zeros_of_an_evaluation():
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()
-    for rewards, accuracy in (([1.0, None, 0.0], 0.5), ([None, None, None], None)):
+    for rewards, mean in (([1.0, None, 0.0], 0.5), ([None, None, None], None)):
         done = fleet.scheduler.evaluations.request([make_prompt(index) for index in range(3)], version=0)
         await fleet.report(0)
         await fleet.finish_all(0)
@@ -335,7 +336,9 @@ async def test_answers_that_could_not_be_scored_are_no_zeros_of_an_evaluation():
             id = fleet.unscored.pop().id
             await fleet.scheduler.closing.on_score(Score(trajectory_id=id, value=reward, failure=failure))
         found = await done
-        assert (found.accuracy, found.num_unscored, found.version) == (accuracy, rewards.count(None), 0)
+        figures = set_figures(found.answers.values(), samples=1)
+        assert (figures and figures.mean.value, found.version) == (mean, 0)
+        assert [answer.reward for answer in found.answers.values()].count(None) == rewards.count(None)
 
 
 async def test_an_evaluation_whose_version_is_lost_fails_loudly():

@@ -164,3 +164,31 @@ async def test_a_replica_that_is_full_of_a_version_leaves_the_rest_of_it_to_thos
     assert len(fleet.running[3]) == BATCH // 2
     start(fleet, 9)
     assert len(fleet.running[9]) == BATCH // 2
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+async def test_evaluations_of_a_version_are_divided_among_the_replicas_that_start(rounds):
+    fleet = Fleet(replicas=REPLICAS, batch_per_replica=BATCH, group_size=8)
+    fleet.scheduler.pause()
+    for _ in range(2):
+        fleet.scheduler.evaluations.request([make_prompt(place) for place in range(30)], 0, samples=16)
+    for _ in range(rounds):
+        given = [len(fleet.scheduler.dispatcher.for_starting(replica)) for replica in range(REPLICAS)]
+        assert max(given) <= BATCH
+        assert sum(given) == 960
+        assert min(given) > 0, "nobody starts idle"
+        for replica in range(REPLICAS):
+            await fleet.scheduler.reports.on_replica_lost(replica)
+
+
+async def test_replicas_that_start_are_given_every_version_whose_evaluation_was_deferred():
+    fleet = Fleet(replicas=2, batch_per_replica=4, group_size=8)
+    fleet.scheduler.pause()
+    fleet.scheduler.book.newest_version = 50
+    for version in (10, 20, 30, 40, 50):
+        for _ in range(2):
+            fleet.scheduler.evaluations.request([make_prompt(place) for place in range(30)], version)
+    given = [fleet.scheduler.dispatcher.for_starting(replica) for replica in range(2)]
+    counts = Counter(item.version for items in given for item in items)
+    assert {version: counts[version] for version in (10, 20, 30, 40)} == dict.fromkeys((10, 20, 30, 40), 60)
+    assert counts[50] <= 2 * 4, "the newest comes again, so it waits for room"

@@ -5,9 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from laminar_py.config.section import ConfigError
-from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from tests.data.builders import character_backend
 
 
 def model_folder(path: Path, **files: str) -> Path:
@@ -98,3 +101,34 @@ def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.path=.*: no tokenizer\.json in it; "):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("normalizer", [None, tokenizers.normalizers.NFC()])
+@given(text=st.text(min_size=1) | st.text(alphabet="a\u0344\ufb2c <s>/", min_size=1, max_size=30))
+def test_a_tokenizer_of_bytes_makes_at_most_so_many_ids_of_a_text_and_at_least_one(normalizer, text) -> None:
+    tokenizer = bytewise(add_prefix_space=True, normalizer=normalizer)
+    most = tokenizer.at_most(text)
+    assert most is not None
+    assert 1 <= len(tokenizer.encode_prompt(text)) <= most
+    assert tokenizer.count([text] * 2, begun=True) == [len(tokenizer.encode_prompt(text))] * 2
+    assert tokenizer.count([text] * 2, begun=False) == [len(tokenizer.encode(text))] * 2
+
+
+def test_nothing_is_known_of_other_tokenizers() -> None:
+    assert Tokenizer(character_backend(), eos_ids=(1,)).at_most("a") is None
+    assert bytewise(normalizer=tokenizers.normalizers.NFKC()).at_most("a") is None
+
+
+def bytewise(*, add_prefix_space: bool = False, normalizer: tokenizers.normalizers.Normalizer | None) -> Tokenizer:
+    """A tokenizer of bytes that puts `<s>` before a text."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({one: id for id, one in enumerate(["<s>", *alphabet])}, [])
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    backend.add_special_tokens(["<s>"])
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    ids = [("<s>", 0)]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=ids)
+    return Tokenizer(backend, eos_ids=(1,))

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from laminar_py.cluster.placement import Needs, learner_device
+from laminar_py.cluster.placement import Needs
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import BACKENDS, Backend, EngineConfig
 from laminar_py.config.loading import load_config, parse_config
@@ -53,7 +53,7 @@ def test_the_controller_gets_every_backend_without_torch_and_without_an_http_cli
 def test_a_section_says_which_gpus_its_engines_need(engine, replica_gpus, device):
     config = config_of(**engine)
     needs = Needs.of(config)
-    assert (needs.replica_gpus, learner_device(config)) == (replica_gpus, device)
+    assert (needs.replica_gpus, config.learner_device) == (replica_gpus, device)
     assert needs.hosts == (("10.0.0.5", "10.0.0.6") if "urls" in engine else ())
 
 

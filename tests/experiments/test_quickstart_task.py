@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from laminar_py.config.loading import load_config
+from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import check_disjoint, read_prompts
+from laminar_py.data.sources import source_at
+from laminar_py.data.tiny_model import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.text import ExactReward
@@ -116,14 +118,17 @@ def test_demonstrations_are_careless_in_carries_and_borrows_only(data: Path) -> 
 
 
 def test_the_config_takes_the_data_and_every_response_fits(data: Path) -> None:
-    tokenizer = load_tokenizer(data / "model")
+    encoder = PromptEncoder(load_tokenizer(data / "model"), data / "model", CONFIG.data.chat)
     limit = CONFIG.rollout.max_len - CONFIG.rollout.sampling.max_new_tokens
-    sources = (JsonlFile(data / "heldout.jsonl", "data.heldout"), JsonlFile(data / "train.jsonl", "data.train"))
-    heldout, train = (read_prompts(s, tokenizer=tokenizer, max_prompt_tokens=limit) for s in sources)
-    check_disjoint(heldout, train, sources=sources)
+    sources = (
+        source_at(data / "heldout.jsonl", "eval.sets.heldout"),
+        source_at(data / "train.jsonl", "data.train"),
+    )
+    heldout, train = (read_prompts(s, encoder=encoder, max_prompt_tokens=limit) for s in sources)
+    check_disjoint(heldout, [train])
     demonstrations = read_demonstrations(
-        JsonlFile(data / "warm_start.jsonl", "warm_start.data"),
-        tokenizer=tokenizer,
+        source_at(data / "warm_start.jsonl", "warm_start.data"),
+        encoder=encoder,
         max_tokens=CONFIG.warm_start.tokens_per_step,
     )
     assert max(len(row.response_ids) for row in demonstrations) <= CONFIG.rollout.sampling.max_new_tokens
@@ -132,13 +137,13 @@ def test_the_config_takes_the_data_and_every_response_fits(data: Path) -> None:
 
 def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data: Path) -> None:
     tokenizer = load_tokenizer(data / "model")
-    unknown = task.TOKENS.index(task.UNKNOWN)
+    unknown = SPECIAL.index(UNKNOWN)
     for row in rows(data / "warm_start.jsonl")[:500]:
         ids = tokenizer.encode(row["prompt"] + row["response"])
         assert unknown not in ids
         assert tokenizer.decode(np.array([*ids, *tokenizer.eos_ids])) == row["prompt"] + row["response"]
     assert tokenizer.encode("e-2;o*7;1x5?").tolist() == [
-        task.TOKENS.index(t) for t in ("e-2", ";", "o*7", ";", "1", "x5", "?")
+        len(SPECIAL) + task.WORDS.index(t) for t in ("e-2", ";", "o*7", ";", "1", "x5", "?")
     ]
 
 
@@ -148,7 +153,7 @@ def test_the_configured_reward_accepts_the_right_answer_alone() -> None:
     problem = task.Problem("-2", "*7", 1, 5)
 
     def value(response: str, finish: FinishReason = FinishReason.STOP) -> float:
-        return reward(make_request(response, answer=problem.answer, finish_reason=finish))
+        return reward(make_request(response, answer=problem.answer, finish_reason=finish)).value
 
     assert value(problem.solution()) == 1.0
     assert value(problem.solution(), FinishReason.LENGTH) == 0.0

@@ -13,7 +13,7 @@ def measured(tokens_per_s: int, *, seconds_to_target: float) -> Measured:
 
 
 def finished(tokens_per_s: float) -> SimpleNamespace:
-    evaluations = [SimpleNamespace(rl_s=0.0, accuracy=0.1), SimpleNamespace(rl_s=29.0, accuracy=0.8)]
+    evaluations = [SimpleNamespace(rl_s=0.0, mean=0.1), SimpleNamespace(rl_s=29.0, mean=0.8)]
     summary = SimpleNamespace(
         trained_tokens_per_s=tokens_per_s,
         tokens=SimpleNamespace(generated=600),
@@ -22,7 +22,7 @@ def finished(tokens_per_s: float) -> SimpleNamespace:
         staleness=SimpleNamespace(mean=1.5),
         versions_alive_max=4,
         overlap_share=0.5,
-        evaluations=[*evaluations, SimpleNamespace(rl_s=61.0, accuracy=0.9)],
+        evaluations=[*evaluations, SimpleNamespace(rl_s=61.0, mean=0.9)],
     )
     return SimpleNamespace(summary=summary)
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from laminar_py.config.loading import load_config
+from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import JsonlFile
 from laminar_py.data.prompts import check_disjoint, read_prompts
+from laminar_py.data.sources import source_at
+from laminar_py.data.tiny_model import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.reward.code import fault_in_tests
 
@@ -187,12 +189,13 @@ def test_few_demonstrations_are_right(data):
 
 def test_the_config_takes_the_data_and_every_program_fits(data):
     tokenizer, cap = load_tokenizer(data / "model"), CONFIG.rollout.sampling.max_new_tokens
-    sources = [JsonlFile(data / f"{name}.jsonl", f"data.{name}") for name in ("heldout", "train")]
+    encoder = PromptEncoder(tokenizer, data / "model", CONFIG.data.chat)
+    sources = [source_at(data / f"{name}.jsonl", name) for name in ("heldout", "train")]
     limit = CONFIG.rollout.max_len - cap
-    heldout, train = (read_prompts(source, tokenizer=tokenizer, max_prompt_tokens=limit) for source in sources)
-    check_disjoint(heldout, train, sources=tuple(sources))
-    source, room = JsonlFile(data / "warm_start.jsonl", "warm_start.data"), CONFIG.warm_start.tokens_per_step
-    demonstrations = read_demonstrations(source, tokenizer=tokenizer, max_tokens=room)
+    heldout, train = (read_prompts(source, encoder=encoder, max_prompt_tokens=limit) for source in sources)
+    check_disjoint(heldout, [train])
+    source, room = source_at(data / "warm_start.jsonl", "warm_start.data"), CONFIG.warm_start.tokens_per_step
+    demonstrations = read_demonstrations(source, encoder=encoder, max_tokens=room)
     assert len(train) >= CONFIG.steps * CONFIG.rollout.prompts_per_step
     assert max(len(row.response_ids) for row in demonstrations) <= cap
     assert max(len(tokenizer.encode(prompt.answer)) for prompt in (*heldout, *train)) < cap
@@ -201,16 +204,16 @@ def test_the_config_takes_the_data_and_every_program_fits(data):
 
 def test_the_reward_can_run_every_problem(data):
     (term,) = CONFIG.reward.use
-    tokenizer = load_tokenizer(data / "model")
+    encoder = PromptEncoder(load_tokenizer(data / "model"), data / "model", CONFIG.data.chat)
     for name in ("heldout", "train"):
-        source = JsonlFile(data / f"{name}.jsonl", f"data.{name}")
-        for prompt in read_prompts(source, tokenizer=tokenizer, max_prompt_tokens=CONFIG.rollout.max_len):
+        source = source_at(data / f"{name}.jsonl", f"data.{name}")
+        for prompt in read_prompts(source, encoder=encoder, max_prompt_tokens=CONFIG.rollout.max_len):
             assert fault_in_tests(term, prompt) is None
 
 
 def test_the_tokenizer_knows_every_token_and_gives_the_text_back(data):
     tokenizer = load_tokenizer(data / "model")
-    unknown = task.TOKENS.index(task.UNKNOWN)
+    unknown = SPECIAL.index(UNKNOWN)
     for problem in (*problems(6, 300), *problems(6, 100, composed=True)):
         text = f"{problem.prompt}{problem.demonstration(random.Random(6))}\n{problem.program}"
         ids = tokenizer.encode(text)

@@ -15,7 +15,9 @@ from laminar_py.config.model import ModelConfig
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
+from laminar_py.learner.terms import trained_rows
 from laminar_py.records.columns import TEACHER_LOGPROBS
+from laminar_py.records.recordings import SamplingMask
 from tests.learner.builders import (
     VOCAB,
     full_parameters,
@@ -176,3 +178,36 @@ def test_a_reference_with_another_vocabulary_is_refused(model_folder: Path, tmp_
     other = make_model_folder(tmp_path / "other", vocab=VOCAB + 1)
     with pytest.raises(ValueError, match=f"algorithm.reference={other}: has a vocabulary of {VOCAB + 1}"):
         make_learner(model_folder, algorithm=AlgorithmConfig(kl_coef=0.1, reference=other))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_log_probabilities_of_chosen_rows_are_those_of_all_rows_gradients_included(
+    model_folder: Path, masked: bool
+):
+    model = make_learner(model_folder).model
+    batch = pack(make_sequences(), num_total=6)
+    if masked:
+        counts = np.arange(batch.num_tokens, dtype=np.int32) % 3
+        ids = np.concatenate(
+            [[label, (label + 1) % VOCAB][:count] for label, count in zip(batch.labels, counts, strict=True)]
+        )
+        batch = msgspec.structs.replace(batch, support=SamplingMask(counts, ids.astype(np.int32)))
+    rows = trained_rows(batch, torch.device("cpu"))
+    assert 0 < len(rows) < batch.num_tokens
+    results = []
+    for logprobs, entropy in (
+        [x[rows] for x in policy_logprobs(model, batch)],
+        policy_logprobs(model, batch, rows),
+    ):
+        gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), list(model.parameters()))
+        results.append([logprobs, entropy, *gradients])
+    for chosen, expected in zip(*results, strict=True):
+        torch.testing.assert_close(chosen, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_microbatch_without_trained_rows_has_gradients_of_zero(model_folder: Path):
+    model = make_learner(model_folder).model
+    batch = pack(make_sequences(), num_total=6)
+    logprobs, _ = policy_logprobs(model, batch, torch.empty(0, dtype=torch.long))
+    logprobs.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())

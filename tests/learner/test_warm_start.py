@@ -26,7 +26,7 @@ def settings(folder: Path, **overrides) -> WarmStartConfig:
     data = folder / "data.jsonl"
     if not data.exists():
         data.write_text("counting\n")
-    fields = {"data": data, "steps": 30, "tokens_per_step": 64, "lr": 1e-2, "cache": folder / "cache"}
+    fields = {"data": str(data), "steps": 30, "tokens_per_step": 64, "lr": 1e-2, "cache": folder / "cache"}
     return WarmStartConfig(**fields | overrides)
 
 
@@ -62,6 +62,12 @@ def test_the_cache_is_hit_by_the_same_settings_alone(model_folder: Path, tmp_pat
         assert steps, change
     (tmp_path / "data.jsonl").write_text("other data\n")
     assert run() != first
+    parts = tmp_path / "folder"
+    parts.mkdir()
+    (parts / "a.jsonl").write_text("counting\n")
+    found = [run(data=str(parts)), run(data={"path": str(parts), "split": "test"})]
+    (parts / "a.jsonl").rename(parts / "b.jsonl")
+    assert len({first, *found, run(data=str(parts))}) == 4
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 

@@ -54,7 +54,7 @@ async def open_ledger(run: Path):
         await ledger.close()
 
 
-def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,)):
+def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,), data=None):
     """A run with some versions published."""
     ledger.append(
         RunStarted(
@@ -65,6 +65,7 @@ def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0
             config_digest="c0",
             drain=drain,
             max_staleness=max_staleness,
+            data=data or {},
         )
     )
     for version in versions:

@@ -332,7 +332,7 @@ async def test_a_file_that_is_no_ledger_is_named_in_one_line(tmp_path, damage):
     with pytest.raises(ValueError, match=str(path)) as complaint:
         verify(tmp_path)
     assert "\n" not in str(complaint.value)
-    if damage != "missing":
+    if damage not in ("missing", "empty"):  # which are laid out anew
         with pytest.raises(ValueError, match=str(path)):
             open_writer(path)
 

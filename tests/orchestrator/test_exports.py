@@ -17,8 +17,10 @@ from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.marker import MARKER
 from laminar_py.learner.model import policy_logprobs
-from laminar_py.orchestrator.exports import export
+from laminar_py.orchestrator.exports import Exported, export
 from laminar_py.workers.processes.learner_part import start_model
+from tests.data.templates import EOS, TEMPLATES, make_tokenizer_folder
+from tests.data.templates import SPECIAL as CHAT_SPECIAL
 from tests.engines.engine_conformance import collect, make_request
 from tests.learner.builders import (
     SETTINGS,
@@ -32,11 +34,20 @@ from tests.learner.builders import (
 from tests.ledger.runs import begin, checkpoint, open_ledger
 from tests.runs.runs import LAMINAR, REPO
 
+CHAT_VOCAB = 320
+TURN_END = CHAT_SPECIAL.index("<|im_end|>")
 
-def make_run(folder: Path, *settings: str, steps=2):
+
+def make_run(folder: Path, *settings: str, steps=2, template: str | None = None):
     """A run's folder with a checkpoint after each step, and the learner after the last."""
     folder.mkdir()
-    source = make_model_folder(folder / "model", tied=True)
+    source = make_model_folder(folder / "model", tied=True, vocab=VOCAB if template is None else CHAT_VOCAB)
+    if template is None:
+        write_tokenizer(source)
+    else:
+        make_tokenizer_folder(source, template)
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"eos_token_id": EOS}))
     config = load_config(REPO / "configs/quickstart.yaml", [f"model.path={source}", *settings])
     (folder / "config.yaml").write_text(dump_config(config))
     lora = config.learner.lora
@@ -58,7 +69,7 @@ def make_run(folder: Path, *settings: str, steps=2):
 
 def test_the_newest_checkpoint_of_a_run_loads_in_transformers(tmp_path):
     learner = make_run(tmp_path / "run")
-    assert export(tmp_path / "run", tmp_path / "out") == tmp_path / "run/checkpoints/step-2"
+    assert export(tmp_path / "run", tmp_path / "out") == Exported(tmp_path / "run/checkpoints/step-2", 2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = full_parameters(learner)
     assert {name for name, _ in model.named_parameters()} == set(expected)
@@ -142,6 +153,32 @@ def test_a_tokenizer_that_names_its_class_is_exported_as_it_is(tmp_path):
     assert (tmp_path / "out/tokenizer_config.json").read_text() == written
 
 
+@pytest.mark.parametrize("written", [None, {"temperature": 0.6, "do_sample": True, "eos_token_id": EOS}])
+def test_transformers_alone_stops_an_exported_chat_model_where_a_turn_ends(tmp_path, written):
+    make_run(tmp_path / "run", steps=1, template=TEMPLATES["chatml"].text)
+    given = tmp_path / "run/model/generation_config.json"
+    given.unlink(missing_ok=True)
+    if written is not None:
+        given.write_text(json.dumps(written))
+    export(tmp_path / "run", tmp_path / "out")
+    named = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert named == (written or {}) | {"eos_token_id": [TURN_END, EOS]}
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    def third_ends(ids, scores):
+        """The model's own choice, but for the third token."""
+        return (
+            scores if ids.shape[1] != 6 else torch.full_like(scores, -1e9).index_fill(1, torch.tensor(TURN_END), 0)
+        )
+
+    made = policy.generate(
+        torch.tensor([[40, 41, 42, 43]]), do_sample=False, max_new_tokens=9, logits_processor=[third_ends]
+    )
+    assert made.shape[1] == 7
+    assert made[0, -1] == TURN_END
+    assert load_tokenizer(tmp_path / "out").eos_ids == (TURN_END, EOS)
+
+
 ADAPTED = ("learner.lora.rank=4", "learner.lora.alpha=8.0", "model.from_scratch=false")
 
 
@@ -178,10 +215,10 @@ def test_adapters_of_a_warm_start_are_merged_into_its_result_or_it_is_missed_in_
         export(tmp_path / "run", tmp_path / "other")
 
 
-@pytest.mark.parametrize("torn", [False, True])
-def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer_one(tmp_path, monkeypatch, torn):
-    learner, out, checkpoints = make_run(tmp_path / "run"), tmp_path / "out", tmp_path / "run/checkpoints"
-    (checkpoints / "step-2").rename(tmp_path / "newer")
+def rotate_while_read(run: Path, monkeypatch, *, torn=False) -> None:
+    """Have `step-2` of a run appear, and `step-1` go, while `step-1` is read."""
+    checkpoints, newer = run / "checkpoints", run.with_name("newer")
+    (checkpoints / "step-2").rename(newer)
     found = []
 
     def pruned(*arguments, **settings):
@@ -191,15 +228,21 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer_one(tm
             if torn:
                 (checkpoints / "step-1/.metadata").unlink()
             else:
-                (checkpoints / "step-1").rename(tmp_path / "older")
-            (tmp_path / "newer").rename(checkpoints / "step-2")
+                (checkpoints / "step-1").rename(run.with_name("older"))
+            newer.rename(checkpoints / "step-2")
         return found[-1]
 
     from laminar_py.learner import checkpoint as module
 
     load = module.read_marker
     monkeypatch.setattr(module, "read_marker", pruned)
-    assert export(tmp_path / "run", out).name == "step-2"
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer_one(tmp_path, monkeypatch, torn):
+    learner, out = make_run(tmp_path / "run"), tmp_path / "out"
+    rotate_while_read(tmp_path / "run", monkeypatch, torn=torn)
+    assert export(tmp_path / "run", out).checkpoint.name == "step-2"
     model = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(t, full_parameters(learner)[name]) for name, t in model.named_parameters())
 

@@ -3,7 +3,7 @@
 import errno
 import io
 import sqlite3
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from rich.console import Console
@@ -13,7 +13,17 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator import launch
+from tests.ledger.runs import begin, open_ledger
 from tests.runs.runs import REPO
+
+
+def opened(folder, settings):
+    """Everything that a controller would be made of, in a folder with a place for logs."""
+    run = RunFolder(folder)
+    run.logs.mkdir()
+    config = load_config(REPO / "configs/quickstart.yaml", settings)
+    return launch.Opened(config=config, run=run, placement=None, inputs=None, resumed=False)
+
 
 BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"
 
@@ -27,16 +37,10 @@ BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"
     ],
 )
 def test_a_run_whose_staleness_nothing_bounds_says_so_once_at_its_start(tmp_path, monkeypatch, settings, times):
-    async def lead(controller):
-        raise RunFailedError("here it ends")
-
     monkeypatch.setattr(launch, "Controller", lambda *arguments, **settings: None)
-    monkeypatch.setattr(launch, "_lead", lead)
-    config, said = load_config(REPO / "configs/quickstart.yaml", settings), io.StringIO()
-    run = RunFolder(tmp_path)
-    run.logs.mkdir()
-    with pytest.raises(RunFailedError, match="here it ends"):
-        launch._run(config, run, placement=None, inputs=None, resume=False, console=Console(file=said, width=80))
+    said = io.StringIO()
+    with ExitStack() as views:
+        launch.make_controller(opened(tmp_path, settings), Console(file=said, width=80), views)
     assert said.getvalue().count(launch.UNBOUNDED) == times
 
 
@@ -80,10 +84,27 @@ def test_a_bug_anywhere_in_a_group_counts_before_all_else(tmp_path, monkeypatch,
     async def lead(controller):
         raise ExceptionGroup("run", [ExceptionGroup("inner", errors)])
 
-    monkeypatch.setattr(launch, "Controller", lambda *arguments, **settings: None)
     monkeypatch.setattr(launch, "_lead", lead)
-    config = load_config(REPO / "configs/quickstart.yaml", [])
-    run, console = RunFolder(tmp_path), Console(file=io.StringIO())
-    run.logs.mkdir()
     with pytest.raises(kind, match=line):
-        launch._run(config, run, placement=None, inputs=None, resume=False, console=console)
+        launch._lead_logged(opened(tmp_path, []), lambda opened: None)
+
+
+@pytest.mark.parametrize(
+    ("now", "field"),
+    [
+        ({"data.train": "d0", "eval.sets.new": "d2"}, None),
+        ({"data.train": "d1", "eval.sets.a": "d1"}, "data.train"),
+        ({"data.train.0": "d0", "data.train.1": "d1"}, "data.train"),
+        ({"data.train": "d0", "eval.sets.a": "d0"}, "eval.sets.a"),
+    ],
+)
+async def test_a_resume_with_other_rows_is_refused(tmp_path, now, field):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, data={"data.train": "d0", "eval.sets.a": "d1"})
+    if field is None:
+        launch.refuse_other_data(RunFolder(tmp_path), now)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"^{field}: has other rows than when .* began, .*; bring these back, or"
+    ):
+        launch.refuse_other_data(RunFolder(tmp_path), now)

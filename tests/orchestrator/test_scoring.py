@@ -72,7 +72,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
     tokenizer = SimpleNamespace(encode=lambda text: np.empty(0, np.int32), eos_ids=(1,))
     incarnation = make_incarnation(
         config=config,
-        inputs=SimpleNamespace(first_of_tasks=prompts, heldout=[], tokenizer=tokenizer),
+        inputs=SimpleNamespace(first_of_tasks=prompts, sets={}, tokenizer=tokenizer),
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
         clock=SystemClock(),
     )
@@ -178,7 +178,7 @@ async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_pro
     )
     incarnation = make_incarnation(
         config=load_config(REPO / "configs/quickstart.yaml", []),
-        inputs=SimpleNamespace(heldout=[heldout], first_of_tasks=[heldout, other]),
+        inputs=SimpleNamespace(sets={"heldout": [heldout]}, first_of_tasks=[heldout, other]),
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
     )
     evaluator = Evaluator(
@@ -199,7 +199,7 @@ async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_pro
     await fleet.score_all(lambda index: 1.0)
     async with asyncio.timeout(PATIENCE_S):
         await first
-    assert [(result.num_prompts, result.accuracy) for result in published] == [(1, 1.0)]
+    assert [(result.figures.problems, result.figures.mean.value) for result in published] == [(1, 1.0)]
     assert not fleet.scheduler.book.live
 
 
@@ -208,7 +208,7 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
     fleet.scheduler.pause()
     incarnation = make_incarnation(
         config=load_config(REPO / "configs/quickstart.yaml", []),
-        inputs=SimpleNamespace(heldout=[make_prompt()], first_of_tasks=[make_prompt()]),
+        inputs=SimpleNamespace(sets={"heldout": [make_prompt()]}, first_of_tasks=[make_prompt()]),
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
     )
     evaluator = Evaluator(
@@ -228,4 +228,4 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
     await fleet.scheduler.closing.on_score(failed)
     async with asyncio.timeout(PATIENCE_S):
         await first
-    assert (published, told) == ([], ["no held-out accuracy at step 0: none of 1 answers could be scored"])
+    assert (published, told) == ([], ["heldout: no figures at step 0: none of 1 answers could be scored"])

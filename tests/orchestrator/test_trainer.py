@@ -22,7 +22,7 @@ from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import RunStarted
-from laminar_py.records.metrics import StepMetrics
+from laminar_py.records.metrics import OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
 from laminar_py.telemetry.stats import Stats, read_totals
@@ -107,7 +107,7 @@ async def training(path, *settings, fails, admission):
         incarnation = make_incarnation(
             config=config,
             run=run,
-            inputs=SimpleNamespace(heldout=()),
+            inputs=SimpleNamespace(sets={}, stream=SimpleNamespace(figures=OrderFigures())),
             clock=clock,
             ledger=ledger,
             stats=Stats(clock, replicas=1, totals=read_totals(run.metrics, 0)),

@@ -33,13 +33,15 @@ def with_model(folder, name, *settings):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 150000}')
     where = [f"model.path={folder}", f"runs={folder / 'runs'}", *settings]
-    return load_config(REPO / "configs" / f"{name}.yaml", where)
+    return load_config(REPO / f"{name}.yaml", where)
 
 
 def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_at(tmp_path):
     with FakeCluster(8, 8, 8) as cluster:
         address = f"cluster.address={cluster.address}"
-        shape = fit(with_model(tmp_path, "math_7b_cluster", address, "relay.keep_versions=1000000"))
+        shape = fit(
+            with_model(tmp_path, "experiments/math_long_cot/7b_24gpu", address, "relay.keep_versions=1000000")
+        )
         assert [(parts, gpus) for parts, _, gpus in shape.rows] == [
             ("learner-0 to 7", "1 each"),
             ("replica-0 to 7", "1 each"),
@@ -52,19 +54,19 @@ def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_a
         assert shape.warnings == []
         faults = Counter(line.split(":")[0] for line in shape.faults)
         assert faults == {"relay.shm=/dev/shm": 3, "rollout.engine.python=sglang-env/bin/python": 2}
-        few = ("rollout.replicas=1", "learner.world_size=4", "relay.nodes=1")
-        shape = fit(with_model(tmp_path, "math_7b_8gpu_tp2", address, *few))
-        assert "the learner has 4 GPUs and rollout 2" in shape.warnings[0]
-        assert "18 GPUs stay idle" in shape.warnings[1]
+        few = ("rollout.replicas=1", "learner.world_size=5", "relay.nodes=1")
+        shape = fit(with_model(tmp_path, "experiments/math_long_cot/32b_64gpu", address, *few))
+        assert "the learner has 5 GPUs and rollout 4" in shape.warnings[0]
+        assert "15 GPUs stay idle" in shape.warnings[1]
 
 
 async def test_what_a_node_lacks_is_named_with_the_node():
     with joined(FakeCluster(8)):
-        config = load_config(REPO / "configs" / "math_7b_8gpu_tp1.yaml", ["relay.shm=/nowhere"])
+        config = load_config(REPO / "experiments/math_long_cot/7b_8gpu.yaml", ["relay.shm=/nowhere"])
         placement = Placement(Needs.of(config), nodes)
         lines = await faults(config, placement)
         assert [line.split(":")[0] for line in lines] == [
-            "model.path=models/math-7b",
+            "model.path=models/Qwen2.5-7B",
             "rollout.engine.python=sglang-env/bin/python",
             "relay.shm=/nowhere",
         ]
@@ -80,21 +82,21 @@ async def test_what_a_node_lacks_is_named_with_the_node():
     ],
 )
 def test_a_node_that_lacks_the_package_of_a_backend_an_algorithm_or_a_planner_says_so(section, named, tmp_path):
-    settings = json.loads(with_model(tmp_path, "quickstart").model_dump_json())
+    settings = json.loads(with_model(tmp_path, "configs/quickstart").model_dump_json())
     sight = decode(Sight, look("", json.dumps({**settings, section: {**settings[section], **named}}), "replica"))
     assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", sight.fault)
     assert sight.model
 
 
 def test_a_config_that_does_not_fit_this_machine_is_one_line_and_exit_code_2():
-    code, _, lines = doctor("configs/math_7b_8gpu_tp1.yaml", "rollout.replicas=600")
+    code, _, lines = doctor("experiments/math_long_cot/7b_8gpu.yaml", "rollout.replicas=600")
     assert code == 2
     assert len(lines) == 1
     assert "GPUs" in lines[0]
 
 
 def test_what_the_engines_lack_is_found_where_the_run_starts_them_too(tmp_path):
-    shape = fit(with_model(tmp_path, "quickstart", "rollout.record=[routed_experts]"))
+    shape = fit(with_model(tmp_path, "configs/quickstart", "rollout.record=[routed_experts]"))
     assert "rollout.record=routed_experts: the model in model.path has no experts; leave it out" in shape.faults
 
 
@@ -117,7 +119,9 @@ async def test_a_mistake_of_ours_on_a_node_is_no_complaint_about_the_node(monkey
     monkeypatch.setattr(survey, "on_node", on_node)
     plan = make_plan(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0), [Node(id="a", ip="10.0.0.4")])
     with outcome as words:
-        (line,) = await survey._faults_of(with_model(tmp_path, "quickstart"), plan, "a", "10.0.0.4", "witness")
+        (line,) = await survey._faults_of(
+            with_model(tmp_path, "configs/quickstart"), plan, "a", "10.0.0.4", "witness"
+        )
         assert f"node 10.0.0.4 {words}" in line
 
 

@@ -15,7 +15,7 @@ def make_config(folder, *, deferred=False, keep=2):
     (folder / "config.json").write_text("{}")
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(SIZE)
-    evaluation = {"every_steps": 2, "deferred": deferred}
+    evaluation = {"sets": {"t": "t"}, "every_steps": 2, "deferred": deferred}
     settings = {
         "name": "t",
         "steps": 6,

@@ -26,7 +26,7 @@ from tests.preflight.test_doctor import doctor
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 
-SHIPPED = ("math_7b_8gpu_tp1", "math_7b_8gpu_tp2", "math_7b_cluster")
+MATH = REPO / "experiments/math_long_cot"
 QWEN_7B = {  # Qwen2.5-7B
     "model_type": "qwen2",
     "vocab_size": 152064,
@@ -179,10 +179,10 @@ def test_activations_are_near_what_autograd_keeps(name, tmp_path):
 def shipped(name, folder, *settings):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
-    return load_config(REPO / "configs" / f"{name}.yaml", [f"model.path={folder}", *settings])
+    return load_config(MATH / f"{name}.yaml", [f"model.path={folder}", *settings])
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", ["7b_8gpu", "7b_24gpu"])
 def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
     config = shipped(name, tmp_path)
     assert [column.kind for column in gpu_memory(config)] == ["learner", "engine"]
@@ -222,13 +222,13 @@ def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_setting_and_a_value_that_fits(settings, fault, change, tmp_path):
-    (line,) = memory_faults(shipped("math_7b_8gpu_tp1", tmp_path, *settings))
+    (line,) = memory_faults(shipped("7b_8gpu", tmp_path, *settings))
     assert re.fullmatch(fault, line), line
-    assert memory_faults(shipped("math_7b_8gpu_tp1", tmp_path, *settings, *change)) == []
+    assert memory_faults(shipped("7b_8gpu", tmp_path, *settings, *change)) == []
 
 
 def test_weights_that_one_gpu_cannot_hold_are_spread_over_more(tmp_path):
-    config = shipped("math_7b_8gpu_tp1", tmp_path)
+    config = shipped("7b_8gpu", tmp_path)
     large = QWEN_7B | {"num_hidden_layers": 160, "num_key_value_heads": 28}
     (tmp_path / "config.json").write_text(json.dumps(large))
     line = memory_faults(config)[1]
@@ -253,7 +253,7 @@ def test_a_model_is_divided_over_gpus_where_queries_and_keys_divide(heads, keys,
 
 
 def engine_fault(folder, model, *settings, gpu_bytes=80e9):
-    config = shipped("math_7b_cluster", folder, "learner.world_size=64", "rollout.replicas=1", *settings)
+    config = shipped("7b_24gpu", folder, "learner.world_size=64", "rollout.replicas=1", *settings)
     (folder / "config.json").write_text(json.dumps(QWEN_7B | model))
     lines = memory_faults(config, gpu_bytes=gpu_bytes)
     return next((line for line in lines if "the engine" in line), None)
@@ -291,26 +291,26 @@ def test_a_length_that_no_number_of_gpus_holds_is_told_as_such(tmp_path):
     assert line.endswith(
         "on any number of GPUs that the model's heads divide over; lower it, or serve a smaller model"
     )
-    assert engine_fault(tmp_path, {"num_hidden_layers": 100_000}).startswith("rollout.max_len=17408: a GPU")
+    assert engine_fault(tmp_path, {"num_hidden_layers": 100_000}).startswith("rollout.max_len=18432: a GPU")
 
 
 def test_a_reference_inside_the_learner_counts_and_one_elsewhere_does_not(tmp_path):
-    inside = shipped("math_7b_cluster", tmp_path, "algorithm.kl_coef=0.1")
-    elsewhere = shipped("math_7b_cluster", tmp_path, "algorithm.kl_coef=0.1", "algorithm.reference_pass=stage")
+    inside = shipped("7b_24gpu", tmp_path, "algorithm.kl_coef=0.1")
+    elsewhere = shipped("7b_24gpu", tmp_path, "algorithm.kl_coef=0.1", "algorithm.reference_pass=stage")
     size = 4 * 7.6e9 / 8 + 2 * 1.09e9  # shards in fp32, and its embeddings
     assert gpu_memory(inside)[0].parts["reference model"] == pytest.approx(size, rel=0.01)
     assert "reference model" not in gpu_memory(elsewhere)[0].parts
 
 
 def test_without_a_cache_size_an_engine_fills_its_share(tmp_path):
-    engine = gpu_memory(shipped("math_7b_8gpu_tp1", tmp_path, "rollout.kv_capacity=null"))[1]
+    engine = gpu_memory(shipped("7b_8gpu", tmp_path, "rollout.kv_capacity=null"))[1]
     assert engine.total == pytest.approx(80e9)
 
 
 def test_a_run_on_cpus_and_a_model_that_is_not_there_have_no_table(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     laptop = load_config(REPO / "configs" / "quickstart.yaml", [f"model.path={tmp_path}"])
-    absent = load_config(REPO / "configs" / "math_7b_8gpu_tp1.yaml", [])
+    absent = load_config(MATH / "7b_8gpu.yaml", [])
     assert gpu_memory(laptop) == gpu_memory(absent) == []
 
 
@@ -327,7 +327,7 @@ def test_a_shape_without_a_size_is_none(tmp_path):
 def test_the_table_and_the_refusal_are_shown_also_where_there_is_no_gpu(tmp_path):
     """Here nothing has a place either, which is the last line."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    config = ("configs/math_7b_8gpu_tp1.yaml", f"model.path={tmp_path}", "learner.world_size=2")
+    config = ("experiments/math_long_cot/7b_8gpu.yaml", f"model.path={tmp_path}", "learner.world_size=2")
     code, output, lines = doctor(*config)
     assert code == 2
     assert "masters (fp32)" in output
@@ -341,12 +341,12 @@ def test_doctor_places_a_config_that_fits_and_refuses_the_one_that_does_not(tmp_
     with FakeCluster(8) as cluster:
         address = f"cluster.address={cluster.address}"
         runs = f"runs={tmp_path / 'runs'}"
-        good = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs))
+        good = fit(shipped("7b_8gpu", tmp_path, address, runs))
         assert [column.kind for column in good.memory] == ["learner", "engine"]
         assert not any("a GPU of" in line for line in good.faults)
         two = ("learner.world_size=2", "rollout.replicas=6")
-        bad = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs, *two))
+        bad = fit(shipped("7b_8gpu", tmp_path, address, runs, *two))
         assert bad.faults[0].startswith("learner.world_size=2: a GPU of the learner needs ")
         assert bad.rows, "it is placed all the same"
-        larger = fit(shipped("math_7b_8gpu_tp1", tmp_path, address, runs, *two), gpu_bytes=141e9)
+        larger = fit(shipped("7b_8gpu", tmp_path, address, runs, *two), gpu_bytes=141e9)
         assert not any("a GPU of" in line for line in larger.faults)

@@ -7,15 +7,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
-import numpy as np
 import pytest
 
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.jsonl import JsonlFile
 from laminar_py.preflight import rewards
 from laminar_py.preflight.rewards import check_answers, check_rewards
-from laminar_py.records.trajectory import Prompt
+from tests.data.builders import GOOD, read, written
 
 
 def judged_at(port):
@@ -50,9 +48,17 @@ def test_a_server_that_says_nothing_in_time_is_named(monkeypatch):
 def test_it_is_said_how_far_a_long_look_at_the_problems_is(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(rewards, "TELL_S", -1.0)
     reward = RewardConfig.model_validate_json('{"use": {"kind": "length", "most": 9}}')
-    problem = Prompt(id="p0", index=0, text="", ids=np.zeros(1, np.int32), answer="7")
-    check_rewards(reward, [(JsonlFile(tmp_path / "a.jsonl", "data.train"), [problem])], sandbox=None)
+    check_rewards(reward, [read(written(tmp_path / "a.jsonl", GOOD))], sandbox=None)
     assert f"looking at the problems of data.train={tmp_path / 'a.jsonl'}: 1 of 1" in caplog.text
+
+
+def test_problems_that_are_looked_at_are_bounded_and_go_from_the_first_to_the_last(monkeypatch, tmp_path):
+    monkeypatch.setattr(rewards, "MOST", 3)
+    seen = []
+    monkeypatch.setattr(rewards, "check_problem", lambda reward, problem, **place: seen.append(problem.id))
+    reward = RewardConfig.model_validate_json('{"use": ["math"]}')
+    check_rewards(reward, [read(written(tmp_path / "a.jsonl", *[GOOD] * 7))], sandbox=None)
+    assert seen == ["p0", "p2", "p4"]
 
 
 def test_what_a_function_printed_at_its_import_is_named_where_it_fails(tmp_path):

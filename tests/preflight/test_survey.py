@@ -35,23 +35,23 @@ TWO = ("learner.world_size=2", "rollout.replicas=6")  # the learner needs 80.9 G
 
 
 async def test_a_run_that_its_gpus_cannot_hold_is_refused_with_the_line_of_the_doctor(tmp_path, monkeypatch):
-    config = shipped("math_7b_8gpu_tp1", tmp_path, *TWO)
+    config = shipped("7b_8gpu", tmp_path, *TWO)
     tells(monkeypatch, a=80)
     with pytest.raises(ConfigError, match=re.escape(memory_faults(config)[0])):
         await place(config)
-    await place(shipped("math_7b_8gpu_tp1", tmp_path))
+    await place(shipped("7b_8gpu", tmp_path))
     tells(monkeypatch, a=141)
     await place(config)
 
 
 async def test_only_gpus_that_a_run_uses_are_asked_for_their_memory(tmp_path, monkeypatch):
     asked = tells(monkeypatch, a=80, b=24)
-    await place(shipped("math_7b_8gpu_tp1", tmp_path))
+    await place(shipped("7b_8gpu", tmp_path))
     assert asked == ["a"]
 
 
 async def test_the_learner_is_not_refused_for_the_gpus_of_engines(tmp_path, monkeypatch, caplog):
-    config = shipped("math_7b_8gpu_tp1", tmp_path, *TWO, "cluster.shared_nodes=false")
+    config = shipped("7b_8gpu", tmp_path, *TWO, "cluster.shared_nodes=false")
     asked = tells(monkeypatch, a=141, b=80)
     await place(config)
     assert (asked, caplog.text) == (["a", "b"], "")
@@ -60,7 +60,7 @@ async def test_the_learner_is_not_refused_for_the_gpus_of_engines(tmp_path, monk
 @pytest.mark.parametrize(("size", "resume"), [(0, False), (80, True)])
 async def test_a_guessed_size_and_a_run_to_resume_are_warned_of(size, resume, tmp_path, monkeypatch, caplog):
     tells(monkeypatch, a=size)
-    await place(shipped("math_7b_8gpu_tp1", tmp_path, *TWO), resume=resume)
+    await place(shipped("7b_8gpu", tmp_path, *TWO), resume=resume)
     assert "learner.world_size=2: a GPU of the learner needs 80.9 GB and has 80.0; set it to 3" in caplog.text
 
 

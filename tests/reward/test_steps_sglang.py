@@ -134,7 +134,7 @@ async def test_a_run_trains_on_scores_of_steps_though_their_server_is_killed_twi
     monkeypatch.setenv(KEY, prm.server.api_key)
     exact = {"kind": "exact", "pattern": "#(\\d)$"}
     rewards = f"reward.use={[exact, prm.settings()]}".replace("'#", '"#').replace("$'", '$"')
-    settings = (*ALONE, "steps=10", "data.heldout=null", rewards, f"reward.env=[{KEY}]")
+    settings = (*ALONE, "steps=10", "eval.sets={}", rewards, f"reward.env=[{KEY}]")
     with TrainProcess(tmp_path, *settings) as run:
         for step in (1, 4):
             await asyncio.to_thread(run.wait_for_step, step)

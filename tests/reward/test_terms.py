@@ -26,12 +26,12 @@ from tests.reward.requests import make_request
     ],
 )
 def test_exact_compares_the_last_match_with_the_answer(pattern: str, response: str, value: float) -> None:
-    assert ExactReward(ExactTerm(pattern=pattern))(make_request(response)) == value
+    assert ExactReward(ExactTerm(pattern=pattern))(make_request(response)).value == value
 
 
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ABORT])
 def test_exact_gives_nothing_for_a_response_that_was_cut(finish: FinishReason) -> None:
-    assert ExactReward(ExactTerm(pattern=r"#(\d)"))(make_request("#7", finish_reason=finish)) == 0.0
+    assert ExactReward(ExactTerm(pattern=r"#(\d)"))(make_request("#7", finish_reason=finish)).value == 0.0
 
 
 def test_format_looks_over_line_breaks() -> None:

@@ -27,7 +27,7 @@ SMALL = [
     "rollout.without_signal=train",
     "rollout.sampling.max_new_tokens=48",
     "learner.checkpoint_every=2",
-    f"data.heldout={Path(__file__).with_name('heldout.jsonl')}",
+    f"eval.sets.heldout={Path(__file__).with_name('heldout.jsonl')}",
 ]
 ALONE = ("rollout.replicas=1", "relay.nodes=1")  # for laws that more of them have no part in
 

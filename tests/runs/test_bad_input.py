@@ -20,6 +20,7 @@ from tests.runs.runs import LAMINAR, REPO
 from tests.sandbox.machines import laminar_without_sandbox
 
 CONFIG = "configs/quickstart.yaml"
+TRAIN = "experiments/quickstart/data/train.jsonl"
 MODEL = REPO / "experiments/quickstart/data/model"
 
 
@@ -52,6 +53,13 @@ def children():
         ("learner.lr=-1", "learner.lr=-1: input should be greater than 0"),
         ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),
         ("data.train=/nowhere.jsonl", "data.train=/nowhere.jsonl: no such file"),
+        (
+            f"data.train={{path: {TRAIN}, columns: {{prompt: question}}}}",
+            f"data.train={TRAIN}:1: no column 'question', which data.train.columns names; choose from prompt",
+        ),
+        (f"eval.sets={{x: {TRAIN}}}", f"eval.sets.x={TRAIN}:1: prompt also in data.train={TRAIN}:"),
+        (f"data.train=[{TRAIN}, /nowhere.jsonl]", "data.train.1=/nowhere.jsonl: no such file"),
+        ("data.order=curriculum", f"data.train={TRAIN}:1: 'level' holds no number or text"),
         ("reward.use=[best]", "reward.use.kind=best: unknown"),
         ("algorithm.overlong_tokens=9999", "algorithm.overlong_tokens=9999 is more than rollout.sampling."),
         ("learner.offload=true", "learner.offload=true: the learner is on cpu"),
@@ -108,7 +116,7 @@ def test_a_reward_that_cannot_be_given_is_told_before_a_run(
     path = tmp_path / "prompts.jsonl"
     first = {"prompt": "e-2;o*7;1x5?", "answer": "7", "tests": {"inputs": ["1"], "outputs": ["1"]}}
     path.write_text(f"{json.dumps(first)}\n{json.dumps(first | problem)}\n")
-    alone = ("warm_start=null", "data.heldout=null", f"runs={tmp_path / 'runs'}")
+    alone = ("warm_start=null", "eval.sets={}", f"runs={tmp_path / 'runs'}")
     code, lines = in_process(monkeypatch, capsys, *alone, f"data.train={path}", f"reward.{reward}")
     assert (code, len(lines)) == (2, 1)
     assert lines[0].startswith(f"laminar: {line.replace('PATH', str(path))}")
@@ -120,7 +128,7 @@ def test_a_reward_that_cannot_be_given_is_told_before_a_run(
 def test_a_sandbox_that_cannot_be_had_is_one_line_that_says_why(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "e-2;o*7;1x5?", "tests": {"inputs": ["1"], "outputs": ["1"]}}\n')
-    alone = ("warm_start=null", "data.heldout=null", f"runs={tmp_path / 'runs'}")
+    alone = ("warm_start=null", "eval.sets={}", f"runs={tmp_path / 'runs'}")
     done = laminar_without_sandbox("train", CONFIG, *alone, f"data.train={path}", "reward.use=[code]")
     (line,) = done.stderr.strip().splitlines()
     assert done.returncode == 2

@@ -89,7 +89,7 @@ def start(folder, *settings, resume=False):
     """One replica that has room for a batch, and a reward whose sum depends on the order of its terms."""
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text("def score(request): return (len(request.response_ids) % 7) / 7")
-    one = ("schedule=sync", *ALONE, "data.heldout=null", f"steps={STEPS}")
+    one = ("schedule=sync", *ALONE, "eval.sets={}", f"steps={STEPS}")
     return TrainProcess(folder, *one, f"reward.use=[{folder / 'reward.py'}:score]", *settings, resume=resume)
 
 

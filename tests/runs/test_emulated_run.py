@@ -17,7 +17,7 @@ from tests.runs.test_train import starts_of
 CONFIG = REPO / "configs/emulation/repack.yaml"
 SETTINGS = (
     "warm_start=null",  # of the small settings, which are for the quickstart
-    "data.heldout=null",
+    "eval.sets={}",
     "steps=4",
     "rollout.replicas=3",
     "rollout.max_batch=8",

@@ -27,7 +27,7 @@ def make_mixture(data: Path) -> Path:
 def test_a_mixture_learns_with_the_experts_that_its_tokens_were_routed_to(tmp_path):
     model = make_mixture(tmp_path / "data")
     settings = (f"model.path={model}", "rollout.record=[routed_experts]", "eval.every_steps=null")
-    with TrainProcess(tmp_path, *ALONE, "data.heldout=null", *settings) as train:
+    with TrainProcess(tmp_path, *ALONE, "eval.sets={}", *settings) as train:
         code, output = train.finish()
     assert code == 0, output
     assert verify(train.run) == []

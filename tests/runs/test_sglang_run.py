@@ -32,7 +32,7 @@ LONG = (
     "rollout.sampling.max_new_tokens=344",
     "rollout.batch_per_replica=32",
     "steps=6",
-    "data.heldout=null",  # whose answers would take minutes
+    "eval.sets={}",  # whose answers would take minutes
 )
 
 ADAPTED = ("rollout.sampling.max_new_tokens=48", "steps=4", "schedule=sync", "rollout.max_batch=16")
@@ -110,7 +110,7 @@ async def test_a_run_of_adapters_loads_them_by_their_versions(tmp_path):
     export_hf(policy, base, source=source, dtype=torch.float32)
     (tmp_path / "reward.py").write_text("def score(request): return float(len(set(request.response_ids)) % 3)")
     python = f"rollout.engine.python={sglang_python()}"
-    chosen = [f"model={{path: {base}}}", "warm_start=null", "data.heldout=null", python, "rollout.replicas=1"]
+    chosen = [f"model={{path: {base}}}", "warm_start=null", "eval.sets={}", python, "rollout.replicas=1"]
     learns = ["learner.lora.rank=4", "learner.lr=3e-3", f"reward.use=[{tmp_path / 'reward.py'}:score]"]
     with TrainProcess(tmp_path / "runs", *ADAPTED, *chosen, *learns, config=CONFIG) as run:
         code, output = await asyncio.to_thread(run.finish)
@@ -127,7 +127,7 @@ def test_servers_of_the_reward_are_launched_and_one_that_is_killed_comes_back(tm
     pool = f"{{model: experiments/quickstart/data/model, gpus: 0, python: {sglang_python()}, flags: {flags}}}"
     term = "{kind: steps, servers: prm, separator_id: 7, labels: [5, 6], ends: ';'}"
     reward = f"reward={{servers: {{prm: {pool}}}, use: [{term}], timeout_s: 60}}"
-    with TrainProcess(tmp_path, *ALONE, "data.heldout=null", "steps=40", reward) as run:
+    with TrainProcess(tmp_path, *ALONE, "eval.sets={}", "steps=40", reward) as run:
         run.wait_for_step(2)
         (server,) = servers(run)
         os.kill(server.pid, signal.SIGKILL)

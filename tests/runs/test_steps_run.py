@@ -33,7 +33,7 @@ async def test_finished_steps_are_scored_while_their_response_still_generates(tm
     await site.start()
     url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
     term = {"kind": "steps", "urls": [url], "ends": ";", "separator_id": SEPARATOR, "labels": LABELS}
-    settings = (*ALONE, *LONG, "data.heldout=null", f"reward.use={json.dumps([term])}")
+    settings = (*ALONE, *LONG, "eval.sets={}", f"reward.use={json.dumps([term])}")
     with TrainProcess(tmp_path, *settings) as run:
         code, output = await asyncio.to_thread(run.finish)
     await runner.cleanup()

@@ -50,6 +50,19 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path, module, line):
     assert (done.returncode, done.stderr.splitlines()) == (130, [line])
 
 
+def test_two_signals_at_once_are_one_request(tmp_path):
+    """The end of a Ray job reaches a run by itself and by its launcher."""
+    with TrainProcess(tmp_path, *SETTINGS, *ALONE, "repack.planner=none", "steps=10000", config=CONFIG) as train:
+        train.wait_for_step(1)
+        train.send(signal.SIGTERM)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    assert code == 130, output
+    assert "at once" not in output
+    assert list(train.run.glob("checkpoints/*"))
+    forget_versions(train.run)
+
+
 def test_ctrl_c_again_and_again_is_one_line_and_leaves_nothing_running(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS, *ALONE, "repack.planner=none", "steps=10000", config=CONFIG) as train:
         train.wait_for_step(1)

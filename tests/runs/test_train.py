@@ -163,7 +163,7 @@ def assert_tracked(run, *, steps):
     assert len(dict(entropies)) == len(entropies)
     assert dict(entropies) == pytest.approx({step: rows[step]["entropy"] for step, _ in entropies})
     assert {steps - 1, steps} <= set(dict(entropies)), "which came after the resume"
-    assert found.Scalars("eval/accuracy")[-1].step == steps
+    assert found.Scalars("eval/heldout/mean")[-1].step == steps
     assert [event.value for event in found.Scalars("summary/steps")] == [steps]
 
 

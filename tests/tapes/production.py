@@ -41,6 +41,7 @@ from laminar_py.records.columns import (
     token_values,
 )
 from laminar_py.records.engine import EngineStatus, SamplingParams
+from laminar_py.records.estimates import set_figures
 from laminar_py.records.events import (
     Checkpointed,
     Evaluated,
@@ -98,7 +99,11 @@ def plain(value: object) -> object:
 
 
 def event_line(event: msgspec.Struct) -> list:
-    """The tag under which it goes to disk, and its fields in order."""
+    """The tag under which it goes to disk, and its fields in order; of an evaluation what tapes have of it."""
+    if isinstance(event, Evaluated):
+        figures = event.figures
+        counts = figures.problems, number(figures.mean.value), event.rl_s, figures.unscored
+        return ["evaluated", event.version, event.step, *counts]
     names = [name for name in event.__struct_fields__ if name not in UNTOLD]
     fields = msgspec.to_builtins([getattr(event, name) for name in names])
     tag = event.__struct_config__.tag
@@ -619,19 +624,13 @@ class Control:
             done = future.result()
         except EvaluationLostError:
             return [None, None]
-        if done.accuracy is None:
+        figures = set_figures(done.answers.values(), samples=1)
+        if figures is None:
             return [done.version, None]
         self.listener.append(
-            Evaluated(
-                version=done.version,
-                step=step,
-                num_prompts=len(done.prompts),
-                accuracy=done.accuracy,
-                rl_s=1.0,
-                num_unscored=done.num_unscored,
-            )
+            Evaluated(pass_id=done.id, set_name="", version=done.version, step=step, rl_s=1.0, figures=figures)
         )
-        return [done.version, number(done.accuracy)]
+        return [done.version, number(figures.mean.value)]
 
     # ---- learner
 

@@ -5,7 +5,8 @@ import re
 import msgspec
 
 from laminar_py.records.metrics import StepRow, TokenMetrics
-from laminar_py.telemetry.tracking import flat_row, flat_settings
+from laminar_py.telemetry.tracking import flat_evaluation, flat_row, flat_settings
+from tests.builders import make_evaluated
 from tests.runs.runs import REPO
 from tests.telemetry.rows import make_row
 
@@ -22,6 +23,14 @@ def test_every_metric_has_a_name_that_all_trackers_take_and_is_documented():
 def test_what_a_cpu_cannot_say_is_left_out():
     row = msgspec.structs.replace(make_row(1), mfu=None)
     assert "run/mfu" not in flat_row(row)
+
+
+def test_the_mean_of_a_set_has_one_name_whatever_its_rewards_are():
+    known = [flat_evaluation(make_evaluated(mean)) for mean in (0.0, 0.5)]
+    bonus = make_evaluated(0.5)
+    known.append(flat_evaluation(msgspec.structs.replace(bonus, figures=bonus.figures.graded)))
+    assert [row["eval/heldout/mean"] for row in known] == [0.0, 0.5, 0.5]
+    assert {name for row in known for name in row} == set(known[-1])
 
 
 def test_settings_have_dotted_names_and_no_nulls():

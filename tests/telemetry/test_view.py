@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 from laminar_py.records.clock import SystemClock
-from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.telemetry import view as view_module
 from laminar_py.telemetry.stats import Stats, Totals
 from laminar_py.telemetry.view import LiveView, PlainView, evaluation_line
 from laminar_py.telemetry.waits import Waits, tell_time_left
+from tests.builders import make_evaluated
 
 NOTES = ["learner waits 35 s", "12 of 480 responses could not be scored (reward_failed 12)"]
 
@@ -114,8 +114,7 @@ def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_lea
     assert "loading" not in drawn
 
 
-def test_an_accuracy_is_told_with_the_number_that_it_is_of_and_the_count_of_the_others():
-    done = Evaluated(version=3, step=3, num_prompts=300, accuracy=0.5, rl_s=10.0, num_unscored=12)
-    assert evaluation_line(done).startswith(
-        "held-out accuracy 0.500 on 288 problems, 12 more not scored: version 3"
-    )
+def test_an_evaluation_is_told_with_its_set_its_interval_and_the_count_of_what_has_no_score():
+    line = evaluation_line(make_evaluated(0.5, problems=300, unscored=12, rl_s=10.0))
+    assert line.startswith("heldout: accuracy 0.500 (0.4")
+    assert line.endswith(") on 300 problems, 12 answers not scored: version 3, step 3, 10.0 s of RL")

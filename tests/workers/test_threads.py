@@ -10,7 +10,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.workers.processes.setup import learner_threads
 from tests.runs.runs import REPO
 
-GPUS, LAPTOP = "math_7b_8gpu_tp1", "quickstart"
+GPUS, LAPTOP = "experiments/math_long_cot/7b_8gpu", "configs/quickstart"
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ GPUS, LAPTOP = "math_7b_8gpu_tp1", "quickstart"
     ],
 )
 def test_a_rank_that_updates_weights_on_the_host_has_its_share_of_the_cores(name, settings, threads):
-    config = load_config(REPO / "configs" / f"{name}.yaml", settings)
+    config = load_config(REPO / f"{name}.yaml", settings)
     assert learner_threads(config, num_cores=96, ranks_here=3) == threads
     assert learner_threads(config, num_cores=1, ranks_here=3) == 1
 

@@ -15,11 +15,11 @@ from laminar_py.config.loading import parse_config
 from laminar_py.config.tracking import TrackerKind
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.clock import SystemClock
-from laminar_py.records.events import Evaluated
 from laminar_py.telemetry.stats import Stats, Totals
 from laminar_py.telemetry.summary import summarise
 from laminar_py.telemetry.trackers import Opening, Values
 from laminar_py.workers.trackers import TrackerLink, Trackers
+from tests.builders import make_evaluated
 from tests.ledger.runs import begin, open_ledger
 from tests.telemetry.rows import make_row
 from tests.workers.fakes import make_incarnation
@@ -106,15 +106,17 @@ async def test_a_run_with_a_roll_back_is_in_its_tracker_as_it_went_in_the_end(ru
     trackers.start()
     for step, entropy in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)):
         trackers.step(make_row(step, entropy=entropy))
-    trackers.evaluated(Evaluated(version=1, step=1, num_prompts=100, accuracy=0.75, rl_s=12.0))
+    trackers.evaluated(make_evaluated(0.75, version=1, step=1, rl_s=12.0))
     async with open_ledger(run.path) as ledger:
         begin(ledger, versions=(0,))
-    summary = summarise(run, Stats(SystemClock(), replicas=1, totals=Totals()), finished=True, restarts={})
+    summary = summarise(
+        run, Stats(SystemClock(), replicas=1, totals=Totals()), finished=True, restarts={}, sets=["heldout"]
+    )
     await trackers.close(summary)
     assert scalars(run, "tokens/entropy") == [(1, 1.0), (2, 2.5), (3, 3.5)]
     assert scalars(run, "staleness_3-4/entropy") == [(1, 1.0), (2, 2.5), (3, 3.5)]
     assert scalars(run, "run/mfu") == [(1, 0.25), (2, 0.25), (3, 0.25)]
-    assert scalars(run, "eval/accuracy") == [(1, 0.75)]
+    assert scalars(run, "eval/heldout/mean") == [(1, 0.75)]
     assert scalars(run, "summary/finished") == [(3, 1.0)]
     await until_gone()
 

@@ -1,7 +1,8 @@
-"""Learning against its costs: accuracy and reward over time, tokens and device-hours. Pure.
+"""Learning against its costs: evaluations and reward over time, tokens and device-hours. Pure.
 
-A device is a GPU where the run has GPUs and a process where it has none; replicas, the learner's ranks and a
-reference stage count, and all of them from the first second of RL to the last.
+A device is a GPU where the run has any, those of its reward's servers and of engines that it attaches to included;
+where it has none, a process: replicas, the learner's ranks and a reference stage count. All do so from the first
+second of RL to the last.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import numpy as np
 
 from laminar_py.analytics.read.columns import Times
 from laminar_py.config.run import RunConfig
+from laminar_py.ledger.evaluations import in_order, of_first_set
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
 
@@ -31,13 +33,15 @@ class Point:
     value: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
     """Curves of a run, in the order of time."""
 
     devices: int
     device: str  # "GPU", "emulated GPU" or "process"
-    accuracy: tuple[Point, ...]  # of each evaluation
+    measure: str  # "accuracy" where every reward of the first set is 0 or 1, else "mean reward"
+    evaluated: tuple[Point, ...]  # mean of each evaluation of the first set
+    by_set: dict[str, tuple[Point, ...]]  # of every set, the first one included
     reward: tuple[Point, ...]  # of each step, mean of the last `REWARD_STEPS`
 
 
@@ -51,12 +55,21 @@ def measure_quality(config: RunConfig, steps: Sequence[StepRow], evaluations: Se
         trained = int(np.interp(rl_s, at, tokens))
         return Point(step=step, rl_s=rl_s, tokens=trained, device_hours=rl_s * devices / 3600, value=value)
 
+    def curve(found: Sequence[Evaluated]) -> tuple[Point, ...]:
+        return tuple(point(one.step, one.rl_s, one.figures.mean.value) for one in in_order(found))
+
     rewards = _running_mean(np.array([row.reward for row in steps], np.float64), REWARD_STEPS).tolist()
+    of_first = of_first_set(evaluations, config.eval.sets)
     return Quality(
-        devices,
-        device,
-        tuple(point(one.step, one.rl_s, one.accuracy) for one in evaluations),
-        tuple(point(row.step, row.rl_s, value) for row, value in zip(steps, rewards, strict=True)),
+        devices=devices,
+        device=device,
+        measure="accuracy" if all(one.figures.is_accuracy for one in of_first) else "mean reward",
+        evaluated=curve(of_first),
+        by_set={
+            name: curve([one for one in evaluations if one.set_name == name])
+            for name in dict.fromkeys(one.set_name for one in (*of_first, *in_order(evaluations)))
+        },
+        reward=tuple(point(row.step, row.rl_s, value) for row, value in zip(steps, rewards, strict=True)),
     )
 
 
@@ -74,6 +87,7 @@ def count_devices(config: RunConfig) -> tuple[int, str]:
     rollout, learner = config.rollout, config.learner
     if config.emulation is not None:
         return rollout.replicas + config.emulation.learner_devices, "emulated GPU"
-    gpus = rollout.engine.gpus
-    reference = int(config.algorithm.refers_in_stage)
-    return rollout.replicas * max(1, gpus) + learner.world_size + reference, "GPU" if gpus else "process"
+    attached = rollout.replicas * rollout.engine.gpus if rollout.engine.hosts else 0
+    if gpus := config.gpus + attached:
+        return gpus, "GPU"
+    return rollout.replicas + learner.world_size + config.algorithm.refers_in_stage, "process"

@@ -11,7 +11,9 @@ from typing import TypeVar, get_args
 
 from laminar_py.analytics.read.columns import Times
 from laminar_py.analytics.read.stays import RunTimes
+from laminar_py.ledger.evaluations import in_order
 from laminar_py.ledger.rows import decode_event
+from laminar_py.records.evaluations import pass_number
 from laminar_py.records.events import AnyEvent, Evaluated, RolledBack, RunEnded, RunStarted, Stepped, StepSkipped
 
 _OF_ONE_TRAJECTORY = [
@@ -70,8 +72,18 @@ class History:
 
     @property
     def evaluations(self) -> list[Evaluated]:
-        """Evaluations in the order of seconds of RL."""
-        return sorted((event for _, event in self.of(Evaluated)), key=lambda event: event.rl_s)
+        """Evaluations of all sets in the order of seconds of RL."""
+        return in_order(event for _, event in self.of(Evaluated))
+
+    @property
+    def of_sets(self) -> dict[str, list[Evaluated]]:
+        """Evaluations of each set, in the order of seconds of RL; the first set is that of the config."""
+        sets: dict[str, list[Evaluated]] = {}
+        for one in sorted(self.evaluations, key=lambda one: pass_number(one.pass_id)):
+            sets.setdefault(one.set_name, [])
+        for one in self.evaluations:
+            sets[one.set_name].append(one)
+        return sets
 
     @property
     def live(self) -> bool:

@@ -14,7 +14,7 @@ from laminar_py.records.metrics import FleetRow, StepRow
 
 
 class _Summary(msgspec.Struct, frozen=True):
-    rl_seconds: float
+    rl_seconds: float = 0.0  # an evaluation of its own has none
 
 
 @dataclass(frozen=True, slots=True)

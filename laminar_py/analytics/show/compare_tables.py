@@ -7,9 +7,10 @@ from pathlib import Path
 from rich.console import Group
 
 from laminar_py.analytics.measure.quality import Point
+from laminar_py.analytics.measure.seeds import tell_mean
 from laminar_py.analytics.measure.tails import NAMES, Measure
 from laminar_py.analytics.show.run_tables import make_table, tell_seconds
-from laminar_py.analytics.triage.compare import Comparison
+from laminar_py.analytics.triage.compare import Comparison, SeedGroup
 from laminar_py.analytics.triage.report import RunReport
 
 
@@ -23,7 +24,7 @@ class CompareRow:
 
 
 def comparison_tables(reports: Sequence[RunReport], comparison: Comparison) -> Iterator[Group]:
-    """Speed and tails, staleness, then quality against time, tokens and device-hours."""
+    """Speed and tails, staleness, then quality against time, tokens and device-hours, and all sets by seeds."""
     heads = short_names(reports)
     yield _table("Speed and tails", heads, [*_speed(reports), *_tails(reports)])
     yield make_table("\nStaleness of consumed trajectories", "versions", heads, _staleness(reports))
@@ -32,6 +33,16 @@ def comparison_tables(reports: Sequence[RunReport], comparison: Comparison) -> I
         yield _table(f"\nUntil {measure} is", heads, list(_reached(comparison)))
     title = f"\nAt equal device-hours: {comparison.device_hours:.3g} ({_devices(reports)})"
     yield _table(title, heads, list(_at_equal(comparison)))
+    sets = list(comparison.groups[0].at_equal)
+    if len(sets) > 1 or (sets and len(comparison.groups) < len(reports)):
+        title = "\nSets at these device-hours: mean ± half of the 95 % t-interval over the runs of one config"
+        rows = ([name, *(tell_mean(group.at_equal[name]) for group in comparison.groups)] for name in sets)
+        yield make_table(title, "set", [_group_name(heads, group) for group in comparison.groups], rows)
+
+
+def _group_name(heads: Sequence[str], group: SeedGroup) -> str:
+    first, *others = group.runs
+    return heads[first] + (f" and {len(others)} more" if others else "")
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:

@@ -1,8 +1,9 @@
 """`laminar dashboard`: the report's page over HTTP, drawn again while the run goes on, and `/metrics`.
 
 Owns the HTTP server and when the ledger is read again. Invariants: it only reads; one reading goes on at a time,
-in a thread that Ctrl-C does not wait for, and takes at most a tenth of the time, however large the ledger; nothing
-beyond loopback is answered without the token, and no host name but those that it was started under.
+in a thread that Ctrl-C does not wait for, and takes at most a tenth of the time, however large the ledger; beside
+it at most one question about texts is answered; nothing beyond loopback is answered without the token, and no host
+name but those that it was started under.
 """
 
 import asyncio
@@ -12,10 +13,11 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -23,14 +25,17 @@ from aiohttp.typedefs import Handler, Middleware
 from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.show.gauges import CONTENT_TYPE, expose
 from laminar_py.analytics.show.page import encode_page, make_page, render
+from laminar_py.analytics.show.texts import find_text, find_texts
 from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.database import ledger_path, reading
+from laminar_py.ledger.database import LedgerError, ledger_path, reading
 
 log = logging.getLogger(__name__)
 
 LEAST_S = 2.0  # between two readings
 SHARE = 0.1  # of the time that readings may take
+MOST_QUESTIONS = 16  # about texts that wait; a browser asks two at a time
+CLOSE_S = 2.0  # for answers that are under way at the end
 TOKEN_VARIABLE = "LAMINAR_DASHBOARD_TOKEN"
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -40,6 +45,9 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " img-src data: blob:; connect-src 'self'; font-src data:",
 }
+
+Found = TypeVar("Found")
+Question = Callable[[Path, Mapping[str, str]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,7 @@ class Reader:
         self.drawn: DrawnPage | None = None
         self.wait_s = LEAST_S  # until the next look
         self.trouble = "the ledger is being read for the first time"  # why it is not up to date; else none
-        self._run = run
+        self.run = run
 
     async def keep(self) -> None:
         """Look again and again, until cancelled."""
@@ -78,28 +86,52 @@ class Reader:
         if self.drawn is not None and self._newest() == self.drawn.seq:
             self.trouble = ""
             return
-        report = RunReport(read_snapshot(self._run))
+        report = RunReport(read_snapshot(self.run))
         self.drawn = DrawnPage(report.snapshot.seq, encode_page(make_page(report)), expose(report))
         self.trouble = ""
 
     def _newest(self) -> int:
-        with reading(self._run) as connection:
+        with reading(self.run) as connection:
             seq: int = connection.execute("SELECT seq FROM head").fetchone()[0]
         return seq
 
 
-def _detached(work: Callable[[], None]) -> asyncio.Future[None]:
+class TextAnswers:
+    """Answers questions about texts, one after the other."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def answer(self, question: Question, query: Mapping[str, str]) -> web.Response:
+        """JSON; or one line: 400 on a bad question, 503 where the ledger cannot be read now, or too many ask."""
+        if self._waiting >= MOST_QUESTIONS:
+            return web.Response(status=503, text=f"{self._waiting} questions wait for an answer; ask again")
+        self._waiting += 1
+        try:
+            async with self._turn:
+                body = await _detached(lambda: question(self._run, query))
+        except (OSError, ValueError) as error:  # where no question is bad: the ledger cannot be read now
+            is_bad = isinstance(error, ConfigError) and not isinstance(error, LedgerError)
+            return web.Response(status=400 if is_bad else 503, text=str(error))
+        finally:
+            self._waiting -= 1
+        answer = web.Response(body=body, content_type="application/json")
+        answer.enable_compression()
+        return answer
+
+
+def _detached(work: Callable[[], Found]) -> asyncio.Future[Found]:
     """Done when `work` is, in a thread of its own; the process may end before: a reading can take a minute."""
-    done = Future[None]()
+    done = Future[Found]()
     done.set_running_or_notify_cancel()  # from now on nobody cancels it but in the event loop
 
     def run() -> None:
         try:
-            work()
+            done.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised again where it is awaited
             done.set_exception(error)
-        else:
-            done.set_result(None)
 
     threading.Thread(target=run, name="reading", daemon=True).start()
     return asyncio.wrap_future(done)
@@ -118,6 +150,7 @@ def check_binding(host: str, token: str | None) -> None:
 def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application:
     """Answers of the server; `reader` is kept by whoever runs it."""
     page = render(None).encode()
+    texts = TextAnswers(reader.run)
 
     async def show(request: web.Request) -> web.Response:
         return web.Response(body=page, content_type="text/html", charset="utf-8")
@@ -138,8 +171,15 @@ def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application
             return web.Response(status=503, text=reader.trouble)
         return web.Response(body=reader.drawn.metrics, headers={"Content-Type": CONTENT_TYPE})
 
+    async def samples(request: web.Request) -> web.Response:
+        return await texts.answer(find_texts, _without_token(request))
+
+    async def sample(request: web.Request) -> web.Response:
+        return await texts.answer(find_text, _without_token(request))
+
     app = web.Application(middlewares=[_guard(_names(host), token)])
     app.add_routes([web.get("/", show), web.get("/data.json", data), web.get("/metrics", metrics)])
+    app.add_routes([web.get("/samples.json", samples), web.get("/sample.json", sample)])
     return app
 
 
@@ -149,7 +189,8 @@ async def serve(run: Path, *, host: str, port: int, token: str | None, tell: Cal
     with reading(run):  # now, not after the first browser has come
         pass
     reader = Reader(run)
-    runner = web.AppRunner(make_app(reader, host=host, token=token), access_log=None)
+    app = make_app(reader, host=host, token=token)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
     await runner.setup()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -192,6 +233,10 @@ def _guard(names: frozenset[str] | None, token: str | None) -> Middleware:
 def _token_of(request: web.Request) -> str:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else request.query.get("token", "")
+
+
+def _without_token(request: web.Request) -> dict[str, str]:
+    return {name: value for name, value in request.query.items() if name != "token"}
 
 
 def _bytes(text: str) -> bytes:

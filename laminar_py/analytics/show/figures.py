@@ -4,6 +4,7 @@ Pure functions of a report and its snapshot, but for ids of dropped trajectories
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from statistics import fmean, median
 
 import numpy as np
@@ -16,6 +17,7 @@ from laminar_py.analytics.show.panels import (
     Curves,
     DropKind,
     DroppedTrajectory,
+    EvaluationCurve,
     Figure,
     Histogram,
     LearnerCurves,
@@ -26,7 +28,7 @@ from laminar_py.analytics.show.panels import (
 from laminar_py.analytics.show.timeline import natural, thin
 from laminar_py.analytics.show.walls import stage_bars
 from laminar_py.analytics.triage.report import RunReport
-from laminar_py.records.events import Pulled, Reattached, Relayed, VersionPublished
+from laminar_py.records.events import Evaluated, Pulled, Reattached, Relayed, VersionPublished
 from laminar_py.records.trajectory import DropReason, Status
 
 MOST_BINS, MOST_COLUMNS, MOST_POINTS, MOST_RECENT, MOST_ROWS, NUM_EXAMPLES = 50, 240, 2_000, 60, 200, 3
@@ -40,11 +42,7 @@ def headline(report: RunReport) -> list[Figure]:
         figures.append(Figure("limited by", wall, "evidence and remedies are below"))
     words = f"{tokens.useful:,} useful in {report.rl_s:,.1f} s of RL"
     figures.append(Figure("goodput", f"{tokens.goodput:,.0f} tokens/s", words))
-    if evaluations := snapshot.history.evaluations:
-        words = f"{evaluations[0].accuracy:.3f} at the first evaluation"
-        if unscored := sum(one.num_unscored for one in evaluations):
-            words += f"; {unscored:,} of {sum(one.num_prompts for one in evaluations):,} answers have no score"
-        figures.append(Figure("held-out accuracy", f"{evaluations[-1].accuracy:.3f}", words))
+    figures += [_evaluation(name, passes) for name, passes in snapshot.history.of_sets.items()]
     state = "has not ended" if snapshot.history.live else "has ended"
     figures.append(Figure("learner steps", f"{len(snapshot.history.steps):,}", f"the run {state}"))
     train = snapshot.trajectories
@@ -55,6 +53,13 @@ def headline(report: RunReport) -> list[Figure]:
         words = f"versions, the mean; {staleness.max} at most"
         figures.append(Figure("staleness", f"{staleness.mean:.2f}", words))
     return figures
+
+
+def _evaluation(name: str, passes: Sequence[Evaluated]) -> Figure:
+    """The last evaluation of a set, beside its first."""
+    last = passes[-1].figures
+    words = f"{passes[0].figures.mean.value:.3f} at the first evaluation; the last: {last.tell()}"
+    return Figure(f"{name}: {last.name}", f"{last.mean.value:.3f}", words)
 
 
 def histograms(train: Trajectories) -> list[Histogram]:
@@ -99,14 +104,23 @@ def staleness_map(train: Trajectories) -> StalenessMap:
 
 
 def curves(snapshot: Snapshot) -> Curves:
-    """Reward of what each step's time brought, entropy of what it trained, held-out accuracy."""
+    """Reward of what each step's time brought, entropy of what it trained, evaluations."""
     ends = {step.step: at_s for at_s, step in snapshot.history.steps}
     rows = [row for row in thin(snapshot.samples.steps, MOST_POINTS) if row.step in ends]
     return Curves(
         [round(row.rl_s, 3) for row in rows],
         _rewards_until(snapshot.trajectories, np.array([ends[row.step] for row in rows], np.float64)),
         [round(row.entropy, 5) for row in rows],
-        [(event.rl_s, event.accuracy) for event in snapshot.history.evaluations],
+        [
+            EvaluationCurve(
+                name=f"{name}: {passes[-1].figures.name}",
+                rl_s=[one.rl_s for one in passes],
+                mean=[one.figures.mean.value for one in passes],
+                low=[one.figures.mean.low for one in passes],
+                high=[one.figures.mean.high for one in passes],
+            )
+            for name, passes in snapshot.history.of_sets.items()
+        ],
     )
 
 

@@ -112,8 +112,8 @@ def _learner(history: History, samples: Samples) -> Iterator[Metric]:
         yield _gauge("gradient_norm", "Of the last step", steps[-1].grad_norm)
     if samples.steps:
         yield _gauge("entropy_nats", "Of the last step's tokens", samples.steps[-1].entropy)
-    if evaluations := history.evaluations:
-        yield _gauge("heldout_accuracy", "Of the last evaluation", evaluations[-1].accuracy)
+    means = {one.set_name: one.figures.mean.value for one in history.evaluations}
+    yield _gauge("evaluation_mean_reward", "Of the last evaluation; an accuracy of 0 and 1", means, label="set")
 
 
 def _weights(history: History) -> Iterator[Metric]:

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.analytics.triage.remedies import Remedy
+from laminar_py.records.scoring import TermValue
+from laminar_py.samples.records import PromptVisit, SampleRow, TokenSpan
 
 
 class PackedArray(msgspec.Struct, frozen=True):
@@ -160,13 +162,23 @@ class StalenessMap(msgspec.Struct, frozen=True):
     counts: list[list[int]]  # [V][S]
 
 
+class EvaluationCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean reward [E] of a set over seconds of RL, with the bounds of its interval."""
+
+    name: str
+    rl_s: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
 class Curves(msgspec.Struct, frozen=True):
     """Curves over seconds of RL."""
 
     rl_s: list[float]  # [S]
     reward: list[float]  # mean of what was scored since the point before; NaN where nothing was
     entropy: list[float]
-    accuracy: list[tuple[float, float]]
+    evaluations: list[EvaluationCurve]
 
 
 class LearnerCurves(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +230,48 @@ class DroppedTrajectory(msgspec.Struct, frozen=True, array_like=True):
     at_s: float
 
 
+class TextView(msgspec.Struct, frozen=True, kw_only=True):
+    """Response as `FullSample` has it, but packed: L tokens, of which each kind stands once in `words`."""
+
+    row: SampleRow
+    prompt: str
+    answer: str
+    task: str
+    ids_only: str
+    words: list[tuple[int, str]]  # (id, text), each once
+    places: PackedArray  # [L] in `words`
+    logprobs: PackedArray  # [L] NaN where not known
+    spans: list[TokenSpan]
+    terms: list[TermValue]
+    columns: dict[str, PackedArray]  # numbers per token by name, each [L]
+    siblings: list[SampleRow]
+    history: list[PromptVisit]
+    visits: int  # of which `history` shows at most `texts.MOST_VISITS`
+
+
+class TextList(msgspec.Struct, frozen=True):
+    """Rows of a list, and how many trajectories pass its filters."""
+
+    rows: list[SampleRow]
+    matching: int
+
+
+class EmbeddedTexts(msgspec.Struct, frozen=True):
+    """Texts that are in the page itself, each a `TextView`, and the error that kept others out, if one did."""
+
+    samples: list[msgspec.Raw]
+    trouble: str = ""
+
+
+class TextsPanel(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the model wrote: the texts that are here, or None where the server is asked for them."""
+
+    total: int  # trajectories of the run
+    command: str  # that shows all of them
+    choices: dict[str, list[str]]  # values of a filter, by its name
+    here: EmbeddedTexts | None
+
+
 class Page(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a page shows of a run."""
 
@@ -232,6 +286,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     staleness: StalenessMap
     curves: Curves
     learner: LearnerCurves
+    texts: TextsPanel
     hops: list[RelayHop]
     stages: list[StageBar]
     step_s: float

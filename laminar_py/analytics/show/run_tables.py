@@ -28,6 +28,9 @@ def run_tables(report: RunReport, *, details: bool) -> Iterator[Group | str]:
         size, length = tokens.useful_trajectories / report.steps, tokens.useful / tokens.useful_trajectories
         step_s = report.rl_s / report.steps
         yield f"a mean step: {size:,.0f} trajectories x {length:,.1f} useful tokens / {tell_seconds(step_s)}"
+    for name, passes in report.snapshot.history.of_sets.items():
+        first, last = passes[0].figures, passes[-1].figures
+        yield f"{name}: {first.mean.value:.3f} at the first evaluation; the last: {last.tell()}"
     yield NO_STEP if report.diagnosis is None else diagnosis_table(report.diagnosis)
     yield token_table(tokens)
     yield from _beside(tokens)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,6 @@ class LocalEngine:
             router_noise=router_noise,
             device=torch.device(device),
         )
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="laminar-engine")
         self._changed = threading.Condition()
         self._posted: list[Callable[[], None]] = []  # in this turn of the loop
         self._commands: list[Callable[[], None]] = []  # guarded by _changed
@@ -82,9 +81,11 @@ class LocalEngine:
         self._loss: EngineLostError | None = None  # set once the thread has ended
 
     async def start(self) -> None:
-        """Start the engine's thread. It lives until `close`, and the process does not end before it."""
+        """Start the engine's thread. It lives until `close`, or ends with the process."""
         self._loop = asyncio.get_running_loop()
-        self._thread = self._loop.run_in_executor(self._executor, self._run)
+        ended = Future[None]()
+        threading.Thread(target=self._live, args=(ended,), name="laminar-engine", daemon=True).start()
+        self._thread = asyncio.wrap_future(ended)
         self._thread.add_done_callback(self._on_stopped)
 
     async def close(self) -> None:
@@ -94,7 +95,6 @@ class LocalEngine:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._executor.shutdown(wait=False)
         await asyncio.wait([self._thread])
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -215,6 +215,14 @@ class LocalEngine:
             raise self._loss
 
     # ---- the engine's thread
+
+    def _live(self, ended: Future[None]) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - those who wait for the thread have to hear of it
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
     def _run(self) -> None:
         torch.set_flush_denormal(True)  # of this thread: products with denormal weights are 100 times slower

@@ -48,8 +48,8 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
     rollout = config.rollout
     if config.warm_start is not None:
         raise ConfigError(
-            f"warm_start.data={config.warm_start.data}: with learner.lora SGLang servers begin with model.path"
-            " as it is; name a folder that is warm already and leave warm_start out"
+            f"warm_start.data={config.warm_start.data.path}: with learner.lora SGLang servers begin with"
+            " model.path as it is; name a folder that is warm already and leave warm_start out"
         )
     if urls:
         raise ConfigError(

@@ -56,7 +56,8 @@ def token_logprobs(
     """fp32 `log softmax(hidden @ weight.T / temperature)` at the labels [T], and the entropy there [T].
 
     `hidden` is [T, H], `weight` the output embedding [V, H], `labels` [T] int64. The softmax is over `support`,
-    where that names a part of the vocabulary. Both results carry gradients to `hidden` and `weight`.
+    where that names a part of the vocabulary. Both results carry gradients to `hidden`, and to
+    `weight` unless that is frozen.
     """
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, temperature, support, chunk
@@ -91,10 +92,11 @@ class _TokenLogprobs(Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, labels, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = ctx.needs_input_grad[1]  # not where it is frozen, as with adapters: a product of three saved
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for rows in _chunks(len(labels), ctx.chunk):
             logp = _log_softmax(hidden, weight, rows, ctx.temperature, ctx.support)
             grad_logits = torch.zeros_like(logp)
@@ -106,8 +108,11 @@ class _TokenLogprobs(Function):
                 grad_logits.addcmul_(logp.exp(), surprise, value=-1)
             grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            grad_weight += grad_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[rows]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:

@@ -18,6 +18,7 @@ class LearnerActor(PartActor):
     """Shell of a rank. Calls come on threads, as some are waited for beside a step; all computing is on one."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._progress = LearnerProgress("loading", 0, 1, 0.0)
         self._one = OneThread()
         self._one.begin(_import_learner)  # seconds, in which the relays start

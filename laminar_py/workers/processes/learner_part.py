@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from laminar_py.cluster.placement import learner_device
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.config.run import RunConfig
+from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.jsonl import JsonlFile
+from laminar_py.data.sources import DataSource
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.learner.attention import choose_kernel
@@ -86,7 +86,7 @@ class LearnerPart:
 def _real_learner(
     config: RunConfig, spec: LearnerSpec, note: Callable[[LearnerProgress], None]
 ) -> tuple[Learner, LearnerStarted]:
-    device = learner_device(config).value
+    device = config.learner_device.value
     model = config.model
     refers_to_start = config.algorithm.refers and config.algorithm.reference is None
     begins = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
@@ -113,7 +113,7 @@ def start_model(config: RunConfig) -> ModelConfig:
     """Model that RL begins with: the configured one, or its warm start, which must be in the cache."""
     if config.warm_start is None:
         return config.model
-    key = cache_key(config.model, config.warm_start, seed=config.seed)
+    key = cache_key(config.model, config.warm_start, chat=config.data.chat, seed=config.seed)
     return ModelConfig(path=config.warm_start.cache / key)
 
 
@@ -127,12 +127,12 @@ def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> N
     """Put the warm-started model into the cache, if it is not there."""
     settings = config.warm_start
     assert settings is not None, "called only where a warm start is configured"
-    tokenizer = load_tokenizer(config.model.path)
-    source = JsonlFile(settings.data, "warm_start.data")
-    demonstrations = read_demonstrations(source, tokenizer=tokenizer, max_tokens=settings.tokens_per_step)
+    encoder = PromptEncoder(load_tokenizer(config.model.path), config.model.path, config.data.chat)
+    source = DataSource("warm_start.data", settings.data)
+    demonstrations = read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
     examples = [Example(item.prompt_ids, item.response_ids) for item in demonstrations]
 
     def on_step(step: int, loss: float) -> None:
         note(LearnerProgress("warm start", step, settings.steps, loss))
 
-    warm_start(config.model, settings, examples, seed=config.seed, on_step=on_step)
+    warm_start(config.model, settings, examples, chat=config.data.chat, seed=config.seed, on_step=on_step)

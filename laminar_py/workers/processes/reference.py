@@ -11,6 +11,7 @@ class ReferenceActor(PartActor):
     """Shell of the reference model. Calls come on threads, as those of a learner do."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._one = OneThread()
 
     def start(self, data: bytes) -> None:

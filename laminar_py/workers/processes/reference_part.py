@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 
-from laminar_py.cluster.placement import learner_device
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.learner.distributed import join_group
@@ -17,7 +16,7 @@ class ReferencePart:
     """The model that the config names, or the one that RL begins with, which a warm start has made by then."""
 
     def __init__(self, config: RunConfig, *, rendezvous: str) -> None:
-        device = learner_device(config).value
+        device = config.learner_device.value
         self._model = ReferenceModel(
             config.algorithm.reference or start_model(config).path,
             vocab_size=read_sizes(config.model.path).vocab_size,

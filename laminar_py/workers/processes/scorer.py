@@ -14,6 +14,7 @@ class ScorerActor(PartActor):
     """Shell of a scorer."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._launched = LaunchedServers()
 
     async def start(self, data: bytes) -> int:

@@ -7,16 +7,25 @@ its keeper decides what then. Heavy libraries are imported by `start`, since the
 
 import logging
 import os
+import signal
+import threading
 from pathlib import Path
 
 from laminar_py.cluster.memory import kernel_kills
 from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
+from laminar_py.sandbox.inside import kernel
 from laminar_py.workers.specs import PartStart
 
 
 class PartActor:
-    """Base of all shells."""
+    """Base of all shells. The kernel ends the process with the Ray node that started it, however that ends.
+
+    By itself it ends when it finds out, which one that computes, hangs or gets no core does late or never.
+    """
+
+    def __init__(self) -> None:
+        threading.Thread(target=_end_with_parent, name="end-with-node", daemon=True).start()
 
     def pid(self) -> int:
         """Id of the process."""
@@ -25,6 +34,12 @@ class PartActor:
     def kernel_kills(self) -> bytes:
         """Answer of `cluster.memory.kernel_kills` here."""
         return kernel_kills()
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel for it, which forgets it with the thread that asked; Ray's threads end before the process."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Event().wait()
 
 
 def open_part(spec: PartStart, name: str) -> RunConfig:

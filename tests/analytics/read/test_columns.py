@@ -19,7 +19,7 @@ async def test_every_column_is_that_of_the_rows(tmp_path):
     await write_small_run(tmp_path)
     with reading(tmp_path) as connection:
         found, rows = read_trajectories(connection), list(read_rows(connection))
-    assert len(found) == len(rows) == 10
+    assert len(found) == len(rows) == 12
     for name in PLAIN:
         expected = [-1 if getattr(row, name) is None else getattr(row, name) for row in rows]
         assert getattr(found, name).tolist() == expected, name
@@ -30,7 +30,7 @@ async def test_every_column_is_that_of_the_rows(tmp_path):
     assert [STATUSES[code] for code in found.status] == [row.status for row in rows]
     assert [REASONS[code] if code >= 0 else None for code in found.drop] == [row.drop_reason for row in rows]
     assert [FINISHES[code] if code >= 0 else None for code in found.finish] == [row.finish_reason for row in rows]
-    assert found.group.tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert found.group.tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
     assert min(found.issued_s) == 0.0
     assert len(found.where(found.dropped_for(DropReason.NO_SIGNAL))) == 2
     assert found.is_status(Status.CONSUMED).sum() == 4

@@ -262,6 +262,19 @@ async def test_ctrl_c_ends_it_in_the_midst_of_a_reading(run):
         assert answer.status == 503
 
 
+async def test_ctrl_c_ends_it_in_the_midst_of_a_question(run):
+    asks_long = "from laminar_py.analytics.show import dashboard as d; import time"
+    asks_long += f"; d.find_texts = lambda run, _: (run / 'asked').touch() or time.sleep({5 * PATIENCE_S})"
+    async with aiohttp.ClientSession() as session:
+        async with command(run, first=asks_long) as address, asyncio.timeout(PATIENCE_S):
+            asking = asyncio.create_task(session.get(f"{address}samples.json"))
+            while not (run / "asked").exists():
+                assert not asking.done()
+                await asyncio.sleep(0.05)
+        with pytest.raises(aiohttp.ClientError):
+            await asking
+
+
 async def test_what_ends_a_reading_unforeseen_ends_the_dashboard(run):
     reader = Reader(run)
     reader.look = lambda: 1 // 0

@@ -10,10 +10,11 @@ from laminar_py.analytics.show.figures import curves, drops, headline, learner_c
 from laminar_py.analytics.show.timeline import make_timeline
 from laminar_py.analytics.triage.report import RunReport
 from laminar_py.ledger.database import reading
-from laminar_py.records.events import Evaluated, RunEnded
+from laminar_py.records.events import RunEnded
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.analytics.builders import make_step_row, write_rows
 from tests.analytics.scripted import scripted
+from tests.builders import make_evaluated
 
 
 @asynccontextmanager
@@ -106,15 +107,14 @@ async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event
     assert read_snapshot(killed).history.live
 
 
-@pytest.mark.parametrize(("unscored", "words"), [(0, ""), (3, "; 3 of 16 answers have no score")])
+@pytest.mark.parametrize(("unscored", "words"), [(0, ""), (2, ", 2 answers not scored")])
 async def test_answers_without_a_score_stand_beside_the_accuracy_that_they_are_left_out_of(
     tmp_path, unscored, words
 ):
     async with three_steps(tmp_path) as script:
-        for second, failed in ((31, unscored), (32, 0)):
-            script.at(
-                second,
-                Evaluated(version=3, step=3, num_prompts=8, accuracy=0.5, rl_s=31.0, num_unscored=failed),
-            )
-    (found,) = (one for one in headline(RunReport(read_snapshot(tmp_path))) if one.name == "held-out accuracy")
-    assert found.note == f"0.500 at the first evaluation{words}"
+        script.at(31, make_evaluated(0.25, rl_s=31.0))
+        script.at(32, make_evaluated(0.5, rl_s=32.0, index=1, unscored=unscored))
+    (found,) = (one for one in headline(RunReport(read_snapshot(tmp_path))) if one.name == "heldout: accuracy")
+    assert found.value == "0.500"
+    assert found.note.startswith("0.250 at the first evaluation; the last: accuracy 0.500 (")
+    assert found.note.endswith(f"on 8 problems{words}")

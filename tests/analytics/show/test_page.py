@@ -18,6 +18,7 @@ from laminar_py.records.trajectory import DropReason
 from tests.analytics.scripted import CONFIG
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.analytics.synthetic import simulate
+from tests.builders import make_evaluated
 from tests.ledger.runs import begin, issue, open_ledger
 
 MARKS = """JSON.stringify(Object.fromEntries(
@@ -199,6 +200,18 @@ async def test_a_run_in_which_nothing_has_happened_has_a_page_too(tmp_path):
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(report.as_uri())
         assert await tab.look("document.querySelectorAll('.empty').length") >= 5
+        assert tab.errors == []
+
+
+@needs_browser
+async def test_an_evaluation_before_the_first_step_has_its_curve(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        ledger.append(make_evaluated(problems=2, length=7))
+    report = write_report(tmp_path)
+    async with browsing(tmp_path / "profile") as tab:
+        await tab.open(report.as_uri())
+        await tab.until("document.querySelectorAll('#curves .scatterlayer .point').length === 1")
         assert tab.errors == []
 
 

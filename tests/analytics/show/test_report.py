@@ -135,7 +135,7 @@ async def test_one_object_of_json_has_all_of_it_and_what_is_derived(run):
     (found,) = json.loads(invoke(run, "--json").stdout)["runs"]
     assert (found["steps"], found["tokens"]["goodput"], found["trained_tokens_per_s"]) == (3, 6.25, 10.5)
     assert found["tails"]["overall"]["length"]["tail"] > 1
-    assert found["quality"]["accuracy"][0]["value"] == 0.5
+    assert found["quality"]["evaluated"][0]["value"] == 0.5
     assert found["staleness"] == {"mean": 0.75, "max": 2, "counts": {"0": 2, "1": 1, "2": 1}}
 
 
@@ -146,6 +146,17 @@ async def test_runs_stand_side_by_side(run):
     for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "At equal device-hours", "Until reward is"):
         assert words in done.stdout
     assert json.loads(invoke(run, run, "--json").stdout)["comparison"]["measure"] == "reward"
+
+
+async def test_runs_that_differ_in_their_seeds_are_one_column_of_sets(run):
+    other = shutil.copytree(run, run.with_name("small-2"))
+    with (other / "config.yaml").open("a") as file:
+        file.write("seed: 7\n")
+    done = invoke(run, other)
+    assert "small-1 and 1 more" in done.stdout
+    assert "0.500 ± 0.000" in done.stdout
+    (group,) = json.loads(invoke(run, other, "--json").stdout)["comparison"]["groups"]
+    assert (group["runs"], list(group["at_equal"].values())) == ([0, 1], [[0.5, 0.5]])
 
 
 async def test_a_run_that_goes_on_is_reported_too(run):

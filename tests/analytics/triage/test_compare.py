@@ -9,9 +9,11 @@ from laminar_py.analytics.triage.compare import compare
 from laminar_py.config.loading import load_config
 from tests.runs.runs import REPO
 
+QUICKSTART = load_config(REPO / "configs/quickstart.yaml", [])
 
-def make_report(rl_s, devices, *accuracy, rewards=()):
-    """A report with a curve: pairs of seconds and value."""
+
+def make_report(rl_s, devices, *accuracy, rewards=(), config=QUICKSTART, **sets):
+    """A report with a curve: pairs of seconds and value; of further sets too."""
 
     def curve(pairs):
         return tuple(
@@ -19,7 +21,32 @@ def make_report(rl_s, devices, *accuracy, rewards=()):
             for step, (at, value) in enumerate(pairs)
         )
 
-    return SimpleNamespace(rl_s=rl_s, quality=Quality(devices, "process", curve(accuracy), curve(rewards)))
+    quality = Quality(
+        devices=devices,
+        device="process",
+        measure="accuracy",
+        evaluated=curve(accuracy),
+        by_set={"first": curve(accuracy)} | {name: curve(pairs) for name, pairs in sets.items()},
+        reward=curve(rewards),
+    )
+    return SimpleNamespace(rl_s=rl_s, quality=quality, snapshot=SimpleNamespace(config=config))
+
+
+def test_runs_that_differ_in_their_seeds_stand_together_with_every_set_at_equal_device_hours():
+    def made(rl_s, *settings, hard):
+        config = load_config(REPO / "configs/quickstart.yaml", ["tracking.kinds=[]", *settings])
+        return make_report(rl_s, 1, (0.0, 0.1), (rl_s, 0.9), config=config, hard=hard)
+
+    other, *seeds = (
+        made(7200.0, "learner.lr=1e-5", "seed=1", hard=[(3600.0, 0.8)]),
+        made(3600.0, "seed=1", "name=a", "warm_start.cache=one", hard=[(0.0, 0.2), (3600.0, 0.4)]),
+        made(7200.0, "seed=2", "name=b", "warm_start.cache=two", hard=[(0.0, 0.2), (3600.0, 0.6), (7200.0, 0.9)]),
+    )
+    found = compare([seeds[0], other, seeds[1]])
+    assert found.device_hours == 1.0
+    assert [group.runs for group in found.groups] == [(0, 2), (1,)]
+    assert found.groups[0].at_equal == {"first": (0.9, 0.1), "hard": (0.4, 0.6)}
+    assert found.groups[1].at_equal == {"first": (0.1,), "hard": (0.8,)}
 
 
 def test_levels_lie_between_the_best_start_and_the_worst_end_and_count_when_first_reached():
@@ -68,10 +95,10 @@ def test_a_run_that_never_rises_above_the_others_start_has_no_common_level():
 @pytest.mark.parametrize(
     ("config", "settings", "expected"),
     [
-        ("quickstart", [], (3, "process")),
-        ("emulation/repack", ["emulation.learner_devices=4", "rollout.replicas=3"], (7, "emulated GPU")),
-        ("math_7b_8gpu_tp1", ["rollout.replicas=5", "learner.world_size=3"], (8, "GPU")),
+        ("configs/quickstart", [], (3, "process")),
+        ("configs/emulation/repack", ["emulation.learner_devices=4", "rollout.replicas=3"], (7, "emulated GPU")),
+        ("experiments/math_long_cot/7b_8gpu", ["rollout.replicas=5", "learner.world_size=3"], (8, "GPU")),
     ],
 )
 def test_devices_are_those_of_replicas_and_learner(config, settings, expected):
-    assert count_devices(load_config(REPO / f"configs/{config}.yaml", settings)) == expected
+    assert count_devices(load_config(REPO / f"{config}.yaml", settings)) == expected

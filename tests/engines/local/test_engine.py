@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -391,6 +393,20 @@ async def test_closing_ends_streams_with_their_partial(folders):
     response = await request.response()
     assert response.reason is FinishReason.ABORT
     assert response.ids
+
+
+def test_a_process_ends_although_its_engine_was_not_closed(folders):
+    program = f"""
+import asyncio
+from pathlib import Path
+from laminar_py.engines.local.engine import LocalEngine
+
+async def main():
+    await LocalEngine(Path({str(folders[0])!r}), max_batch=1, max_len=64, kv_capacity=64).start()
+
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from laminar_py.learner.losses.logprob import Support, token_logprobs
 
@@ -67,3 +68,17 @@ def test_over_a_part_of_the_vocabulary_values_and_gradients_are_those_of_masked_
     ]
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_frozen_head_saves_its_product_and_leaves_the_gradient_of_the_hidden_states():
+    hidden, weight, labels = inputs()
+    gradients, flops = [], []
+    for head in (weight, weight.detach()):
+        logprobs, _ = token_logprobs(hidden, head, labels, chunk=7)
+        with FlopCounterMode(display=False) as counter:
+            gradients.append(
+                torch.autograd.grad(logprobs.sum(), (hidden, head) if head.requires_grad else (hidden,))[0]
+            )
+            flops.append(counter.get_total_flops())
+    assert torch.equal(*gradients)
+    assert flops == [3 * 2 * T * H * V, 2 * 2 * T * H * V]

@@ -4,7 +4,7 @@
 const QUIET_S = 120; // without any event, after which a run may have been killed
 
 function drawPage(page) {
-  window.laminar = { page, timeline, drawn: true };
+  window.laminar = { page, timeline, texts, drawn: true };
   document.title = `${page.name} – laminar`;
   byId("name").textContent = page.name;
   drawHeadline(page);
@@ -15,6 +15,7 @@ function drawPage(page) {
   drawStep(page);
   drawCurves(page);
   drawLearner(page);
+  texts.show(page.texts);
   drawRelays(page);
   drawDrops(page);
   drawConfig(page);
@@ -31,13 +32,18 @@ function fate(page) {
   return quiet_s < QUIET_S ? "goes on" : `has not ended, but its last event was at ${heard}: killed, or slow`;
 }
 
-async function follow() {
+// What to ask the server, with the token that the page itself was asked with.
+function address(name, query = {}) {
   const token = new URLSearchParams(location.search).get("token");
-  const address = token === null ? "data.json" : `data.json?token=${encodeURIComponent(token)}`;
+  const asked = new URLSearchParams({ ...query, ...(token === null ? {} : { token }) }).toString();
+  return asked ? `${name}?${asked}` : name;
+}
+
+async function follow() {
   let tag = null, wait_s = 2, drawn = null;
   for (;;) {
     try {
-      const answer = await fetch(address, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      const answer = await fetch(address("data.json"), { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
       wait_s = Number(answer.headers.get("X-Refresh-Seconds")) || wait_s;
       if (answer.status === 200) {
         tag = answer.headers.get("ETag");

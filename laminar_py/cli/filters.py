@@ -1,0 +1,26 @@
+"""Options of commands that list or show trajectories: which ones, and by whose tokenizer."""
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from laminar_py.records.trajectory import DropReason, Kind, Status
+
+_COMPARISON = "A comparison, e.g. '>3'"
+
+OfStatus: TypeAlias = Annotated[Status | None, typer.Option("--status", help="Where they are")]
+OfReason: TypeAlias = Annotated[DropReason | None, typer.Option("--reason", help="Why they were dropped")]
+OfKind: TypeAlias = Annotated[Kind | None, typer.Option("--kind", help="What they are for")]
+OfGroup: TypeAlias = Annotated[str | None, typer.Option("--group", help="Their group, e.g. g17; or pass, e4-aime")]
+OfPrompt: TypeAlias = Annotated[str | None, typer.Option("--prompt", help="Their prompt's id, e.g. p17")]
+OfSet: TypeAlias = Annotated[str | None, typer.Option("--set", help="The evaluation set that they answer")]
+OfReplica: TypeAlias = Annotated[int | None, typer.Option("--replica", help="The last one that had them")]
+OfVersion: TypeAlias = Annotated[int | None, typer.Option("--version", help="Weights that made tokens of them")]
+ByStaleness: TypeAlias = Annotated[str | None, typer.Option("--staleness", help=_COMPARISON)]
+ByStep: TypeAlias = Annotated[str | None, typer.Option("--step", help=f"The step that used them. {_COMPARISON}")]
+ByReward: TypeAlias = Annotated[str | None, typer.Option("--reward", help=_COMPARISON)]
+ByLength: TypeAlias = Annotated[str | None, typer.Option("--length", help=f"Response tokens. {_COMPARISON}")]
+OfModel: TypeAlias = Annotated[
+    Path | None, typer.Option("--model", help="Folder with the tokenizer, if the run's model has moved")
+]

@@ -1,0 +1,133 @@
+"""`laminar launch`: all runs of an experiment, from its file to a page that compares them."""
+
+import asyncio
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from laminar_py.cli.lines import console, say
+from laminar_py.config.section import ConfigError
+
+if TYPE_CHECKING:
+    from laminar_py.launcher.experiment import Experiment
+
+LOCK = "lock"
+WIDE = 160  # columns of a table that no terminal limits
+
+
+def launch(
+    file: Annotated[Path, typer.Argument(help="YAML file of the experiment, or the folder of experiment.yaml")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run, where, and how long; makes data")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Draw report.html of what is there, and run nothing")
+    ] = False,
+) -> None:
+    """Bring every run of an experiment to its end, side by side on the GPUs that there are, and compare them.
+
+    Run folders, logs and report.html are beside FILE. The same command goes on after a stop or a crash.
+    """
+    from laminar_py.launcher.experiment import check_made, read_experiment
+
+    experiment = read_experiment(file / "experiment.yaml" if file.is_dir() else file)
+    check_made(experiment)
+    if report:
+        _draw(experiment)
+        return
+    if dry_run:
+        _plan(experiment)
+        return
+    with _only_launcher(experiment.runs[0].config.runs):
+        whole = _work(experiment)
+        finished, every = _draw(experiment)
+    if not whole:
+        say(f"stopped; go on with: laminar launch {file}")
+        raise typer.Exit(130)
+    if finished < every:
+        raise typer.Exit(1)
+
+
+def _work(experiment: "Experiment") -> bool:
+    """Run what has not finished; False if a signal stopped it."""
+    from laminar_py.launcher.begun import wait_for_begun
+    from laminar_py.launcher.board import Board
+    from laminar_py.launcher.checks import check_runs
+    from laminar_py.launcher.places import make_slots
+    from laminar_py.launcher.queue import Queue, python
+
+    if any(run.config.cluster.address or run.config.relay.base_port for run in experiment.runs):
+        # begun runs have GPUs that are counted next as free, or ports that are checked
+        asyncio.run(wait_for_begun(experiment, Board(experiment, console).note))
+    slots = make_slots(experiment)
+    check_runs(experiment)
+    board = Board(experiment, console, slots=len(slots))
+    queue = Queue(experiment, slots, train=[*python("laminar_py.cli"), "train"], board=board)
+    return asyncio.run(queue.work())
+
+
+def _plan(experiment: "Experiment") -> None:
+    from laminar_py.launcher.checks import check_runs
+    from laminar_py.launcher.places import make_slots
+    from laminar_py.launcher.plan import plan_rows
+    from laminar_py.launcher.standing import read_standings
+
+    slots = make_slots(experiment, taken=True)
+    if _is_led(experiment.runs[0].config.runs):  # its runs have the ports and the memory that a check asks for
+        told = "another launcher is at it: nothing was checked here, and no data prepared"
+    else:
+        scripts = ", ".join(map(str, check_runs(experiment)))
+        prepared = f"data was prepared by {scripts}" if scripts else "no data was prepared, since no script is set"
+        told = f"checked: model, data, reward and engine of every variant with runs ahead; {prepared}"
+    for row in plan_rows(experiment, read_standings(experiment), slots):
+        console.print(row, soft_wrap=True)
+    say(told)
+
+
+def _draw(experiment: "Experiment") -> tuple[int, int]:
+    """Table and page of what is there; the number of finished runs, and of all."""
+    from laminar_py.launcher.board import standing_table
+    from laminar_py.launcher.page import write_page
+    from laminar_py.launcher.standing import RunState, read_standings
+
+    standings = read_standings(experiment)
+    wide = console if console.is_terminal else Console(width=WIDE, highlight=False)
+    wide.print(standing_table(standings, experiment))
+    finished = sum(one.state is RunState.FINISHED for one in standings)
+    say(f"{finished} of {len(standings)} runs have finished; compared in {write_page(experiment)}")
+    return finished, len(standings)
+
+
+def _is_led(folder: Path) -> bool:
+    """True while a launcher holds the runs."""
+    if not (folder / LOCK).is_file():
+        return False
+    with (folder / LOCK).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+@contextmanager
+def _only_launcher(folder: Path) -> Iterator[None]:
+    """Hold the runs against a second launcher. Raises `ConfigError` where one has them."""
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror}); copy the experiment elsewhere"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{folder}: another launcher runs there; wait for it, or end it first") from None
+        yield

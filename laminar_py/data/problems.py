@@ -1,0 +1,213 @@
+"""Problems of a source in little memory: their rows, one after another, of which prompts are made when asked for.
+
+Filled by `prompts`, drawn from by `stream`, looked at by `preflight` and `survey`. Invariant: a place always gives
+the same problem, and its prompt was written once, with the length that is kept of it.
+"""
+
+import unicodedata
+from array import array
+from collections.abc import Iterator
+from functools import cached_property
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from laminar_py.config.section import ConfigError
+from laminar_py.data.chat import Message, PromptEncoder, Turn, read_turns
+from laminar_py.data.hashes import HashIndex
+from laminar_py.data.sources import DataSource, other_fields, raw_fields, written_field
+from laminar_py.records.codec import IntArray
+from laminar_py.records.trajectory import Prompt
+
+BATCH = 1000  # prompts that are tokenized at a time
+OWN_FIELDS = ("prompt", "answer", "id", "task")  # all others go to the reward as they are
+NO_IDS = np.array([], dtype=np.int32)
+
+
+class ProblemRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a row that are looked at; `prompt` or `messages` is there."""
+
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    answer: str | int | float | None = None
+    id: str | int | None = None
+    task: str | None = None
+
+
+class ProblemSet:
+    """Problems of one source, e.g. 1,000,000 in 0.4 GB.
+
+    `tasks` has the place of the first problem of each task; ids begin with `prefix`.
+    """
+
+    def __init__(self, source: DataSource, *, encoder: PromptEncoder, prefix: str = "") -> None:
+        self.source = source
+        self.tasks: dict[str, int] = {}
+        self.encoder = encoder
+        self._prefix = prefix
+        self._written = bytearray()  # rows as JSON
+        self._ends = array("q", [0])  # [n + 1] of rows in it
+        self._rows = array("q")  # [n] numbers of rows in the source, where blank lines count
+        self._keys = array("q")  # [n] `text_key` of prompts
+        self._names = array("q")  # [n] hashes of ids, without the prefix
+        self._digest = blake2b(digest_size=16)
+
+    def add(self, row: int, line: ProblemRow, written: bytes, *, key: int) -> None:
+        """Append a row, whose prompt has this `text_key`."""
+        self.tasks.setdefault(self._task(line), len(self))
+        self._names.append(hash(_name(row, line, written)))
+        self._written += written
+        self._ends.append(len(self._written))
+        self._rows.append(row)
+        self._keys.append(key)
+        self._digest.update(b"%d " % row + written)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[place] for place in range(len(self)))
+
+    def __getitem__(self, place: int) -> Prompt:
+        """The problem at a place; its `index` is its row."""
+        _, line, written = self._at(place)
+        text, ids = self.encoder.encode(asked(line, written))
+        return msgspec.structs.replace(self.stated(place), text=text, ids=ids)
+
+    def stated(self, place: int) -> Prompt:
+        """A problem as its reward sees it, with neither text nor ids of its prompt, which cost most."""
+        row, line, written = self._at(place)
+        return Prompt(
+            id=self._prefix + _name(row, line, written),
+            index=row,
+            text="",
+            ids=NO_IDS,
+            answer=_text(written, "answer", line.answer),
+            task=self._task(line),
+            fields_json=_fields(line, written),
+        )
+
+    def row(self, place: int) -> int:
+        """Number of a problem's row in its source."""
+        return self._rows[place]
+
+    def id(self, place: int) -> str:
+        """Id of a problem."""
+        return self._prefix + _name(*self._at(place))
+
+    def text(self, place: int) -> str:
+        """Prompt of a problem as the model gets it."""
+        _, line, written = self._at(place)
+        return self.encoder.write(asked(line, written))
+
+    def find(self, id: str) -> int | None:
+        """Place of the problem that has an id; None where none has."""
+        if not id.startswith(self._prefix):
+            return None
+        candidates = self._by_name.places(hash(id[len(self._prefix) :])).tolist()
+        return next((place for place in candidates if self.id(place) == id), None)
+
+    def find_prompt(self, text: str) -> int | None:
+        """Place of a problem with a prompt that reads the same; None where none does."""
+        candidates = self._by_key.places(text_key(text)).tolist()
+        return next((place for place in candidates if folded(self.text(place)) == folded(text)), None)
+
+    def check_names(self) -> None:
+        """No id stands twice. Raises `ConfigError`."""
+        for place, first in self._by_name.repeats().tolist():
+            if (id := self.id(place)) == self.id(first):
+                raise self.source.error(
+                    self.row(place),
+                    f"id also in line {self.row(first) + 1}",
+                    value=id.removeprefix(self._prefix),
+                    remedy="give each line its own id, or none an id",
+                )
+
+    def field(self, place: int, name: str) -> object:
+        """Value of a field that is the reward's; None where a problem has none."""
+        value = None if name in OWN_FIELDS else raw_fields(self._written_at(place)).get(name)
+        return None if value is None else msgspec.json.decode(value)
+
+    def lengths(self) -> IntArray:
+        """[n] numbers of tokens of prompts, counted anew."""
+        counted = []
+        for begin in range(0, len(self), BATCH):
+            rows = [self._at(place) for place in range(begin, min(begin + BATCH, len(self)))]
+            prompts = [asked(line, written) for _, line, written in rows]
+            counted += self.encoder.count(prompts, [self.encoder.write(prompt) for prompt in prompts])
+        return np.array(counted, dtype=np.int32)
+
+    @property
+    def num_duplicates(self) -> int:
+        """Number of problems whose prompt stands before."""
+        return len(self._by_key.repeats())
+
+    @property
+    def digest(self) -> str:
+        """Digest of all rows and of where they stand."""
+        return self._digest.hexdigest()
+
+    def error(self, place: int, problem: str, *, remedy: str) -> ConfigError:
+        """A fault of a problem; its row is quoted."""
+        row, _, written = self._at(place)
+        return self.source.error(row, problem, value=written, remedy=remedy)
+
+    @cached_property
+    def _by_name(self) -> HashIndex:
+        return HashIndex(self._names)
+
+    @cached_property
+    def _by_key(self) -> HashIndex:
+        return HashIndex(self._keys)
+
+    def _at(self, place: int) -> tuple[int, ProblemRow, bytes]:
+        written = self._written_at(place)
+        return self._rows[place], _problem_rows.decode(written), written
+
+    def _written_at(self, place: int) -> bytes:
+        return bytes(self._written[self._ends[place] : self._ends[place + 1]])
+
+    def _task(self, line: ProblemRow) -> str:
+        task = self.source.settings.task
+        return (line.task or "") if task is None else task
+
+
+_problem_rows = msgspec.json.Decoder(ProblemRow)
+
+
+def asked(line: ProblemRow, written: bytes) -> str | list[Turn]:
+    """The prompt of a row that has one. Raises `TemplateError`."""
+    if isinstance(line.prompt, str):
+        return line.prompt
+    return read_turns(written_field(written, "messages" if line.prompt is None else "prompt"))
+
+
+def folded(text: str) -> str:
+    """A text in which differences of white space and of composed characters are gone; 3² stays apart from 32."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def text_key(text: str) -> int:
+    """Hash that texts share which are the same when `folded`."""
+    return hash(folded(text))
+
+
+def _name(row: int, line: ProblemRow, written: bytes) -> str:
+    return _text(written, "id", line.id) or f"p{row}"
+
+
+def _text(written: bytes, name: str, value: str | float | None) -> str:
+    """Text of a field that may be a number, which stays as the row has it."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else written_field(written, name)
+
+
+def _fields(line: ProblemRow, written: bytes) -> bytes:
+    """Fields for the reward; a prompt of messages is among them."""
+    others = other_fields(written, OWN_FIELDS)
+    if not isinstance(line.prompt, list):
+        return others
+    messages = b'{"messages":' + written_field(written, "prompt").encode()
+    return messages + (b"}" if others == b"{}" else b"," + others[1:])

@@ -1,0 +1,207 @@
+"""The endless stream of problems that the dispatcher draws groups from: by weight of sources, in an order.
+
+Owned by the controller, which tells it what each group gave. A place in the stream is one integer; the problem at
+it follows from the files, the seed, and what was told by then, in whatever order that was. So a resumed run, which
+tells it all that is on record, goes on as one that was never stopped.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappush, heappushpop
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from laminar_py.config.data import DataConfig, PromptOrder
+from laminar_py.data.levels import Level, read_levels
+from laminar_py.data.mixing import CACHED, Epochs, WeightedSources
+from laminar_py.data.problems import ProblemSet
+from laminar_py.records.codec import IntArray
+from laminar_py.records.metrics import OrderFigures
+from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.trajectory import Prompt
+
+
+class ProblemOrder(Protocol):
+    """Rule by which rows of a source come at its places."""
+
+    def row(self, source: int, own_place: int, *, place: int) -> int:
+        """The row at a source's own place, which is `place` of the whole stream."""
+        ...
+
+    def tell(self, group: GroupRewards) -> None:
+        """Take in what a group gave."""
+        ...
+
+    @property
+    def figures(self) -> OrderFigures:
+        """Figures for the log."""
+        ...
+
+
+class Shuffled:
+    """Every row once in each epoch."""
+
+    def __init__(self, epochs: Sequence[Epochs]) -> None:
+        self._epochs = epochs
+        self.figures = OrderFigures()
+
+    def row(self, source: int, own_place: int, *, place: int) -> int:
+        """The row of the epoch's permutation."""
+        return self._epochs[source].row(own_place)
+
+    def tell(self, group: GroupRewards) -> None:
+        """Nothing depends on it."""
+
+
+class LevelLog:
+    """The last groups of a level, by their places, whenever they were told."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._newest: list[tuple[int, float]] = []  # heap of (place, solved share)
+
+    def add(self, place: int, solved: float) -> None:
+        """Take in a group."""
+        push = heappush if len(self._newest) < self._groups else heappushpop
+        push(self._newest, (place, solved))
+
+    @property
+    def full(self) -> bool:
+        """True once there were enough groups to judge by."""
+        return len(self._newest) == self._groups
+
+    @property
+    def solved(self) -> float | None:
+        """Mean of their solved shares."""
+        return sum(solved for _, solved in self._newest) / len(self._newest) if self._newest else None
+
+
+class Curriculum:
+    """Levels of each source, the lowest first; one is open while each one below is solved."""
+
+    def __init__(self, epochs: Sequence[Epochs], problems: Sequence[ProblemSet], *, settings: DataConfig) -> None:
+        self._epochs = epochs
+        self._problems = problems
+        self._levels = [read_levels(one, settings.level) for one in problems]
+        self._settings = settings
+        self._logs = [{name: LevelLog(settings.level_groups) for name in of.names} for of in self._levels]
+        self._order = lru_cache(maxsize=CACHED)(self._open_rows)
+
+    def row(self, source: int, own_place: int, *, place: int) -> int:
+        """The row of a permutation of those whose level is open."""
+        num_open = len(self._open(source))
+        epoch, offset = divmod(own_place, self._levels[source].num_rows[num_open])
+        return int(self._order(source, num_open, epoch)[offset])
+
+    def _open_rows(self, source: int, num_open: int, epoch: int) -> IntArray:
+        order = self._epochs[source].order(epoch)
+        rows: IntArray = order[self._levels[source].ranks[order] < num_open]
+        return rows
+
+    def _open(self, source: int) -> list[Level]:
+        open: list[Level] = []
+        for level, log in self._logs[source].items():
+            open.append(level)
+            if not log.full or (log.solved or 0.0) < self._settings.opens_at:
+                break
+        return open
+
+    def tell(self, group: GroupRewards) -> None:
+        """Note a group in its level's log."""
+        for problems, levels, logs in zip(self._problems, self._levels, self._logs, strict=True):
+            place = problems.find(group.prompt_id)
+            if place is not None:
+                level = levels.names[levels.ranks[place]]
+                logs[level].add(group.place, group.solved(self._settings.solved_at))
+
+    @property
+    def figures(self) -> OrderFigures:
+        """Solved shares of levels that had groups, and how many levels are open."""
+        solved = {
+            f"{source}/{level}" if len(self._logs) > 1 else str(level): round(log.solved, 4)
+            for source, of in enumerate(self._logs)
+            for level, log in of.items()
+            if log.solved is not None
+        }
+        return OrderFigures(solved=solved, open_levels=sum(len(self._open(s)) for s in range(len(self._logs))))
+
+
+class BySignal:
+    """Problems whose last n groups had equal rewards come with probability max(floor, 2^-n)."""
+
+    def __init__(
+        self, epochs: Sequence[Epochs], problems: Sequence[ProblemSet], *, seed: int, floor: float
+    ) -> None:
+        self._epochs = epochs
+        self._problems = problems
+        self._seed = seed
+        self._floor = floor
+        self._taught: dict[str, int] = {}  # last place with a signal
+        self._silent: defaultdict[str, list[int]] = defaultdict(list)  # places since, without one
+
+    def row(self, source: int, own_place: int, *, place: int) -> int:
+        """The row of the epoch's permutation, or, where it rests, another one of the source."""
+        problems = self._problems[source]
+        draws = np.random.default_rng((self._seed, place, len(problems)))
+        row = self._epochs[source].row(own_place)
+        while draws.random() >= self._probability(problems.id(row)):
+            row = int(draws.integers(len(problems)))
+        return row
+
+    def _probability(self, id: str) -> float:
+        return max(self._floor, 2.0 ** -len(self._silent[id])) if id in self._silent else 1.0
+
+    def tell(self, group: GroupRewards) -> None:
+        """Note whether a group taught something."""
+        id, place = group.prompt_id, group.place
+        if group.differ:
+            self._taught[id] = max(place, self._taught.get(id, -1))
+            later = [silent for silent in self._silent.pop(id, ()) if silent > self._taught[id]]
+            if later:
+                self._silent[id] = later
+        elif place > self._taught.get(id, -1):
+            self._silent[id].append(place)
+
+    @property
+    def figures(self) -> OrderFigures:
+        """Number of problems that come rarely."""
+        return OrderFigures(resting=len(self._silent))
+
+
+class PromptStream:
+    """Problems without end."""
+
+    def __init__(self, problems: Sequence[ProblemSet], settings: DataConfig, *, seed: int) -> None:
+        self._problems = problems
+        self._sources = WeightedSources([source.weight for source in settings.train], seed=seed)
+        self._order = make_order(problems, settings, seed=seed)
+        self.learns = settings.order is not PromptOrder.SHUFFLED  # from what it is told
+
+    def prompt(self, place: int) -> Prompt:
+        """The problem at a place >= 0; its id is its row's, however often it comes."""
+        source, own_place = self._sources.at(place)
+        row = self._order.row(source, own_place, place=place)
+        prompt: Prompt = msgspec.structs.replace(self._problems[source][row], index=place)
+        return prompt
+
+    def tell(self, group: GroupRewards) -> None:
+        """Take in what the group of a prompt gave."""
+        self._order.tell(group)
+
+    @property
+    def figures(self) -> OrderFigures:
+        """Figures of the order, for the log."""
+        return self._order.figures
+
+
+def make_order(problems: Sequence[ProblemSet], settings: DataConfig, *, seed: int) -> ProblemOrder:
+    """The order that `data.order` names. Raises `ConfigError` on a problem without a level that needs one."""
+    epochs = [Epochs(len(one), seed=seed, source=index) for index, one in enumerate(problems)]
+    if settings.order is PromptOrder.SIGNAL:
+        return BySignal(epochs, problems, seed=seed, floor=settings.rest_floor)
+    if settings.order is PromptOrder.CURRICULUM:
+        return Curriculum(epochs, problems, settings=settings)
+    return Shuffled(epochs)

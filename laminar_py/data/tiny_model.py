@@ -1,0 +1,98 @@
+"""A model small enough to learn on two CPU cores, and files of data that are the same every time they are made.
+
+For tasks without a pretrained model: the experiments' and, by docs/own_task.md, a user's own. Called by scripts
+that `data.prepare` names, so it imports little.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+PAD, EOS, UNKNOWN = SPECIAL = ("<pad>", "<eos>", "<unk>")  # the first ids of every vocabulary
+HEAD_DIM = 32
+
+
+def tiny_model(
+    words: Sequence[str], *, pattern: str, hidden: int = 96, layers: int = 2, context: int = 1024
+) -> dict[str, str]:
+    """Files of a folder `model/`, by name: a Qwen3 without weights, and a tokenizer with one token for each word.
+
+    `pattern` is the regular expression whose matches are the words of a text; one that is not among `words`
+    becomes `<unk>`. With 100 words, all else as given, it has 240,000 parameters.
+    """
+    tokens = (*SPECIAL, *words)
+    ends = {"eos_token_id": tokens.index(EOS), "pad_token_id": tokens.index(PAD)}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(tokens),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": hidden * 8 // 3,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.06,  # a narrow model: the usual 0.02 learns much more slowly
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "dtype": "float32",
+        "bos_token_id": None,
+        **ends,
+    }
+    classes = {  # without them AutoTokenizer takes the class of a real Qwen3, which splits text in another way
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+    }
+    return {
+        "model/config.json": json.dumps(config, indent=2) + "\n",
+        "model/generation_config.json": json.dumps(ends, indent=2) + "\n",
+        "model/tokenizer.json": _tokenizer(tokens, pattern).to_str(pretty=True) + "\n",
+        "model/tokenizer_config.json": json.dumps(classes, indent=2) + "\n",
+    }
+
+
+def _tokenizer(tokens: Sequence[str], pattern: str) -> Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def jsonl(rows: Iterable[object]) -> str:
+    """Text of JSON objects, a line for each."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write_data(folder: Path, contents: Mapping[str, str]) -> None:
+    """Write the files that are missing or different, each whole or not at all; two runs may do it at once."""
+    for name, text in contents.items():
+        path = folder / name
+        if path.is_file() and path.read_text() == text:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(text)
+        unfinished.replace(path)
+        sys.stdout.write(f"wrote {path}\n")
+
+
+def make_data(contents: Callable[[], Mapping[str, str]], *, out: Path, about: str | None) -> None:
+    """Main function of a script that makes data: `--out FOLDER` names another folder than `out`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out, help="folder of the data")
+    write_data(parser.parse_args().out, contents())

@@ -1,0 +1,263 @@
+"""An experiment: its file, its variants, and every run that it asks for, all checked before anything starts.
+
+Called by the command line. Invariants: no two runs share a name, every run's config is one that `laminar train`
+takes, and a run folder that is there already was made with that very config.
+"""
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from laminar_py.config.loading import load_config, load_settings
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError, Count, Section
+from laminar_py.ledger.run_folder import RunFolder, newest_run
+
+HELP_AT = "docs/launch.md"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+OWN_KEYS = {"name": "name", "seed": "seeds", "runs": "the folder of the file"}  # of a run: what decides it here
+MOST_NAME = 200  # characters: with a number and an end to it a name of a run is that of files, which have 255
+UNTELLING = ("name", "kind")  # ends of keys whose sections say what is meant
+ALONE = "base"  # name of the only variant of an experiment that lists none
+WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
+
+Settings = dict[str, Any]
+"""Values of settings of a run by their keys, e.g. `{"learner.lr": 1e-3}`."""
+
+
+def list_seeds(given: Any) -> Any:
+    """Seeds that are given by their number."""
+    return list(range(given)) if isinstance(given, int) else given
+
+
+class VariantSettings(Section):
+    """A variant by its name, e.g. `{name: slow, set: {learner.lr: 1e-4}}`."""
+
+    name: str = Field(pattern=NAME)
+    """Part of the names of its runs."""
+    set: Settings = {}  # noqa: RUF012 - pydantic copies it
+    """Settings of its runs, over those of `set` and `base`."""
+
+
+class ExperimentSettings(Section):
+    """The file of `laminar launch`."""
+
+    name: str = Field(pattern=NAME)
+    """Runs are named `<name>-<variant>-s<seed>`."""
+    base: Path
+    """Config of a run; like all paths, relative to the working directory."""
+    set: Settings = {}  # noqa: RUF012
+    """Settings of all runs, over those of `base`."""
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}  # noqa: RUF012
+    """Values to try by setting, e.g. `{learner.lr: [1e-3, 3e-3]}`; every combination is a variant."""
+    variants: tuple[VariantSettings, ...] = ()
+    """Variants with names of their own, instead of a grid."""
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(list_seeds)] = [0]  # noqa: RUF012
+    """Seeds of each variant: how many, from 0, or which."""
+    compare: str | None = None
+    """Evaluation set by which the report compares first; default: the first in `eval.sets`."""
+    parallel: Count | None = None
+    """Runs side by side; default: as many as there are GPUs for, or 1 where runs need none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.grid and self.variants:
+            raise ConfigError(f"grid={', '.join(self.grid)}: variants are given too; keep one of the two")
+        for where, keys in (("set", self.set), ("grid", self.grid), *((v.name, v.set) for v in self.variants)):
+            for key in keys:
+                if key in OWN_KEYS:
+                    raise ConfigError(
+                        f"{where}.{key}={keys[key]}: an experiment decides that by {OWN_KEYS[key]}; leave it out"
+                    )
+        if len({*self.seeds}) != len(self.seeds) or not self.seeds:
+            raise ConfigError(f"seeds={self.seeds}: must be different numbers; list each once, or say how many")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A run of an experiment, e.g. `sweep-lr-0.001-s2`."""
+
+    name: str
+    variant: str
+    seed: int
+    overrides: tuple[str, ...]  # beside name, seed and runs
+    config: RunConfig
+
+    @property
+    def log(self) -> Path:
+        """File of all that its processes print."""
+        return self.config.runs / f"{self.name}.log"
+
+    @property
+    def folder(self) -> RunFolder | None:
+        """Folder of the run; None before its first start."""
+        try:
+            return newest_run(self.config)
+        except ConfigError:
+            return None
+
+    def arguments(self, base: Path) -> list[str]:
+        """Arguments of `laminar train` that start it."""
+        return [str(base), *self.overrides, *to_overrides(_own(self.name, self.seed, self.config.runs))]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs of a file, in the order in which they start: the first seed of each variant before second ones."""
+
+    file: Path
+    settings: ExperimentSettings
+    runs: tuple[PlannedRun, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the file, with the report and all runs in it."""
+        return self.file.parent
+
+    @property
+    def report(self) -> Path:
+        """Page of the experiment."""
+        return self.folder / "report.html"
+
+    @property
+    def compared(self) -> str:
+        """Evaluation set by which variants are compared; "evaluation" where there is none."""
+        return self.settings.compare or next(iter(self.runs[0].config.eval.sets), "evaluation")
+
+    @cached_property
+    def variants(self) -> list[str]:
+        """Names of the variants, in the order of the file."""
+        return list(dict.fromkeys(run.variant for run in self.runs))
+
+    @cached_property
+    def changes(self) -> list[tuple[str, list[object]]]:
+        """Settings in which variants differ, with the value [variants] of each."""
+        first = {run.variant: flatten(run.config) for run in reversed(self.runs)}
+        configs = [first[variant] for variant in self.variants]
+        keys = sorted({key for config in configs for key in config} - set(OWN_KEYS))
+        rows = [(key, [config.get(key) for config in configs]) for key in keys]
+        return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def read_experiment(file: Path) -> Experiment:
+    """The experiment of a YAML file. Raises `ConfigError` for whatever is wrong in it, or in any of its runs."""
+    settings = load_settings(ExperimentSettings, file, [], help_at=HELP_AT)
+    runs = file.parent / "runs"
+    _load(settings.base, f"base={settings.base}", to_overrides(settings.set))
+    planned = []
+    for seed, (variant, changes) in itertools.product(settings.seeds, _variants(settings)):
+        name = _name(settings, variant, seed)
+        overrides = to_overrides(settings.set | changes)
+        config = _load(settings.base, f"variant {variant}", [*overrides, *to_overrides(_own(name, seed, runs))])
+        _check_set(settings, config)
+        planned.append(
+            PlannedRun(name=name, variant=variant, seed=seed, overrides=tuple(overrides), config=config)
+        )
+    return Experiment(file, settings, tuple(planned))
+
+
+def check_made(experiment: Experiment) -> None:
+    """Raise `ConfigError` if a run is there that was made with other settings than the file now says."""
+    for run in experiment.runs:
+        made = run.folder
+        if made is None or not made.has_ledger:
+            continue
+        before, now = flatten(load_config(made.config, [])), flatten(run.config)
+        keys = sorted({*before, *now} - set(OWN_KEYS))
+        differing = [key for key in keys if before.get(key) != now.get(key)]
+        if differing:
+            key = differing[0]
+            raise ConfigError(
+                f"{key}={now.get(key)}: {made.path} was made with {before.get(key)}; give the experiment another"
+                " name, or delete that folder"
+            )
+
+
+def flatten(config: RunConfig) -> dict[str, object]:
+    """Values of a config by their dotted keys."""
+    return dict(_leaves(config.model_dump(mode="json"), ""))
+
+
+def _leaves(tree: dict[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _own(name: str, seed: int, runs: Path) -> Settings:
+    return {"name": name, "seed": seed, "runs": str(runs)}
+
+
+def _name(settings: ExperimentSettings, variant: str, seed: int) -> str:
+    """Name of a run. Raises `ConfigError` for one that is too long."""
+    name = f"{settings.name}-{variant}-s{seed}"
+    if len(name) > MOST_NAME:
+        field = "grid" if settings.grid else "variants" if settings.variants else "name"
+        raise ConfigError(
+            f"{field}={name[:40]}...: this run's name has {len(name)} characters, and {MOST_NAME} are the most;"
+            " list variants with short names of their own"
+        )
+    return name
+
+
+def _load(base: Path, what: str, overrides: list[str]) -> RunConfig:
+    try:
+        return load_config(base, overrides)
+    except ConfigError as error:
+        told = str(error).removeprefix(f"config={base}: ")
+        raise ConfigError(f"{what}: {told}") from None
+
+
+def _check_set(settings: ExperimentSettings, config: RunConfig) -> None:
+    known = list(config.eval.sets)
+    if settings.compare is not None and settings.compare not in known:
+        raise ConfigError(
+            f"compare={settings.compare}: no such set in eval.sets; name one of {', '.join(known) or 'none'}"
+        )
+
+
+def _variants(settings: ExperimentSettings) -> list[tuple[str, Settings]]:
+    """Name and settings of each variant. Raises `ConfigError` if two share a name."""
+    if settings.grid:
+        rows = itertools.product(*([(key, value) for value in values] for key, values in settings.grid.items()))
+        found = [(_grid_name(dict(row)), dict(row)) for row in rows]
+    else:
+        found = [(variant.name, variant.set) for variant in settings.variants] or [(ALONE, {})]
+    name, count = Counter(name for name, _ in found).most_common(1)[0]
+    if count > 1:
+        field = "grid" if settings.grid else "variants"
+        raise ConfigError(f"{field}={name}: {count} variants have this name; list variants with own names")
+    return found
+
+
+def _grid_name(values: Settings) -> str:
+    """Name of a combination, e.g. `lr-0.001_algorithm-dapo`; a key that ends as another does is told in full."""
+    ends = {key: _end(key) for key in values}
+    counts, parts = Counter(ends.values()), []
+    for key, value in values.items():
+        told = value if isinstance(value, str) else json.dumps(value)
+        parts.append(f"{ends[key] if counts[ends[key]] == 1 else key}-{told}")
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", "_".join(parts)).strip("-._")
+
+
+def _end(key: str) -> str:
+    """Last word of a key that says something: "lr" of `learner.lr`, "algorithm" of `algorithm.name`."""
+    *sections, end = key.split(".")
+    return sections[-1] if sections and end in UNTELLING else end
+
+
+def to_overrides(settings: Settings) -> list[str]:
+    """Settings as the command line has them: words as they are, all else as JSON, which is YAML."""
+    plain = {key: isinstance(value, str) and WORD.fullmatch(value) for key, value in settings.items()}
+    return [f"{key}={value if plain[key] else json.dumps(value)}" for key, value in settings.items()]

@@ -1,0 +1,133 @@
+"""How many runs of an experiment go side by side, and which GPUs each gets. Called before anything starts.
+
+Invariant: no GPU is given to two runs of this launcher. On one host a run sees no other GPUs than its own; on a
+cluster that runs join, Ray's accounting keeps them apart.
+"""
+
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from laminar_py.cluster.placement import Needs, Node, Plan, make_plan
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.launcher.experiment import Experiment
+from laminar_py.preflight.memory import TELL_S
+
+MOST_SLOTS = 1024
+SETTLE_S = 10.0  # in which a cluster has the GPUs back of runs that have just ended
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Place of a run at a time, e.g. `Slot(0, ("0", "1"))`."""
+
+    index: int
+    gpus: tuple[str, ...] | None  # as in CUDA_VISIBLE_DEVICES; None where Ray or nobody hands out any
+
+    @property
+    def words(self) -> list[str]:
+        """Words on it, e.g. `["slot 0", "GPU 0,1"]`."""
+        return [f"slot {self.index}", *filter(None, [self.told])]
+
+    @property
+    def told(self) -> str:
+        """Words on its GPUs, "" without any."""
+        return f"GPU {','.join(self.gpus)}" if self.gpus else ""
+
+
+def make_slots(experiment: Experiment, *, taken: bool = False) -> list[Slot]:
+    """Places of the runs that go side by side, by the GPUs of a cluster that are free, or with `taken` by all.
+
+    Raises `ConfigError` if there is too little room.
+    """
+    configs = list({run.variant: run.config for run in experiment.runs}.values())
+    addresses = {config.cluster.address for config in configs}
+    if len(addresses) > 1:
+        raise ConfigError(
+            f"cluster.address={', '.join(map(str, addresses))}: runs of an experiment share one; set the same"
+        )
+    wanted, joined = experiment.settings.parallel, addresses != {None}
+    gpus = [] if joined else host_gpus()
+    here = [Node(id="here", ip="", gpus=len(gpus))]
+    room = _room(configs, _cluster_nodes(addresses.pop(), taken=taken) if joined else here)
+    if wanted is not None and wanted > room:
+        raise ConfigError(f"parallel={wanted}: {_limit(configs, room)}; lower it to {room}, or leave it out")
+    needs_any = any(config.gpus for config in configs)
+    count = min(wanted or (room if needs_any else 1), len(experiment.runs))
+    if joined:
+        return [Slot(index, None) for index in range(count)]
+    each = max(config.gpus for config in configs)
+    return [Slot(index, tuple(gpus[index * each : (index + 1) * each])) for index in range(count)]
+
+
+def _room(configs: Sequence[RunConfig], nodes: Sequence[Node]) -> int:
+    """Runs that find room at the same time, whichever variants they are of."""
+    if any(config.rollout.engine.hosts or config.relay.base_port for config in configs):
+        for config in configs:
+            make_plan(Needs.of(config), nodes)
+        return 1  # servers, or ports, that every run would take
+    return min(_room_for(Needs.of(config), nodes) for config in configs)
+
+
+def _room_for(needs: Needs, nodes: Sequence[Node]) -> int:
+    """Runs of these needs that find room, placed one after another as they place themselves."""
+    left, count = list(nodes), 0
+    plan: Plan | None = make_plan(needs, left)  # raises if there is no room for one
+    while plan is not None and count < MOST_SLOTS:
+        taken = _gpus_by_node(plan)
+        count = count + 1 if taken.total() else MOST_SLOTS
+        left = [
+            Node(id=node.id, ip=node.ip, gpus=node.gpus - taken[node.id], cpus=node.cpus, here=node.here)
+            for node in left
+        ]
+        try:
+            plan = make_plan(needs, left)
+        except ConfigError:
+            plan = None
+    return count
+
+
+def _gpus_by_node(plan: Plan) -> Counter[str]:
+    places = filter(None, (*plan.learner, *plan.replicas, plan.reference, *plan.servers))
+    taken = Counter[str]()
+    for place in places:
+        assert place.node is not None, "a plan names a node for every part"
+        taken[place.node] += place.gpus
+    return taken
+
+
+def _limit(configs: Sequence[RunConfig], room: int) -> str:
+    if any(config.rollout.engine.hosts or config.relay.base_port for config in configs):
+        return "runs would share one server or port (rollout.engine.urls, relay.base_port)"
+    return f"there is room for {room} at a time, each with {max(config.gpus for config in configs)} GPUs"
+
+
+def host_gpus() -> list[str]:
+    """GPUs of this host that its processes may see, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name and name != "-1"]
+    asked = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return told.split()
+
+
+def _cluster_nodes(address: str | None, *, taken: bool) -> list[Node]:
+    """Nodes once nobody has any of their GPUs, or after a while with those that others have."""
+    from laminar_py.cluster.ray_cluster import nodes, open_cluster  # Ray is slow to import
+
+    with open_cluster(address):
+        every, latest = nodes(taken=True), time.monotonic() + SETTLE_S
+        if taken:
+            return every
+        while (free := nodes()) != every and time.monotonic() < latest:
+            time.sleep(LOOK_S)
+        return free

@@ -1,0 +1,186 @@
+"""Figures of an experiment's runs for its page: curves by variant, and what each run cost. Reads run folders."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from laminar_py.analytics.measure.curves import EvalPoint
+from laminar_py.analytics.measure.quality import count_devices, measure_quality
+from laminar_py.analytics.measure.tails import Measure
+from laminar_py.analytics.read.samples import Samples, read_samples
+from laminar_py.analytics.read.snapshot import read_snapshot
+from laminar_py.analytics.triage.report import RunReport
+from laminar_py.config.section import ConfigError
+from laminar_py.launcher.curves import Band, Line, make_band, value_at
+from laminar_py.launcher.experiment import Experiment
+from laminar_py.launcher.standing import RunState, Standing
+from laminar_py.records.metrics import StepRow
+
+HOUR_S = 3600.0
+
+
+def trained_per_s(row: StepRow) -> float:
+    """Trained tokens over the seconds of the RL phase so far."""
+    return row.trained_tokens / row.rl_s if row.rl_s else 0.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Figures of a run that was begun."""
+
+    standing: Standing
+    compared: str  # evaluation set
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Rows of its steps and its fleet."""
+        folder = self.standing.run.folder
+        assert folder is not None, f"{self.standing.run.name} was not begun"
+        return read_samples(folder.path)
+
+    @cached_property
+    def evaluations(self) -> dict[str, list[EvalPoint]]:
+        """Evaluations by set."""
+        return self.standing.evaluations
+
+    @property
+    def points(self) -> list[EvalPoint]:
+        """Evaluations of the set by which runs are compared."""
+        return self.evaluations.get(self.compared, [])
+
+    @property
+    def last(self) -> StepRow | None:
+        """Row of the last step."""
+        return self.samples.steps[-1] if self.samples.steps else None
+
+    @property
+    def device_hours(self) -> float:
+        """Devices of the run times the hours of its RL phase."""
+        devices, _ = count_devices(self.standing.run.config)
+        return devices * self.samples.rl_s / HOUR_S
+
+    @property
+    def is_finished(self) -> bool:
+        """True once it has done all of its steps."""
+        return self.standing.state is RunState.FINISHED
+
+    @property
+    def core_hours(self) -> float:
+        """CPU time that its own processes took in the RL phase."""
+        fleet = self.samples.fleet
+        spans = ((row, max(0.0, row.rl_s - before.rl_s)) for before, row in pairwise(fleet))
+        return sum(span_s * row.cores * (row.own_cpu_use or 0.0) for row, span_s in spans) / HOUR_S
+
+    @cached_property
+    def tails(self) -> tuple[float, float, float] | None:
+        """p50, p95 and p99 of its responses in tokens; None where none is on record."""
+        summary = self.standing.summary
+        if summary is not None and summary.finished:
+            lengths = summary.response_length
+            return (lengths.p50, lengths.p95, lengths.p99)
+        folder = self.standing.run.folder
+        if folder is None or not folder.has_ledger:
+            return None
+        found = RunReport(read_snapshot(folder.path)).tails.overall.get(Measure.LENGTH)
+        return None if found is None else (found.p50, found.p95, found.p99)
+
+    @cached_property
+    def unreadable(self) -> str:
+        """Complaint about its files; "" where all can be read."""
+        if self.standing.unreadable:
+            return self.standing.unreadable
+        try:
+            assert self.samples, self.tails  # which reads them
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    @property
+    def reward(self) -> Line:
+        """Reward over steps, each the mean of the last `REWARD_STEPS`."""
+        found = measure_quality(self.standing.run.config, self.samples.steps, []).reward
+        return [float(point.step) for point in found], [point.value for point in found]
+
+    def over_steps(self, value: Callable[[StepRow], float]) -> Line:
+        """A figure of each step's row."""
+        return [float(row.step) for row in self.samples.steps], [value(row) for row in self.samples.steps]
+
+    def evaluated(self, *, name: str, place: Callable[[EvalPoint], float]) -> Line:
+        """Results on a set, over steps or costs."""
+        points = self.evaluations.get(name, [])
+        return [place(point) for point in points], [point.mean for point in points]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Figures of all runs that were begun, by variant, e.g. `Results(experiment, standings)`."""
+
+    experiment: Experiment
+    standings: Sequence[Standing]
+
+    @cached_property
+    def by_variant(self) -> dict[str, list[RunResult]]:
+        """Begun runs of each variant that can be read, in the order of the file."""
+        found: dict[str, list[RunResult]] = defaultdict(list, {name: [] for name in self.experiment.variants})
+        for one in self._begun:
+            if not one.unreadable:
+                found[one.standing.run.variant].append(one)
+        return dict(found)
+
+    @property
+    def unreadable(self) -> list[RunResult]:
+        """Begun runs whose files cannot be read; no figure counts them."""
+        return [one for one in self._begun if one.unreadable]
+
+    @cached_property
+    def _begun(self) -> list[RunResult]:
+        begun = (one for one in self.standings if one.run.folder is not None)
+        return [RunResult(one, self.experiment.compared) for one in begun]
+
+    @property
+    def all(self) -> list[RunResult]:
+        """Begun runs that can be read."""
+        return [one for runs in self.by_variant.values() for one in runs]
+
+    @cached_property
+    def sets(self) -> list[str]:
+        """Sets with results, that by which runs are compared first."""
+        names = dict.fromkeys(name for one in self.all for name in one.evaluations)
+        return sorted(names, key=lambda name: name != self.experiment.compared)
+
+    @property
+    def device(self) -> str:
+        """Kind of device that a run takes: "GPU", "emulated GPU" or "process"."""
+        return count_devices(self.experiment.runs[0].config)[1]
+
+    @cached_property
+    def equal_hours(self) -> float | None:
+        """Device-hours that every finished run has taken; None before there is one."""
+        ends = [one.points[-1].device_hours for one in self.all if one.points and one.is_finished]
+        return min(ends) if ends and min(ends) > 0 else None
+
+    def at_equal_hours(self, variant: str) -> list[float]:
+        """Results of the finished runs of a variant when they had taken as many device-hours as all others."""
+        place = self.equal_hours
+        lines = [
+            one.evaluated(name=one.compared, place=lambda point: point.device_hours)
+            for one in self.by_variant[variant]
+            if one.is_finished
+        ]
+        found = [value_at(line, place) for line in lines] if place is not None else []
+        return [value for value in found if value is not None]
+
+    def word(self, name: str) -> str:
+        """Word for results on a set: "accuracy" where every reward was 0 or 1, else "mean reward"."""
+        points = [point for one in self.all for point in one.evaluations.get(name, [])]
+        return "accuracy" if all(point.is_accuracy for point in points) else "mean reward"
+
+    def bands(self, line: Callable[[RunResult], Line]) -> list[Band]:
+        """Curve of each variant that has points: over its finished runs, or while it has none, over begun ones."""
+        made = []
+        for name, runs in self.by_variant.items():
+            finished = [one for one in runs if one.is_finished]
+            made.append(make_band(name, [line(one) for one in finished or runs]))
+        return [band for band in made if band.x]

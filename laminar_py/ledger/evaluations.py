@@ -1,0 +1,107 @@
+"""Evaluations as the ledger has them: their figures, and the answers that these follow from.
+
+Called by the summary, the report, the audit, and by a controller that goes on with an evaluation.
+"""
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
+from laminar_py.records.evaluations import EvalAnswer, pass_number
+from laminar_py.records.events import Evaluated, Scored
+from laminar_py.records.trajectory import DropReason, FinishReason, Status
+
+UNSCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.REFUSED)
+
+
+def read_evaluations(run: Path) -> list[Evaluated]:
+    """Every evaluation of a run, as `in_order` has them. Raises `ConfigError`."""
+    with reading(run) as connection:
+        return evaluations_on_record(connection)
+
+
+def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
+    """Every evaluation of a ledger, as `in_order` has them."""
+    rows = connection.execute("SELECT body FROM evaluation CROSS JOIN event USING (seq) ORDER BY seq")
+    events = [decode_event(body) for (body,) in rows]
+    return in_order(event for event in events if isinstance(event, Evaluated))
+
+
+def in_order(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
+    """Evaluations by seconds of RL, then as they were begun, `settled`."""
+    return settled(sorted(evaluations, key=lambda one: (one.rl_s, pass_number(one.pass_id))))
+
+
+def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
+    """Evaluations whose sets have an accuracy in all of their passes or in none, in the order given.
+
+    A reward with a bonus may be 0 or 1 throughout a pass by chance, and no figure may change its name on the way.
+    """
+    known = list(evaluations)
+    graded = {one.set_name for one in known if not one.figures.is_accuracy}
+    return [
+        msgspec.structs.replace(one, figures=one.figures.graded) if one.set_name in graded else one
+        for one in known
+    ]
+
+
+def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list[Evaluated]:
+    """Evaluations of the set that the config names first, of those `names` that have any.
+
+    Passes do not tell: after a death the first one on record may be of another set.
+    """
+    ordered = in_order(evaluations)
+    known = {one.set_name for one in ordered}
+    first = next((name for name in names if name in known), None)
+    return [one for one in ordered if one.set_name == first]
+
+
+def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, EvalAnswer]:
+    """Answers of a pass by trajectory: those that are scored, or that could not be."""
+    rows = [
+        row for row in read_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,)) if _is_answered(row)
+    ]
+    said = _said(connection, rows)
+    return {
+        row.id: answer_of(
+            row, reward=row.reward if row.status is Status.CONSUMED else None, said=said.get(row.id, "")
+        )
+        for row in rows
+    }
+
+
+def answer_of(row: TrajectoryRow, *, reward: float | None, said: str) -> EvalAnswer:
+    """The answer of a trajectory that has ended; `reward` is None where it has no score."""
+    return EvalAnswer.of(
+        row.id,
+        sample=row.sample_index,
+        reward=reward,
+        said=said,
+        length=row.length,
+        truncated=row.finish_reason is FinishReason.LENGTH,
+    )
+
+
+def _is_answered(row: TrajectoryRow) -> bool:
+    return row.status is Status.CONSUMED or row.drop_reason in UNSCORED
+
+
+def _said(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, str]:
+    """Answers in words, by trajectory: events have no index, so those of the pass are read at once."""
+    if not rows:
+        return {}
+    bodies = connection.execute(
+        "SELECT body FROM event WHERE seq BETWEEN ? AND ? AND kind = 'scored'",
+        (min(row.first_seq for row in rows), max(row.last_seq for row in rows)),
+    )
+    wanted = {row.id for row in rows}
+    events = (decode_event(body) for (body,) in bodies)
+    return {
+        event.trajectory_id: event.said
+        for event in events
+        if isinstance(event, Scored) and event.trajectory_id in wanted
+    }

@@ -1,0 +1,117 @@
+"""`laminar data`: figures of the problems of a run or of a file, and what a run would refuse."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from laminar_py.cli import app
+from laminar_py.config.section import ConfigError
+from tests.data.templates import TEMPLATES, make_tokenizer_folder
+
+ROWS = [{"question": "2+2=", "value": {"answer": "4"}, "level": n % 2} for n in range(3)]
+
+
+def shown(*arguments: object) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    done = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": "200"})
+    if isinstance(done.exception, ConfigError):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def config(folder: Path, **data: object) -> Path:
+    """A run's config, with a model whose template is `chatml`."""
+    make_tokenizer_folder(folder / "model", TEMPLATES["chatml"].text)
+    problems = [[{"role": "user", "content": text}] for text in ("a", "a", "b" * 99, "\x1b[31m red")]
+    for name, wanted in (("train", problems), ("aime", [problems[0], problems[3]])):
+        lines = [json.dumps({"prompt": one, "answer": "1", "level": 2, "task": "t"}) for one in wanted]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    settings = {
+        "name": "t",
+        "steps": 1,
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "train.jsonl"), **data},
+        "reward": {"use": ["math"]},
+        "rollout": {"max_len": 190, "sampling": {"max_new_tokens": 60}},
+        "eval": {"sets": {"aime": {"path": str(folder / "aime.jsonl")}}},
+    }
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    return folder / "run.yaml"
+
+
+def test_a_run_with_leaks_and_prompts_that_are_too_long_is_told_and_exits_with_1(tmp_path):
+    code, output = shown(config(tmp_path, chat={"system": "Be brief."}))
+    assert code == 1
+    assert "data.train: fields answer 4, messages 4, level 4" in output
+    assert "data.train: tasks t 4" in output
+    assert "data.train: levels 2 4" in output
+    assert "data.train: 1 prompts have more than the 130 tokens that rollout.max_len leaves for one" in output
+    leak = f"{tmp_path}/aime.jsonl:1 is data.train={tmp_path}/train.jsonl:1"
+    assert f"eval.sets.aime: 2 prompts are trained on, e.g. eval.sets.aime={leak}" in output
+    (row,) = [line for line in output.splitlines() if "│ data.train " in line]
+    assert [cell.strip() for cell in row.split("│")[2:8]] == ["4", "39", "137", "137", "1", "1"]
+
+
+def test_an_evaluation_set_has_the_room_that_its_own_cap_leaves(tmp_path):
+    path = config(tmp_path)
+    settings = json.loads(path.read_text())
+    settings["eval"]["sets"]["aime"] |= {"max_new_tokens": 150}
+    path.write_text(json.dumps(settings))
+    _, output = shown(path)
+    assert "eval.sets.aime: 2 prompts have more than the 40 tokens that rollout.max_len leaves for one" in output
+
+
+def test_a_problem_without_a_level_is_refused_where_the_run_would(tmp_path):
+    with pytest.raises(ConfigError, match=r"^data\.train=.*train\.jsonl:1: 'hard' holds no number or text"):
+        shown(config(tmp_path, order="curriculum", level="hard"))
+
+
+def test_counts_of_tasks_are_bounded(tmp_path):
+    rows = [json.dumps({"prompt": f"a{row}", "task": f"t{row:02}"}) for row in range(50)]
+    (tmp_path / "t.jsonl").write_text("\n".join(rows))
+    _, output = shown(tmp_path / "t.jsonl", "--model", make_tokenizer_folder(tmp_path / "model", None))
+    assert "data: tasks t00 1, t01 1, " in output
+    assert ", t19 1, and 30 more\n" in output
+
+
+def test_the_rendered_prompt_is_shown_with_what_ends_a_response(tmp_path):
+    _, output = shown(config(tmp_path))
+    assert "prompt p0, 46 tokens; a response ends with 4 '<|im_end|>', 2 '</s>'" in output
+    assert "  <|im_start|>system\n  You are helpful.<|im_end|>\n  <|im_start|>user\n  a<|im_end|>\n" in output
+
+
+def test_a_file_alone_is_shown_with_a_model(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "t.parquet")
+    model = make_tokenizer_folder(tmp_path / "model", None)
+    mapping = ["--column", "prompt=question", "--column", "answer=value.answer"]
+    code, output = shown(tmp_path / "t.parquet", "--model", model, *mapping)
+    assert code == 0
+    assert "data: levels 0 2, 1 1" in output
+    assert "prompt p0, 5 tokens; a response ends with 2 '</s>'\n  2+2=\n" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["t.jsonl"], r"data=t\.jsonl: counts tokens; name the model's folder with --model"),
+        (["t.jsonl", "steps=3", "--model", "m"], "steps=3: a setting, which only the config of a run has"),
+        (["t.jsonl", "--model", "m", "--column", "prompt"], "--column prompt: no column named; write ours=theirs"),
+        (["t.yaml", "--model", "m"], r"config=t\.yaml: has the model and its sources"),
+    ],
+)
+def test_what_does_not_belong_together_is_one_line(arguments, fault):
+    with pytest.raises(ConfigError, match=f"^{fault}"):
+        shown(*arguments)
+
+
+def test_control_characters_are_shown_as_such(tmp_path):
+    source = config(tmp_path)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(reversed(lines)))
+    _, output = shown(source)
+    assert "\x1b" not in output
+    assert "  \\x1b[31m red<|im_end|>" in output

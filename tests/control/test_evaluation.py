@@ -1,0 +1,171 @@
+"""Passes over held-out problems: their names, their sampling, and how they go on."""
+
+from dataclasses import replace
+
+import pytest
+
+from laminar_py.control.evaluation import EvaluationLostError
+from laminar_py.ledger.recovery import Recovered
+from laminar_py.records.engine import SamplingParams
+from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import EvalAnswer
+from laminar_py.records.events import Dropped
+from laminar_py.records.scoring import Score, TermValue
+from laminar_py.records.trajectory import FinishReason, Kind, Status
+from tests.builders import make_prompt
+from tests.control.fleet import Fleet, ages_of
+from tests.control.test_restore import left
+
+SAMPLED = SamplingParams(max_new_tokens=99, temperature=0.6, top_p=0.9)
+
+
+def make_fleet():
+    fleet = Fleet(replicas=1, of_sets={"aime": SAMPLED})
+    fleet.scheduler.pause()
+    return fleet
+
+
+def ask(fleet, *, version=0, **settings):
+    prompts = [make_prompt(0), make_prompt(1)]
+    return fleet.scheduler.evaluations.request(prompts, version, set_name="aime", samples=2, **settings)
+
+
+async def answer_all(fleet, rewards):
+    """Finish and score everything; rewards and words by trajectory."""
+    await fleet.finish_all(0)
+    for trajectory in list(fleet.unscored):
+        reward, said = rewards[trajectory.id]
+        terms = [TermValue(name="math", value=reward, said=said)]
+        await fleet.scheduler.closing.on_score(Score(trajectory_id=trajectory.id, value=reward, terms=terms))
+
+
+async def test_samples_of_a_set_have_its_sampling_and_seeds_of_their_own():
+    fleet = make_fleet()
+    asked = ask(fleet)
+    await fleet.report(0)
+    items = fleet.running[0]
+    assert list(items) == ["e0-aime.0.0", "e0-aime.0.1", "e0-aime.1.0", "e0-aime.1.1"]
+    sampling = [one.sampling for one in items.values()]
+    assert {(one.temperature, one.top_p, one.max_new_tokens) for one in sampling} == {(0.6, 0.9, 99)}
+    assert len({one.seed for one in sampling}) == 4
+    await answer_all(fleet, {name: (float(name.endswith("1")), name[-1]) for name in items})
+    figures = set_figures((await asked).answers.values(), samples=2)
+    assert (figures.mean.value, figures.pass_at[2].value, figures.majority.value) == (0.5, 1.0, 0.5)
+
+
+async def test_the_seed_of_an_answer_depends_on_its_name_alone():
+    first, second = make_fleet(), make_fleet()
+    second.scheduler.evaluations.request([], 0)  # another pass before it
+    second.scheduler.evaluations.next_index = 0
+    seeds = []
+    for fleet in (first, second):
+        ask(fleet)
+        await fleet.report(0)
+        seeds.append({name: one.sampling.seed for name, one in fleet.running[0].items()})
+    assert seeds[0] == seeds[1]
+
+
+async def test_a_pass_that_is_asked_for_again_keeps_answers_and_goes_on_with_what_was_under_way():
+    fleet = make_fleet()
+    known = EvalAnswer(problem=0, sample=0, reward=1.0, length=3)
+    asked = ask(fleet, version=4, answers={"e0-aime.0.0": known})
+    fleet.versions[0] = 4
+    running = replace(left("e0.1", Status.RUNNING, kind=Kind.EVAL), id="e0-aime.0.1", group_id="e0-aime")
+    finished = replace(left("e0.0", Status.FINISHED, kind=Kind.EVAL), id="e0-aime.1.0", group_id="e0-aime")
+    await fleet.scheduler.restore(recovered(running, finished))
+    assert [trajectory.id for trajectory in fleet.unscored] == ["e0-aime.1.0"]
+    await fleet.report(0)
+    items = fleet.running[0]
+    assert {name: len(one.prefix_ids) for name, one in items.items()} == {"e0-aime.0.1": 3, "e0-aime.1.1": 0}
+    await answer_all(fleet, dict.fromkeys([*items, "e0-aime.1.0"], (0.0, "")))
+    answers = (await asked).answers
+    assert {name: answer.reward for name, answer in answers.items()} == {
+        "e0-aime.0.0": 1.0,
+        "e0-aime.0.1": 0.0,
+        "e0-aime.1.0": 0.0,
+        "e0-aime.1.1": 0.0,
+    }
+    assert not fleet.scheduler.book.live
+
+
+async def test_an_answer_that_the_cap_of_its_set_cuts_counts_as_cut():
+    fleet = make_fleet()
+    asked = ask(fleet)
+    await fleet.report(0)
+    names = list(fleet.running[0])
+    await fleet.finish(0, names[0], reason=FinishReason.LENGTH)
+    assert [event.value for event in fleet.log.events if type(event).__name__ == "Cut"] == [99]
+    await answer_all(fleet, dict.fromkeys(names, (0.0, "")))
+    assert set_figures((await asked).answers.values(), samples=2).truncated.value == 0.25
+
+
+def recovered(*live):
+    """State that a dead controller left."""
+    return Recovered(
+        incarnation=2,
+        checkpoint=None,
+        events=(),
+        live=live,
+        next_prompt=0,
+        next_evaluation=1,
+        next_sample={},
+        ages=ages_of(range(5)),
+    )
+
+
+async def test_what_a_lost_version_leaves_of_an_evaluation_is_gone_on_with_where_versions_return():
+    fleet = Fleet(replicas=1, of_sets={"aime": SAMPLED}, versions_return=True)
+    fleet.scheduler.pause()
+    asked = ask(fleet)
+    await fleet.report(0)
+    await fleet.report(0, lost=tuple(fleet.running[0]))
+    with pytest.raises(EvaluationLostError):
+        await asked
+    assert not [event for event in fleet.log.events if isinstance(event, Dropped)], "whose ids would be used up"
+    live = fleet.scheduler.book.live.values()
+    assert {lifecycle.status for lifecycle in live} <= {Status.INTERRUPTED, Status.RUNNING}
+
+
+async def busy_fleet(*, one_version):
+    """Eight replicas, all full of training, the last three with weights that are older."""
+    fleet = Fleet(replicas=8, batch_per_replica=8, capacity=64, one_version=one_version)
+    fleet.scheduler.published(1)
+    for index in range(8):
+        fleet.versions[index] = int(index < 5)
+        await fleet.report(index, admissible=8)
+    assert all(fleet.running.values())
+    return fleet
+
+
+def members(fleet, name):
+    """Ids of members of a pass by replica."""
+    found = {index: [id for id in running if id.startswith(name)] for index, running in fleet.running.items()}
+    return {index: ids for index, ids in found.items() if ids}
+
+
+@pytest.mark.parametrize("one_version", [True, False])
+async def test_a_pass_beside_training_has_as_few_replicas_as_hold_it_and_one_version(one_version):
+    fleet = await busy_fleet(one_version=one_version)
+    asked = fleet.scheduler.evaluations.request([make_prompt(place) for place in range(20)], samples=1)
+    fleet.hand_out()
+    ((first, begun),) = members(fleet, "e0").items()
+    assert (fleet.versions[first], len(begun)) == (1, 8), "a batch, where the weights are the newest"
+    await fleet.grow(first, begun[0], tokens=2)
+    fleet.hand_out()
+    while held := members(fleet, "e0"):
+        assert len(held) <= 3
+        assert {fleet.versions[index] for index in held} == {1}
+        assert sum(map(len, held.values())) <= 24
+        index, ids = next(iter(held.items()))
+        await fleet.finish(index, ids[0], admissible=0)
+    await fleet.score_all(lambda index: 1.0)
+    assert (await asked).version == 1
+    assert len((await asked).answers) == 20
+
+
+async def test_passes_that_begin_together_do_so_on_replicas_of_their_own():
+    fleet = await busy_fleet(one_version=True)
+    for _ in range(2):
+        fleet.scheduler.evaluations.request([make_prompt(place) for place in range(4)], samples=2)
+    fleet.hand_out()
+    assert not set(members(fleet, "e0")) & set(members(fleet, "e1"))

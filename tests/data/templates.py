@@ -1,0 +1,126 @@
+"""Chat templates of the kinds that models come with, and a model folder whose tokenizer has one."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tokenizers
+
+from laminar_py.config.data import ChatConfig
+from laminar_py.data.chat import PromptEncoder
+from laminar_py.data.tokenizer import load_tokenizer
+
+WORDS = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> [INST] [/INST] <start_of_turn>"
+SPECIAL = ["<pad>", "<s>", "</s>", *WORDS.split(), "<end_of_turn>", "<think>", "</think>"]
+EOS = SPECIAL.index("</s>")
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template, messages that it takes, and the token that ends a turn of the assistant."""
+
+    text: str
+    end: str
+    arguments: dict[str, object] = field(default_factory=dict)
+    system: bool = True  # has a role for one
+
+
+TEMPLATES = {
+    "chatml": Template(
+        "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_end|>",
+    ),
+    "headers": Template(
+        "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+        "{{ message['content'] | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>"
+        "assistant<|end_header_id|>\n\n{% endif %}",
+        "<|eot_id|>",
+    ),
+    "instructions": Template(
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}"
+        "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+        "{% for turn in turns %}{% if (turn.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% if turn.role == 'user' %}[INST] "
+        "{% if loop.first %}{{ system }}{% endif %}{{ turn.content }} [/INST]{% else %} {{ turn.content }}"
+        "{{ eos_token }}{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "turns": Template(
+        "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}<start_of_turn>"
+        "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content | trim }}"
+        "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<end_of_turn>",
+        system=False,
+    ),
+    "thinking": Template(
+        "{%- for message in messages %}\n"
+        "    {%- if message.role == 'assistant' and '</think>' in message.content %}\n"
+        "        {%- set said = message.content.split('</think>')[-1].lstrip('\\n') %}\n    {%- else %}\n"
+        "        {%- set said = message.content %}\n    {%- endif %}\n"
+        "    {{- '<|im_start|>' + message.role + '\\n' + said + '<|im_end|>\\n' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n"
+        "    {%- if enable_thinking is defined and enable_thinking is false %}\n"
+        "        {{- '<think>\\n\\n</think>\\n\\n' }}\n    {%- endif %}\n{%- endif %}",
+        "<|im_end|>",
+        arguments={"enable_thinking": False},
+    ),
+}
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+TOOLS = (
+    "{% for m in messages %}{{ m.role }} {{ m.name }}: {% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
+)
+USED = [
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "4"},
+]
+CONVERSATIONS = [
+    [("user", "2+2=")],
+    [("system", "Answer in one word."), ("user", "  Wie heißt «π» auf Deutsch?\n\n")],
+    [("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb"), ("user", "日本 <|im_end|> </s> [INST] <s>")],
+]
+
+
+def conversations(template: Template) -> list[list[dict[str, str]]]:
+    """Messages that a template takes; what they say may look like its own tokens."""
+    turns = [[{"role": role, "content": content} for role, content in one] for one in CONVERSATIONS]
+    return [one for one in turns if template.system or one[0]["role"] != "system"]
+
+
+def make_tokenizer_folder(folder: Path, template: str | None) -> Path:
+    """Files of a byte-level tokenizer that puts `<s>` before a text, with a template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id for id, token in enumerate([*SPECIAL, *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", SPECIAL.index("<s>"))]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": False,
+    }
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if not (folder / "config.json").is_file():
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return folder
+
+
+def make_chat_encoder(folder: Path, template: str | None, **settings: object) -> PromptEncoder:
+    """Encoder for a model with that template."""
+    make_tokenizer_folder(folder, template)
+    return PromptEncoder(load_tokenizer(folder), folder, ChatConfig.model_validate_json(json.dumps(settings)))

@@ -1,0 +1,137 @@
+"""Recipes for GPUs: `laminar doctor` accepts each on the cluster that it names, with models of the true shape.
+
+What a README says of memory is what the formulas say.
+"""
+
+import json
+import re
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+
+from laminar_py.cluster.placement import Needs, Node, make_plan
+from laminar_py.config.loading import load_config
+from laminar_py.preflight import doctor, survey
+from laminar_py.preflight.doctor import fit
+from laminar_py.preflight.inputs import version_bytes
+from laminar_py.preflight.memory import gpu_memory, memory_faults
+from laminar_py.preflight.model_shape import read_shape
+from laminar_py.relay.planning.cost import versions_at_peak
+from tests.runs.fake_cluster import FakeCluster
+from tests.runs.runs import REPO
+
+QWEN_7B = {  # Qwen2.5-7B
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN_32B = QWEN_7B | {  # Qwen2.5-32B
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+}
+QWEN_MIXTURE = QWEN_7B | {  # Qwen3-30B-A3B
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 40960,
+}
+RECIPES = {  # config -> model, GPUs of each node
+    "math_long_cot/7b_8gpu.yaml": (QWEN_7B, (8,)),
+    "math_long_cot/7b_24gpu.yaml": (QWEN_7B, (8, 8, 8)),
+    "math_long_cot/32b_64gpu.yaml": (QWEN_32B, (8,) * 8),
+    "code_long_cot/7b_8gpu.yaml": (QWEN_7B, (8,)),
+    "lora_7b/4gpu.yaml": (QWEN_7B, (4,)),
+    "mixture_30b_a3b/32gpu.yaml": (QWEN_MIXTURE, (8,) * 4),
+}
+
+
+def hosts(*gpus):
+    """A node for each number of GPUs."""
+    return [Node(id=str(index), ip=f"10.0.0.{index}", gpus=count) for index, count in enumerate(gpus)]
+
+
+def recipe(name, folder, *settings):
+    """The config of a recipe, with a model of its shape in `folder`; its weights take no room."""
+    (folder / "config.json").write_text(json.dumps(RECIPES[name][0]))
+    (folder / "model.safetensors").touch()
+    return load_config(REPO / "experiments" / name, [f"model.path={folder}", *settings])
+
+
+def accept(name, folder, *settings):
+    """Have the doctor look at a recipe on the cluster that there is."""
+    python = folder / "python"  # says what an environment with SGLang says
+    python.write_text("#!/bin/sh\necho 0.5.23\n")
+    python.chmod(0o755)
+    found = fit(recipe(name, folder, f"runs={folder / 'runs'}", f"rollout.engine.python={python}", *settings))
+    assert (found.unplaced, found.faults, found.warnings) == (None, [], [])
+    assert [column.kind for column in found.memory] == ["learner", "engine"]
+    assert [node.gpus for node in found.nodes] == list(RECIPES[name][1])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_doctor_accepts_a_recipe_with_the_nodes_that_it_names(name, tmp_path, monkeypatch):
+    """Without Ray: every node is this process."""
+    seen = hosts(*RECIPES[name][1])
+
+    async def on_node(node, function, *arguments):
+        return function(*arguments)
+
+    monkeypatch.setattr(survey, "on_node", on_node)
+    monkeypatch.setattr(doctor, "nodes", lambda: seen)
+    monkeypatch.setattr(doctor, "open_cluster", lambda address: nullcontext())
+    accept(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["lora_7b/4gpu.yaml", pytest.param("math_long_cot/32b_64gpu.yaml", marks=pytest.mark.slow)]
+)
+def test_doctor_accepts_a_recipe_on_a_cluster_of_ray(name, tmp_path):
+    with FakeCluster(*RECIPES[name][1]) as cluster:
+        accept(name, tmp_path, f"cluster.address={cluster.address}")
+
+
+def shm_bytes(config, *gpus):
+    """Shared memory of the host that needs most, bytes, once the model's true size counts."""
+    nodes = hosts(*gpus)
+    plan = make_plan(Needs.of(config), nodes)
+    residents, relays = Counter(place.node for place in plan.replicas), Counter(plan.relays)
+    keep = config.relay.keep_versions
+    versions = (
+        versions_at_peak(keep_versions=keep, num_replicas=residents[node.id], num_nodes=relays[node.id])
+        for node in nodes
+    )
+    adapters = config.learner.lora is not None
+    return max(versions) * (version_bytes(config) if adapters else 2 * read_shape(config.model.path).total)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_readme_of_a_recipe_has_the_figures_of_the_formulas(name, tmp_path):
+    config, (_, gpus) = recipe(name, tmp_path), RECIPES[name]
+    assert memory_faults(config) == []
+    folder, _, file = name.partition("/")
+    row = re.search(rf"^\| `{file}` \|(.+)\|$", (REPO / "experiments" / folder / "README.md").read_text(), re.M)
+    cluster, learner, engines, learner_gb, engine_gb, shm_gb = map(str.strip, row[1].split("|"))
+    columns = {column.kind: f"{column.total / 1e9:.0f}" for column in gpu_memory(config)}
+    replicas, tensor_parallel = config.rollout.replicas, config.rollout.engine.tensor_parallel
+    assert cluster == f"{len(gpus)} x {gpus[0]}"
+    assert (learner, engines) == (str(config.learner.world_size), f"{replicas} x {tensor_parallel}")
+    assert (learner_gb, engine_gb) == (columns["learner"], columns["engine"])
+    assert shm_gb == f"{shm_bytes(config, *gpus) / 1e9:.0f}"

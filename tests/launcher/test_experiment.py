@@ -1,0 +1,121 @@
+"""Files of experiments: what they make of a grid or a list, and what they refuse in one line."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_py.config.loading import dump_config, load_settings
+from laminar_py.config.section import ConfigError
+from laminar_py.launcher.experiment import ExperimentSettings, check_made, read_experiment, to_overrides
+from laminar_py.ledger.database import open_writer
+from laminar_py.ledger.run_folder import new_run
+from tests.launcher.experiments import make_experiment
+
+GRID = {"learner.lr": [1e-3, 3e-3], "algorithm.name": ["grpo", "dapo"]}
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def test_a_grid_is_every_combination_with_every_seed_and_first_seeds_come_first(tmp_path):
+    experiment = make_experiment(tmp_path, grid=GRID, seeds=3)
+    assert experiment.variants == [
+        f"lr-{lr}_algorithm-{name}" for lr in (0.001, 0.003) for name in ("grpo", "dapo")
+    ]
+    assert [run.seed for run in experiment.runs] == [0] * 4 + [1] * 4 + [2] * 4
+    assert len({run.name for run in experiment.runs}) == 12
+    last = experiment.runs[-1]
+    assert (last.config.learner.lr, last.config.algorithm.name, last.config.seed) == (3e-3, "dapo", 2)
+    assert last.config.runs == tmp_path / "runs"
+
+
+def test_variants_of_a_list_set_their_settings_over_those_of_all(tmp_path):
+    variants = [{"name": "slow", "set": {"learner.lr": 1e-4}}, {"name": "plain"}]
+    experiment = make_experiment(tmp_path, set={"learner.lr": 5e-3, "steps": 7}, variants=variants, seeds=[4])
+    assert [run.name for run in experiment.runs] == ["e-slow-s4", "e-plain-s4"]
+    assert [run.config.learner.lr for run in experiment.runs] == [1e-4, 5e-3]
+    assert experiment.changes == [("learner.lr", [1e-4, 5e-3])]
+
+
+def test_an_override_of_the_same_algorithm_leaves_its_settings(tmp_path):
+    """A word reaches `laminar train` unquoted: quoted, it would look like another algorithm's name."""
+    (run,) = make_experiment(tmp_path, set={"algorithm.name": "grpo"}).runs
+    assert run.config.algorithm.clip_high == 0.28, "of configs/quickstart.yaml"
+
+
+@settings(max_examples=100)
+@given(VALUES)
+def test_what_is_set_reaches_the_command_line_unchanged(tmp_path_factory, value):
+    file = tmp_path_factory.mktemp("set") / "e.yaml"
+    file.write_text("name: e\nbase: b.yaml\nset: {}")
+    (override,) = to_overrides({"set.key": value})
+    assert load_settings(ExperimentSettings, file, [override], help_at="").set == {"key": value}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"grid": {"learner.lrr": [1]}}, "variant lrr-1: learner.lrr=1: unknown key; did you mean learner.lr?"),
+        ({"grid": {"learner.lr": [1, -1]}}, "variant lr--1: learner.lr=-1: input should be greater than 0"),
+        ({"grid": {"learner.lr": []}}, "grid.learner.lr=[]: list should have at least 1 item"),
+        ({"grid": {"seed": [1]}}, "grid.seed=[1]: an experiment decides that by seeds"),
+        ({"grid": GRID, "variants": [{"name": "a"}]}, "grid=learner.lr, algorithm.name: variants are given too"),
+        ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants=a: 2 variants have this name"),
+        ({"grid": {"learner.lr": [1, 1]}}, "grid=lr-1: 2 variants have this name"),
+        ({"variants": [{"name": "a b"}]}, "variants.0.name='a b': string should match pattern"),
+        ({"base": "nowhere.yaml"}, "base=nowhere.yaml: no such file"),
+        ({"set": {"steps": "many"}}, "base="),
+        ({"seeds": [1, 1]}, "seeds=[1, 1]: must be different numbers"),
+        ({"seeds": []}, "seeds=[]: must be different numbers"),
+        ({"seeds": "two"}, "seeds='two': input should be a valid array"),
+        ({"compare": "aime"}, "compare=aime: no such set in eval.sets; name one of heldout"),
+        ({"parallel": 0}, "parallel=0: input should be greater than or equal to 1"),
+        ({"seed": 1}, "seed=1: unknown key; did you mean seeds?"),
+    ],
+)
+def test_a_mistake_is_one_line_with_field_value_and_remedy(tmp_path, given, line):
+    with pytest.raises(ConfigError) as refusal:
+        make_experiment(tmp_path, **given)
+    told = str(refusal.value)
+    assert told.startswith(line)
+    assert ";" in told, "a remedy"
+    assert "\n" not in told
+
+
+def test_names_that_no_file_can_have_are_refused_in_one_line(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^grid=e-train-x+\.\.\.: this run's name has 311 characters, and 200 are"
+    ):
+        make_experiment(tmp_path, grid={"data.train": ["x" * 300]})
+
+
+def test_a_run_that_was_made_with_other_settings_is_not_taken_for_one_of_this_experiment(tmp_path):
+    (before,) = make_experiment(tmp_path, set={"learner.lr": 1e-3}).runs
+    folder = before.config.runs / f"{before.name}-1"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_config(before.config))
+    open_writer(folder / "ledger.sqlite").close()
+    check_made(make_experiment(tmp_path, set={"learner.lr": 1e-3}))
+    changed = make_experiment(tmp_path, set={"learner.lr": 2e-3})
+    with pytest.raises(ConfigError, match=r"learner.lr=0.002: .*e-base-s0-1 was made with 0.001; give"):
+        check_made(changed)
+
+
+def test_an_experiment_is_the_same_by_whichever_path_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = new_run(make_experiment(Path("exp")).runs[0].config)
+    open_writer(folder.ledger).close()
+    check_made(read_experiment(tmp_path / "exp/experiment.yaml"))
+
+
+def test_a_ledger_whose_making_was_interrupted_is_none(tmp_path):
+    (run,) = make_experiment(tmp_path).runs
+    folder = new_run(run.config)
+    folder.ledger.touch()
+    assert not folder.has_ledger
+    open_writer(folder.ledger).close()
+    assert folder.has_ledger

@@ -1,0 +1,245 @@
+"""`laminar launch` as users have it: real runs, a launcher that is killed, and the page in a real browser."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from laminar_py.audit.verify import verify
+from laminar_py.cli import app
+from laminar_py.launcher.experiment import read_experiment
+from laminar_py.launcher.page import make_page, write_page
+from laminar_py.launcher.standing import RunState, read_standings
+from laminar_py.ledger.database import open_writer
+from laminar_py.ledger.run_folder import new_run
+from tests.analytics.show.browser import browsing, needs_browser
+from tests.launcher.experiments import (
+    LAUNCH,
+    make_experiment,
+    small_settings,
+    start_launcher,
+    write_experiment,
+)
+from tests.runs.runs import PATIENCE_S, REPO, forget_versions
+
+STEPS = 3
+VARIANTS = [{"name": "low", "set": {"learner.lr": 1e-4}}, {"name": "high"}]
+DRAWN = """JSON.stringify([...document.querySelectorAll('#charts .panel')].map((panel) => [
+  panel.querySelector('h2').textContent, panel.querySelectorAll('.scatterlayer path.js-line').length]))"""
+
+
+@contextlib.contextmanager
+def open_launcher_lock(folder):
+    """The lock of a launcher of the experiment there."""
+    (folder / "runs").mkdir()
+    with (folder / "runs/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def wait_until(process, look):
+    """What it finds, once it finds something while the process goes on."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """An experiment of four runs, two at a time, whose launcher was killed once; what a second one was told."""
+    folder = tmp_path_factory.mktemp("launch")
+    settings = small_settings(folder, steps=STEPS, **{"learner.checkpoint_every": 1, "eval.every_steps": 1})
+    file = write_experiment(folder, set=settings, variants=VARIANTS, seeds=2, parallel=2)
+    experiment = read_experiment(file)
+    launchers = [start_launcher(file)]
+    try:
+        (first,) = launchers
+        wait_until(first, lambda: list(folder.glob("runs/*/metrics.jsonl")))
+        runs = psutil.Process(first.pid).children()
+        second = subprocess.run([*LAUNCH, str(file)], cwd=REPO, capture_output=True, text=True, check=False)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        launchers.append(start_launcher(file))
+        assert launchers[1].wait(timeout=PATIENCE_S) == 0, (folder / "launch.out").read_text()
+        yield experiment, runs, second
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+        for run in experiment.runs:
+            forget_versions(run.config.runs / f"{run.name}-1")
+
+
+def test_every_run_ends_exactly_once_though_the_launcher_was_killed(launched):
+    experiment, runs, _ = launched
+    assert [one.state for one in read_standings(experiment)] == [RunState.FINISHED] * 4
+    folders = sorted(path.parent.name for path in experiment.folder.glob("runs/*/summary.json"))
+    assert folders == sorted(f"{run.name}-1" for run in experiment.runs)
+    for run in experiment.runs:
+        assert json.loads(run.folder.summary.read_text())["steps"] == STEPS
+        assert verify(run.folder.path) == []
+    assert not [run for run in runs if run.is_running()], "no run outlives its launcher"
+
+
+def test_a_second_launcher_is_refused_in_one_line(launched):
+    _, _, second = launched
+    assert second.returncode == 2
+    (line,) = second.stderr.strip().splitlines()
+    assert "another launcher runs there; wait for it" in line
+
+
+def test_the_same_command_finds_nothing_left_to_run(launched):
+    experiment, _, _ = launched
+    done = subprocess.run([*LAUNCH, str(experiment.file)], cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "4 of 4 runs have finished" in done.stdout
+    assert len(list(experiment.folder.glob("runs/*-1"))) == 4
+
+
+def test_a_plan_says_how_long_by_runs_that_were_done(launched, monkeypatch):
+    monkeypatch.chdir(REPO)
+    experiment, _, _ = launched
+    told = CliRunner().invoke(app, ["launch", str(experiment.folder), "--dry-run"]).stdout
+    assert "4 runs of 2 variants, 2 at a time on this machine, without GPUs" in told
+    assert "RL left in all: 0 s (by runs that have done steps)" in told
+    assert "learner.lr=0.0001" in told
+    assert "no data was prepared" in told, "all have finished"
+
+
+def test_a_plan_says_where_runs_would_go_and_what_it_prepared(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    gpus = {"cluster.learner_device": "cuda", "max_rl_seconds": 60.0}
+    file = write_experiment(tmp_path, set=gpus, seeds=3)
+    told = CliRunner().invoke(app, ["launch", str(file), "--dry-run"]).stdout
+    places = [line.rstrip().split("  ")[-1].strip() for line in told.splitlines() if line.startswith("e-base-s")]
+    assert places == ["slot 0, GPU 4", "slot 1, GPU 5", "slot 0, GPU 4"]
+    assert "data was prepared by experiments/quickstart/prepare.py" in told
+    assert not (tmp_path / "runs").exists()
+
+
+def test_beside_a_running_launcher_there_is_a_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPO)
+    file = write_experiment(tmp_path, set={"relay.base_port": 4000})
+    with open_launcher_lock(tmp_path), socket.create_server(("127.0.0.1", 4000)):  # which the run beside has
+        done = CliRunner().invoke(app, ["launch", str(file), "--dry-run"])
+    assert done.exit_code == 0
+    assert "another launcher is at it: nothing was checked here, and no data prepared" in done.stdout
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+async def test_the_page_has_a_curve_of_every_variant_and_asks_no_network(launched, tmp_path, dark):
+    experiment, _, _ = launched
+    async with browsing(tmp_path / "profile") as tab:
+        await look_at(tab, experiment.report, dark=dark)
+        drawn = dict(json.loads(await tab.look(DRAWN)))
+        assert set(drawn) == {
+            *(f"heldout over {x}" for x in ("process-hours of RL", "trained tokens", "step")),
+            *("Reward", "Response length, p50", "Response length, p95", "Staleness", "Throughput"),
+        }
+        assert set(drawn.values()) == {2 * 3}, "mean, low and high of two variants"
+        text = await tab.look("document.body.textContent")
+        for word in ("e-low-s0", "e-high-s1", "learner.lr", "0.0001", "p99", "process-hours", "± "):
+            assert word in text
+        assert await tab.look("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.errors == []
+        assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@needs_browser
+async def test_what_a_run_said_is_text_on_the_page_whatever_it_is(tmp_path):
+    experiment = make_experiment(tmp_path / "e")
+    words = "</script><img src=x onerror=alert(1)>\x1b[31m"
+    (run,) = experiment.runs
+    run.log.parent.mkdir()
+    run.log.write_text(f"laminar: {words}\n")
+    async with browsing(tmp_path / "profile") as tab:
+        await look_at(tab, write_page(experiment))
+        assert words in await tab.look("document.getElementById('first').textContent")
+        assert await tab.look("document.querySelectorAll('img').length") == 0
+        assert tab.errors == []
+
+
+async def look_at(tab, page, *, dark=False):
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    await tab.do("Emulation.setEmulatedMedia", features=scheme)
+    await tab.do("Page.navigate", url=page.as_uri())
+    await tab.until("window.laminar !== undefined")
+
+
+def test_a_page_can_be_drawn_before_any_run_and_of_runs_that_failed(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPO)
+    experiment = make_experiment(tmp_path, seeds=2)
+    experiment.runs[0].log.parent.mkdir()
+    experiment.runs[0].log.write_text("laminar: x=1: no; mend it\n")
+    told = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"]).stdout
+    assert "failed" in told
+    assert "x=1: no; mend it" in experiment.report.read_text()
+
+
+def test_a_run_that_cannot_be_read_is_a_row_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPO)
+    experiment = make_experiment(tmp_path, seeds=3)
+    torn, other, _ = (new_run(run.config) for run in experiment.runs)
+    torn.ledger.write_text("no ledger")
+    other.metrics.write_text('{"step": "one"}\n')
+    done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
+    assert done.exit_code == 0, done.output
+    page = make_page(experiment, read_standings(experiment))
+    (sheet,) = [one for one in page.first if one.title == "Runs that cannot be read"]
+    assert [row[0] for row in sheet.rows] == ["e-base-s0", "e-base-s1"]
+    assert "not a ledger" in sheet.rows[0][1] or "cannot be read" in sheet.rows[0][1]
+    assert "metrics.jsonl: line 1" in sheet.rows[1][1]
+    assert [row[-1] for row in page.last[-1].rows] == ["unreadable", "unreadable", "unfinished"]
+
+
+def test_a_page_never_mixes_runs_of_other_settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPO)
+    folder = new_run(make_experiment(tmp_path, set={"learner.lr": 1e-3}).runs[0].config)
+    open_writer(folder.ledger).close()
+    make_experiment(tmp_path, set={"learner.lr": 2e-3})
+    done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
+    assert "was made with 0.001" in str(done.exception)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_ctrl_c_stops_runs_with_a_checkpoint_and_the_same_command_goes_on(tmp_path):
+    settings = small_settings(tmp_path, steps=10_000)
+    file = write_experiment(tmp_path, set=settings)
+    launcher = start_launcher(file)
+    try:
+        wait_until(launcher, lambda: list(tmp_path.glob("runs/*/metrics.jsonl")))
+        os.kill(launcher.pid, signal.SIGINT)
+        assert launcher.wait(timeout=PATIENCE_S) == 130
+    finally:
+        launcher.kill()
+        for run in tmp_path.glob("runs/*-1"):
+            forget_versions(run)
+    told = (tmp_path / "launch.out").read_text()
+    assert f"stopped; go on with: laminar launch {file}" in told
+    assert read_standings(read_experiment(file))[0].state is RunState.UNFINISHED
+    assert list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_a_mistake_in_the_file_is_one_line_and_starts_nothing(tmp_path):
+    file = write_experiment(tmp_path, grid={"learner.lrr": [1]})
+    done = subprocess.run([*LAUNCH, str(file)], cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "laminar: variant lrr-1: learner.lrr=1: unknown key; did you mean learner.lr? docs/config.md lists"
+        " all of them\n"
+    )
+    assert not (tmp_path / "runs").exists()
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,74 @@
+"""Runs side by side, and the GPUs of each."""
+
+import pytest
+
+from laminar_py.analytics.measure.quality import count_devices
+from laminar_py.cluster.placement import Needs, Node, make_plan
+from laminar_py.config.section import ConfigError
+from laminar_py.launcher.places import make_slots
+from tests.launcher.experiments import make_experiment
+
+GPUS = {"set": {"cluster.learner_device": "cuda", "learner.world_size": 8}}
+
+
+JUDGE = {"kind": "judge", "servers": "prm"}
+SERVED = {"reward.use": [JUDGE], "reward.servers": {"prm": {"model": "/models/prm", "count": 3, "gpus": 2}}}
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    """A host with 20 GPUs, by what it lets its processes see."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(20))))
+
+
+def test_runs_go_side_by_side_on_gpus_of_their_own(tmp_path):
+    slots = make_slots(make_experiment(tmp_path, seeds=5, **GPUS))
+    assert [slot.gpus for slot in slots] == [tuple(map(str, range(8))), tuple(map(str, range(8, 16)))]
+
+
+def test_there_are_no_more_slots_than_runs(tmp_path):
+    assert len(make_slots(make_experiment(tmp_path, seeds=1, **GPUS))) == 1
+
+
+def test_the_largest_variant_says_how_many_fit(tmp_path):
+    grid = {"learner.world_size": [2, 10]}
+    slots = make_slots(make_experiment(tmp_path, grid=grid, seeds=5, **GPUS))
+    assert [len(slot.gpus) for slot in slots] == [10, 10]
+
+
+def test_more_at_a_time_than_gpus_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"parallel=3: there is room for 2 at a time, each with 8 GPUs; lower"):
+        make_slots(make_experiment(tmp_path, seeds=5, parallel=3, **GPUS))
+
+
+def test_a_run_for_which_there_are_too_few_gpus_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match="needs"):
+        make_slots(make_experiment(tmp_path, **GPUS))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cluster.learner_device": "cuda", "learner.world_size": 3},
+        {"cluster.learner_device": "cuda", "algorithm.kl_coef": 0.1, "algorithm.reference_pass": "stage"},
+    ],
+)
+def test_the_gpus_of_a_run_are_those_that_its_parts_are_placed_on(tmp_path, settings):
+    (run,) = make_experiment(tmp_path, set=settings | SERVED).runs
+    needs = Needs.of(run.config)
+    plan = make_plan(needs, [Node(id="a", ip="", gpus=50)])
+    placed = [place.gpus for place in (*plan.learner, *plan.replicas, *plan.servers, plan.reference) if place]
+    assert run.config.gpus == sum(placed) > 6
+    assert count_devices(run.config) == (run.config.gpus, "GPU")
+
+
+def test_without_gpus_runs_go_one_after_another_unless_told_otherwise(tmp_path):
+    assert len(make_slots(make_experiment(tmp_path, seeds=5))) == 1
+    slots = make_slots(make_experiment(tmp_path, seeds=5, parallel=3))
+    assert [slot.gpus for slot in slots] == [()] * 3
+
+
+def test_runs_that_would_share_a_port_go_one_after_another(tmp_path):
+    with pytest.raises(ConfigError, match="parallel=2: runs would share one server or port"):
+        make_slots(make_experiment(tmp_path, seeds=5, parallel=2, set={"relay.base_port": 4000}))

@@ -1,0 +1,100 @@
+"""What an evaluation begins with, and which one `--resume` goes on with."""
+
+from asyncio import to_thread
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from laminar_py.config.loading import load_config
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.run_folder import RunFolder, new_run
+from laminar_py.orchestrator.eval_controller import EvalSource
+from laminar_py.orchestrator.eval_launch import EvalRequest, begin, evaluate, find_open, settings_of
+from laminar_py.records.events import RunEnded
+from tests.learner.builders import full_parameters
+from tests.ledger import runs as ledgers
+from tests.orchestrator.test_exports import make_run, rotate_while_read
+
+
+def begun(source: Path, *overrides: str) -> RunFolder:
+    """An evaluation that was killed once it had begun."""
+    settings = settings_of(EvalRequest(source=source, overrides=overrides))
+    evaluation = new_run(settings)
+    begin(evaluation, settings, source)
+    return evaluation
+
+
+def resume(source: Path, *overrides: str) -> None:
+    request = EvalRequest(source=source, overrides=overrides, resume=True)
+    evaluate(request, console=Console(file=StringIO()))
+
+
+def gone_on_with(source: Path) -> RunFolder:
+    return find_open(settings_of(EvalRequest(source=source)), source)
+
+
+def test_what_is_evaluated_of_a_run_that_goes_on_is_the_checkpoint_that_was_read(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    learner = make_run(run, f"runs={tmp_path / 'runs'}")
+    rotate_while_read(run, monkeypatch)
+    evaluation = begun(run)
+    source = msgspec.json.decode((evaluation.path / "source.json").read_bytes(), type=EvalSource)
+    assert source == EvalSource(path=str(run / "checkpoints/step-2"), step=2)
+    config = load_config(evaluation.config, [])
+    assert config.model.path == evaluation.path / "model"
+    model, trained = AutoModelForCausalLM.from_pretrained(config.model.path), full_parameters(learner)
+    assert all(torch.equal(values, trained[name]) for name, values in model.named_parameters())
+
+
+def test_evaluations_of_one_checkpoint_share_nothing(tmp_path):
+    run = tmp_path / "run"
+    make_run(run, f"runs={tmp_path / 'runs'}")
+    first, second = begun(run), begun(run)
+    assert [one.path.name for one in (first, second)] == ["eval-quickstart-1", "eval-quickstart-2"]
+    for one in (first, second):
+        assert load_config(one.config, []).model.path.parent == one.path
+        assert (one.path / "model/model.safetensors").is_file()
+    assert not [path for path in (tmp_path / "runs").iterdir() if path not in (first.path, second.path)]
+
+
+def test_each_of_two_evaluations_can_be_gone_on_with(tmp_path):
+    run = tmp_path / "run"
+    make_run(run, f"runs={tmp_path / 'runs'}")
+    older, newer = begun(run / "checkpoints/step-1"), begun(run / "checkpoints/step-2")
+    assert gone_on_with(run / "checkpoints/step-1").path == older.path
+    assert gone_on_with(run / "checkpoints/step-2").path == newer.path
+    assert gone_on_with(run).path == newer.path
+    newer.lock()
+    assert gone_on_with(run).path == older.path, "the newer one is under way"
+    newer.unlock()
+
+
+def test_a_resume_that_asks_for_other_settings_is_refused_in_one_line(tmp_path):
+    run = tmp_path / "run"
+    make_run(run, f"runs={tmp_path / 'runs'}", steps=1)
+    told = "eval.sets.heldout.samples=4", "eval.sets.heldout.temperature=0.5"
+    evaluation = begun(run, *told)
+    kept = sorted(evaluation.path.iterdir())
+    with pytest.raises(ConfigError, match=r"^eval.sets.heldout.samples=8: was 4 in .*-1; give the settings"):
+        resume(run, "eval.sets.heldout.samples=8", told[1])
+    with pytest.raises(ConfigError, match=r"^seed=9: was \d in .*-1; give the settings that it has, or leave"):
+        resume(run, *told, "seed=9")
+    with pytest.raises(ConfigError, match=r"^source=.*step-7: .*/runs has no eval-quickstart-<n> of it"):
+        resume(run / "checkpoints/step-7", *told)
+    assert sorted(evaluation.path.iterdir()) == kept
+
+
+async def test_a_finished_evaluation_is_told_to_be_finished(tmp_path):
+    run = tmp_path / "run"
+    await to_thread(make_run, run, f"runs={tmp_path / 'runs'}", steps=1)
+    evaluation = begun(run)
+    async with ledgers.open_ledger(evaluation.path) as ledger:
+        ledgers.begin(ledger)
+        ledger.append(RunEnded(1, "finished"))
+    with pytest.raises(ConfigError, match=r"^run=.*eval-quickstart-1: is finished, with its figures in"):
+        resume(run)

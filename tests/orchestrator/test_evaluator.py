@@ -1,0 +1,96 @@
+"""When sets are evaluated, and under which versions."""
+
+import asyncio
+from types import SimpleNamespace
+
+from laminar_py.config.loading import load_config
+from laminar_py.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.evaluations import pass_number, set_of
+from laminar_py.records.trajectory import Kind
+from laminar_py.telemetry.stats import Stats, Totals
+from tests.builders import make_prompt
+from tests.control.fleet import Fleet, settle
+from tests.runs.runs import REPO
+from tests.workers.fakes import make_incarnation
+
+PATIENCE_S = 60.0
+SETS = "eval.sets={often: often.jsonl, rare: {path: rare.jsonl, every_steps: 4}}"
+
+
+def make_evaluator(fleet, *settings, replicas=None):
+    """An evaluator of two sets of a problem each, what it publishes, and the versions that it has held."""
+    held, published = [], []
+
+    async def hold(version):
+        held.append(version)
+
+    incarnation = make_incarnation(
+        config=load_config(REPO / "configs/quickstart.yaml", [SETS, *settings]),
+        inputs=SimpleNamespace(sets={"often": [make_prompt(0)], "rare": [make_prompt(1)]}, first_of_tasks=[]),
+        stats=Stats(SystemClock(), replicas=1, totals=Totals()),
+    )
+    evaluator = Evaluator(
+        incarnation,
+        scheduler=fleet.scheduler,
+        replicas=replicas,
+        hold=hold,
+        publish=published.append,
+        say=None,
+    )
+    return evaluator, published, held
+
+
+async def evaluate_all(fleet):
+    """Answer everything that was asked for; the sets, in the order in which they were begun."""
+    await fleet.report(0)
+    items = [item for item in fleet.running[0].values() if item.kind is Kind.EVAL]
+    await fleet.finish_all(0)
+    await fleet.score_all(lambda index: 1.0)
+    await settle()
+    return [set_of(group) for group in sorted({item.group_id for item in items}, key=pass_number)]
+
+
+async def test_each_set_is_evaluated_at_its_own_interval_and_all_before_and_after():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, published, _ = make_evaluator(fleet, "eval.every_steps=2")
+    found = {}
+    for step in range(1, 9):
+        await evaluator.stepped(Moment(0, step, float(step)), last=step == 8)
+        if asked := await evaluate_all(fleet):
+            found[step] = asked
+    assert found == {2: ["often"], 4: ["often", "rare"], 6: ["often"]}
+    finish = asyncio.create_task(evaluator.finish(Moment(0, 8, 8.0)))
+    async with asyncio.timeout(PATIENCE_S):
+        while not (asked := await evaluate_all(fleet)):  # until the figures of those before are there
+            await settle()
+        await finish
+    assert asked == ["often", "rare"]
+    assert {(one.set_name, one.step) for one in published[-2:]} == {("often", 8), ("rare", 8)}
+    assert len(published) == 6
+
+
+async def test_deferred_versions_are_held_and_evaluated_with_their_sets_when_rl_is_over():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    replicas = SimpleNamespace(restart=lambda: None)
+    evaluator, _, held = make_evaluator(fleet, "eval.every_steps=2", "eval.deferred=true", replicas=replicas)
+    for step in range(1, 5):
+        await evaluator.stepped(Moment(step, step, float(step)), last=False)
+    assert held == [2, 4]
+    assert fleet.scheduler.evaluations.progress == ""
+
+
+async def test_a_result_is_of_the_step_whose_weights_answered():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, published, _ = make_evaluator(fleet, "eval.every_steps=2")
+    fleet.versions[0] = 1
+    for step in (1, 2):
+        await evaluator.stepped(Moment(step, step, float(step)), last=False)
+    await evaluate_all(fleet)
+    async with asyncio.timeout(PATIENCE_S):
+        while not published:
+            await settle()
+    assert [(one.version, one.step, one.rl_s) for one in published] == [(1, 1, 1.0)]

@@ -1,0 +1,86 @@
+"""Problems of a run: sources side by side, prompts of messages, and what ends a response to them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from laminar_py.config.loading import load_config
+from laminar_py.config.section import ConfigError
+from laminar_py.preflight.inputs import Inputs, check
+from laminar_py.records.trajectory import Prompt
+from tests.data.templates import EOS, SPECIAL, TEMPLATES, make_tokenizer_folder
+from tests.runs.runs import REPO
+
+END = SPECIAL.index("<|im_end|>")
+
+
+def make_inputs(
+    folder: Path, *settings: str, template: str | None = TEMPLATES["chatml"].text, trains: bool = True
+) -> Inputs:
+    """Inputs of a run whose model has a template, and whose problems are messages in two sources."""
+    model = folder / "model"
+    shutil.copytree(REPO / "experiments/quickstart/data/model", model, dirs_exist_ok=True)
+    (model / "generation_config.json").unlink(missing_ok=True)  # ends that go before those of the config
+    sizes = json.loads((model / "config.json").read_text()) | {"vocab_size": 300, "eos_token_id": EOS}
+    (model / "config.json").write_text(json.dumps(sizes))
+    make_tokenizer_folder(model, template)
+    for name in ("sums", "products", "aime"):
+        row = {"prompt": [{"role": "user", "content": name}], "answer": "4", "id": "same"}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row))
+    train = f"[{{path: {folder}/sums.jsonl, task: s, weight: 3}}, {folder}/products.jsonl]"
+    given = [
+        f"model.path={model}",
+        "warm_start=null",
+        "data.prepare=null",
+        f"eval.sets={{a: {folder}/aime.jsonl}}",
+    ]
+    config = load_config(REPO / "configs/quickstart.yaml", [*given, f"data.train={train}", *settings])
+    return check(config, trains=trains)
+
+
+def test_sources_side_by_side_keep_their_ids_apart_and_tasks_of_their_own(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    drawn: list[Prompt] = [inputs.stream.prompt(place) for place in range(1000)]
+    assert {prompt.id: prompt.task for prompt in drawn} == {"train.0/same": "s", "train.1/same": ""}
+    assert sum(prompt.task == "s" for prompt in drawn) == 750
+    assert [prompt.id for prompt in inputs.sets["a"]] == ["a/same"]
+
+
+def test_where_prompts_are_messages_the_end_of_a_turn_ends_responses_and_the_start_says_so(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path, "data.chat.system=Be brief.")
+    assert inputs.tokenizer.eos_ids == (END, EOS)
+    first, *lines = inputs.example.splitlines()
+    assert first == f"prompt train.0/same, 42 tokens; a response ends with {END} '<|im_end|>', {EOS} '</s>'"
+    assert lines[:3] == ["  <|im_start|>system", "  Be brief.<|im_end|>", "  <|im_start|>user"]
+
+
+def test_messages_for_a_model_without_a_template_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data\.train\.0=.*sums\.jsonl:1: messages, and .* has no chat template"
+    ):
+        make_inputs(tmp_path, template=None)
+
+
+def test_a_leak_names_its_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.a=.*s\.jsonl:1: prompt also in data\.train\.1=.*:1 in "):
+        make_inputs(tmp_path, f"eval.sets.a={tmp_path}/products.jsonl")
+
+
+def test_what_does_not_train_reads_nothing_to_train_on(tmp_path: Path) -> None:
+    rewards = "reward={use: [math], by_task: {elsewhere: [math]}}"
+    inputs = make_inputs(tmp_path, f"data.train={tmp_path}/nowhere.jsonl", rewards, trains=False)
+    assert list(inputs.digests) == ["eval.sets.a"]
+    assert inputs.example.startswith("prompt a/same, ")
+
+
+def test_where_only_a_warm_start_has_messages_the_end_of_a_turn_ends_responses_too(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "warm.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "text.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "2+3=", "answer": "5"}')
+    texts = [f"data.train={tmp_path}/text.jsonl", f"eval.sets={{a: {tmp_path}/other.jsonl}}"]
+    assert make_inputs(tmp_path, *texts).tokenizer.eos_ids == (EOS,)
+    warm = f"warm_start={{data: {tmp_path}/warm.jsonl, steps: 1, cache: {tmp_path}/warm}}"
+    assert make_inputs(tmp_path, *texts, warm).tokenizer.eos_ids == (END, EOS)

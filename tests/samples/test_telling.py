@@ -1,0 +1,143 @@
+"""Samples as lines of a terminal: text is text, whatever it contains."""
+
+import io
+import re
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from laminar_py.records.scoring import TermValue
+from laminar_py.records.trajectory import FinishReason, Kind, Status
+from laminar_py.samples.records import Colour, FullSample, PromptVisit, SampleRow, TokenSpan
+from laminar_py.samples.telling import CUT_AT, tell_colours, tell_response, tell_sample
+from tests.samples.runs import HOSTILE
+
+
+def make_row(**other):
+    fields = dict.fromkeys(SampleRow.__struct_fields__)
+    fields |= {"number": 1, "id": "g0.0", "prompt_id": "p0", "group_id": "g0", "kind": Kind.TRAIN}
+    fields |= {"status": Status.CONSUMED, "reward": 1.0, "length": 1, "finish_reason": FinishReason.STOP}
+    return SampleRow(**(fields | other))
+
+
+def make_visit(number=1, **other):
+    fields = {"group_id": f"g{number}", "kind": Kind.TRAIN, "number": number, "step": None, "version": 0}
+    fields |= {"samples": 1, "scored": 1, "mean_reward": 0.25, "solved": 0.0, "mean_length": 1.0}
+    return PromptVisit(**(fields | other))
+
+
+def make_sample(*tokens, spans=None, **other):
+    """A response of these tokens under version 0, or under `spans` of (version, start, end)."""
+    spans = [(0, 0, len(tokens))] if spans is None and tokens else spans or []
+    fields = {
+        "row": make_row(length=len(tokens)),
+        "prompt": "2+2=",
+        "answer": "4",
+        "task": "sum",
+        "tokens": list(tokens),
+        "ids_only": "",
+        "ids": list(range(len(tokens))),
+        "logprobs": [-0.5] * len(tokens),
+        "spans": [TokenSpan(version=of, replica=1, start=start, end=end) for of, start, end in spans],
+        "terms": [TermValue(name="math", value=1.0, elapsed_s=0.5, text="right", said="4")],
+        "columns": {},
+        "siblings": [make_row(), make_row(id="g0.1", reward=None), make_row(id="g0.2", reward=0.5)],
+        "history": [make_visit()],
+    }
+    return FullSample(**(fields | other))
+
+
+def tell(sample, *, colour=Colour.VERSION, whole=False):
+    return [line.plain for line in tell_sample(sample, colour=colour, whole=whole)]
+
+
+def respond(sample, *, whole=False):
+    return [line.plain for line in tell_response(sample, colour=Colour.VERSION, whole=whole)]
+
+
+def test_a_sample_is_told_with_problem_text_verdict_group_and_visits():
+    history = [make_visit(number, step=number) for number in range(1, 11)]
+    row = make_row(length=2, step=9, staleness=3, advantage=0.5)
+    assert tell(make_sample("four", "!\nor 4", row=row, history=history)) == [
+        "g0.0: reward 1; advantage 0.5; 2 tokens, ended by stop; used by step 9, staleness 3",
+        "prompt p0 of sum, answer '4':",
+        "  2+2=",
+        "response: version 0, replica 1",
+        "  four!",
+        "  or 4",
+        "math 1 in 0.500 s, says '4'",
+        "  right",
+        "group g0, rewards: [1] - 0.5",
+        "prompt p0, visits 10, mean rewards, the newest 8: " + ", ".join(f"0.25 (step {n})" for n in range(3, 11)),
+    ]
+
+
+def test_each_change_of_version_is_a_line_at_its_token():
+    sample = make_sample("a", "b", "c", "d", spans=[(3, 0, 1), (4, 1, 2), (4, 2, 3), (7, 3, 4)])
+    assert respond(sample) == [
+        "response: version 3, replica 1",
+        "  a",
+        "from token 1 on: version 4, replica 1",
+        "  bc",
+        "from token 3 on: version 7, replica 1",
+        "  d",
+    ]
+    assert respond(make_sample()) == ["response: nothing yet"]
+
+
+def test_the_middle_of_a_long_text_is_left_out_and_the_version_behind_it_told():
+    sample = make_sample("a" * CUT_AT, "b" * CUT_AT, spans=[(0, 0, 1), (1, 1, 2)])
+    head, note, mark, tail = respond(sample)[1:]
+    assert note == f"... {CUT_AT:,} characters left out; --full shows them"
+    assert (set(head), set(tail), mark) == (set(" a"), set(" b"), "from token 1 on: version 1, replica 1")
+    assert len(head) + len(tail) - 4 == CUT_AT
+    assert [len(line) - 2 for line in respond(sample, whole=True) if line.startswith("  ")] == [CUT_AT, CUT_AT]
+    assert len(respond(make_sample("a" * CUT_AT))) == 2
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "\ud800 lone \udfff"])
+@pytest.mark.parametrize("colour", Colour)
+def test_hostile_text_comes_out_as_text(text, colour):
+    row = make_row(prompt_id=text, drop_detail=text, drop_reason="stale")
+    terms = [TermValue(name=text, value=0.0, text=text, said=text)]
+    sample = make_sample(*text, row=row, prompt=text, answer=text, task=text, terms=terms)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40, highlight=False)
+    for line in tell_sample(sample, colour=colour, whole=True):
+        console.print(line, soft_wrap=True)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())  # colours of ours
+    assert all(one.isprintable() or one in "\n\t " for one in said)
+    shown = {line.plain.expandtabs() for line in tell_response(sample, colour=colour, whole=True)}
+    assert shown <= set(said.split("\n"))
+
+
+@given(st.lists(st.text(alphabet=st.characters(), max_size=9), min_size=1, max_size=9), st.booleans())
+def test_only_our_own_lines_have_no_spaces_before_them(tokens, whole):
+    lines = respond(make_sample(*tokens), whole=whole)[1:]
+    assert all(line.startswith("  ") for line in lines)
+    assert all("\n" not in line for line in lines)
+
+
+def test_colours_say_version_or_log_probability():
+    sample = make_sample("a", "b", "c", spans=[(3, 0, 1), (9, 1, 3)], logprobs=[-0.01, -9.0, None])
+    styles = {colour: drawn(sample, colour) for colour in Colour}
+    assert styles[Colour.VERSION] == [["cyan"], ["yellow"]]
+    assert styles[Colour.LOGPROB] == [["green"], ["red", "reverse"]]
+    assert styles[Colour.NONE] == [[], []]
+    assert tell_colours(Colour.VERSION) is None
+    assert tell_colours(Colour.LOGPROB).plain.startswith("log-probability:  from -0.1  from -0.7")
+
+
+def drawn(sample, colour):
+    """Styles of the lines of the text."""
+    lines = tell_response(sample, colour=colour, whole=True)
+    return [[span.style for span in line.spans if span.style] for line in lines if line.plain.startswith("  ")]
+
+
+def test_tokens_that_are_ids_and_unfinished_responses_are_told():
+    row = make_row(reward=None, finish_reason=None, status=Status.RUNNING, length=2)
+    (head, *_) = tell(msgspec.structs.replace(make_sample("1 ", "2 "), row=row, terms=[]))
+    assert head == "g0.0: no reward; 2 tokens so far; running"
