@@ -17,6 +17,7 @@ from laminar_py.launcher.standing import RunState
 from laminar_py.ledger.run_folder import RunFolder
 
 LOOK_S = 1.0  # between two looks at a lock that another process has
+STOPPING_S = 300.0  # after which a run that a killed launcher left has stopped, or is one that somebody wants
 SEEN = "CUDA_VISIBLE_DEVICES"
 
 Note = Callable[[PlannedRun, RunState, str], None]
@@ -24,9 +25,11 @@ Note = Callable[[PlannedRun, RunState, str], None]
 
 
 async def wait_for_begun(experiment: Experiment, note: Note) -> None:
-    """Wait until no process has any of the runs, e.g. those that a killed launcher left to stop."""
-    for run in experiment.runs:
-        await freed(run, note)
+    """Wait until no process has any of the runs, but no longer than those need that a killed launcher left."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOPPING_S):
+            for run in experiment.runs:
+                await freed(run, note)
 
 
 async def freed(run: PlannedRun, note: Note) -> None:
@@ -40,7 +43,7 @@ async def freed(run: PlannedRun, note: Note) -> None:
             note(run, RunState.HELD, _tell_holder(folder, str(error)))
             await asyncio.sleep(LOOK_S)
             continue
-        if not folder.has_ledger:  # perhaps without a whole config
+        if folder.is_unbegun:  # perhaps without a whole config
             folder.reap()
             shutil.rmtree(folder.path)
         folder.unlock()

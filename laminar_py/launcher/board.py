@@ -94,7 +94,7 @@ class Board:
     def _take_in(self, seen: Sequence[Standing]) -> None:
         for now in seen:
             known = self._standings[now.run.name]
-            if known.state in ACTIVE:  # it may have ended since the look
+            if known.state in ACTIVE and now.row is not None:  # it may have ended since the look
                 self._standings[now.run.name] = replace(known, row=now.row, stepped_s=now.stepped_s)
 
     def _left(self) -> str:

@@ -30,6 +30,11 @@ class Slot:
     gpus: tuple[str, ...] | None  # as in CUDA_VISIBLE_DEVICES; None where Ray or nobody hands out any
 
     @property
+    def place(self) -> int:
+        """Number of the place where its runs may fail; all slots without GPUs of their own are one."""
+        return self.index if self.gpus else 0
+
+    @property
     def words(self) -> list[str]:
         """Words on it, e.g. `["slot 0", "GPU 0,1"]`."""
         return [f"slot {self.index}", *filter(None, [self.told])]

@@ -20,6 +20,7 @@ from laminar_py.launcher.begun import LOOK_S, freed, held_gpus
 from laminar_py.launcher.board import Board
 from laminar_py.launcher.experiment import Experiment, PlannedRun
 from laminar_py.launcher.places import Slot
+from laminar_py.launcher.room import has_room
 from laminar_py.launcher.standing import ENDED, RunState, Standing, in_turn, last_words, read_standing
 from laminar_py.ledger.run_folder import RunFolder
 
@@ -27,6 +28,7 @@ PLACING_S = 300.0  # after which all processes of a run have their GPUs, or hang
 MOST_DEATHS = 4  # in a row without a new step, after which a run has failed in its slot
 BACK_OFF_S, GROWTH = 2.0, 8  # before the first retry, and from each to the next: a node may be away for minutes
 STARTED = b"--- started by laminar launch\n"  # after which no earlier complaint counts
+ROOM_LOOK_S = 30.0  # between two looks for room on a shared cluster
 GOOD, REFUSED, STOPPED = 0, 2, 130  # exit codes of `laminar train`
 
 
@@ -43,7 +45,7 @@ class Queue:
         ahead = [one.run for one in in_turn(board.standings)]
         self._held = {run.name: run for run in ahead if run.folder is not None and run.folder.is_led}
         free = [run for run in ahead if run.name not in self._held]
-        self._backlog = Backlog(free, slots=[slot.index for slot in slots], held=len(self._held))
+        self._backlog = Backlog(free, slots={slot.place for slot in slots}, held=len(self._held))
         self._changed = asyncio.Event()  # set, and replaced, when a slot has done with a run
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stop = asyncio.Event()
@@ -87,11 +89,11 @@ class Queue:
             except OSError as error:  # e.g. its disk is full; other runs go on
                 failed, standing = True, Standing(run=run, state=RunState.FAILED, why=str(error))
             if not failed:
-                self._backlog.ended(slot.index)
-            elif self._backlog.failed(run, slot.index):
+                self._backlog.ended(slot.place)
+            elif self._backlog.failed(run, slot.place):
                 standing = replace(standing, state=RunState.WAITING, why=f"for another slot: {standing.why}")
             self._board.settle(standing)
-            if not self._backlog.is_open(slot.index):
+            if not self._backlog.is_open(slot.place):
                 self._board.tell(f"{', '.join(slot.words)}: runs failed there, so it gets no more")
             self._notify()
 
@@ -104,7 +106,7 @@ class Queue:
     async def _next(self, slot: Slot) -> PlannedRun | None:
         """The next run for a slot, which may still fail in another first; None once there is none."""
         while not self._stop.is_set() and not self._backlog.is_over:
-            run = self._backlog.take(slot.index)
+            run = self._backlog.take(slot.place)
             if run is not None:
                 return run
             await self._changed.wait()
@@ -122,9 +124,14 @@ class Queue:
             and (before := read_standing(run)).state is not RunState.FINISHED
         ):
             deaths, step = (deaths, step) if before.step <= step else (0, before.step)
+            placed_ns = _placed_ns(run.folder)
             code = await self._once(run, slot)
-            if code in (GOOD, STOPPED) or self._refused(code) or self._stop.is_set():
+            if code in (GOOD, STOPPED) or self._stop.is_set():
                 return True
+            if code == REFUSED and slot.gpus is not None:  # by its config, or by this place
+                return False
+            if slot.gpus is None and _placed_ns(run.folder) <= placed_ns and await self._waited_for_room(run):
+                continue
             deaths += 1
             if deaths == MOST_DEATHS:
                 return False
@@ -133,9 +140,15 @@ class Queue:
             await self._unless_stopped(asyncio.sleep(pause_s))
         return True
 
-    def _refused(self, code: int) -> bool:
-        """True where the config is why it ended; on a shared cluster it may be what others took of it."""
-        return code == REFUSED and self._slots[0].gpus is not None
+    async def _waited_for_room(self, run: PlannedRun) -> bool:
+        """True where the shared cluster was away, or full, which is no fault of the run, and is so no more."""
+        waited = False
+        arguments = run.arguments(self._experiment.settings.base)
+        while not self._stop.is_set() and not await has_room(arguments):
+            waited = True
+            self._board.note(run, RunState.RETRYING, f"when the cluster has room: {last_words(run.log)}")
+            await self._unless_stopped(asyncio.sleep(ROOM_LOOK_S))
+        return waited
 
     async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
         """Do some work, or as much of it as there is time for before a signal stops all; False after that."""
@@ -187,9 +200,9 @@ class Queue:
 
     async def _placed(self, run: PlannedRun, process: asyncio.subprocess.Process) -> None:
         """Wait until all processes of a run have their GPUs, but no longer than that can take."""
-        before, clock = _last_placed(run.folder), asyncio.get_running_loop()
+        before, clock = _placed_ns(run.folder), asyncio.get_running_loop()
         latest = clock.time() + PLACING_S
-        while _last_placed(run.folder) <= before and clock.time() < latest:
+        while _placed_ns(run.folder) <= before and clock.time() < latest:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await process.wait()
@@ -201,7 +214,7 @@ def _ask_to_stop(process: asyncio.subprocess.Process) -> None:
         process.send_signal(signal.SIGINT)
 
 
-def _last_placed(folder: RunFolder | None) -> int:
+def _placed_ns(folder: RunFolder | None) -> int:
     """Time at which all processes of a run had their GPUs, in ns; 0 before."""
     return folder.placed.stat().st_mtime_ns if folder is not None and folder.placed.is_file() else 0
 

@@ -87,7 +87,14 @@ def _evaluations(run: Path, step: int, state: RunState) -> tuple[dict[str, list[
 
 
 def read_standing(run: PlannedRun) -> Standing:
-    """Standing of a run by what is on disk."""
+    """Standing of a run by what is on disk; one whose files cannot be read has failed."""
+    try:
+        return _read_standing(run)
+    except OSError as error:
+        return Standing(run=run, state=RunState.FAILED, why=str(error))
+
+
+def _read_standing(run: PlannedRun) -> Standing:
     folder = run.folder
     if folder is None:
         why = last_words(run.log)

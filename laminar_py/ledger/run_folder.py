@@ -52,6 +52,12 @@ class RunFolder:
         """True once a ledger is laid out: an empty file is one whose making was interrupted."""
         return self.ledger.is_file() and self.ledger.stat().st_size > 0
 
+    @property
+    def is_unbegun(self) -> bool:
+        """True where nothing in it is worth keeping: no ledger, no step and no checkpoint."""
+        done = any(self.checkpoints.glob("*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+        return not (self.has_ledger or done)
+
     def has(self, checkpoint: Checkpointed) -> bool:
         """True if the folder of that checkpoint is still there."""
         return (self.path / checkpoint.path).is_dir()

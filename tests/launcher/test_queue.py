@@ -43,6 +43,11 @@ folder.mkdir()
 while len(starts.read_text()) < 2:  # the other starts before this one has done anything else
     time.sleep(0.01)
 """
+PLACE_ONE = """
+folder = Path(changes["runs"]) / f"{changes['name']}-1"
+folder.mkdir(exist_ok=True)
+(folder / "placed").touch()
+"""
 HOLD = """
 import sys
 from pathlib import Path
@@ -124,10 +129,60 @@ async def test_a_run_that_its_config_fails_is_not_tried_again_and_others_go_on(t
     assert starts == 2
 
 
-async def test_on_a_shared_cluster_what_others_take_of_it_is_no_fault_of_the_config(tmp_path):
-    _, (failed,), starts = await work(tmp_path, "sys.exit(2)", gpus=[None])
-    assert failed.why == "its process ended with exit code 2"
+def let_in(monkeypatch, *rooms):
+    """Have a cluster answer so when it is asked for room, the last answer for ever."""
+    answers = list(rooms)
+
+    async def has_room(_):
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+    monkeypatch.setattr(queue, "has_room", has_room)
+    monkeypatch.setattr(queue, "ROOM_LOOK_S", 0.01)
+
+
+async def test_a_run_that_a_cluster_with_room_for_it_refuses_is_given_up_once(tmp_path, monkeypatch):
+    let_in(monkeypatch, True)
+    _, (failed,), starts = await work(tmp_path, "sys.exit(2)", gpus=[None, None])
+    assert (failed.state, failed.why) == (RunState.FAILED, "its process ended with exit code 2")
     assert starts == queue.MOST_DEATHS
+
+
+async def test_runs_wait_for_a_cluster_that_is_away_or_full_however_often(tmp_path, monkeypatch):
+    let_in(monkeypatch, *[False, True] * 6, True)
+    text = "\nif starts.stat().st_size <= 6:\n    sys.exit(2)\n" + PLACE_ONE + FINISH
+    _, standings, starts = await work(tmp_path, text, gpus=[None, None], seeds=3)
+    assert [one.state for one in standings] == [RunState.FINISHED] * 3
+    assert starts == 6 + 3
+    assert "when the cluster has room: its process ended with exit code 2" in (tmp_path / "out").read_text()
+
+
+async def test_a_place_that_refuses_runs_fails_none(tmp_path):
+    text = "\nif os.environ['CUDA_VISIBLE_DEVICES'] == '1':\n    sys.exit(2)\ntime.sleep(0.2)\n" + FINISH
+    _, standings, starts = await work(tmp_path, text, gpus=[("0",), ("1",)], seeds=6)
+    assert [one.state for one in standings] == [RunState.FINISHED] * 6
+    assert starts - 6 in (1, 2), "a slot that refused two gets no more"
+
+
+async def test_a_run_whose_files_cannot_be_read_fails_alone(tmp_path):
+    bad, _ = make_experiment(tmp_path, seeds=2).runs
+    folder = new_run(bad.config)
+    folder.ledger.write_text("begun")
+    folder.metrics.mkdir()
+    _, (failed, finished), _ = await work(tmp_path, FINISH, seeds=2)
+    assert failed.state is RunState.FAILED
+    assert "metrics.jsonl" in failed.why
+    assert finished.state is RunState.FINISHED
+
+
+@pytest.mark.parametrize("left", ["checkpoints/step-3", "metrics.jsonl"])
+async def test_a_run_whose_ledger_was_lost_keeps_what_it_did(tmp_path, left):
+    (run,) = make_experiment(tmp_path).runs
+    folder = new_run(run.config)
+    folder.ledger.touch()
+    (folder.path / left).parent.mkdir(exist_ok=True)
+    (folder.path / left).write_text("{}")
+    await work(tmp_path, "sys.exit(2)")
+    assert (folder.path / left).is_file()
 
 
 async def test_a_run_that_dies_without_a_step_is_given_up_and_how_it_died_is_told(tmp_path):

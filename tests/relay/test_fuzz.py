@@ -286,10 +286,10 @@ def announce(*files: m.FileEntry) -> list[bytes]:
 
 
 def free_endpoint() -> str:
-    """Where nobody listens yet."""
+    """Where nobody listens yet, of ports that the system hands out to no connection meanwhile."""
     with raw_socket(zmq.ROUTER, server=True) as socket:
-        socket.bind("tcp://127.0.0.1:*")
-        return socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        port = socket.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=30_000)
+    return f"tcp://127.0.0.1:{port}"
 
 
 ABOVE = {

@@ -27,8 +27,9 @@ HELDOUT = Path(__file__).with_name("heldout.jsonl")
 SMALL_SETTINGS = (
     "rollout.replicas=1",
     "relay.nodes=1",
-    "rollout.max_batch=4",
-    "rollout.batch_per_replica=4",
+    "rollout.max_batch=2",  # slow, so that a kill comes before the end
+    "rollout.batch_per_replica=2",
+    "rollout.group_size=2",
     "rollout.sampling.max_new_tokens=48",
 )
 SETTINGS = (
