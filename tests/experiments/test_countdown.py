@@ -238,3 +238,23 @@ def test_figures_are_the_worst_of_the_seeds_and_times_their_median():
         "countdown_seconds": 330.0,
         "countdown_async_over_sync_time": pytest.approx(0.4),  # 80 s of 200
     }
+
+
+def test_without_a_skill_of_sync_there_is_no_time_to_reach_it():
+    flat = search((0.0, 0.0), (100.0, 0.0))
+    one = run.SeedResult(
+        start=run.Imitated(steps=800, elapsed_s=30.0),
+        longer=run.Imitated(steps=8_000, elapsed_s=330.0),
+        supervised=flat,
+        rl=dict.fromkeys(Schedule, flat),
+    )
+    found = {row.name: row.value for row in run.rows([one])}
+    assert found["countdown_async_over_sync_time"] is None
+
+
+def test_a_curve_has_every_point_of_its_settings():
+    points = run.expected_points(CONFIG)
+    assert {step for step, name in points if name == "short"} == set(range(0, 201, 10))
+    assert {step for step, name in points if name == "one_change_sampled"} == {0, 200}
+    once = load_config(FOLDER / "countdown.yaml", [f"{name}={value}" for name, value in run.UNUSED.items()])
+    assert run.expected_points(once) == {(step, name) for step in (0, 1) for name in CONFIG.eval.sets}

@@ -91,18 +91,20 @@ def test_the_reward_reads_the_form_that_a_prompt_shows(data):
         assert verify(worked(row) + "1", row["answer"]).outcome is MathOutcome.WRONG
 
 
-def fact(row):
-    """What a question asks for, whatever its words and the order of a sum or product."""
-    x, sign, y, *_ = worked(row).split()
-    return (sign, *sorted((int(x), int(y))))
+def facts(row):
+    """What a question asks for and what undoes it: `8 + 9`, `17 - 8` and `17 - 9` are one."""
+    x, sign, y, _, value = worked(row).split()
+    numbers = (int(y), int(value)) if sign == "-" else (int(x), int(y))
+    return ("*" if sign == "*" else "+", *sorted(numbers))
 
 
-def test_no_heldout_fact_is_trained_on_or_shown(data):
+def test_no_heldout_fact_is_trained_on_or_shown_nor_what_undoes_it(data):
     heldout, train = (rows(data / f"{name}.jsonl") for name in ("heldout", "train"))
     asked = {row["prompt"][-1]["content"] for row in heldout}
     assert len(heldout) == len(asked) == 300
     assert len(train) > 1_000
-    assert not {fact(row) for row in heldout} & {fact(row) for row in train}
+    assert not {facts(row) for row in heldout} & {facts(row) for row in train}
+    assert len({facts(row) for row in heldout}) == len({row["family"] for row in heldout}) == 70
     assert not asked & {message["content"] for message in heldout[0]["prompt"][:-1]}
 
 
@@ -136,28 +138,31 @@ runpy.run_path({str(FOLDER / "prepare.py")!r}, run_name="__main__")
     assert f"package {package.replace('_', '-')} is missing; pip install" in line
 
 
+def point(run, rl_s, *right, said="right: 9 (tokens)"):
+    """Answers of families of two."""
+    found = [run.Answer(family=str(place // 2), reward=float(one), said=said) for place, one in enumerate(right)]
+    return run.CurvePoint(rl_s=rl_s, answers=found)
+
+
 def test_the_gain_is_that_of_the_worst_seed():
     run = load("run")
-    ends = [(0.4, 0.7), (0.35, 0.6)]
     runs = [
         run.LearnedArithmetic(
-            folder="",
-            wall_s=3500.0,
-            curve=[
-                run.CurvePoint(rl_s=0.0, right=start, unreadable=0.1),
-                run.CurvePoint(rl_s=3300.0, right=end, unreadable=0.0),
-            ],
+            folder="", wall_s=3500.0, curve=[point(run, 0.0, *start, said="cut"), point(run, 3300.0, 1, 1, 1, 0)]
         )
-        for start, end in ends
+        for start in ((1, 0, 0, 0), (1, 0, 1, 0))
     ]
-    found = {row.name: round(row.value, 3) for row in run.rows(runs)}
+    found = {row.name: row.value for row in run.rows(runs)}
     assert found["smollm2_accuracy_gain"] == 0.25
-    assert found["smollm2_unreadable_start"] == 0.1
+    assert found["smollm2_accuracy_gain_least"] == 0.0, "one of its two families gained nothing"
+    assert found["smollm2_unreadable_start"] == 1.0
+    assert found["smollm2_unreadable_end"] == 0.0
 
 
 def test_what_is_cut_or_not_understood_is_unreadable():
+    run = load("run")
     said = ["right: 9 (tokens)", "wrong: 3 (values)", "cut by a cap", "unparsable:  (no final answer)"]
-    assert load("run").unreadable(said) == 0.5
+    assert [point(run, 0.0, 0, said=one).unreadable for one in said] == [0, 0, 1, 1]
 
 
 @needs_model
