@@ -15,8 +15,10 @@ set -euo pipefail
 experiment=$1
 port=6379
 
-until_ray() { # waits for a condition, or until a `ray start` has ended, which gives its GPUs back with the job
+until_ray() { # waits for a condition, ten minutes at most, or until a `ray start` has ended; both end the job
+    local latest=$((SECONDS + 600))
     until "$@"; do
+        ((SECONDS < latest)) || { echo "Ray is not up on all nodes after ten minutes" >&2 && exit 1; }
         for pid in "${rays[@]}"; do
             kill -0 "$pid" 2> /dev/null || { echo "a ray start has ended; see above" >&2 && exit 1; }
         done
@@ -34,7 +36,7 @@ if ((SLURM_NNODES > 1)); then
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" ray start --head --port=$port --block &
     rays=($!)
     until_ray is_up
-    srun --overlap --nodes=$others --ntasks=$others --kill-on-bad-exit=1 --exclude="$head" \
+    srun --overlap --nodes=$others --ntasks=$others --kill-on-bad-exit=0 --exclude="$head" \
         ray start --address="$head:$port" --block &
     rays+=($!)
     until_ray are_all_up

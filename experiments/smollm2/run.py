@@ -1,7 +1,7 @@
 """A run of smollm2: `python experiments/smollm2/run.py [--json] [--seeds N]`, an hour a seed on two cores.
 
-Held-out accuracy (300 questions, greedy, at most 64 tokens, so that prose is read too) before and after RL, with the
-gain's 95 % interval over families of facts, shares of answers that cannot be read, and
+Held-out accuracy (300 questions, greedy, at most 64 tokens, so that prose is read too) before and after RL, with
+the gain's 95 % interval over families of facts, shares of answers that cannot be read, and
 `experiments/smollm2/out/curves.png`. The hour is that of the whole command, from its start to the end of the last
 evaluation; a run that takes longer has no figure. Started again, it goes on with the seeds that are missing.
 """
@@ -77,7 +77,7 @@ class LearnedArithmetic(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least_gain(self) -> float:
-        """Lower end of the gain's 95 % interval over resampled families, each of which stands or falls together."""
+        """Lower end of the gain's 95 % interval over resampled families, each of which stands or falls as one."""
         found = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])  # questions, right at the start, at the end
         for place, point in enumerate((self.curve[0], self.curve[-1])):
             for one in point.answers:

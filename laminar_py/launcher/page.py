@@ -25,6 +25,7 @@ from laminar_py.launcher.results import Results, RunResult, trained_per_s
 from laminar_py.launcher.standing import RunState, Standing, read_standings
 
 NOTHING = "–"
+OF_SEEDS = "Means over the seeds that have finished, or before any has, over those that were begun"
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,7 @@ class ExperimentPage(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     headline: list[Figure]
     variants: list[str]
+    counted: list[str]  # [variants] words on how many seeds count, where that is not all
     first: list[Sheet]
     charts: list[Chart]
     last: list[Sheet]
@@ -84,10 +86,19 @@ def make_page(experiment: Experiment, standings: list[Standing]) -> ExperimentPa
         state=f"{ended} of {len(standings)} runs have finished",
         headline=_headline(results),
         variants=experiment.variants,
+        counted=[_counted(results, variant) for variant in experiment.variants],
         first=[*_failures(failed), *_unreadable(results.unreadable), _outcomes(results)],
         charts=_charts(results),
         last=[_tails(results), _changes(experiment), _runs(results)],
     )
+
+
+def _counted(results: Results, variant: str) -> str:
+    """E.g. "2 of 3 seeds", or "" for all."""
+    runs, every = results.counted(variant), len(results.experiment.settings.seeds)
+    unfinished = not all(one.is_finished for one in runs)
+    told = f"{len(runs)} of {every} seeds{', not finished' if unfinished else ''}"
+    return told if unfinished or len(runs) < every else ""
 
 
 def _headline(results: Results) -> list[Figure]:
@@ -130,13 +141,12 @@ def _outcomes(results: Results) -> Sheet:
     rows = []
     for variant, runs in results.by_variant.items():
         ended = sum(one.is_finished for one in runs)
-        rewards = [one.reward[1][-1] for one in runs if one.samples.steps]
+        counted = results.counted(variant)
+        rewards = [one.reward[1][-1] for one in counted if one.samples.steps]
         values = (_ends(runs), results.at_equal_hours(variant), rewards)
         finished = f"{ended} of {len(experiment.settings.seeds)}"
-        rows.append(
-            [variant, finished, *map(tell_mean, values), *_costs([one for one in runs if one.is_finished] or runs)]
-        )
-    note = "Means over seeds ± half of the 95 % t-interval; costs are means of a finished run, of its RL phase."
+        rows.append([variant, finished, *map(tell_mean, values), *_costs(counted)])
+    note = f"{OF_SEEDS}, ± half of the 95 % t-interval; costs are those of the RL phase."
     return Sheet(title="Variants", note=note, head=head, rows=rows)
 
 
@@ -158,7 +168,8 @@ def _costs(runs: list[RunResult]) -> list[str]:
 def _tails(results: Results) -> Sheet:
     """Row for each variant: how long its responses are, and how old its data."""
     rows = []
-    for variant, runs in results.by_variant.items():
+    for variant in results.by_variant:
+        runs = results.counted(variant)
         tails = [one.tails for one in runs if one.tails is not None]
         lengths = [f"{fmean(tail[place] for tail in tails):,.0f}" if tails else NOTHING for place in range(3)]
         steps = [row for one in runs for row in one.samples.steps]
@@ -168,7 +179,7 @@ def _tails(results: Results) -> Sheet:
         waited = f"{fmean(waiting):.0%}" if waiting else NOTHING
         rows.append([variant, *lengths, mean, most, waited])
     head = ["variant", "response tokens p50", "p95", "p99", "staleness, mean", "at most", "learner waiting"]
-    note = "Means over seeds, of every training response; staleness in learner steps, of what was trained on."
+    note = f"{OF_SEEDS}, of every training response; staleness in learner steps, of what was trained on."
     return Sheet(title="Tails and staleness", note=note, head=head, rows=rows)
 
 

@@ -177,10 +177,12 @@ class Results:
         points = [point for one in self.all for point in one.evaluations.get(name, [])]
         return "accuracy" if all(point.is_accuracy for point in points) else "mean reward"
 
+    def counted(self, variant: str) -> list[RunResult]:
+        """Runs of a variant that its figures are of: finished ones, or while there are none, those begun."""
+        runs = self.by_variant[variant]
+        return [one for one in runs if one.is_finished] or runs
+
     def bands(self, line: Callable[[RunResult], Line]) -> list[Band]:
-        """Curve of each variant that has points: over its finished runs, or while it has none, over begun ones."""
-        made = []
-        for name, runs in self.by_variant.items():
-            finished = [one for one in runs if one.is_finished]
-            made.append(make_band(name, [line(one) for one in finished or runs]))
+        """Curve of each variant that has points, over the runs that count."""
+        made = [make_band(name, [line(one) for one in self.counted(name)]) for name in self.by_variant]
         return [band for band in made if band.x]

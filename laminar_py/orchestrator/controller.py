@@ -61,6 +61,7 @@ class Controller:
     ) -> None:
         goes_on = resume and run.has_ledger
         self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
+        self._evaluations = read_evaluations(run.path) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
         self._incarnation, self._view, say = incarnation, view, view.notice
@@ -247,7 +248,8 @@ class Controller:
 
     def _evaluated(self, result: Evaluated) -> None:
         self._incarnation.ledger.append(result)
-        told = settled([*read_evaluations(self._incarnation.run.path), result])[-1]
+        self._evaluations.append(result)
+        told = settled(self._evaluations)[-1]
         self._view.evaluated(told)
         self._trackers.evaluated(told)
 

@@ -51,6 +51,7 @@ def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
     settings = settings_of(request)
     if request.resume:
         return _led(find_open(settings, request.source), resumed=True, console=console)
+    _clear_unbegun(settings)
     run = new_run(settings)
     run.lock()
     try:
@@ -125,6 +126,14 @@ def begin(run: RunFolder, settings: RunConfig, source: Path) -> None:
     partial.replace(run.path / SOURCE)
 
 
+def _clear_unbegun(settings: RunConfig) -> None:
+    """Delete what evaluations left that were killed while they wrote their weights out."""
+    for run in runs_of(settings):
+        if (run.path / MODEL).is_dir() and _read_source(run) is None and run.try_lock():
+            shutil.rmtree(run.path)
+            run.unlock()
+
+
 def _is_model(source: Path) -> bool:
     return (source / "config.json").is_file()
 
@@ -175,7 +184,10 @@ def _read_source(run: RunFolder) -> EvalSource | None:
 
 def _difference(run: RunFolder, settings: RunConfig) -> str | None:
     """The first setting that an evaluation did not begin with, and what it was then; None where all are equal."""
-    then = load_config(run.config, [])
+    try:
+        then = load_config(run.config, [])
+    except ConfigError as error:
+        return f"config={run.config.name}: is of another release ({error})"
     before = flat_settings(then.model_dump(mode="json"))
     now = flat_settings(_of_model(settings, then.model.path).model_dump(mode="json"))
     names = [name for name in now | before if now.get(name) != before.get(name)]

@@ -10,10 +10,12 @@ import socket
 import subprocess
 import time
 
+import msgspec
 import psutil
 import pytest
 from typer.testing import CliRunner
 
+from laminar_py.analytics.measure.seeds import tell_mean
 from laminar_py.audit.verify import verify
 from laminar_py.cli import app
 from laminar_py.launcher.experiment import read_experiment
@@ -21,6 +23,7 @@ from laminar_py.launcher.page import make_page, write_page
 from laminar_py.launcher.standing import RunState, read_standings
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
+from tests.analytics.builders import make_step_row
 from tests.analytics.show.browser import browsing, needs_browser
 from tests.launcher.experiments import (
     LAUNCH,
@@ -29,6 +32,7 @@ from tests.launcher.experiments import (
     start_launcher,
     write_experiment,
 )
+from tests.launcher.test_queue import write_summary
 from tests.runs.runs import PATIENCE_S, REPO, forget_versions
 
 STEPS = 3
@@ -203,6 +207,21 @@ def test_a_run_that_cannot_be_read_is_a_row_of_the_page(tmp_path, monkeypatch):
     assert "not a ledger" in sheet.rows[0][1] or "cannot be read" in sheet.rows[0][1]
     assert "metrics.jsonl: line 1" in sheet.rows[1][1]
     assert [row[-1] for row in page.last[-1].rows] == ["unreadable", "unreadable", "unfinished"]
+
+
+def test_figures_are_of_finished_seeds_alone_once_there_is_one_and_say_of_how_many(tmp_path):
+    experiment = make_experiment(tmp_path, seeds=3)
+    for run, reward in zip(experiment.runs, (0.5, 0.9), strict=False):
+        row = msgspec.structs.replace(make_step_row(5, 10.0, trained_tokens=5000), reward=reward)
+        new_run(run.config).metrics.write_bytes(msgspec.json.encode(row) + b"\n")
+
+    def drawn():
+        page = make_page(experiment, read_standings(experiment))
+        return page.counted, [row[4] for row in page.first[-1].rows]
+
+    assert drawn() == (["2 of 3 seeds, not finished"], [tell_mean([0.5, 0.9])])
+    write_summary(tmp_path / "runs/e-base-s0-1")
+    assert drawn() == (["1 of 3 seeds"], [tell_mean([0.5])])
 
 
 def test_a_page_never_mixes_runs_of_other_settings(tmp_path, monkeypatch):

@@ -74,6 +74,36 @@ def test_each_of_two_evaluations_can_be_gone_on_with(tmp_path):
     newer.unlock()
 
 
+def test_an_evaluation_of_another_release_does_not_keep_newer_ones_from_going_on(tmp_path):
+    run = tmp_path / "run"
+    make_run(run, f"runs={tmp_path / 'runs'}")
+    newer, older = begun(run), begun(run)
+    older.config.write_text("of: another release\n")
+    assert gone_on_with(run).path == newer.path
+    newer.config.write_text("of: another release\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: is of another release"):
+        gone_on_with(run)
+
+
+def test_weights_that_a_killed_evaluation_left_half_written_are_cleared_away_by_the_next(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    make_run(run, f"runs={tmp_path / 'runs'}")
+    request = EvalRequest(source=run)
+    kept, left, led = begun(run), new_run(settings_of(request)), new_run(settings_of(request))
+    for one in (left, led):
+        (one.path / "model").mkdir()
+    led.lock()
+
+    def refuse(*_):
+        raise ConfigError("no")
+
+    monkeypatch.setattr("laminar_py.orchestrator.eval_launch.begin", refuse)
+    with pytest.raises(ConfigError, match="no"):
+        evaluate(request, console=Console(file=StringIO()))
+    assert sorted((tmp_path / "runs").glob("eval-*")) == sorted([kept.path, led.path])
+    led.unlock()
+
+
 def test_a_resume_that_asks_for_other_settings_is_refused_in_one_line(tmp_path):
     run = tmp_path / "run"
     make_run(run, f"runs={tmp_path / 'runs'}", steps=1)

@@ -56,7 +56,7 @@ function swatch(variant, page) {
 }
 
 function drawLegend(page) {
-  byId("legend").replaceChildren(...page.variants.map((variant) => {
+  byId("legend").replaceChildren(...page.variants.map((variant, i) => {
     const label = element("label"), box = element("input");
     Object.assign(box, { type: "checkbox", checked: !hidden.has(variant) });
     box.onchange = () => {
@@ -64,7 +64,7 @@ function drawLegend(page) {
       else hidden.add(variant);
       drawCharts(page);
     };
-    label.append(box, swatch(variant, page), variant);
+    label.append(box, swatch(variant, page), variant, element("small", page.counted[i]));
     return label;
   }));
 }
