@@ -88,8 +88,8 @@ class DataConfig(Section):
     train: AnySources
     """Source of the problems, or a list of them."""
     prepare: Path | None = None
-    """Python script that makes the files of this run where they are missing. Every command that reads the config to
-    use its data runs it first, without arguments, in the working directory."""
+    """Python script that makes the files of this run where they are missing. Every command that reads its data
+    runs it first, without arguments, in the working directory."""
     chat: ChatConfig = ChatConfig()
     """Prompts that are messages; of evaluation sets and the warm start too."""
     order: PromptOrder = PromptOrder.SHUFFLED

@@ -5,6 +5,8 @@ Invariant: a trajectory goes out only as an `Assigned` event, under a new epoch,
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from laminar_py.control.book import Book
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.lifecycle import Lifecycle
@@ -12,7 +14,7 @@ from laminar_py.control.moves import Round
 from laminar_py.control.routing import Router
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.records.replica import Assignment, Move
-from laminar_py.records.trajectory import Prompt, Status
+from laminar_py.records.trajectory import Kind, Prompt, Status
 
 
 class Dispatcher:
@@ -45,6 +47,7 @@ class Dispatcher:
                 break
             for lifecycle in self._book.issue_group(self._prompt_at(self._book.next_prompt)):
                 self._assign(lifecycle, view.index, None, out)
+        self._follow_passes(out)
         return out
 
     def for_starting(self, replica: int) -> list[Assignment]:
@@ -90,3 +93,16 @@ class Dispatcher:
         self._book.record(lifecycle.assign(replica))
         self._book.views.send(replica, lifecycle.id, pin=pin)
         out.setdefault(replica, []).append(lifecycle.assignment(pin))
+
+    def _follow_passes(self, out: dict[int, list[Assignment]]) -> None:
+        """Have replicas keep their version for passes beside training as long as more of them waits."""
+        self._book.moves.follow_while(self._waiting.has_of)
+        for replica, assignments in out.items():
+            for place, item in enumerate(assignments):
+                if self._is_followed(item):
+                    self._book.moves.follow(item.group_id, replica)
+                    assignments[place] = msgspec.structs.replace(item, followed=True)
+
+    def _is_followed(self, item: Assignment) -> bool:
+        more = item.kind is Kind.EVAL and self._waiting.has_of(item.group_id)
+        return more and self._evaluations.pass_of(item).replica is not None

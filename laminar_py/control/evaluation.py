@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from laminar_py.control.book import Book
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
+from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 
 NO_STEP = -1
@@ -132,9 +133,9 @@ class Evaluations:
         """The only version a member may run under, if that is settled."""
         return self._by_id[lifecycle.group_id].version
 
-    def pass_of(self, lifecycle: Lifecycle) -> Evaluation:
+    def pass_of(self, member: Lifecycle | Assignment) -> Evaluation:
         """The pass of a member."""
-        return self._by_id[lifecycle.group_id]
+        return self._by_id[member.group_id]
 
     def settle(self, lifecycle: Lifecycle) -> None:
         """Take in that a member is scored or dropped; the last one completes the evaluation."""

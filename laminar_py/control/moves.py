@@ -1,13 +1,15 @@
-"""Trajectories on their way from one replica to another. Owned by `control.scheduler`.
+"""Trajectories that replicas are promised: those of others, and more of a pass. Owned by `control.scheduler`.
 
 ASKED (its source is told to give it up) -> HANDED OVER (its last word is here, it waits for its destination) ->
 gone from here: the destination has it, or it ended at the source, was dropped, or goes elsewhere. The source owns
 it until its last word; the next assignment has a new epoch, so a late answer of the source counts for nothing.
-Invariant: a destination gets each trajectory that it was promised, or is told that it will not come.
+Invariant: a destination gets each trajectory that it was promised, or is told that it will not come; and a replica
+that keeps its version for more of a pass is told when nothing of that waits.
 """
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -32,6 +34,22 @@ class Moves:
     def __init__(self) -> None:
         self._rounds: dict[str, Round] = {}  # of each trajectory that is under way
         self._called_off: dict[int, list[str]] = {}
+        self._followed: dict[str, set[int]] = {}  # replicas that keep their version for more of a pass, by its id
+
+    def follow(self, pass_id: str, replica: int) -> None:
+        """Note that a replica keeps its version for more of a pass, until nothing of it waits."""
+        self._followed.setdefault(pass_id, set()).add(replica)
+
+    def follow_while(self, waits: Callable[[str], bool]) -> None:
+        """Have replicas keep their version no longer for passes of which nothing waits."""
+        for pass_id in [name for name in self._followed if not waits(name)]:
+            for replica in self._followed.pop(pass_id):
+                self.refuse(replica, pass_id)
+
+    def forget(self, replica: int) -> None:
+        """Note that a replica has died, which keeps nothing."""
+        for keepers in self._followed.values():
+            keepers.discard(replica)
 
     def begin(self, moving: Round) -> None:
         """Note the moves of a round, whose sources are asked to give them up."""
@@ -46,7 +64,9 @@ class Moves:
         return None if moving is None else (moving.open[trajectory_id], moving.version)
 
     def expected(self, replica: int) -> bool:
-        """True where anything is on its way there."""
+        """True where anything is on its way there, or more of a pass is to come."""
+        if any(replica in keepers for keepers in self._followed.values()):
+            return True
         return any(moving.open[name] == replica for name, moving in self._rounds.items())
 
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
@@ -77,10 +97,10 @@ class Moves:
             self.ends(trajectory_id)
 
     def refuse(self, destination: int, trajectory_id: str) -> None:
-        """Call off a trajectory that a destination was promised and that never set out."""
+        """Call off a trajectory that a destination was promised and that never set out, or a pass."""
         self._called_off.setdefault(destination, []).append(trajectory_id)
 
     def take_called_off(self) -> dict[int, list[str]]:
-        """Trajectories that each destination need not expect any more; told once."""
+        """Trajectories and passes that each destination need not expect any more; told once."""
         called_off, self._called_off = self._called_off, {}
         return called_off

@@ -56,6 +56,7 @@ class Reports:
 
     async def on_replica_lost(self, replica: int) -> None:
         """Interrupt all that a dead replica had; each keeps its stored prefix and waits for another replica."""
+        self._book.moves.forget(replica)
         for trajectory_id in sorted(self._book.views.forget(replica)):
             lifecycle = self._book.followed(trajectory_id)
             if lifecycle is not None and lifecycle.status is Status.RUNNING:

@@ -69,6 +69,10 @@ class WaitingQueue:
                 lane.entries = kept
                 heapify(kept)
 
+    def has_of(self, pass_id: str) -> bool:
+        """True while members of that pass wait."""
+        return pass_id in self._lanes
+
     def take_unreachable(self) -> list[Lifecycle]:
         """Trajectories whose version no replica will serve again; each is told once."""
         unreachable, self._unreachable = self._unreachable, []
@@ -163,12 +167,13 @@ class WaitingQueue:
         return min(lane.share, len(lane.entries))
 
     def _passes_once(self, lane: Lane, version: int | None) -> bool:
-        """True for deferred evaluations: replicas pass through their versions in order, and never come back.
+        """True for deferred evaluations, and those that a resumed run takes up before its learner has published.
 
-        So they are given all of them when they start; more than a batch waits in their engines.
+        Replicas pass through their versions in order, and never come back. So they are given all of them when they
+        start; more than a batch waits in their engines.
         """
-        evaluated = lane.entries[0][1].kind is Kind.EVAL
-        return evaluated and version is not None and version < self._book.newest_version
+        evaluated, newest = lane.entries[0][1].kind is Kind.EVAL, self._book.newest_version
+        return evaluated and version is not None and (version < newest or newest < 0)
 
     def _limit(self, lane: Lane) -> int | None:
         """Trajectories in flight with which a replica gets no more of a lane; the rest waits for others."""

@@ -1,21 +1,54 @@
 """Evaluations as the ledger has them: their figures, and the answers that these follow from.
 
-Called by the summary, the report, the audit, and by a controller that goes on with an evaluation.
+Called by the summary, the report, the audit, and by a controller that goes on with evaluations.
 """
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
-from laminar_py.records.evaluations import EvalAnswer, pass_number
+from laminar_py.records.evaluations import EvalAnswer, pass_number, set_of
 from laminar_py.records.events import Evaluated, Scored
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
 
+GIVEN_UP = (DropReason.RUN_ENDED, DropReason.VERSION_LOST)
 UNSCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.REFUSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenPass:
+    """A pass that was under way when its controller ended, e.g. `e4-aime` under version 7, with 128 answers."""
+
+    id: str
+    version: int | None  # None: nothing was generated yet
+    step: int | None  # that its version came from
+    answers: Mapping[str, EvalAnswer]
+
+
+def open_passes(run: Path, *, step: int) -> list[OpenPass]:
+    """Passes to go on with from the checkpoint of `step`, in the order in which they were begun.
+
+    Left out is what an earlier resume gave up, and what is of weights that are undone. Raises `ConfigError`.
+    """
+    with reading(run) as connection:
+        rows = connection.execute(
+            "SELECT group_id, min(oldest_version) FROM trajectory"
+            " WHERE kind = 'eval' AND group_id NOT IN (SELECT pass_id FROM evaluation)"
+            " GROUP BY group_id HAVING count(*) FILTER (WHERE drop_reason IN (?, ?)) = 0",
+            GIVEN_UP,
+        )
+        found = [(id, version) for id, version in rows.fetchall() if set_of(id)]
+        steps = dict(connection.execute("SELECT version, step FROM version"))
+        return [
+            OpenPass(id=id, version=version, step=steps.get(version), answers=read_answers(connection, id))
+            for id, version in sorted(found, key=lambda one: pass_number(one[0]))
+            if steps.get(version, step) <= step
+        ]
 
 
 def read_evaluations(run: Path) -> list[Evaluated]:

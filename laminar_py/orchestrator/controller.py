@@ -18,11 +18,12 @@ from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import all_placed
 from laminar_py.config.run import RunConfig
 from laminar_py.control.recovery import check_scored
-from laminar_py.ledger.evaluations import read_evaluations, settled
+from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
+from laminar_py.ledger.row_files import read_rows
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator import policies
-from laminar_py.orchestrator.evaluator import Evaluator
+from laminar_py.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.orchestrator.trainer import Trainer
@@ -127,9 +128,18 @@ class Controller:
             tasks.create_task(self._relays.start())
             tasks.create_task(self._scoring.start())
         if self._recovered is not None:
+            self._take_up_evaluations(self._recovered)
             await self._scheduler.restore(self._recovered)
             self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
             self._recovered = None
+
+    def _take_up_evaluations(self, recovered: Recovered) -> None:
+        """Ask for the passes that were open again; before the first step, all are asked for once more."""
+        step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
+        if step:
+            passed_s = {row.step: row.rl_s for row in read_rows(run.metrics, StepRow)}
+            now = Moment(version=-1, step=step, rl_s=self._incarnation.stats.rl_s)
+            self._evaluator.take_up(open_passes(run.path, step=step), now=now, passed_s=passed_s)
 
     def _background(self) -> dict[str, Coroutine[object, object, None]]:
         """Work beside the trainer from the start."""

@@ -7,12 +7,14 @@ when RL is over.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.ledger.evaluations import OpenPass
 from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import EvalAnswer, pass_number, set_of
 from laminar_py.records.events import Evaluated
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.replicas import Replicas
@@ -32,7 +34,7 @@ class Moment:
 class Evaluator:
     """Evaluates the sets; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
 
-    A resumed run does not repeat the marks of the RL phase that is over.
+    A resumed run does not repeat the marks of the RL phase that is over, and goes on with passes that were open.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Evaluator:
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
-        self._publish = publish
+        self._give = publish
         self._say = say
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
         self._marks_s = sorted(to_come, reverse=True)
@@ -61,11 +63,26 @@ class Evaluator:
         self._running: set[asyncio.Task[None]] = set()
         self._previous: Moment | None = None
         self._moments: dict[int, Moment] = {}  # when each version came
+        self._published: set[tuple[int, str]] = set()  # step and set of each result
 
     @property
     def _all(self) -> list[str]:
         """Names of all sets."""
         return list(self._inputs.sets)
+
+    def take_up(self, passes: Iterable[OpenPass], *, now: Moment, passed_s: Mapping[int, float]) -> None:
+        """Go on with passes that were open when the run stopped; `passed_s` has the seconds of RL by step."""
+        evaluations = self._scheduler.evaluations
+        for one in passes:
+            name = set_of(one.id)
+            if name not in self._inputs.sets:
+                continue
+            step = now.step if one.step is None else one.step
+            moment = Moment(
+                now.version if one.version is None else one.version, step, passed_s.get(step, now.rl_s)
+            )
+            evaluations.next_index = pass_number(one.id)
+            self._running.add(self._begin(moment, name, one.version, answers=one.answers))
 
     async def first(self, moment: Moment) -> None:
         """Evaluate this version, and have one response scored of each task whose reward no set is scored by.
@@ -107,11 +124,10 @@ class Evaluator:
         if not self._all:
             return
         await asyncio.gather(*self._running)
+        rest = [name for name in self._all if (last.step, name) not in self._published]
         held = [one for one in self._held if one[0].version != last.version]
         under_way = [
-            self._begin(moment, name, moment.version)
-            for moment, names in [*held, (last, self._all)]
-            for name in names
+            self._begin(moment, name, moment.version) for moment, names in [*held, (last, rest)] for name in names
         ]
         if held:
             self._replicas.restart()  # an engine's versions never go back
@@ -132,10 +148,18 @@ class Evaluator:
             return
         self._running |= {self._begin(moment, name, None) for name in names}
 
-    def _begin(self, moment: Moment, name: str, version: int | None) -> "asyncio.Task[None]":
-        """Ask for it now; the task ends with its result."""
+    def _begin(
+        self,
+        moment: Moment,
+        name: str,
+        version: int | None,
+        *,
+        answers: Mapping[str, EvalAnswer] | None = None,
+    ) -> "asyncio.Task[None]":
+        """Ask for it now, but for the `answers` that are known; the task ends with its result."""
         prompts, samples = self._inputs.sets[name], self._config.sets[name].samples
-        asked = self._scheduler.evaluations.request(prompts, version, set_name=name, samples=samples)
+        evaluations = self._scheduler.evaluations
+        asked = evaluations.request(prompts, version, set_name=name, samples=samples, answers=answers)
         return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
 
     async def _finish(self, moment: Moment, name: str, asked: "asyncio.Future[Evaluation]") -> None:
@@ -150,7 +174,8 @@ class Evaluator:
         if result is None:
             self._say(unscored_line(evaluation, name, step=moment.step))
         else:
-            self._publish(result)
+            self._published.add((result.step, name))
+            self._give(result)
 
 
 async def evaluated(evaluation: Evaluation, name: str, *, step: int, rl_s: float) -> Evaluated | None:

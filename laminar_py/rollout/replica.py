@@ -58,6 +58,7 @@ class Replica:
         self._initial = initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
         self._expected: set[str] = set()  # on their way here from other replicas, under the version in use
+        self._followed: set[str] = set()  # passes of which more is to come, under the version in use
         self._newest = -1  # the newest version that the relay has announced
         self._weights_wanted = asyncio.Event()  # set when new weights may be due
         self._weights_kept = asyncio.Lock()  # held while weights change, or must not
@@ -73,6 +74,7 @@ class Replica:
         """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
         self._admission.received += sum(assignment.version is None for assignment in assignments)
         self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
+        self._followed.update(assignment.group_id for assignment in assignments if assignment.followed)
         for assignment in assignments:
             if not self._admission.trains and assignment.kind is Kind.TRAIN:
                 self._streams.hand_back(assignment)
@@ -161,8 +163,9 @@ class Replica:
         return True
 
     def call_off(self, trajectory_ids: Sequence[str]) -> None:
-        """Expect these no more."""
+        """Expect these trajectories, and more of these passes, no more."""
         self._expected.difference_update(trajectory_ids)
+        self._followed.difference_update(trajectory_ids)
         self._weights_wanted.set()
 
     @property
@@ -210,7 +213,7 @@ class Replica:
         if self._running:
             if not self._pinned and self._newest > self._loader.version and self._may_swap():
                 await self._loader.swap(self._policy, may_swap=self._may_swap)
-        elif self._expected:
+        elif self._expected or self._followed:
             return  # it has promised to keep its version
         elif self._pinned:
             await self._load_pinned()
@@ -267,9 +270,10 @@ class Replica:
             self._weights_wanted.set()
 
     def _may_swap(self) -> bool:
-        """True unless it drains, stops, or runs an evaluation, which keeps its version."""
+        """True unless it drains, stops, or evaluates, for which it keeps its version."""
         evaluating = any(running.assignment.kind is Kind.EVAL for running in self._running.values())
-        return self._policy is not OnNewWeights.DRAIN and self._admission.trains and not evaluating
+        keeps = evaluating or self._followed
+        return self._policy is not OnNewWeights.DRAIN and self._admission.trains and not keeps
 
     # ---- the loss of the engine
 

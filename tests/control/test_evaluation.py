@@ -163,6 +163,37 @@ async def test_a_pass_beside_training_has_as_few_replicas_as_hold_it_and_one_ver
     assert len((await asked).answers) == 20
 
 
+async def test_replicas_keep_their_version_for_a_pass_until_nothing_of_it_waits():
+    fleet = await busy_fleet(one_version=True)
+    asked = fleet.scheduler.evaluations.request([make_prompt(place) for place in range(20)], samples=1)
+    fleet.hand_out()
+    ((first, begun),) = members(fleet, "e0").items()
+    assert all(fleet.running[first][id].followed for id in begun)
+    keeping, told = {first}, {}
+    while held := members(fleet, "e0"):
+        for index, ids in held.items():
+            keeping |= {index for id in ids if fleet.running[index][id].followed}
+            for id in ids:  # all of it, before anything more has come
+                await fleet.finish(index, id, admissible=0)
+        told |= fleet.scheduler.moves.take_called_off()
+    assert told == {index: ["e0"] for index in keeping}
+    await fleet.score_all(lambda index: 1.0)
+    assert len((await asked).answers) == 20
+
+
+async def test_a_replica_that_keeps_its_version_for_a_pass_is_given_nothing_newer_and_one_that_died_keeps_none():
+    fleet = Fleet(replicas=1, batch_per_replica=1)
+    fleet.scheduler.pause()
+    fleet.scheduler.evaluations.request([make_prompt(0), make_prompt(1)], samples=1)
+    await fleet.report(0)
+    (id,) = fleet.running[0]
+    fleet.scheduler.views.returned(0, id)  # it has ended, and what it said is on its way
+    assert fleet.scheduler.router.for_pinned(5) is None
+    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.report(0)
+    assert not fleet.scheduler.moves.take_called_off()
+
+
 async def test_passes_that_begin_together_do_so_on_replicas_of_their_own():
     fleet = await busy_fleet(one_version=True)
     for _ in range(2):

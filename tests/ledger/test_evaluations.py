@@ -2,11 +2,15 @@
 
 import msgspec
 
+from laminar_py.control.evaluation import NO_STEP
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set, read_evaluations
+from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set, open_passes, read_evaluations
 from laminar_py.records.estimates import set_figures
+from laminar_py.records.evaluations import EvalAnswer
+from laminar_py.records.events import Consumed, Dropped
+from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_answers, make_evaluated
-from tests.ledger.runs import begin, open_ledger
+from tests.ledger.runs import begin, finish, issue, open_ledger, run_to
 
 
 async def test_the_mean_of_a_set_is_an_accuracy_in_all_of_its_passes_or_in_none(tmp_path):
@@ -40,3 +44,23 @@ def test_the_first_set_is_that_of_the_config_whichever_was_on_record_first():
     assert of_first_set([small, late, first], ["aime", "small"]) == [first]
     assert of_first_set([small, late], ["aime", "small"]) == [small, late]
     assert of_first_set([], ["aime"]) == []
+
+
+async def test_open_passes_are_those_begun_and_neither_done_nor_given_up_nor_of_weights_that_are_undone(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2, 3))
+        ledger.append(make_evaluated(set_name="done", index=0))
+        under = {"e0-done.0": 2, "e1-aime.0": 2, "e1-aime.1": 2, "e2-undone.0": 3, "e3-lost.0": 1, "e5.0": 2}
+        for id, version in (under | {"e4-new.0": None}).items():
+            issue(ledger, id, kind=Kind.EVAL)
+            if version is not None:
+                run_to(ledger, id, [(version, 0, 3)])
+        finish(ledger, "e1-aime.1", [(2, 0, 3)], reward=0.25)
+        ledger.append(Consumed(trajectory_id="e1-aime.1", step=NO_STEP, version=2, staleness=0, weight=0.0))
+        ledger.append(Dropped("e3-lost.0", DropReason.RUN_ENDED))
+    found = open_passes(tmp_path, step=2)
+    assert [(one.id, one.version, one.step) for one in found] == [("e1-aime", 2, 2), ("e4-new", None, None)]
+    assert [dict(one.answers) for one in found] == [
+        {"e1-aime.1": EvalAnswer(problem=1, sample=1, reward=0.25, length=3)},
+        {},
+    ]

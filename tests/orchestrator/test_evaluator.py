@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 from laminar_py.config.loading import load_config
+from laminar_py.ledger.evaluations import OpenPass
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.evaluations import pass_number, set_of
@@ -94,3 +95,30 @@ async def test_a_result_is_of_the_step_whose_weights_answered():
         while not published:
             await settle()
     assert [(one.version, one.step, one.rl_s) for one in published] == [(1, 1, 1.0)]
+
+
+async def test_a_resumed_run_goes_on_with_open_passes_as_of_their_moments_and_does_none_twice():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, published, _ = make_evaluator(fleet, "eval.every_steps=2")
+    fleet.versions[0] = 1
+    passes = [
+        OpenPass(id="e3-often", version=1, step=4, answers={}),
+        OpenPass(id="e5-rare", version=None, step=None, answers={}),
+        OpenPass(id="e6-gone", version=1, step=4, answers={}),  # a set that the config has no more
+    ]
+    evaluator.take_up(passes, now=Moment(-1, 5, 50.0), passed_s={4: 40.0})
+    evaluator.published(Moment(1, 5, 51.0))
+    assert await evaluate_all(fleet) == ["often", "rare"]
+    async with asyncio.timeout(PATIENCE_S):
+        while len(published) < 2:
+            await settle()
+        assert {(one.pass_id, one.version, one.step, one.rl_s) for one in published} == {
+            ("e3-often", 1, 4, 40.0),
+            ("e5-rare", 1, 5, 51.0),
+        }
+        finish = asyncio.create_task(evaluator.finish(Moment(1, 5, 51.0)))
+        while not (asked := await evaluate_all(fleet)):
+            await settle()
+        await finish
+    assert asked == ["often"], "the other set has its result of this step"

@@ -11,7 +11,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.preflight.inputs import Inputs, check
 from laminar_py.records.trajectory import Prompt
 from tests.data.templates import EOS, SPECIAL, TEMPLATES, make_tokenizer_folder
-from tests.runs.runs import REPO
+from tests.runs.runs import REPO, quickstart_model
 
 END = SPECIAL.index("<|im_end|>")
 
@@ -21,7 +21,7 @@ def make_inputs(
 ) -> Inputs:
     """Inputs of a run whose model has a template, and whose problems are messages in two sources."""
     model = folder / "model"
-    shutil.copytree(REPO / "experiments/quickstart/data/model", model, dirs_exist_ok=True)
+    shutil.copytree(quickstart_model(), model, dirs_exist_ok=True)
     (model / "generation_config.json").unlink(missing_ok=True)  # ends that go before those of the config
     sizes = json.loads((model / "config.json").read_text()) | {"vocab_size": 300, "eos_token_id": EOS}
     (model / "config.json").write_text(json.dumps(sizes))

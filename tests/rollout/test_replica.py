@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -416,6 +417,24 @@ async def test_a_promise_keeps_the_version_until_all_have_come_or_are_called_off
         story.replica.submit([assignment("e", version=1)])
         assert story.replica.expected == {"c"}, "others that come are not those"
         story.replica.call_off(["c"])
+        await story.until(lambda s: s.loads == [0, 1])
+
+
+@pytest.mark.parametrize("policy", [OnNewWeights.DRAIN, OnNewWeights.RESUME])
+async def test_a_version_is_kept_between_two_parts_of_a_pass(folders, policy):
+    async with serving(folders, policy=policy) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        first = assignment("first", kind=Kind.EVAL)
+        story.replica.submit([msgspec.structs.replace(first, followed=True)])
+        await story.until(lambda s: "first" in s.ended)
+        story.replica.submit([assignment("beside")])
+        await weights.publish(1)
+        await story.until(lambda s: "beside" in s.ended)
+        story.replica.submit([assignment("second", version=0, kind=Kind.EVAL)])
+        await story.until(lambda s: "second" in s.ended)
+        assert story.loads == [0]
+        assert story.versions("second") == {0}
+        story.replica.call_off([first.group_id])
         await story.until(lambda s: s.loads == [0, 1])
 
 

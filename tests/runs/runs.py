@@ -92,6 +92,14 @@ class TrainProcess:
         return self.process.returncode, output
 
 
+def quickstart_model() -> Path:
+    """The quickstart's model folder, without weights; made where it is missing, as in a fresh clone."""
+    folder = REPO / "experiments/quickstart/data/model"
+    if not folder.is_dir():
+        subprocess.run([sys.executable, "experiments/quickstart/prepare.py"], check=True, cwd=REPO)
+    return folder
+
+
 def forget_versions(run: Path) -> None:
     """A run that was stopped keeps its weights in shared memory for a resume; those of a test go with it."""
     shutil.rmtree(RunFolder(run).shm(Path("/dev/shm")), ignore_errors=True)

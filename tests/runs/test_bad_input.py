@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 from laminar_py.cli import app, main
 from laminar_py.sandbox.inside.seccomp import BY_MACHINE
 from tests.ledger.runs import begin, checkpoint, open_ledger
-from tests.runs.runs import LAMINAR, REPO
+from tests.runs.runs import LAMINAR, REPO, quickstart_model
 from tests.sandbox.machines import laminar_without_sandbox
 
 CONFIG = "configs/quickstart.yaml"
 TRAIN = "experiments/quickstart/data/train.jsonl"
-MODEL = REPO / "experiments/quickstart/data/model"
 
 
 def train(*settings):
@@ -139,7 +138,7 @@ def test_a_sandbox_that_cannot_be_had_is_one_line_that_says_why(tmp_path):
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path, monkeypatch, capsys):
-    folder = shutil.copytree(MODEL, tmp_path / "model")
+    folder = shutil.copytree(quickstart_model(), tmp_path / "model")
     sizes = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(sizes | {"vocab_size": 7}))
     code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", f"model.path={folder}")
@@ -149,7 +148,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path, 
 
 
 def test_an_architecture_that_is_not_served_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
-    folder = shutil.copytree(MODEL, tmp_path / "model")
+    folder = shutil.copytree(quickstart_model(), tmp_path / "model")
     sizes = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["MixtralForCausalLM"]}))
     before = children()

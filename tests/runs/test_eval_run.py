@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from laminar_py.ledger.evaluations import read_answers
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.estimates import set_figures
 from tests.learner.builders import make_learner
-from tests.runs.runs import LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions
+from tests.runs.runs import LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, quickstart_model
 
 SAMPLES = 32
 CONFIG = "configs/quickstart.yaml"
@@ -67,9 +66,7 @@ class EvalProcess(TrainProcess):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """The quickstart's model with weights that were drawn at random."""
-    shape = REPO / "experiments/quickstart/data/model"
-    if not shape.is_dir():
-        subprocess.run([sys.executable, "experiments/quickstart/prepare.py"], check=True, cwd=REPO)
+    shape = quickstart_model()
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape)).save_pretrained(folder)
