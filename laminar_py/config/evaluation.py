@@ -63,6 +63,13 @@ class EvalConfig(Section):
                 )
         return self
 
+    def requests(self, run: SamplingParams) -> dict[str, str]:
+        """Number of answers to a problem and their sampling, as JSON, by set."""
+        return {
+            name: msgspec.json.encode((settings.samples, settings.sampling(run))).decode()
+            for name, settings in self.sets.items()
+        }
+
     def intervals(self) -> dict[str, int]:
         """Learner steps between two evaluations on a set, of those that are evaluated during RL."""
         every = {name: settings.every_steps or self.every_steps for name, settings in self.sets.items()}

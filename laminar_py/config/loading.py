@@ -33,12 +33,12 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     An override of `algorithm.name` or `rollout.engine.kind` begins that section anew: what the file says of
     another algorithm or engine goes with it.
     """
-    return parse_config(_read(path, overrides))
+    return parse_config(read_tree(path, overrides))
 
 
 def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, help_at: str) -> Settings:
     """Settings of another kind in a YAML file, likewise. Raises `ConfigError`."""
-    return _check(kind, _read(path, overrides), help_at=help_at)
+    return _check(kind, read_tree(path, overrides), help_at=help_at)
 
 
 def parse_config(tree: object) -> RunConfig:
@@ -46,7 +46,8 @@ def parse_config(tree: object) -> RunConfig:
     return _check(RunConfig, choose_engine(tree), help_at="docs/config.md")
 
 
-def _read(path: Path, overrides: list[str]) -> dict[str, object]:
+def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:
+    """Plain data of a YAML file, unchecked, with overrides applied. Raises `ConfigError`."""
     if not path.is_file():
         raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
     try:

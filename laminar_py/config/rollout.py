@@ -90,9 +90,11 @@ class RolloutConfig(Section):
     max_seconds: Seconds | None = None
     """Cap on generation time of a trajectory, in seconds; it is cut there, with an event."""
     without_signal: WithoutSignal = WithoutSignal.SKIP
-    """Groups whose rewards are all equal: `train` on them, `skip` them (the step is smaller), or `refill` until
-    the step has enough with signal (dynamic sampling). Where tokens have rewards these are what counts.
-    `algorithm.advantage=batch_std` trains on all, whatever this says."""
+    """Groups whose rewards are all equal, and whose advantages so are 0: `train` on them, `skip` them (the same
+    gradient for less work, but for the divergence from a reference and for `algorithm.overlong_tokens`), or
+    `refill` until the step has enough with signal (dynamic sampling; the means of a step that has fewer in the end
+    are over these). Where tokens have rewards these are what counts. `algorithm.advantage=batch_std` trains on
+    all, whatever this says."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     """With `refill`: groups that are generated for one step, over `prompts_per_step`, before it goes on with what
     there is, and an event says how many groups were solved or hopeless. With 4 a full step has one group in four

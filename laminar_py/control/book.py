@@ -85,11 +85,12 @@ class ControlSettings:
 
 
 class Phase(Enum):
-    """Training trajectories that replicas are given; evaluations are handed out in every phase."""
+    """Stages of a run, by the work that replicas get."""
 
-    PAUSED = "paused"  # none
-    CONTINUING = "continuing"  # live ones
-    ADMITTING = "admitting"  # live ones, and new groups
+    ADMITTING = "admitting"  # new groups, and all that follows
+    CONTINUING = "continuing"  # training that is live, and evaluations
+    PAUSED = "paused"  # evaluations
+    ENDING = "ending"  # nothing
 
 
 class Book:
@@ -106,7 +107,7 @@ class Book:
         self.phase = Phase.PAUSED
         self.newest_version = -1  # that the learner published
         self.ages = WeightAges()  # of versions; the one definition of staleness
-        self.silent: list[float] = []  # rewards of the groups without signal since the last step, if refilled
+        self.refilled: list[float] = []  # rewards of the groups without signal since the last step, if refilled
         self.rewards = (math.inf, -math.inf)  # the worst and the best so far
         self.next_prompt = 0  # place in the stream
         self.num_generating = 0  # groups that are not ready yet
@@ -119,7 +120,7 @@ class Book:
         """True where the next step is not full, and was given as many groups as it may be."""
         settings, batch = self.settings, self.settings.admission.batch
         num_ready = len(self.groups) - self.num_generating - self.num_in_step
-        closed, most = len(self.silent) + num_ready, settings.max_refill * batch
+        closed, most = len(self.refilled) + num_ready, settings.max_refill * batch
         return settings.without_signal is WithoutSignal.REFILL and num_ready < batch and closed >= most
 
     def record(self, event: AnyEvent) -> None:
@@ -137,7 +138,9 @@ class Book:
 
     def may_run(self, lifecycle: Lifecycle) -> bool:
         """True where the phase lets a replica have it."""
-        return lifecycle.kind is Kind.EVAL or self.phase is not Phase.PAUSED
+        if lifecycle.kind is Kind.EVAL:
+            return self.phase is not Phase.ENDING
+        return self.phase in (Phase.CONTINUING, Phase.ADMITTING)
 
     def issue(self, id: str, group_id: str, sample_index: int, prompt: Prompt, kind: Kind) -> Lifecycle:
         """A new trajectory, QUEUED."""

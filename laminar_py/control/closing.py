@@ -154,11 +154,10 @@ class Closing:
     async def _close_without_signal(self, group: Group, survivors: Sequence[Lifecycle], detail: str) -> None:
         self._book.drop(survivors, DropReason.NO_SIGNAL, detail)
         if self._book.settings.without_signal is WithoutSignal.SKIP:
-            oldest = min(member.spans[0].version for member in survivors)
-            await self._consumption.put_placeholder(group.id, oldest_version=oldest)
+            await self._consumption.put_silent(group.id, survivors)
         else:
             del self._book.groups[group.id]
-            self._book.silent.append(survivors[0].reward or 0.0)
+            self._book.refilled.append(survivors[0].reward or 0.0)
             await self._consumption.buffer.wake()
 
     def _note_rewards(self, survivors: Sequence[Lifecycle]) -> None:

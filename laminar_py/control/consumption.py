@@ -33,13 +33,18 @@ class StepBatch:
     trajectories: list[Trajectory] = field(default_factory=list)
     bins: list[Bin] = field(default_factory=list)  # of all trajectories, where batches are packed
     wanted: int = 0  # groups
-    silent: tuple[float, ...] = ()  # rewards of groups without signal, in whose places others were issued
+    refilled: tuple[float, ...] = ()  # rewards of groups without signal, in whose places others were issued
     ages: dict[int, int] = field(default_factory=dict)  # of all versions in them, see `records.ages`
 
     @property
     def staleness(self) -> list[int]:
         """Age of the oldest weights in each trajectory."""
         return [self.ages[trajectory.oldest_version] for trajectory in self.trajectories]
+
+    @property
+    def silent_tokens(self) -> list[int]:
+        """Trained tokens of each response of groups without signal, had they been trained on."""
+        return [tokens for group in self.groups for tokens in group.silent_tokens]
 
     @property
     def reweighted(self) -> dict[str, Trajectory]:
@@ -75,9 +80,11 @@ class Consumption:
         oldest = min(member.oldest_version for member in members)
         self._staged(await self.buffer.put(group.id, members, oldest_version=oldest))
 
-    async def put_placeholder(self, group_id: str, *, oldest_version: int) -> None:
-        """Fill the place of a group without signal in a step, empty."""
-        self._staged(await self.buffer.put(group_id, [], oldest_version=oldest_version))
+    async def put_silent(self, group_id: str, survivors: Sequence[Lifecycle]) -> None:
+        """Fill the place of a group without signal in a step, where its responses count untrained."""
+        oldest = min(member.oldest_version for member in survivors)
+        tokens = tuple(0 if self._is_masked(m.finish_reason) else m.length for m in survivors)
+        self._staged(await self.buffer.put(group_id, [], oldest_version=oldest, silent_tokens=tokens))
 
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
@@ -96,15 +103,15 @@ class Consumption:
                 self._drop_stale(groups + self._look_ahead)
             if len(self.buffer) >= groups or self._ends_refill:
                 batch = self._take(min(groups, len(self.buffer)), version)
-                batch.wanted, batch.silent = groups, tuple(self._book.silent)
-                self._book.silent.clear()
+                batch.wanted, batch.refilled = groups, tuple(self._book.refilled)
+                self._book.refilled.clear()
                 self._in_hand(batch.groups, missing=groups - len(batch.groups) if batch.groups else 0)
                 return batch
 
     async def put_back(self, batch: StepBatch) -> None:
         """Make the groups of a batch that was not trained on ready again."""
         self._in_hand((), missing=0)
-        self._book.silent[:0] = batch.silent
+        self._book.refilled[:0] = batch.refilled
         for group in batch.groups:
             self._staged(await self.buffer.put_back(group))
 
@@ -124,7 +131,7 @@ class Consumption:
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
         """The event of a step that was given too few groups, None where it has all."""
-        if len(batch.groups) == batch.wanted or not batch.silent:
+        if len(batch.groups) == batch.wanted or not batch.refilled:
             return None
         worst, best = self._book.rewards
         differ = worst < best
@@ -132,9 +139,9 @@ class Consumption:
             step=step,
             num_wanted=batch.wanted,
             num_taken=len(batch.groups),
-            num_silent=len(batch.silent),
-            num_best=batch.silent.count(best) if differ else 0,
-            num_worst=batch.silent.count(worst) if differ else 0,
+            num_silent=len(batch.refilled),
+            num_best=batch.refilled.count(best) if differ else 0,
+            num_worst=batch.refilled.count(worst) if differ else 0,
             only_reward=None if differ else best,
         )
 
@@ -225,9 +232,12 @@ class Consumption:
 
     def _masked(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory, out of the loss if a cap has cut it and such ones are masked."""
-        if not self._book.settings.masks_truncated or trajectory.finish_reason is not FinishReason.LENGTH:
+        if not self._is_masked(trajectory.finish_reason):
             return trajectory
         return msgspec.structs.replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask), weight=0.0)
+
+    def _is_masked(self, reason: FinishReason | None) -> bool:
+        return self._book.settings.masks_truncated and reason is FinishReason.LENGTH
 
     def _too_long(self, member: Lifecycle) -> bool:
         """True where it fits no microbatch, and so was dropped: the last guard behind the check of the config."""

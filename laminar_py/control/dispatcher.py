@@ -47,7 +47,7 @@ class Dispatcher:
                 break
             for lifecycle in self._book.issue_group(self._prompt_at(self._book.next_prompt)):
                 self._assign(lifecycle, view.index, None, out)
-        self._follow_passes(out)
+        self._expect_more(out)
         return out
 
     def for_starting(self, replica: int) -> list[Assignment]:
@@ -56,6 +56,7 @@ class Dispatcher:
         self._waiting.extend(self._evaluations.start())
         for lifecycle, pin in self._waiting.leave_for_starting():
             self._assign(lifecycle, replica, pin, out)
+        self._expect_more(out)
         return sorted(out.get(replica, []), key=lambda assignment: assignment.version or 0)
 
     def move(self, version: int, planned: Sequence[Move]) -> Round:
@@ -94,15 +95,15 @@ class Dispatcher:
         self._book.views.send(replica, lifecycle.id, pin=pin)
         out.setdefault(replica, []).append(lifecycle.assignment(pin))
 
-    def _follow_passes(self, out: dict[int, list[Assignment]]) -> None:
+    def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
         """Have replicas keep their version for passes beside training as long as more of them waits."""
-        self._book.moves.follow_while(self._waiting.has_of)
+        self._book.moves.expect_while(self._waiting.has_of)
         for replica, assignments in out.items():
             for place, item in enumerate(assignments):
-                if self._is_followed(item):
-                    self._book.moves.follow(item.group_id, replica)
-                    assignments[place] = msgspec.structs.replace(item, followed=True)
+                if self._more_to_come(item):
+                    self._book.moves.expect_more(item.group_id, replica)
+                    assignments[place] = msgspec.structs.replace(item, more_to_come=True)
 
-    def _is_followed(self, item: Assignment) -> bool:
+    def _more_to_come(self, item: Assignment) -> bool:
         more = item.kind is Kind.EVAL and self._waiting.has_of(item.group_id)
         return more and self._evaluations.pass_of(item).replica is not None

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from laminar_py.control.book import Book
+from laminar_py.control.book import Book, Phase
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
 from laminar_py.records.replica import Assignment
@@ -77,23 +77,25 @@ class Evaluations:
         prompts: Sequence[Prompt],
         version: int | None = None,
         *,
+        index: int | None = None,
         set_name: str = "",
         samples: int = 1,
         answers: Mapping[str, EvalAnswer] | None = None,
     ) -> "asyncio.Future[Evaluation]":
         """Answer `prompts` under `version`; None takes the newest that a replica serves when it begins.
 
-        The future's result has the answers, among them those that are known; it fails with `EvaluationLostError`
-        if the version is lost.
+        A pass that was asked for before has its `index` again, a new one the next. The future's result has the
+        answers, among them those that are known; it fails with `EvaluationLostError` if the version is lost.
         """
+        number = self.next_index if index is None else index
         evaluation = Evaluation(
-            id=pass_id(self.next_index, set_name),
+            id=pass_id(number, set_name),
             prompts=list(prompts),
             samples=samples,
             version=version,
             answers=dict(answers or {}),
         )
-        self.next_index += 1
+        self.next_index = max(self.next_index, number + 1)
         self._by_id[evaluation.id] = evaluation
         return evaluation.done
 
@@ -102,6 +104,8 @@ class Evaluations:
 
         Passes that begin at once do so on different replicas, those with the newest weights and the least work.
         """
+        if self._book.phase is Phase.ENDING:
+            return []
         started: list[Lifecycle] = []
         chosen: list[int | None] = []
         for evaluation in list(self._by_id.values()):

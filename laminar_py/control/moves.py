@@ -29,26 +29,26 @@ class Round:
 
 
 class Moves:
-    """Moves that are under way."""
+    """Moves that are under way, and passes of which replicas expect more."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, Round] = {}  # of each trajectory that is under way
         self._called_off: dict[int, list[str]] = {}
-        self._followed: dict[str, set[int]] = {}  # replicas that keep their version for more of a pass, by its id
+        self._passes: dict[str, set[int]] = {}  # replicas that keep their version for more of a pass, by its id
 
-    def follow(self, pass_id: str, replica: int) -> None:
+    def expect_more(self, pass_id: str, replica: int) -> None:
         """Note that a replica keeps its version for more of a pass, until nothing of it waits."""
-        self._followed.setdefault(pass_id, set()).add(replica)
+        self._passes.setdefault(pass_id, set()).add(replica)
 
-    def follow_while(self, waits: Callable[[str], bool]) -> None:
+    def expect_while(self, waits: Callable[[str], bool]) -> None:
         """Have replicas keep their version no longer for passes of which nothing waits."""
-        for pass_id in [name for name in self._followed if not waits(name)]:
-            for replica in self._followed.pop(pass_id):
+        for pass_id in [name for name in self._passes if not waits(name)]:
+            for replica in self._passes.pop(pass_id):
                 self.refuse(replica, pass_id)
 
     def forget(self, replica: int) -> None:
         """Note that a replica has died, which keeps nothing."""
-        for keepers in self._followed.values():
+        for keepers in self._passes.values():
             keepers.discard(replica)
 
     def begin(self, moving: Round) -> None:
@@ -65,7 +65,7 @@ class Moves:
 
     def expected(self, replica: int) -> bool:
         """True where anything is on its way there, or more of a pass is to come."""
-        if any(replica in keepers for keepers in self._followed.values()):
+        if any(replica in keepers for keepers in self._passes.values()):
             return True
         return any(moving.open[name] == replica for name, moving in self._rounds.items())
 
@@ -96,11 +96,11 @@ class Moves:
         for trajectory_id in list(self._rounds):
             self.ends(trajectory_id)
 
-    def refuse(self, destination: int, trajectory_id: str) -> None:
-        """Call off a trajectory that a destination was promised and that never set out, or a pass."""
-        self._called_off.setdefault(destination, []).append(trajectory_id)
+    def refuse(self, replica: int, name: str) -> None:
+        """Call off a trajectory that a replica was promised and that never set out, or more of a pass."""
+        self._called_off.setdefault(replica, []).append(name)
 
     def take_called_off(self) -> dict[int, list[str]]:
-        """Trajectories and passes that each destination need not expect any more; told once."""
+        """Trajectories and passes that each replica need not expect any more; told once."""
         called_off, self._called_off = self._called_off, {}
         return called_off

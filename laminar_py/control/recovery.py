@@ -35,7 +35,7 @@ async def restore(
 ) -> None:
     """Fill an empty book with what was live; evaluations that were not asked for again are dropped."""
     book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
-    book.silent, book.rewards = list(recovered.silent), recovered.rewards
+    book.refilled, book.rewards = list(recovered.refilled), recovered.rewards
     evaluations.next_index = max(evaluations.next_index, recovered.next_evaluation)
     for entry in recovered.live:
         lifecycle = _revive(entry, book)

@@ -79,6 +79,11 @@ class TrajectoryScheduler:
         self.book.phase = Phase.PAUSED
         self.moves.end_all()
 
+    def end(self) -> None:
+        """Hand out nothing more, and end all moves: the run stops, and whoever resumes it goes on with passes."""
+        self.book.phase = Phase.ENDING
+        self.moves.end_all()
+
     async def restore(self, recovered: Recovered) -> None:
         """Take up what a dead controller left; before anything else."""
         await restore(

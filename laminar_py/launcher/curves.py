@@ -1,6 +1,7 @@
 """Curves over seeds. Pure: arrays in, arrays out."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ def make_band(name: str, lines: Sequence[Line]) -> Band:
     From where the last of them begins to where the first ends: a mean over fewer would jump.
     """
     known = [line for line in map(finite, lines) if line[0]]
+    assert all(a <= b for x, _ in known for a, b in pairwise(x)), f"{name}: places in no order"
     if not known:
         return Band(name=name, x=[], mean=[], low=[], high=[], seeds=0)
     first, last = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)

@@ -1,7 +1,8 @@
 """An experiment: its file, its variants, and every run that it asks for, all checked before anything starts.
 
 Called by the command line. Invariants: no two runs share a name, every run's config is one that `laminar train`
-takes, and a run folder that is there already was made with that very config.
+takes, and a run folder that is there already was made with that very config. A run starts from a file with all of
+its settings, so that none of another that the base has by then gets into it.
 """
 
 import itertools
@@ -12,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from types import UnionType
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from laminar_py.config.loading import load_config, load_settings
+from laminar_py.config.loading import dump_config, load_config, load_settings, read_tree
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Section
 from laminar_py.ledger.run_folder import RunFolder, newest_run
@@ -24,6 +26,7 @@ from laminar_py.ledger.run_folder import RunFolder, newest_run
 HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 OWN_KEYS = {"name": "name", "seed": "seeds", "runs": "the folder of the file"}  # of a run: what decides it here
+MOST_SEEDS = 1000  # by their number
 MOST_NAME = 200  # characters: with a number and an end to it a name of a run is that of files, which have 255
 UNTELLING = ("name", "kind")  # ends of keys whose sections say what is meant
 ALONE = "base"  # name of the only variant of an experiment that lists none
@@ -34,8 +37,12 @@ Settings = dict[str, Any]
 
 
 def list_seeds(given: Any) -> Any:
-    """Seeds that are given by their number."""
-    return list(range(given)) if isinstance(given, int) else given
+    """Seeds that are given by their number. Raises `ConfigError` for none, and for what must be a seed itself."""
+    if not isinstance(given, int):
+        return given
+    if isinstance(given, bool) or not 0 < given <= MOST_SEEDS:
+        raise ConfigError(f"is no number of seeds from 1 to {MOST_SEEDS}; list a seed itself as [{int(given)}]")
+    return list(range(given))
 
 
 class VariantSettings(Section):
@@ -105,9 +112,19 @@ class PlannedRun:
         except ConfigError:
             return None
 
-    def arguments(self, base: Path) -> list[str]:
+    @property
+    def file(self) -> Path:
+        """File of all its settings, from which it starts."""
+        return self.config.runs / f"{self.name}.yaml"
+
+    def write(self) -> None:
+        """Write that file."""
+        self.file.write_text(dump_config(self.config))
+
+    @property
+    def arguments(self) -> list[str]:
         """Arguments of `laminar train` that start it."""
-        return [str(base), *self.overrides, *to_overrides(_own(self.name, self.seed, self.config.runs))]
+        return [str(self.file), *to_overrides(_own(self.name, self.seed, self.config.runs))]
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,10 @@ def read_experiment(file: Path) -> Experiment:
     """The experiment of a YAML file. Raises `ConfigError` for whatever is wrong in it, or in any of its runs."""
     settings = load_settings(ExperimentSettings, file, [], help_at=HELP_AT)
     runs = file.parent / "runs"
-    _load(settings.base, f"base={settings.base}", to_overrides(settings.set))
+    base = f"base={settings.base}"
+    _load(settings.base, base, [])
+    _check_sections(settings)
+    _load(settings.base, base, to_overrides(settings.set))
     planned = []
     for seed, (variant, changes) in itertools.product(settings.seeds, _variants(settings)):
         name = _name(settings, variant, seed)
@@ -217,6 +237,41 @@ def _load(base: Path, what: str, overrides: list[str]) -> RunConfig:
     except ConfigError as error:
         told = str(error).removeprefix(f"config={base}: ")
         raise ConfigError(f"{what}: {told}") from None
+
+
+def _check_sections(settings: ExperimentSettings) -> None:
+    """Refuse a value that would silently drop what the base says besides in a section. Raises `ConfigError`."""
+    base = read_tree(settings.base, [])
+    given = [("set", settings.set), *((variant.name, variant.set) for variant in settings.variants)]
+    given += [("grid", {key: value}) for key, values in settings.grid.items() for value in values]
+    for where, key, value in ((where, key, value) for where, own in given for key, value in own.items()):
+        said = _said(base, key)
+        if not _is_section(key) or not isinstance(value, dict) or not isinstance(said, dict):
+            continue
+        lost = sorted({*said} - {*value})
+        if lost:
+            raise ConfigError(
+                f"{where}.{key}={value}: would drop {key}.{lost[0]}, which {settings.base} says; name each setting"
+                f" by its whole key, as {key}.{next(iter(value), lost[0])}"
+            )
+
+
+def _said(tree: object, key: str) -> object:
+    """Value under a dotted key in plain data, or None."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _is_section(key: str) -> bool:
+    """True if a dotted key names a section of a run's config. Tables with free names are values."""
+    kind: Any = RunConfig
+    for name in key.split("."):
+        field = kind.model_fields.get(name) if kind else None
+        told = field.annotation if field else None
+        kinds = get_args(told) if isinstance(told, UnionType) else (told,)
+        kind = next((one for one in kinds if isinstance(one, type) and issubclass(one, Section)), None)
+    return kind is not None
 
 
 def _check_set(settings: ExperimentSettings, config: RunConfig) -> None:

@@ -126,7 +126,7 @@ class Queue:
             deaths, step = (deaths, step) if before.step <= step else (0, before.step)
             placed_ns = _placed_ns(run.folder)
             code = await self._once(run, slot)
-            if code in (GOOD, STOPPED) or self._stop.is_set():
+            if code == GOOD or self._stop.is_set():
                 return True
             if code == REFUSED and slot.gpus is not None:  # by its config, or by this place
                 return False
@@ -143,8 +143,7 @@ class Queue:
     async def _waited_for_room(self, run: PlannedRun) -> bool:
         """True where the shared cluster was away, or full, which is no fault of the run, and is so no more."""
         waited = False
-        arguments = run.arguments(self._experiment.settings.base)
-        while not self._stop.is_set() and not await has_room(arguments):
+        while not self._stop.is_set() and not await has_room(run.arguments):
             waited = True
             self._board.note(run, RunState.RETRYING, f"when the cluster has room: {last_words(run.log)}")
             await self._unless_stopped(asyncio.sleep(ROOM_LOOK_S))
@@ -176,7 +175,7 @@ class Queue:
                 await self._placed(run, process)
         code = await process.wait()
         del self._processes[run.name]
-        if code not in (GOOD, STOPPED) and not last_words(run.log) and not self._stop.is_set():
+        if code != GOOD and not last_words(run.log) and not self._stop.is_set():
             with run.log.open("a") as log:
                 log.write(f"{ENDED}its process ended {tell_code(code)}\n")
         return code
@@ -184,7 +183,8 @@ class Queue:
     async def _start(self, run: PlannedRun, slot: Slot) -> asyncio.subprocess.Process:
         resume = [] if run.folder is None else ["--resume"]
         guard = [*python("laminar_py.launcher.guard"), str(os.getpid())]
-        command = [*guard, *self._train, *run.arguments(self._experiment.settings.base), *resume]
+        run.write()
+        command = [*guard, *self._train, *run.arguments, *resume]
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {}
         with run.log.open("ab") as log:
             log.write(STARTED)

@@ -107,9 +107,10 @@ class Learner:
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """A learner step: `updates_per_step` optimizer steps, each on its own microbatches.
 
-        The loss weights of all microbatches of all ranks sum to 1. Every rank brings equally many (one of zero
-        weights where it has no more): each takes part in collectives, and a rank with fewer would leave the others
-        waiting. An update whose loss or gradient is not finite changes nothing but the count of those skipped.
+        The loss weights of all microbatches of all ranks sum to 1, or less (`packing.packer`). Every rank brings
+        equally many (one of zero weights where it has no more): each takes part in collectives, and a rank with
+        fewer would leave the others waiting. An update whose loss or gradient is not finite changes nothing but
+        the count of those skipped.
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from laminar_py.config.section import ConfigError
 from laminar_py.records.digests import CHAIN_START
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 LEDGER_NAME = "ledger.sqlite"
 ARCHIVE_NAME = "archive"
 SEAL_NAME = "seal.json"

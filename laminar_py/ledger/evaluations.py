@@ -30,24 +30,26 @@ class OpenPass:
     answers: Mapping[str, EvalAnswer]
 
 
-def open_passes(run: Path, *, step: int) -> list[OpenPass]:
-    """Passes to go on with from the checkpoint of `step`, in the order in which they were begun.
+def open_passes(run: Path) -> list[OpenPass]:
+    """Passes to go on with, in the order in which they were begun, once what a resume undoes is on record.
 
-    Left out is what an earlier resume gave up, and what is of weights that are undone. Raises `ConfigError`.
+    Left out is what an earlier resume gave up, what is of two versions, and what is of weights that are undone.
+    Raises `ConfigError`.
     """
     with reading(run) as connection:
         rows = connection.execute(
             "SELECT group_id, min(oldest_version) FROM trajectory"
             " WHERE kind = 'eval' AND group_id NOT IN (SELECT pass_id FROM evaluation)"
-            " GROUP BY group_id HAVING count(*) FILTER (WHERE drop_reason IN (?, ?)) = 0",
+            " GROUP BY group_id HAVING count(*) FILTER (WHERE drop_reason IN (?, ?)) = 0"
+            " AND min(oldest_version) IS max(newest_version)",
             GIVEN_UP,
         )
         found = [(id, version) for id, version in rows.fetchall() if set_of(id)]
-        steps = dict(connection.execute("SELECT version, step FROM version"))
+        steps = dict(connection.execute("SELECT version, step FROM version WHERE NOT undone"))
         return [
             OpenPass(id=id, version=version, step=steps.get(version), answers=read_answers(connection, id))
             for id, version in sorted(found, key=lambda one: pass_number(one[0]))
-            if steps.get(version, step) <= step
+            if version is None or version in steps
         ]
 
 
@@ -58,8 +60,11 @@ def read_evaluations(run: Path) -> list[Evaluated]:
 
 
 def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
-    """Every evaluation of a ledger, as `in_order` has them."""
-    rows = connection.execute("SELECT body FROM evaluation CROSS JOIN event USING (seq) ORDER BY seq")
+    """Every evaluation of a ledger but those of weights that are undone, as `in_order` has them."""
+    rows = connection.execute(
+        "SELECT body FROM evaluation CROSS JOIN event USING (seq) LEFT JOIN version USING (version)"
+        " WHERE NOT coalesce(undone, 0) ORDER BY evaluation.seq"
+    )
     events = [decode_event(body) for (body,) in rows]
     return in_order(event for event in events if isinstance(event, Evaluated))
 

@@ -7,7 +7,7 @@ on exactly where its last stored token is.
 import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -61,8 +61,9 @@ class Recovered:
     next_evaluation: int  # evaluations that were begun
     next_sample: dict[str, int]  # by group of `live`: 1 + the highest sample index ever issued
     ages: WeightAges  # of all versions on record, once `events` are
-    silent: tuple[float, ...] = ()  # rewards of the groups without signal that were dropped since the last step
+    refilled: tuple[float, ...] = ()  # rewards of the groups without signal that were dropped since the last step
     rewards: tuple[float, float] = (math.inf, -math.inf)  # the worst and the best in training
+    eval_requests: dict[str, str] = field(default_factory=dict)  # of the last start, by set
 
 
 def _wherever(checkpoint: Checkpointed) -> bool:
@@ -93,17 +94,16 @@ def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> 
             next_evaluation=next_evaluation,
             next_sample=_next_samples(connection, {trajectory.group_id for trajectory in live}),
             ages=_ages(connection, events),
-            silent=_silent(connection),
+            refilled=_refilled(connection),
             rewards=_rewards(connection),
+            eval_requests=started.eval_requests if (started := _last_start(connection)) else {},
         )
 
 
-def data_on_record(run: Path) -> dict[str, str]:
-    """Digest of the rows of each source that a run had at its last start, by field of the config."""
+def last_start(run: Path) -> RunStarted | None:
+    """The last start of a run on record. Raises `ConfigError`."""
     with reading(run) as connection:
-        bodies = connection.execute("SELECT body FROM event WHERE kind = 'runstarted' ORDER BY seq DESC LIMIT 1")
-        started = [decode_event(body) for (body,) in bodies]
-    return next((one.data for one in started if isinstance(one, RunStarted)), {})
+        return _last_start(connection)
 
 
 def is_finished(run: Path) -> bool:
@@ -125,7 +125,15 @@ def closed_groups(run: Path) -> Iterator[GroupRewards]:
             yield GroupRewards(place, prompt_id, tuple(reward for _, _, reward in members))
 
 
-def _silent(connection: sqlite3.Connection) -> tuple[float, ...]:
+def _last_start(connection: sqlite3.Connection) -> RunStarted | None:
+    bodies = connection.execute(
+        "SELECT body FROM incarnation CROSS JOIN event USING (seq) ORDER BY incarnation DESC LIMIT 1"
+    )
+    started = [decode_event(body) for (body,) in bodies]
+    return next((one for one in started if isinstance(one, RunStarted)), None)
+
+
+def _refilled(connection: sqlite3.Connection) -> tuple[float, ...]:
     """Reward of each group that was dropped without signal since the last step, or the last that had no group."""
     (stepped,) = connection.execute("SELECT coalesce(max(seq), 0) FROM step").fetchone()
     rows = connection.execute(

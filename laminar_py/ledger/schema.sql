@@ -105,7 +105,8 @@ CREATE TABLE version (
     parent INTEGER,
     digest TEXT NOT NULL,
     num_bytes INTEGER NOT NULL,
-    stall_s REAL NOT NULL
+    stall_s REAL NOT NULL,
+    undone INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE TABLE step (
     seq INTEGER PRIMARY KEY,

@@ -60,7 +60,8 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
     ),
     RunEnded: ("UPDATE incarnation SET ended = :reason WHERE incarnation = :incarnation",),
     VersionPublished: (
-        "INSERT INTO version VALUES (:seq, :version, :step, :incarnation, :parent, :digest, :num_bytes, :stall_s)",
+        "INSERT INTO version VALUES (:seq, :version, :step, :incarnation, :parent, :digest, :num_bytes,"
+        " :stall_s, 0)",
     ),
     Stepped: (
         "INSERT INTO step VALUES (:seq, :step, :incarnation, :num_trajectories, :num_tokens, :loss, :grad_norm,"
@@ -70,6 +71,7 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
     RolledBack: (
         "UPDATE step SET undone = 1 WHERE step > :step",
         "UPDATE checkpoint SET undone = 1 WHERE step > :step",
+        "UPDATE version SET undone = 1 WHERE step > :step",
     ),
     Evaluated: (
         "INSERT INTO evaluation VALUES (:seq, :pass_id, :set_name, :version, :step, :rl_s, :problems, :samples,"

@@ -128,18 +128,21 @@ class Controller:
             tasks.create_task(self._relays.start())
             tasks.create_task(self._scoring.start())
         if self._recovered is not None:
-            self._take_up_evaluations(self._recovered)
+            await self._take_up_evaluations(self._recovered)
             await self._scheduler.restore(self._recovered)
             self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
             self._recovered = None
 
-    def _take_up_evaluations(self, recovered: Recovered) -> None:
-        """Ask for the passes that were open again; before the first step, all are asked for once more."""
+    async def _take_up_evaluations(self, recovered: Recovered) -> None:
+        """Ask for the passes that were open again, and for none that is on record."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
-        if step:
-            passed_s = {row.step: row.rl_s for row in read_rows(run.metrics, StepRow)}
-            now = Moment(version=-1, step=step, rl_s=self._incarnation.stats.rl_s)
-            self._evaluator.take_up(open_passes(run.path, step=step), now=now, passed_s=passed_s)
+        self._evaluator.take_up(
+            await asyncio.to_thread(open_passes, run.path),
+            results=self._evaluations,
+            requests=recovered.eval_requests,
+            now=Moment(version=-1, step=step, rl_s=self._incarnation.stats.rl_s),
+            passed_s={0: 0.0} | {row.step: row.rl_s for row in read_rows(run.metrics, StepRow)},
+        )
 
     def _background(self) -> dict[str, Coroutine[object, object, None]]:
         """Work beside the trainer from the start."""
@@ -170,7 +173,7 @@ class Controller:
     async def _lead_rl(self) -> Summary:
         trainer, stats, scheduler = self._trainer, self._incarnation.stats, self._scheduler
         if trainer.step == 0:
-            await self._evaluate_first()
+            await self._unless_stopped(self._evaluator.first(trainer.moment))
         gc.freeze()  # what the start has made stays: the collector of cycles need not look at it again and again
         stats.rl_phase(True)
         if scheduler.book.groups or not trainer.stop.is_set():  # nothing begins for a run that is about to end
@@ -179,12 +182,11 @@ class Controller:
         await trainer.run()
         stats.rl_phase(False)
         scheduler.pause()
-        await self._replicas.stop()
-        finished = not trainer.stop.is_set()
-        if finished:
-            await self._evaluator.finish(trainer.moment)
-        else:
+        finished = not trainer.stop.is_set() and await self._unless_stopped(self._finish_evaluations())
+        if not finished:
             self._evaluator.abandon()
+            scheduler.end()
+            await self._replicas.stop(evaluations=True)
         self._incarnation.ledger.append(
             RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
         )
@@ -196,16 +198,22 @@ class Controller:
             raise RunFailedError(trainer.fault)
         return summary
 
-    async def _evaluate_first(self) -> None:
-        """Until the first evaluation is there, or the run is to end."""
-        evaluation = asyncio.create_task(self._evaluator.first(self._trainer.moment), name="first-evaluation")
+    async def _finish_evaluations(self) -> None:
+        """Do what is left of evaluations once all steps are done."""
+        await self._replicas.stop(evaluations=False)
+        await self._evaluator.finish(self._trainer.moment)
+
+    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
+        """Do it, or until the run is to end, for which it is False."""
+        task = asyncio.create_task(work, name="unless-stopped")
         stop = asyncio.create_task(self._trainer.stop.wait(), name="stop")
         try:
-            await asyncio.wait([evaluation, stop], return_when=asyncio.FIRST_COMPLETED)
-            if evaluation.done():
-                evaluation.result()
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return not self._trainer.stop.is_set()
         finally:
-            evaluation.cancel()
+            task.cancel()
             stop.cancel()
 
     async def _keep_house(self) -> None:

@@ -94,7 +94,8 @@ class EvalController:
                 await self._publish()
                 finished = await self._settle(await self._ask(tasks))
                 if not finished:
-                    await self._replicas.stop()
+                    self._scheduler.end()
+                    await self._replicas.stop(evaluations=True)
                 ledger.append(RunEnded(self._incarnation.number, "finished" if finished else "interrupted"))
                 await ledger.commit()
                 summary = self._summarise(finished=finished)
@@ -189,10 +190,10 @@ class EvalController:
     async def _pass(self, index: int, name: str) -> None:
         """Evaluate a set; what comes of it is on record and told."""
         evaluations, config = self._scheduler.evaluations, self._incarnation.config
-        evaluations.next_index = index
         asked = evaluations.request(
             self._incarnation.inputs.sets[name],
             0,
+            index=index,
             set_name=name,
             samples=config.eval.sets[name].samples,
             answers=self._answers.get(pass_id(index, name)),

@@ -34,7 +34,8 @@ class Moment:
 class Evaluator:
     """Evaluates the sets; `hold` makes the relays keep a version, `publish` takes results, `say` lines.
 
-    A resumed run does not repeat the marks of the RL phase that is over, and goes on with passes that were open.
+    A resumed run repeats no marks of the RL phase that are over and no results, and goes on with passes that were
+    open.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class Evaluator:
         config = incarnation.config
         self._config = config.eval
         self._intervals = config.eval.intervals()
+        self._requests = config.eval.requests(config.rollout.sampling.params())
         self._reward = config.reward
         self._inputs = incarnation.inputs
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
-        self._give = publish
+        self._publish = publish
         self._say = say
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
         self._marks_s = sorted(to_come, reverse=True)
@@ -63,26 +65,39 @@ class Evaluator:
         self._running: set[asyncio.Task[None]] = set()
         self._previous: Moment | None = None
         self._moments: dict[int, Moment] = {}  # when each version came
-        self._published: set[tuple[int, str]] = set()  # step and set of each result
+        self._results: set[tuple[int, str]] = set()  # step and set of each
 
     @property
     def _all(self) -> list[str]:
         """Names of all sets."""
         return list(self._inputs.sets)
 
-    def take_up(self, passes: Iterable[OpenPass], *, now: Moment, passed_s: Mapping[int, float]) -> None:
-        """Go on with passes that were open when the run stopped; `passed_s` has the seconds of RL by step."""
-        evaluations = self._scheduler.evaluations
+    def take_up(
+        self,
+        passes: Iterable[OpenPass],
+        *,
+        results: Iterable[Evaluated],
+        requests: Mapping[str, str],
+        now: Moment,
+        passed_s: Mapping[int, float],
+    ) -> None:
+        """Go on with passes that were open when the run stopped, but for those of sets that are asked otherwise.
+
+        `results` are on record; `requests` are those of then, as in `EvalConfig.requests`; `passed_s` has the
+        seconds of RL by step.
+        """
+        self._results |= {(one.step, one.set_name) for one in results}
         for one in passes:
             name = set_of(one.id)
-            if name not in self._inputs.sets:
+            if name not in self._requests or self._requests[name] != requests.get(name):
                 continue
             step = now.step if one.step is None else one.step
             moment = Moment(
                 now.version if one.version is None else one.version, step, passed_s.get(step, now.rl_s)
             )
-            evaluations.next_index = pass_number(one.id)
-            self._running.add(self._begin(moment, name, one.version, answers=one.answers))
+            self._running.add(
+                self._begin(moment, name, one.version, index=pass_number(one.id), answers=one.answers)
+            )
 
     async def first(self, moment: Moment) -> None:
         """Evaluate this version, and have one response scored of each task whose reward no set is scored by.
@@ -96,18 +111,21 @@ class Evaluator:
             for prompt in self._inputs.first_of_tasks
             if prompt.task not in tasks and self._reward.of_task(prompt.task)
         ]
-        under_way = [self._begin(moment, name, moment.version) for name in self._all]
+        if self._running:  # those that were taken up
+            await asyncio.wait(self._running)
+        under_way = [self._begin(moment, name, moment.version) for name in self._missing(moment)]
         scored = [self._scheduler.evaluations.request(others, moment.version)] if others else []
         await asyncio.gather(*under_way)
         await asyncio.gather(*scored, return_exceptions=True)
 
-    def published(self, moment: Moment) -> None:
-        """A version came, with a step or with a learner that starts."""
+    def version_came(self, moment: Moment) -> None:
+        """A version came, with a step or with a learner that starts; results of later steps are undone then."""
         self._moments.setdefault(moment.version, moment)
+        self._results = {(step, name) for step, name in self._results if step <= moment.step}
 
     async def stepped(self, moment: Moment, *, last: bool) -> None:
         """A step was committed: evaluate if it is time to. The last one is evaluated anyway, by `finish`."""
-        self.published(moment)
+        self.version_came(moment)
         previous, self._previous = self._previous, moment
         while self._marks_s and moment.rl_s >= self._marks_s[-1]:
             self._marks_s.pop()
@@ -124,11 +142,12 @@ class Evaluator:
         if not self._all:
             return
         await asyncio.gather(*self._running)
-        rest = [name for name in self._all if (last.step, name) not in self._published]
+        rest = self._missing(last)
         held = [one for one in self._held if one[0].version != last.version]
         under_way = [
             self._begin(moment, name, moment.version) for moment, names in [*held, (last, rest)] for name in names
         ]
+        self._running |= set(under_way)
         if held:
             self._replicas.restart()  # an engine's versions never go back
         for evaluation in under_way:
@@ -138,6 +157,10 @@ class Evaluator:
         """The run stops: nothing more will be evaluated."""
         for task in self._running:
             task.cancel()
+
+    def _missing(self, moment: Moment) -> list[str]:
+        """Sets without a result of that step."""
+        return [name for name in self._all if (moment.step, name) not in self._results]
 
     async def _schedule(self, moment: Moment, names: list[str]) -> None:
         if not names:
@@ -154,12 +177,18 @@ class Evaluator:
         name: str,
         version: int | None,
         *,
+        index: int | None = None,
         answers: Mapping[str, EvalAnswer] | None = None,
     ) -> "asyncio.Task[None]":
         """Ask for it now, but for the `answers` that are known; the task ends with its result."""
-        prompts, samples = self._inputs.sets[name], self._config.sets[name].samples
-        evaluations = self._scheduler.evaluations
-        asked = evaluations.request(prompts, version, set_name=name, samples=samples, answers=answers)
+        asked = self._scheduler.evaluations.request(
+            self._inputs.sets[name],
+            version,
+            index=index,
+            set_name=name,
+            samples=self._config.sets[name].samples,
+            answers=answers,
+        )
         return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
 
     async def _finish(self, moment: Moment, name: str, asked: "asyncio.Future[Evaluation]") -> None:
@@ -174,8 +203,8 @@ class Evaluator:
         if result is None:
             self._say(unscored_line(evaluation, name, step=moment.step))
         else:
-            self._published.add((result.step, name))
-            self._give(result)
+            self._results.add((result.step, name))
+            self._publish(result)
 
 
 async def evaluated(evaluation: Evaluation, name: str, *, step: int, rl_s: float) -> Evaluated | None:

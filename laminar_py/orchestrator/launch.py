@@ -30,7 +30,7 @@ from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.recovery import data_on_record
+from laminar_py.ledger.recovery import last_start
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.orchestrator.controller import Controller
@@ -179,7 +179,8 @@ def refuse_other_data(run: RunFolder, digests: dict[str, str]) -> None:
 
     Evaluation sets may come and go.
     """
-    known = data_on_record(run.path)
+    started = last_start(run.path)
+    known = started.data if started else {}
     fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
     changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
     if changed is not None:

@@ -31,6 +31,7 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
         max_staleness=config.staleness.enforced,
         resumed_step=checkpoint.step if checkpoint else None,
         data=incarnation.inputs.digests,
+        eval_requests=config.eval.requests(config.rollout.sampling.params()),
     )
     incarnation.ledger.append_all([started, *(recovered.events if recovered else ())])
     await incarnation.ledger.commit()

@@ -17,6 +17,7 @@ def pack_step(
     algorithm = config.algorithm
     terms = step_terms(
         batch.bins,
+        silent_tokens=batch.silent_tokens,
         aggregation=algorithm.aggregation,
         ages=batch.ages,
         constant=config.rollout.sampling.max_new_tokens,

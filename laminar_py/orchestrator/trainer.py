@@ -96,7 +96,7 @@ class Trainer:
             except PartDiedError as error:
                 await self._replace(await self._bury(error))
             else:
-                self._evaluator.published(self.moment)
+                self._evaluator.version_came(self.moment)
                 return
 
     async def run(self) -> None:

@@ -16,12 +16,13 @@ from laminar_py.records.trajectory import Trajectory
 
 @dataclass(order=True, slots=True, kw_only=True)
 class ReadyGroup:
-    """A complete group; without members it stands for a group without signal that fills its place in a step."""
+    """A complete group; without members it stands for a group without signal, which fills its place in a step."""
 
     oldest_version: int
     arrival: int
     group_id: str = field(compare=False)
     members: list[Trajectory] = field(compare=False, default_factory=list)
+    silent_tokens: tuple[int, ...] = field(compare=False, default=())  # trained tokens of each, without signal
     passes: int = field(compare=False, default=0)  # later groups were taken in its place so often
 
     @property
@@ -44,11 +45,24 @@ class Buffer:
     def __getitem__(self, place: int) -> ReadyGroup:
         return self._groups[place]
 
-    async def put(self, group_id: str, members: list[Trajectory], *, oldest_version: int) -> int:
+    async def put(
+        self,
+        group_id: str,
+        members: list[Trajectory],
+        *,
+        oldest_version: int,
+        silent_tokens: tuple[int, ...] = (),
+    ) -> int:
         """Add a complete group; its place."""
         self._arrivals += 1
         return await self.put_back(
-            ReadyGroup(oldest_version=oldest_version, arrival=self._arrivals, group_id=group_id, members=members)
+            ReadyGroup(
+                oldest_version=oldest_version,
+                arrival=self._arrivals,
+                group_id=group_id,
+                members=members,
+                silent_tokens=silent_tokens,
+            )
         )
 
     async def put_back(self, group: ReadyGroup) -> int:

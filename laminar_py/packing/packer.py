@@ -3,7 +3,8 @@
 The controller decides which trajectories share a microbatch (`assign`); the arrays are written by the rank that
 trains on them, one microbatch at a time (`microbatches`), since on the way they would be three times the bytes.
 Invariants: no microbatch exceeds `max_tokens`; all ranks get equally many; every trained token stands in exactly
-one; loss weights of all microbatches together sum to 1 (less where staleness reweights).
+one; loss weights of all microbatches together sum to 1 (less where staleness reweights, or responses of groups
+without signal are left out).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +38,13 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
 
     `StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, ages={6: 1, 7: 0})`.
 
-    With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories: `sequence_mean`
-    `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
+    With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories of the step:
+    `sequence_mean` `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
     """
 
     aggregation: Aggregation
-    num_trajectories: int
-    num_trained: int  # tokens of all of them
+    num_trajectories: int  # those without signal included
+    num_trained: int  # tokens of all of these
     ages: dict[int, int] | None = None  # by version, see `records.ages`; None: all tokens are as of now
     constant: int = 1
     advantage_mean: float = 0.0  # taken off all advantages
@@ -138,19 +139,26 @@ def pack(
 def step_terms(
     bins: Sequence[Bin],
     *,
+    silent_tokens: Sequence[int] = (),
     aggregation: Aggregation,
     ages: dict[int, int] | None = None,
     constant: int = 1,
     normalises: bool = False,
     columns: Sequence[Column] = (),
 ) -> StepTerms:
-    """Terms of the step that these bins are; `normalises` advantages by their mean and deviation in the step."""
+    """Terms of the step that these bins are; `normalises` advantages by their mean and deviation in the step.
+
+    `silent_tokens` are the trained tokens of responses without signal, which are left out since their advantage
+    is 0 (but for `algorithm.overlong_tokens`, which they are spared). They count in every mean, so that the
+    gradient is what it would be with them, and a group weighs the same beside many of them as beside few: which
+    groups share a step is a matter of how long they take.
+    """
     entries = [entry for item in bins for entry in item.entries]
     mean, scale = _normalisation(entries) if normalises else (0.0, 1.0)
     return StepTerms(
         aggregation=aggregation,
-        num_trajectories=len(entries),
-        num_trained=sum([item.num_trained for item in bins]),
+        num_trajectories=len(entries) + len(silent_tokens),
+        num_trained=sum([item.num_trained for item in bins]) + sum(silent_tokens),
         ages=ages,
         constant=constant,
         advantage_mean=mean,

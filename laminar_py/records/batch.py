@@ -24,7 +24,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     cu_seqlens: IntArray  # [S + 1]
     position_ids: IntArray  # [T]
     labels: IntArray  # [T]
-    loss_weights: FloatArray  # [T] sums to 1 over the step, all ranks together (less where staleness reweights)
+    loss_weights: FloatArray  # [T] over the step, all ranks together, they sum to 1, see `packing.packer`
     behaviour_logprobs: FloatArray  # [T]
     advantages: FloatArray  # [T]
     staleness: IntArray  # [T] learner steps since the weights that made the token

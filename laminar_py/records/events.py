@@ -26,6 +26,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     max_staleness: int | None  # bound that is enforced at consumption, None if there is none
     resumed_step: int | None = None
     data: dict[str, str] = {}  # digest of the rows of each source, by its field of the config
+    eval_requests: dict[str, str] = {}  # by set, see `EvalConfig.requests`
 
 
 class RunEnded(Event, frozen=True):

@@ -26,7 +26,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None = None
     used_s: float = 0.0  # seconds of generation on replicas that had it before
     routed: int = 0  # leading positions whose experts are recorded already
-    followed: bool = False  # more of its pass is to come, for which the replica keeps its version
+    more_to_come: bool = False  # of its pass, for which the replica keeps its version
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

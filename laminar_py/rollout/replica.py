@@ -58,7 +58,7 @@ class Replica:
         self._initial = initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
         self._expected: set[str] = set()  # on their way here from other replicas, under the version in use
-        self._followed: set[str] = set()  # passes of which more is to come, under the version in use
+        self._expected_passes: set[str] = set()  # of which more is to come, under the version of what came
         self._newest = -1  # the newest version that the relay has announced
         self._weights_wanted = asyncio.Event()  # set when new weights may be due
         self._weights_kept = asyncio.Lock()  # held while weights change, or must not
@@ -74,7 +74,7 @@ class Replica:
         """Start these; those pinned to a version that is not loaded wait until it is, oldest version first."""
         self._admission.received += sum(assignment.version is None for assignment in assignments)
         self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
-        self._followed.update(assignment.group_id for assignment in assignments if assignment.followed)
+        self._expected_passes.update(item.group_id for item in assignments if item.more_to_come)
         for assignment in assignments:
             if not self._admission.trains and assignment.kind is Kind.TRAIN:
                 self._streams.hand_back(assignment)
@@ -93,12 +93,12 @@ class Replica:
         with self._watching_for_loss():
             await self._streams.abort(trajectory_ids)
 
-    async def stop(self) -> None:
-        """Admit nothing more and interrupt all training; partial responses are reported."""
+    async def stop(self, *, evaluations: bool) -> None:
+        """Admit nothing more and interrupt all training, and evaluations too; partial responses are reported."""
         self._admission.stop()
         self._expected.clear()
         assignments = [*self._pinned, *(running.assignment for running in self._running.values())]
-        await self.abort([item.trajectory_id for item in assignments if item.kind is Kind.TRAIN])
+        await self.abort([item.trajectory_id for item in assignments if evaluations or item.kind is Kind.TRAIN])
 
     async def collect(self, timeout_s: float) -> ReplicaReport:
         """The next report: soon after something finished or changed, else after `timeout_s`.
@@ -162,10 +162,10 @@ class Replica:
         self._expected.update(trajectory_ids)
         return True
 
-    def call_off(self, trajectory_ids: Sequence[str]) -> None:
+    def call_off(self, names: Sequence[str]) -> None:
         """Expect these trajectories, and more of these passes, no more."""
-        self._expected.difference_update(trajectory_ids)
-        self._followed.difference_update(trajectory_ids)
+        self._expected.difference_update(names)
+        self._expected_passes.difference_update(names)
         self._weights_wanted.set()
 
     @property
@@ -213,7 +213,7 @@ class Replica:
         if self._running:
             if not self._pinned and self._newest > self._loader.version and self._may_swap():
                 await self._loader.swap(self._policy, may_swap=self._may_swap)
-        elif self._expected or self._followed:
+        elif self._expected or self._expected_passes - {item.group_id for item in self._pinned}:
             return  # it has promised to keep its version
         elif self._pinned:
             await self._load_pinned()
@@ -264,6 +264,7 @@ class Replica:
                 self._streams.start(assignment)
             elif (assignment.version or 0) < self._loader.version:
                 self._streams.hand_back(assignment)
+                self._expected_passes.discard(assignment.group_id)
             else:
                 self._pinned.append(assignment)
         if not self._running:
@@ -272,7 +273,7 @@ class Replica:
     def _may_swap(self) -> bool:
         """True unless it drains, stops, or evaluates, for which it keeps its version."""
         evaluating = any(running.assignment.kind is Kind.EVAL for running in self._running.values())
-        keeps = evaluating or self._followed
+        keeps = evaluating or self._expected_passes
         return self._policy is not OnNewWeights.DRAIN and self._admission.trains and not keeps
 
     # ---- the loss of the engine

@@ -108,15 +108,16 @@ class Replicas:
 
     # ---- their life
 
-    async def stop(self) -> None:
-        """Interrupt all trajectories and wait until their partial responses are in.
+    async def stop(self, *, evaluations: bool) -> None:
+        """Interrupt all training, and evaluations too, and wait until nothing runs any more.
 
-        One that is starting has nothing to tell: it starts once more, with nothing to do.
+        Partial responses are in then, and evaluations that were not interrupted have ended.
+        One that is starting has nothing to tell: it starts once more, without what is interrupted.
         """
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                keeper.parts[0].send("stop")
+                keeper.parts[0].send("stop", evaluations)
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -154,6 +155,7 @@ class Replicas:
         """Have what it had go on elsewhere; None if it was ended on purpose."""
         self._late_aborts.pop(index, None)
         await self._scheduler.reports.on_replica_lost(index)
+        self._stats.next_report.set()  # `stop` may wait for what it had
         if index not in self._restarting:
             return error
         self._restarting.discard(index)

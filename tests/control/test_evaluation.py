@@ -56,10 +56,9 @@ async def test_samples_of_a_set_have_its_sampling_and_seeds_of_their_own():
 async def test_the_seed_of_an_answer_depends_on_its_name_alone():
     first, second = make_fleet(), make_fleet()
     second.scheduler.evaluations.request([], 0)  # another pass before it
-    second.scheduler.evaluations.next_index = 0
     seeds = []
     for fleet in (first, second):
-        ask(fleet)
+        ask(fleet, index=0)
         await fleet.report(0)
         seeds.append({name: one.sampling.seed for name, one in fleet.running[0].items()})
     assert seeds[0] == seeds[1]
@@ -168,11 +167,11 @@ async def test_replicas_keep_their_version_for_a_pass_until_nothing_of_it_waits(
     asked = fleet.scheduler.evaluations.request([make_prompt(place) for place in range(20)], samples=1)
     fleet.hand_out()
     ((first, begun),) = members(fleet, "e0").items()
-    assert all(fleet.running[first][id].followed for id in begun)
+    assert all(fleet.running[first][id].more_to_come for id in begun)
     keeping, told = {first}, {}
     while held := members(fleet, "e0"):
         for index, ids in held.items():
-            keeping |= {index for id in ids if fleet.running[index][id].followed}
+            keeping |= {index for id in ids if fleet.running[index][id].more_to_come}
             for id in ids:  # all of it, before anything more has come
                 await fleet.finish(index, id, admissible=0)
         told |= fleet.scheduler.moves.take_called_off()
@@ -192,6 +191,18 @@ async def test_a_replica_that_keeps_its_version_for_a_pass_is_given_nothing_newe
     await fleet.scheduler.reports.on_replica_lost(0)
     await fleet.report(0)
     assert not fleet.scheduler.moves.take_called_off()
+
+
+async def test_a_replica_that_starts_with_a_part_of_a_pass_keeps_its_version_for_the_rest():
+    fleet = Fleet(replicas=1, batch_per_replica=1)
+    fleet.scheduler.pause()
+    fleet.scheduler.evaluations.request([make_prompt(0), make_prompt(1), make_prompt(2)], samples=1)
+    await fleet.report(0)
+    (id,) = fleet.running[0]
+    await fleet.grow(0, id, tokens=2)
+    await fleet.scheduler.reports.on_replica_lost(0)
+    (part,) = fleet.scheduler.dispatcher.for_starting(0)
+    assert (part.version, part.more_to_come) == (0, True)
 
 
 async def test_passes_that_begin_together_do_so_on_replicas_of_their_own():

@@ -131,7 +131,7 @@ async def test_a_step_does_not_wait_for_a_group_that_fits_no_microbatch():
     await fleet.finish_all(0, tokens=200)
     await fleet.score_all()
     batch = await asyncio.wait_for(task, PATIENCE_S)
-    assert (batch.groups, len(batch.silent)) == ([], 5)
+    assert (batch.groups, len(batch.refilled)) == ([], 5)
 
 
 @pytest.mark.parametrize("pair", [SOLVED, HOPELESS])
@@ -184,7 +184,7 @@ async def test_a_full_step_has_no_event_and_a_batch_that_is_put_back_keeps_its_c
     batch = await asyncio.wait_for(task, PATIENCE_S)
     assert fleet.scheduler.consumption.refill_stopped(batch, 1) is None
     await fleet.scheduler.consumption.put_back(batch)
-    assert fleet.scheduler.book.silent == [1.0, 1.0]
+    assert fleet.scheduler.book.refilled == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("masks", [True, False])

@@ -50,7 +50,7 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
     )
 
 
-async def restored(*live, silent=(), rewards=(math.inf, -math.inf), **settings):
+async def restored(*live, refilled=(), rewards=(math.inf, -math.inf), **settings):
     fleet = Fleet(replicas=1, group_size=2, **settings)
     groups = {entry.group_id: 2 for entry in live}
     fleet.scheduler.pause()
@@ -64,7 +64,7 @@ async def restored(*live, silent=(), rewards=(math.inf, -math.inf), **settings):
             next_evaluation=1,
             next_sample=groups,
             ages=ages_of(range(10)),
-            silent=silent,
+            refilled=refilled,
             rewards=rewards,
         )
     )
@@ -91,7 +91,7 @@ async def test_the_cap_on_seconds_does_not_start_over():
 
 async def test_refill_counts_on_and_judges_by_the_rewards_of_before():
     fleet = await restored(
-        without_signal=WithoutSignal.REFILL, max_refill=2, batch=1, silent=(0.0, 0.0), rewards=(0.0, 1.0)
+        without_signal=WithoutSignal.REFILL, max_refill=2, batch=1, refilled=(0.0, 0.0), rewards=(0.0, 1.0)
     )
     batch = await asyncio.wait_for(fleet.scheduler.consumption.next_batch(groups=1, version=4), 60)
     event = fleet.scheduler.consumption.refill_stopped(batch, 5)

@@ -114,6 +114,18 @@ async def test_a_group_without_signal_trains_is_skipped_or_refilled(policy, drop
     assert bool(fleet.running[0]) == (policy is WithoutSignal.REFILL)
 
 
+@pytest.mark.parametrize(("masks", "counted"), [(False, [3, 7]), (True, [3, 0])])
+async def test_a_skipped_group_counts_in_its_step_with_the_tokens_it_would_have_trained(masks, counted):
+    settings = {"without_signal": WithoutSignal.SKIP, "masks_truncated": masks}
+    fleet = Fleet(replicas=1, capacity=1, group_size=2, batch=1, **settings)
+    await fleet.report(0)
+    await fleet.finish(0, "g0.0", tokens=3)
+    await fleet.finish(0, "g0.1", tokens=7, reason=FinishReason.LENGTH)
+    await fleet.score_all(lambda index: 1.0)
+    batch = await fleet.scheduler.next_batch(groups=1, version=0)
+    assert (batch.trajectories, batch.silent_tokens) == ([], counted)
+
+
 @pytest.mark.parametrize(("rewards", "ready"), [([1.0, 1.0], 0), ([1.0, 0.0], 2)])
 async def test_length_changes_advantages_and_not_whether_a_group_has_signal(rewards, ready):
     fleet = Fleet(

@@ -18,7 +18,7 @@ from laminar_py.launcher.standing import RunState, read_standings
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.telemetry.fleet import note_placed
-from tests.launcher.experiments import BASE, make_experiment, program, small_settings, start_launcher
+from tests.launcher.experiments import make_experiment, program, small_settings, start_launcher
 from tests.launcher.test_queue import COUNT, FINISH, write_summary
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import PATIENCE_S, REPO, forget_versions
@@ -91,9 +91,12 @@ async def test_a_cluster_tells_whether_it_has_room(tmp_path):
     with FakeCluster(2) as cluster:
         settings = {"cluster.address": cluster.address, "cluster.learner_device": "cuda"}
         small, large = make_experiment(tmp_path, set=settings, grid={"learner.world_size": [2, 3]}).runs
-        assert await has_room(small.arguments(BASE))
-        assert not await has_room(large.arguments(BASE))
-    assert not await has_room(small.arguments(BASE)), "it is away"
+        small.config.runs.mkdir()
+        small.write()
+        large.write()
+        assert await has_room(small.arguments)
+        assert not await has_room(large.arguments)
+    assert not await has_room(small.arguments), "it is away"
 
 
 def wait_for_actors(count):

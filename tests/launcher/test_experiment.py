@@ -71,6 +71,14 @@ def test_what_is_set_reaches_the_command_line_unchanged(tmp_path_factory, value)
         ({"set": {"steps": "many"}}, "base="),
         ({"seeds": [1, 1]}, "seeds=[1, 1]: must be different numbers"),
         ({"seeds": []}, "seeds=[]: must be different numbers"),
+        ({"seeds": 20260101}, "seeds=20260101: is no number of seeds from 1 to 1000"),
+        ({"seeds": -3}, "seeds=-3: is no number of seeds"),
+        ({"seeds": True}, "seeds=True: is no number of seeds"),
+        (
+            {"set": {"rollout": {"prompts_per_step": 8}}},
+            "set.rollout={'prompts_per_step': 8}: would drop rollout.batch_per_replica, which",
+        ),
+        ({"grid": {"learner": [{"lr": 1e-3}]}}, "grid.learner={'lr': 0.001}: would drop learner."),
         ({"seeds": "two"}, "seeds='two': input should be a valid array"),
         ({"compare": "aime"}, "compare=aime: no such set in eval.sets; name one of heldout"),
         ({"parallel": 0}, "parallel=0: input should be greater than or equal to 1"),
@@ -84,6 +92,12 @@ def test_a_mistake_is_one_line_with_field_value_and_remedy(tmp_path, given, line
     assert told.startswith(line)
     assert ";" in told, "a remedy"
     assert "\n" not in told
+
+
+def test_a_table_of_free_names_and_a_section_that_the_base_leaves_out_may_be_given_whole(tmp_path):
+    sets = {"eval.sets": {"other": {"path": "heldout.jsonl"}}, "supervisor": {"max_restarts": 2}}
+    (run,) = make_experiment(tmp_path, set=sets).runs
+    assert list(run.config.eval.sets) == ["other"]
 
 
 def test_names_that_no_file_can_have_are_refused_in_one_line(tmp_path):

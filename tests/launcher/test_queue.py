@@ -11,6 +11,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from laminar_py.config.loading import load_config
 from laminar_py.launcher import begun, queue
 from laminar_py.launcher.begun import held_gpus
 from laminar_py.launcher.board import Board
@@ -18,7 +19,7 @@ from laminar_py.launcher.places import Slot
 from laminar_py.launcher.queue import Queue, python
 from laminar_py.launcher.standing import RunState, read_standing
 from laminar_py.ledger.run_folder import new_run
-from tests.launcher.experiments import make_experiment, program
+from tests.launcher.experiments import BASE, make_experiment, program
 
 COUNT = """
 starts = Path(changes["runs"]) / "starts"
@@ -196,6 +197,24 @@ async def test_a_run_that_dies_once_is_taken_up_again_and_ends(tmp_path):
     _, (finished,), starts = await work(tmp_path, text)
     assert finished.state is RunState.FINISHED
     assert starts == 2
+
+
+async def test_a_run_that_somebody_else_stops_is_taken_up_again_and_ends(tmp_path):
+    text = "\nif starts.stat().st_size == 1:\n    sys.exit(130)\n" + FINISH
+    _, (finished,), starts = await work(tmp_path, text)
+    assert finished.state is RunState.FINISHED
+    assert starts == 2
+
+
+async def test_runs_start_with_the_settings_that_were_checked_whatever_the_base_says_by_then(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(BASE.read_text())
+    text = "Path(changes['runs'], 'steps-' + changes['seed']).write_text(Path(sys.argv[1]).read_text())\n"
+    text += f"Path({str(base)!r}).write_text('steps: none')\n" + FINISH
+    _, standings, _ = await work(tmp_path, text, base=str(base), seeds=2)
+    assert [one.state for one in standings] == [RunState.FINISHED] * 2
+    found = [load_config(tmp_path / f"runs/steps-{seed}", []) for seed in range(2)]
+    assert found == [one.run.config for one in standings]
 
 
 async def test_a_bad_gpu_fails_no_run(tmp_path):

@@ -7,10 +7,10 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set, open_passes, read_evaluations
 from laminar_py.records.estimates import set_figures
 from laminar_py.records.evaluations import EvalAnswer
-from laminar_py.records.events import Consumed, Dropped
+from laminar_py.records.events import Consumed, Dropped, RolledBack
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_answers, make_evaluated
-from tests.ledger.runs import begin, finish, issue, open_ledger, run_to
+from tests.ledger.runs import begin, consume, finish, issue, open_ledger, run_to
 
 
 async def test_the_mean_of_a_set_is_an_accuracy_in_all_of_its_passes_or_in_none(tmp_path):
@@ -46,9 +46,23 @@ def test_the_first_set_is_that_of_the_config_whichever_was_on_record_first():
     assert of_first_set([], ["aime"]) == []
 
 
+async def test_evaluations_of_weights_that_are_undone_are_none(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1, 2))
+        ledger.append_all([*consume(1, 0), *consume(2, 1)])
+        ledger.append(make_evaluated(0.25, step=1, version=1))
+        ledger.append(make_evaluated(0.75, step=2, version=2, index=1))
+        ledger.append(RolledBack(1, "learner_died"))
+        ledger.append(make_evaluated(0.5, step=1, version=1, index=2, set_name="other"))
+    assert [(one.step, one.figures.mean.value) for one in read_evaluations(tmp_path)] == [(1, 0.25), (1, 0.5)]
+
+
 async def test_open_passes_are_those_begun_and_neither_done_nor_given_up_nor_of_weights_that_are_undone(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, versions=(0, 1, 2, 3))
+        for sample, version in enumerate((1, 2)):
+            issue(ledger, f"e6-mixed.{sample}", kind=Kind.EVAL)
+            run_to(ledger, f"e6-mixed.{sample}", [(version, 0, 3)])
         ledger.append(make_evaluated(set_name="done", index=0))
         under = {"e0-done.0": 2, "e1-aime.0": 2, "e1-aime.1": 2, "e2-undone.0": 3, "e3-lost.0": 1, "e5.0": 2}
         for id, version in (under | {"e4-new.0": None}).items():
@@ -58,7 +72,9 @@ async def test_open_passes_are_those_begun_and_neither_done_nor_given_up_nor_of_
         finish(ledger, "e1-aime.1", [(2, 0, 3)], reward=0.25)
         ledger.append(Consumed(trajectory_id="e1-aime.1", step=NO_STEP, version=2, staleness=0, weight=0.0))
         ledger.append(Dropped("e3-lost.0", DropReason.RUN_ENDED))
-    found = open_passes(tmp_path, step=2)
+        ledger.append_all([event for step in (1, 2, 3) for event in consume(step, step - 1)])
+        ledger.append(RolledBack(2, "controller_died"))
+    found = open_passes(tmp_path)
     assert [(one.id, one.version, one.step) for one in found] == [("e1-aime", 2, 2), ("e4-new", None, None)]
     assert [dict(one.answers) for one in found] == [
         {"e1-aime.1": EvalAnswer(problem=1, sample=1, reward=0.25, length=3)},

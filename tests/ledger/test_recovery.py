@@ -96,11 +96,11 @@ async def test_what_refill_has_seen_since_the_last_step_comes_back(tmp_path):
         drop(ledger, "g2", 0.0)
         drop(ledger, "g3", 2.0)
         await ledger.commit()
-        assert recover(tmp_path).silent == (0.0, 2.0)
+        assert recover(tmp_path).refilled == (0.0, 2.0)
         ledger.append(hollow(2))
         drop(ledger, "g4", 0.5)
     recovered = recover(tmp_path)
-    assert (recovered.silent, recovered.rewards) == ((0.5,), (-1.0, 2.0))
+    assert (recovered.refilled, recovered.rewards) == ((0.5,), (-1.0, 2.0))
 
 
 async def test_recovery_knows_every_counter_of_the_run(tmp_path):

@@ -10,7 +10,7 @@ from laminar_py.records.clock import SystemClock
 from laminar_py.records.evaluations import pass_number, set_of
 from laminar_py.records.trajectory import Kind
 from laminar_py.telemetry.stats import Stats, Totals
-from tests.builders import make_prompt
+from tests.builders import make_evaluated, make_prompt
 from tests.control.fleet import Fleet, settle
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
@@ -27,7 +27,7 @@ def make_evaluator(fleet, *settings, replicas=None):
         held.append(version)
 
     incarnation = make_incarnation(
-        config=load_config(REPO / "configs/quickstart.yaml", [SETS, *settings]),
+        config=make_config(*settings),
         inputs=SimpleNamespace(sets={"often": [make_prompt(0)], "rare": [make_prompt(1)]}, first_of_tasks=[]),
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
     )
@@ -40,6 +40,28 @@ def make_evaluator(fleet, *settings, replicas=None):
         say=None,
     )
     return evaluator, published, held
+
+
+def make_config(*settings):
+    return load_config(REPO / "configs/quickstart.yaml", [SETS, *settings])
+
+
+def requests_of(config):
+    return config.eval.requests(config.rollout.sampling.params())
+
+
+ASKED = requests_of(make_config())
+
+
+async def evaluate_until_done(fleet, work):
+    """Do some work of an evaluator, all of whose questions are answered; the sets that were asked for."""
+    asked, task = [], asyncio.create_task(work)
+    async with asyncio.timeout(PATIENCE_S):
+        while not task.done():
+            asked += await evaluate_all(fleet)
+            await settle()
+        await task
+    return asked
 
 
 async def evaluate_all(fleet):
@@ -107,8 +129,8 @@ async def test_a_resumed_run_goes_on_with_open_passes_as_of_their_moments_and_do
         OpenPass(id="e5-rare", version=None, step=None, answers={}),
         OpenPass(id="e6-gone", version=1, step=4, answers={}),  # a set that the config has no more
     ]
-    evaluator.take_up(passes, now=Moment(-1, 5, 50.0), passed_s={4: 40.0})
-    evaluator.published(Moment(1, 5, 51.0))
+    evaluator.take_up(passes, results=[], requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={4: 40.0})
+    evaluator.version_came(Moment(1, 5, 51.0))
     assert await evaluate_all(fleet) == ["often", "rare"]
     async with asyncio.timeout(PATIENCE_S):
         while len(published) < 2:
@@ -122,3 +144,42 @@ async def test_a_resumed_run_goes_on_with_open_passes_as_of_their_moments_and_do
             await settle()
         await finish
     assert asked == ["often"], "the other set has its result of this step"
+
+
+async def test_a_resumed_run_does_no_pass_again_that_is_on_record_but_those_of_steps_that_are_undone():
+    results = [make_evaluated(set_name="often", step=5), make_evaluated(set_name="rare", step=7, index=1)]
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, _, _ = make_evaluator(fleet)
+    evaluator.take_up([], results=results, requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={})
+    evaluator.version_came(Moment(0, 5, 50.0))
+    assert await evaluate_until_done(fleet, evaluator.finish(Moment(0, 5, 50.0))) == ["rare"]
+    evaluator.version_came(Moment(1, 7, 70.0))
+    fleet.versions[0] = 1
+    assert await evaluate_until_done(fleet, evaluator.finish(Moment(1, 7, 70.0))) == ["often", "rare"]
+
+
+async def test_a_run_that_was_stopped_in_its_first_evaluation_goes_on_with_that():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, published, _ = make_evaluator(fleet)
+    evaluator.take_up(
+        [OpenPass(id="e3-often", version=0, step=0, answers={})],
+        results=[make_evaluated(set_name="rare", step=0)],
+        requests=ASKED,
+        now=Moment(-1, 0, 0.0),
+        passed_s={0: 0.0},
+    )
+    evaluator.version_came(Moment(0, 0, 0.0))
+    assert await evaluate_until_done(fleet, evaluator.first(Moment(0, 0, 0.0))) == ["often"]
+    assert [(one.pass_id, one.rl_s) for one in published] == [("e3-often", 0.0)]
+
+
+async def test_a_pass_of_a_set_that_is_asked_otherwise_now_is_left():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, _, _ = make_evaluator(fleet)
+    before = requests_of(make_config("eval.sets.often={path: often.jsonl, samples: 4, temperature: 1}"))
+    passes = [OpenPass(id=f"e{place}-{name}", version=0, step=4, answers={}) for place, name in enumerate(before)]
+    evaluator.take_up(passes, results=[], requests=before, now=Moment(-1, 4, 40.0), passed_s={4: 40.0})
+    assert await evaluate_all(fleet) == ["rare"]

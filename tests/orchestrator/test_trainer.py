@@ -191,7 +191,7 @@ async def test_a_task_without_any_signal_ends_the_run_with_one_line_and_an_event
     assert count >= MIN_CEILINGS
     assert f"step 1, {count} times in a row" in fault
     assert recover(tmp_path).rewards == (0.0, 1.0)
-    assert recover(tmp_path).silent == (), "what the last ceiling dropped counts for no step to come"
+    assert recover(tmp_path).refilled == (), "what the last ceiling dropped counts for no step to come"
 
 
 @pytest.mark.parametrize("schedule", ["async", "one_step", "sync"])

@@ -95,6 +95,15 @@ def test_a_constant_length_leaves_every_token_its_weight_however_long_its_respon
     assert sums == pytest.approx([10 / 400, 90 / 400])
 
 
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_responses_left_out_for_want_of_signal_count_as_if_they_were_trained_on(aggregation):
+    items = trajectories([(1, 10), (2, 30), (1, 20)])
+    bins = [fit([make_entry(item) for item in some], max_tokens=128) for some in (items, items[:1])]
+    whole = step_terms(bins[0], aggregation=aggregation, constant=50)
+    rest = step_terms(bins[1], silent_tokens=[30, 20], aggregation=aggregation, constant=50)
+    assert rest.of(items[0]).tolist() == whole.of(items[0]).tolist()
+
+
 def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
     spans = (Span(5, 0, 2), Span(7, 2, 3), Span(7, 3, 4, kv_version=4))
     item = replace(make_trajectory("a", response=4), spans=spans)

@@ -188,8 +188,10 @@ async def test_whichever_call_finds_the_engine_lost_one_last_report_has_what_it_
         match method:
             case "abort" | "give_up":
                 await getattr(story.replica, method)(["a"])
-            case "stop" | "survey":
-                await getattr(story.replica, method)()
+            case "stop":
+                await story.replica.stop(evaluations=True)
+            case "survey":
+                await story.replica.survey()
             case "cut_overdue":
                 story.replica._max_seconds = 0.0
             case "load":
@@ -285,10 +287,21 @@ async def test_stop_returns_everything_with_its_partial_and_admits_nothing(folde
         await story.until(lambda s: s.admissible > 0)
         story.replica.submit([assignment("a", length=4000), assignment("b", length=4000, version=7)])
         await story.until(lambda s: len(s.ids["a"]) > 0)
-        await story.replica.stop()
+        await story.replica.stop(evaluations=False)
         await story.until(lambda s: {"a", "b"} <= set(s.ended))
         assert {item.finish_reason for item in story.ended.values()} == {FinishReason.ABORT}
         assert story.admissible == 0
+
+
+async def test_stop_returns_an_evaluation_too_where_the_run_ends(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.submit([assignment("e", length=4000, version=0, kind=Kind.EVAL)])
+        await story.until(lambda s: len(s.ids["e"]) > 0)
+        await story.replica.stop(evaluations=True)
+        await story.until(lambda s: "e" in s.ended)
+        assert story.ended["e"].finish_reason is FinishReason.ABORT
+        assert 0 < len(story.ids["e"]) < 4000
 
 
 async def test_the_cap_on_wall_time_cuts_a_trajectory_and_keeps_what_it_has(folders):
@@ -340,7 +353,7 @@ async def test_what_arrives_while_weights_load_counts_towards_their_batch(folder
 async def test_after_stop_training_work_is_handed_back_and_an_evaluation_still_runs(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        await story.replica.stop()
+        await story.replica.stop(evaluations=False)
         story.replica.submit([assignment("late"), assignment("e", version=0, kind=Kind.EVAL)])
         await story.until(lambda s: {"late", "e"} <= set(s.ended))
         assert story.ended["late"].finish_reason is FinishReason.ABORT
@@ -352,7 +365,7 @@ async def test_stop_hands_back_what_waits_for_weights(folders):
         await story.until(lambda s: s.admissible > 0)
         story.replica._streams.serving.clear()  # as while weights are loaded
         story.replica.submit([assignment("a")])
-        await story.replica.stop()
+        await story.replica.stop(evaluations=False)
         await story.until(lambda s: "a" in s.ended)
         assert story.ended["a"].finish_reason is FinishReason.ABORT
 
@@ -425,7 +438,7 @@ async def test_a_version_is_kept_between_two_parts_of_a_pass(folders, policy):
     async with serving(folders, policy=policy) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
         first = assignment("first", kind=Kind.EVAL)
-        story.replica.submit([msgspec.structs.replace(first, followed=True)])
+        story.replica.submit([msgspec.structs.replace(first, more_to_come=True)])
         await story.until(lambda s: "first" in s.ended)
         story.replica.submit([assignment("beside")])
         await weights.publish(1)
@@ -438,12 +451,37 @@ async def test_a_version_is_kept_between_two_parts_of_a_pass(folders, policy):
         await story.until(lambda s: s.loads == [0, 1])
 
 
+@pytest.mark.parametrize("policy", [OnNewWeights.DRAIN, OnNewWeights.RESUME])
+async def test_a_part_of_a_pass_makes_an_idle_replica_load_its_version_though_more_is_to_come(folders, policy):
+    async with serving(folders, policy=policy) as (story, weights):
+        await story.until(lambda s: s.loads == [0])
+        part = assignment("part", version=4, kind=Kind.EVAL)
+        story.replica.submit([msgspec.structs.replace(part, more_to_come=True)])
+        await story.until(lambda s: "part" in s.ended)
+        await weights.publish(5)
+        story.replica.submit([assignment("rest", version=4, kind=Kind.EVAL)])
+        await story.until(lambda s: "rest" in s.ended)
+        assert story.versions("part") == story.versions("rest") == {4}
+        story.replica.call_off([part.group_id])
+        await story.until(lambda s: s.loads == [0, 4, 5])
+
+
+async def test_no_more_is_expected_of_a_pass_whose_version_an_engine_has_left(folders):
+    async with serving(folders) as (story, weights):
+        await weights.publish(5)
+        await story.until(lambda s: s.loads and s.loads[-1] == 5)
+        story.replica.submit([msgspec.structs.replace(assignment("e", version=4), more_to_come=True)])
+        await story.until(lambda s: "e" in s.ended)
+        await weights.publish(6)
+        await story.until(lambda s: s.loads[-1] == 6)
+
+
 async def test_one_that_stops_keeps_no_promise(folders):
     async with serving(folders) as (story, weights):
         await story.until(lambda s: s.admissible > 0)
         story.replica.submit([assignment("a", length=3000)])
         assert story.replica.expect(0, ["b"])
-        await story.replica.stop()
+        await story.replica.stop(evaluations=False)
         await weights.publish(1)
         story.replica.submit([assignment("eval", version=1, kind=Kind.EVAL)])
         await story.until(lambda s: "eval" in s.ended)

@@ -86,18 +86,26 @@ def responses(run: Path) -> dict[str, bytes]:
     return joined
 
 
-def test_an_evaluation_that_was_killed_twice_gives_what_an_uninterrupted_one_gives(tmp_path, model):
+def num_begun(run: Path) -> int:
+    """Answers of which a part is on record."""
+    with reading(run) as connection:
+        query = "SELECT count(*) FROM trajectory WHERE status = 'interrupted'"
+        return connection.execute(query).fetchone()[0]
+
+
+def test_an_evaluation_that_was_killed_and_stopped_gives_what_an_uninterrupted_one_gives(tmp_path, model):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     with EvalProcess(whole, model) as process:
         code, output = process.finish()
     assert code == 0, output
     assert "told: accuracy" in output
-    for resume, enough in ((False, 20), (True, 80)):
+    for resume, enough, ends in ((False, 20, signal.SIGKILL), (True, 80, signal.SIGINT)):
         with EvalProcess(killed, model, resume=resume) as process:
             process.wait_until(lambda enough=enough, process=process: process.answered() >= enough)
-            process.send(signal.SIGKILL)
-            process.process.wait(PATIENCE_S)
-            assert process.answered() < SAMPLES * 8, "it was killed before its end"
+            process.send(ends)
+            process.finish()
+            assert process.answered() < SAMPLES * 8, "it ended before its end"
+    assert num_begun(killed / "eval-small-1") > 0, "Ctrl-C waits for no answer"
     with EvalProcess(killed, model, resume=True) as process:
         code, output = process.finish()
     assert code == 0, output

@@ -1,13 +1,16 @@
-"""A run that is killed in the middle of an evaluation goes on with it."""
+"""A run that is killed or stopped in the middle of an evaluation goes on with it."""
 
 import signal
+
+import pytest
 
 from laminar_py.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import read_evaluations
-from tests.runs.runs import ALONE, PATIENCE_S, SMALL, TrainProcess, forget_versions
+from tests.runs.runs import ALONE, SMALL, TrainProcess, forget_versions
 
 SAMPLES = 24
+PASSES = ["e0-heldout", "e1-heldout", "e2-heldout"]
 SETTINGS = (
     *ALONE,
     "learner.checkpoint_every=1",
@@ -18,33 +21,43 @@ SETTINGS = (
 )
 
 
-def answered(run, pass_id):
-    """Answers of a pass on record, once its weights are in a checkpoint."""
-    if not (run / "metrics.jsonl").is_file():
+def answered(run, pass_id, step):
+    """Answers of a pass on record, once weights of that step are in a checkpoint."""
+    if not (run / ("metrics.jsonl" if step else "ledger.sqlite")).is_file():
         return 0
     with reading(run) as connection:
         (saved,) = connection.execute("SELECT coalesce(max(step), 0) FROM checkpoint").fetchone()
         query = "SELECT count(*) FROM trajectory WHERE group_id = ? AND status = 'consumed'"
         (found,) = connection.execute(query, (pass_id,)).fetchone()
-    return found if saved >= 2 else 0
+    return found if saved >= step else 0
 
 
-def test_a_pass_that_a_kill_interrupted_is_finished_by_the_resumed_run(tmp_path):
+@pytest.mark.parametrize(
+    ("step", "ends", "code"),
+    [(0, signal.SIGINT, 130), (2, signal.SIGKILL, -signal.SIGKILL), (4, signal.SIGINT, 130)],
+    ids=["stopped-at-the-first", "killed", "stopped-at-the-last"],
+)
+def test_a_pass_that_was_interrupted_is_finished_by_the_resumed_run(tmp_path, step, ends, code):
+    open_pass = f"e{step // 2}-heldout"
     with TrainProcess(tmp_path, *SETTINGS) as process:
-        before = process.wait_until(lambda: answered(process.run, "e1-heldout"))
-        process.send(signal.SIGKILL)
-        process.process.wait(PATIENCE_S)
+        process.wait_until(lambda: answered(process.run, open_pass, step))
+        process.send(ends)
+        ended, output = process.finish()
         run = process.run
-    assert before < SAMPLES * 8, "it was killed before its end"
-    assert [one.step for one in read_evaluations(run)] == [0]
+    assert ended == code, output
+    assert [one.pass_id for one in read_evaluations(run)] == PASSES[: step // 2]
     with TrainProcess(tmp_path, *SETTINGS, resume=True) as process:
         code, output = process.finish()
     forget_versions(run)
     assert code == 0, output
     found = read_evaluations(run)
-    assert [(one.pass_id, one.step) for one in found] == [("e0-heldout", 0), ("e1-heldout", 2), ("e2-heldout", 4)]
+    assert [one.pass_id for one in found] == PASSES
+    assert found[1].step in (1, 2), "under what its replica served then"
+    assert (found[0].step, found[2].step) == (0, 4)
     assert found[1].figures.problems == 8
     with reading(run) as connection:
-        count = "SELECT count(*) FROM event WHERE kind = 'issued' AND subject LIKE 'e1-%'"
-        assert connection.execute(count).fetchone()[0] == SAMPLES * 8, "nothing was issued twice"
+        count = "SELECT count(*) FROM event WHERE kind = 'issued' AND subject GLOB ?"
+        assert connection.execute(count, (f"{open_pass}.*",)).fetchone()[0] == SAMPLES * 8, (
+            "nothing was issued twice"
+        )
     assert verify(run) == []

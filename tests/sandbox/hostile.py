@@ -28,10 +28,10 @@ class Hostile:
 
 
 async def run_hostile(pool, hostile, program):
-    """What became of a program; again where a busy machine gave it too little of a core to show anything."""
+    """What became of a program; again where a busy machine gave it less of a core than it may have."""
     for _ in range(ATTEMPTS):
         result = await pool.run(program)
-        if "time" in hostile.labels or result.label is not SandboxLabel.TIME or result.cpu_s > TIGHT.cpu_s / 2:
+        if "time" in hostile.labels or result.label is not SandboxLabel.TIME or result.cpu_s >= TIGHT.cpu_s:
             break
     return result
 

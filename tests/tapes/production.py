@@ -379,6 +379,7 @@ class Batch:
             )
         terms = step_terms(
             self.taken.bins,
+            silent_tokens=self.taken.silent_tokens,
             aggregation=Aggregation(plan.aggregation),
             ages=self.taken.ages,
             constant=plan.cap,

@@ -42,6 +42,14 @@ def test_a_row_that_was_torn_costs_itself_alone_when_a_run_resumes(tmp_path):
     assert path.read_bytes().count(b"\n") == 4
 
 
+def test_steps_that_were_undone_are_none_though_none_was_done_in_their_place(tmp_path):
+    rows = make_rows(1.0, 1.0, 1.0)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        for row in (*rows, rows[1]):
+            append_row(file, row)
+    assert [row.step for row in read_samples(tmp_path).steps] == [1, 2]
+
+
 def test_a_line_has_its_own_fields_first_and_none_that_is_not_known(tmp_path):
     (row,) = make_rows(1.0)
     with (tmp_path / "rows").open("ab") as file:

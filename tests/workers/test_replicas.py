@@ -5,6 +5,8 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
+import pytest
+
 from laminar_py.cluster.placement import Needs, Node, Placement
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import RunFolder
@@ -184,6 +186,21 @@ async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_
         assert third.sent.empty()
         world.may_start.set()
         assert await sent(third, "abort") == ["g0.0"]
+
+
+@pytest.mark.parametrize("evaluations", [True, False])
+async def test_what_stops_is_not_waited_for_where_it_has_died(monkeypatch, tmp_path, evaluations):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as both:
+        world.scheduler.pause()
+        world.may_start.clear()  # so nothing reports any more
+        stopping = asyncio.create_task(world.replicas.stop(evaluations=evaluations))
+        await asyncio.sleep(0)
+        assert not stopping.done()
+        for process in both:
+            process.die()
+        await stopping
+    assert world.scheduler.views.in_flight == 0
 
 
 async def test_a_replica_ended_on_purpose_is_no_death(monkeypatch, tmp_path):

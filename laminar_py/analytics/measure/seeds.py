@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import fmean, stdev
 
-# 0.975 quantiles of Student's t by degrees of freedom, from 1; beyond the table the normal distribution's
+# 0.975 quantiles of Student's t by degrees of freedom, from 1; beyond the table within 0.001
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-Z_975 = 1.96
+Z_975 = 1.96  # of the normal distribution
 
 
 def half_width(values: Sequence[float]) -> float | None:
@@ -14,7 +14,7 @@ def half_width(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     degrees = len(values) - 1
-    quantile = T_975[degrees - 1] if degrees <= len(T_975) else Z_975
+    quantile = T_975[degrees - 1] if degrees <= len(T_975) else Z_975 + 2.372 / (degrees - 1.2)
     return quantile * stdev(values) / sqrt(len(values))
 
 

@@ -3,6 +3,7 @@
 Read while a run goes on, or after it was killed: a line that is not whole counts for nothing.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class _Summary(msgspec.Struct, frozen=True):
 class Samples:
     """Rows of these files, in the order of time."""
 
-    steps: tuple[StepRow, ...]  # one for each, as last done
+    steps: tuple[StepRow, ...]  # without those that were undone
     fleet: tuple[FleetRow, ...]
     rl_s: float  # seconds of RL so far: the most that any file says
 
@@ -30,10 +31,19 @@ def read_samples(folder: Path) -> Samples:
     """Everything beside the ledger of a run; there is a summary once the run has ended."""
     fleet = tuple(read_rows(folder / "fleet.jsonl", FleetRow))
     done = list(read_rows(folder / "metrics.jsonl", StepRow))
-    steps = {row.step: row for row in done}
     ended_s = _rl_seconds(folder / "summary.json")
     rl_s = max([*(row.rl_s for row in fleet), *(row.rl_s for row in done), ended_s])
-    return Samples(tuple(steps[step] for step in sorted(steps)), fleet, rl_s)
+    return Samples(tuple(_standing(done)), fleet, rl_s)
+
+
+def _standing(done: Iterable[StepRow]) -> list[StepRow]:
+    """Steps that stand, of all in the order in which they were done: a run goes back to one before it goes on."""
+    steps: list[StepRow] = []
+    for row in done:
+        while steps and steps[-1].step >= row.step:
+            steps.pop()
+        steps.append(row)
+    return steps
 
 
 def _rl_seconds(summary: Path) -> float:

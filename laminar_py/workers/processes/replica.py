@@ -100,9 +100,9 @@ class ReplicaActor(PartActor):
         """End these trajectories, which go on elsewhere, and report them at once."""
         await self._replica.give_up(decode(list[str], data))
 
-    async def stop(self) -> None:
-        """Interrupt everything; partial responses are reported."""
-        await self._replica.stop()
+    async def stop(self, evaluations: bool) -> None:
+        """Interrupt all training, and evaluations too; partial responses are reported."""
+        await self._replica.stop(evaluations=evaluations)
 
     async def collect(self, timeout_s: float, relay: str) -> bytes:
         """The next `ReplicaReport`; raises what ended the replica, if anything did. Its relay is there now."""
