@@ -16,7 +16,6 @@ from laminar_py.config.section import ConfigError
 if TYPE_CHECKING:
     from laminar_py.launcher.experiment import Experiment
 
-LOCK = "lock"
 WIDE = 160  # columns of a table that no terminal limits
 
 
@@ -33,17 +32,20 @@ def launch(
 
     Run folders, logs and report.html are beside FILE. The same command goes on after a stop or a crash.
     """
-    from laminar_py.launcher.experiment import check_made, read_experiment
+    from laminar_py.launcher.experiment import read_experiment
+    from laminar_py.launcher.made import check_made, tell_strangers
 
     experiment = read_experiment(file / "experiment.yaml" if file.is_dir() else file)
-    check_made(experiment)
     if report:
         _draw(experiment)
         return
+    check_made(experiment)
+    if strangers := tell_strangers(experiment):
+        say(strangers)
     if dry_run:
         _plan(experiment)
         return
-    with _only_launcher(experiment.runs[0].config.runs):
+    with _only_launcher(experiment):
         whole = _work(experiment)
         finished, every = _draw(experiment)
     if not whole:
@@ -60,12 +62,15 @@ def _work(experiment: "Experiment") -> bool:
     from laminar_py.launcher.checks import check_runs
     from laminar_py.launcher.places import make_slots
     from laminar_py.launcher.queue import Queue, python
+    from laminar_py.launcher.standing import in_turn, read_standings
 
-    if any(run.config.cluster.address or run.config.relay.base_port for run in experiment.runs):
-        # begun runs have GPUs that are counted next as free, or ports that are checked
+    if not in_turn(read_standings(experiment)):
+        return True
+    if any(run.config.relay.base_port for run in experiment.runs):  # begun runs have ports that are checked
         asyncio.run(wait_for_begun(experiment, Board(experiment, console).note))
     slots = make_slots(experiment)
-    check_runs(experiment)
+    _tell_busy(experiment)
+    check_runs(experiment, at_once=len(slots))
     board = Board(experiment, console, slots=len(slots))
     queue = Queue(experiment, slots, train=[*python("laminar_py.cli"), "train"], board=board)
     return asyncio.run(queue.work())
@@ -77,16 +82,24 @@ def _plan(experiment: "Experiment") -> None:
     from laminar_py.launcher.plan import plan_rows
     from laminar_py.launcher.standing import read_standings
 
-    slots = make_slots(experiment, taken=True)
-    if _is_led(experiment.runs[0].config.runs):  # its runs have the ports and the memory that a check asks for
+    slots = make_slots(experiment)
+    _tell_busy(experiment)
+    if _is_led(experiment.lock):  # its runs have the ports and the memory that a check asks for
         told = "another launcher is at it: nothing was checked here, and no data prepared"
     else:
-        scripts = ", ".join(map(str, check_runs(experiment)))
+        scripts = ", ".join(map(str, check_runs(experiment, at_once=len(slots))))
         prepared = f"data was prepared by {scripts}" if scripts else "no data was prepared, since no script is set"
         told = f"checked: model, data, reward and engine of every variant with runs ahead; {prepared}"
     for row in plan_rows(experiment, read_standings(experiment), slots):
         console.print(row, soft_wrap=True)
     say(told)
+
+
+def _tell_busy(experiment: "Experiment") -> None:
+    from laminar_py.launcher.places import busy_gpus
+
+    if busy := busy_gpus(experiment):
+        say(f"GPU {','.join(busy)}: no run gets it, others use its memory; CUDA_VISIBLE_DEVICES decides if set")
 
 
 def _draw(experiment: "Experiment") -> tuple[int, int]:
@@ -103,24 +116,25 @@ def _draw(experiment: "Experiment") -> tuple[int, int]:
     return finished, len(standings)
 
 
-def _is_led(folder: Path) -> bool:
-    """True while a launcher holds the runs."""
-    if not (folder / LOCK).is_file():
+def _is_led(file: Path) -> bool:
+    """True while a launcher holds the lock in this file."""
+    if not file.is_file():
         return False
-    with (folder / LOCK).open() as lock:
+    with file.open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             return True
     return False
 
 
 @contextmanager
-def _only_launcher(folder: Path) -> Iterator[None]:
+def _only_launcher(experiment: "Experiment") -> Iterator[None]:
     """Hold the runs against a second launcher. Raises `ConfigError` where one has them."""
+    folder = experiment.lock.parent
     try:
         folder.mkdir(exist_ok=True)
-        lock = (folder / LOCK).open("w")
+        lock = experiment.lock.open("w")
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot be written ({error.strerror}); copy the experiment elsewhere"
@@ -128,6 +142,10 @@ def _only_launcher(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(f"{folder}: another launcher runs there; wait for it, or end it first") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: its file system gives no locks ({error.strerror}); copy the experiment elsewhere"
+            ) from None
         yield

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection
 
 import psutil
 
-from laminar_py.config.section import ConfigError
 from laminar_py.launcher.experiment import Experiment, PlannedRun
 from laminar_py.launcher.standing import RunState
-from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.run_folder import HeldError, RunFolder
 
 LOOK_S = 1.0  # between two looks at a lock that another process has
 STOPPING_S = 300.0  # after which a run that a killed launcher left has stopped, or is one that somebody wants
@@ -33,12 +32,15 @@ async def wait_for_begun(experiment: Experiment, note: Note) -> None:
 
 
 async def freed(run: PlannedRun, note: Note) -> None:
-    """Wait until no other process has the run, and clear away what it never began."""
+    """Wait until no other process has the run, and clear away what it never began.
+
+    Raises `ConfigError` or `OSError` for a folder that cannot be written.
+    """
     held = False
     while (folder := run.folder) is not None:
         try:
             folder.lock()
-        except ConfigError as error:
+        except HeldError as error:
             held = True
             note(run, RunState.HELD, _tell_holder(folder, str(error)))
             await asyncio.sleep(LOOK_S)

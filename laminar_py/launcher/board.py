@@ -4,9 +4,11 @@ Text that comes from runs is shown as text: no markup, and control characters as
 """
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console, Group
@@ -18,6 +20,8 @@ from laminar_py.launcher.experiment import Experiment, PlannedRun
 from laminar_py.launcher.forecast import experiment_left, known_paces, seconds_left, tell_duration
 from laminar_py.launcher.standing import RunState, Standing, read_standing, read_standings
 from laminar_py.records.visible import visible
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 LINE_EVERY_S = 60.0
@@ -81,15 +85,24 @@ class Board:
         try:
             while True:
                 active = [one.run for one in self.standings if one.state in ACTIVE]
-                self._take_in(await asyncio.to_thread(lambda runs: list(map(read_standing, runs)), active))
+                self._take_in(await asyncio.to_thread(self._look, active))
                 if self._live is not None:
-                    self._live.update(self._screen(), refresh=True)
+                    with _shown_or_not():
+                        self._live.update(self._screen(), refresh=True)
                 elif time.monotonic() - self._said_s > LINE_EVERY_S:
                     self._say_all()
                 await asyncio.sleep(LOOK_S)
         finally:
             if self._live is not None:
-                self._live.stop()
+                with _shown_or_not():
+                    self._live.stop()
+
+    def _look(self, runs: Sequence[PlannedRun]) -> list[Standing]:
+        """Standings by what is on disk."""
+        found = [read_standing(run) for run in runs]
+        for standing in found:
+            evaluation_of(standing, self._experiment)  # and their results, which the table then has at hand
+        return found
 
     def _take_in(self, seen: Sequence[Standing]) -> None:
         for now in seen:
@@ -134,7 +147,17 @@ class Board:
 
     def _say(self, line: str) -> None:
         self._said_s = time.monotonic()
-        self._console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
+        with _shown_or_not():
+            self._console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _shown_or_not() -> Iterator[None]:
+    """Let runs go on where nobody can be shown how: a full disk, or a pipe that nobody reads any more."""
+    try:
+        yield
+    except (OSError, SystemExit) as error:  # rich leaves at a broken pipe
+        log.warning("the table cannot be shown: %s", error)
 
 
 def _tried_again(standing: Standing) -> Standing:
@@ -147,8 +170,8 @@ def standing_table(standings: Sequence[Standing], experiment: Experiment) -> Tab
     """Rows of runs: how far each is."""
     paces = known_paces(experiment, standings)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "state"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
     for name in ("step", "reward", experiment.compared, "tokens/s", "stale", "RL left"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")

@@ -142,8 +142,13 @@ class Experiment:
 
     @property
     def report(self) -> Path:
-        """Page of the experiment."""
-        return self.folder / "report.html"
+        """Page of the experiment; others in its folder have pages of their own."""
+        return self.folder / ("report.html" if self.file.stem == "experiment" else f"{self.file.stem}.html")
+
+    @property
+    def lock(self) -> Path:
+        """File that the launcher of the experiment has locked."""
+        return self.folder / "runs" / f"{self.settings.name}.lock"
 
     @property
     def compared(self) -> str:
@@ -183,23 +188,6 @@ def read_experiment(file: Path) -> Experiment:
             PlannedRun(name=name, variant=variant, seed=seed, overrides=tuple(overrides), config=config)
         )
     return Experiment(file, settings, tuple(planned))
-
-
-def check_made(experiment: Experiment) -> None:
-    """Raise `ConfigError` if a run is there that was made with other settings than the file now says."""
-    for run in experiment.runs:
-        made = run.folder
-        if made is None or not made.has_ledger:
-            continue
-        before, now = flatten(load_config(made.config, [])), flatten(run.config)
-        keys = sorted({*before, *now} - set(OWN_KEYS))
-        differing = [key for key in keys if before.get(key) != now.get(key)]
-        if differing:
-            key = differing[0]
-            raise ConfigError(
-                f"{key}={now.get(key)}: {made.path} was made with {before.get(key)}; give the experiment another"
-                " name, or delete that folder"
-            )
 
 
 def flatten(config: RunConfig) -> dict[str, object]:

@@ -118,10 +118,9 @@ def _headline(results: Results) -> list[Figure]:
     found.append(Figure("runs finished", f"{finished} of {every}", others or "all"))
     hours = sum(one.device_hours for one in results.all)
     found.append(Figure(f"{results.device}-hours", _amount(hours), "of RL, all runs"))
-    if results.device == "process":
-        found.append(
-            Figure("CPU core-hours", _amount(sum(one.core_hours for one in results.all)), "used in RL, all runs")
-        )
+    core_hours = [one.core_hours for one in results.all if one.core_hours is not None]
+    if results.device == "process" and core_hours:
+        found.append(Figure("CPU core-hours", _amount(sum(core_hours)), "used in RL, all runs"))
     trained = sum(one.last.trained_tokens for one in results.all if one.last is not None)
     found.append(Figure("trained tokens", f"{trained:,}", "all runs"))
     return found
@@ -142,7 +141,7 @@ def _outcomes(results: Results) -> Sheet:
     for variant, runs in results.by_variant.items():
         ended = sum(one.is_finished for one in runs)
         counted = results.counted(variant)
-        rewards = [one.reward[1][-1] for one in counted if one.samples.steps]
+        rewards = [one.reward[1][-1] for one in counted if one.steps]
         values = (_ends(runs), results.at_equal_hours(variant), rewards)
         finished = f"{ended} of {len(experiment.settings.seeds)}"
         rows.append([variant, finished, *map(tell_mean, values), *_costs(counted)])
@@ -156,10 +155,11 @@ def _costs(runs: list[RunResult]) -> list[str]:
     if not lasts:
         return [NOTHING] * 5
     stepped = [one for one, last in done if last is not None]
+    core_hours = [one.core_hours for one in stepped if one.core_hours is not None]
     return [
-        tell_duration(fmean(one.samples.rl_s for one in stepped)),
+        tell_duration(fmean(one.costs.rl_s for one in stepped)),
         _amount(fmean(one.device_hours for one in stepped)),
-        _amount(fmean(one.core_hours for one in stepped)),
+        _amount(fmean(core_hours)) if core_hours else NOTHING,
         f"{fmean(last.trained_tokens for last in lasts):,.0f}",
         f"{fmean(trained_per_s(last) for last in lasts):,.0f}",
     ]
@@ -172,7 +172,7 @@ def _tails(results: Results) -> Sheet:
         runs = results.counted(variant)
         tails = [one.tails for one in runs if one.tails is not None]
         lengths = [f"{fmean(tail[place] for tail in tails):,.0f}" if tails else NOTHING for place in range(3)]
-        steps = [row for one in runs for row in one.samples.steps]
+        steps = [row for one in runs for row in one.steps]
         mean = f"{fmean(row.staleness_mean for row in steps):.2f}" if steps else NOTHING
         most = str(max(row.staleness_max for row in steps)) if steps else NOTHING
         waiting = [one.last.learner_waiting_share for one in runs if one.last is not None]
@@ -195,8 +195,8 @@ def _charts(results: Results) -> list[Chart]:
         charts.append(Chart(title=f"{name} over {x}", x=x, y=results.word(name), bands=bands))
     lines: dict[str, tuple[str, Callable[[RunResult], Line]]] = {
         "Reward": (f"mean reward of the last {REWARD_STEPS} steps", lambda one: one.reward),
-        "Response length, p50": ("tokens, so far", lambda one: one.over_steps(lambda row: row.length_p50)),
-        "Response length, p95": ("tokens, so far", lambda one: one.over_steps(lambda row: row.length_p95)),
+        "Response length, p50": ("tokens", lambda one: one.over_steps(lambda row: row.length_p50)),
+        "Response length, p95": ("tokens", lambda one: one.over_steps(lambda row: row.length_p95)),
         "Throughput": ("trained tokens per second, so far", lambda one: one.over_steps(trained_per_s)),
         "Staleness": ("learner steps, mean", lambda one: one.over_steps(lambda row: row.staleness_mean)),
     }
@@ -254,7 +254,7 @@ def _figures_of(one: RunResult) -> list[str]:
     return [
         f"{one.points[-1].mean:.3f}" if one.points else NOTHING,
         NOTHING if last is None else f"{last.reward:.3f}",
-        tell_duration(one.samples.rl_s),
+        tell_duration(one.costs.rl_s),
         _amount(one.device_hours),
         NOTHING if last is None else f"{last.trained_tokens:,}",
         NOTHING if tails is None else " / ".join(f"{length:,.0f}" for length in tails),

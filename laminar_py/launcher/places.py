@@ -6,7 +6,6 @@ cluster that runs join, Ray's accounting keeps them apart.
 
 import os
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from laminar_py.cluster.placement import Needs, Node, Plan, make_plan
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.launcher.begun import SEEN
 from laminar_py.launcher.experiment import Experiment
 from laminar_py.preflight.memory import TELL_S
 
 MOST_SLOTS = 1024
-SETTLE_S = 10.0  # in which a cluster has the GPUs back of runs that have just ended
-LOOK_S = 0.2
+IDLE_MIB = 2048  # of a GPU's memory, which a display or a driver may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class Slot:
         return f"GPU {','.join(self.gpus)}" if self.gpus else ""
 
 
-def make_slots(experiment: Experiment, *, taken: bool = False) -> list[Slot]:
-    """Places of the runs that go side by side, by the GPUs of a cluster that are free, or with `taken` by all.
+def make_slots(experiment: Experiment) -> list[Slot]:
+    """Places of the runs that go side by side; on a cluster also those on GPUs that others have at the moment.
 
     Raises `ConfigError` if there is too little room.
     """
@@ -57,9 +56,9 @@ def make_slots(experiment: Experiment, *, taken: bool = False) -> list[Slot]:
             f"cluster.address={', '.join(map(str, addresses))}: runs of an experiment share one; set the same"
         )
     wanted, joined = experiment.settings.parallel, addresses != {None}
-    gpus = [] if joined else host_gpus()
+    gpus = [] if joined else [name for name in host_gpus() if name not in busy_gpus(experiment)]
     here = [Node(id="here", ip="", gpus=len(gpus))]
-    room = _room(configs, _cluster_nodes(addresses.pop(), taken=taken) if joined else here)
+    room = _room(configs, _cluster_nodes(addresses.pop()) if joined else here)
     if wanted is not None and wanted > room:
         raise ConfigError(f"parallel={wanted}: {_limit(configs, room)}; lower it to {room}, or leave it out")
     needs_any = any(config.gpus for config in configs)
@@ -114,25 +113,34 @@ def _limit(configs: Sequence[RunConfig], room: int) -> str:
 
 def host_gpus() -> list[str]:
     """GPUs of this host that its processes may see, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(SEEN)
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
-    asked = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    return [index for index, _ in _memory_in_use()]
+
+
+def busy_gpus(experiment: Experiment) -> list[str]:
+    """GPUs of this host that others use; none where the user chose them, or runs of this file may be those."""
+    chosen = SEEN in os.environ or experiment.runs[0].config.cluster.address is not None
+    if chosen or any(run.folder is not None and run.folder.is_led for run in experiment.runs):
+        return []
+    return [index for index, used in _memory_in_use() if used > IDLE_MIB]
+
+
+def _memory_in_use() -> list[tuple[str, int]]:
+    """Index of each GPU, and the MiB of its memory that somebody uses."""
+    asked = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return told.split()
+    rows = [line.replace(" ", "").split(",") for line in told.splitlines()]
+    return [(index, int(used) if used.isdigit() else 0) for index, used in rows]
 
 
-def _cluster_nodes(address: str | None, *, taken: bool) -> list[Node]:
-    """Nodes once nobody has any of their GPUs, or after a while with those that others have."""
+def _cluster_nodes(address: str | None) -> list[Node]:
+    """Nodes with all of their GPUs, whoever has them."""
     from laminar_py.cluster.ray_cluster import nodes, open_cluster  # Ray is slow to import
 
     with open_cluster(address):
-        every, latest = nodes(taken=True), time.monotonic() + SETTLE_S
-        if taken:
-            return every
-        while (free := nodes()) != every and time.monotonic() < latest:
-            time.sleep(LOOK_S)
-        return free
+        return nodes(taken=True)

@@ -12,14 +12,18 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from laminar_py.config.section import ConfigError
 from laminar_py.launcher.backlog import Backlog
 from laminar_py.launcher.begun import LOOK_S, freed, held_gpus
 from laminar_py.launcher.board import Board
 from laminar_py.launcher.experiment import Experiment, PlannedRun
 from laminar_py.launcher.places import Slot
+from laminar_py.launcher.process import RunProcess
 from laminar_py.launcher.room import has_room
 from laminar_py.launcher.standing import ENDED, RunState, Standing, in_turn, last_words, read_standing
 from laminar_py.ledger.run_folder import RunFolder
@@ -30,6 +34,7 @@ BACK_OFF_S, GROWTH = 2.0, 8  # before the first retry, and from each to the next
 STARTED = b"--- started by laminar launch\n"  # after which no earlier complaint counts
 ROOM_LOOK_S = 30.0  # between two looks for room on a shared cluster
 GOOD, REFUSED, STOPPED = 0, 2, 130  # exit codes of `laminar train`
+UNWRITTEN = 1  # in place of one: it was not even started
 
 
 class Queue:
@@ -45,9 +50,9 @@ class Queue:
         ahead = [one.run for one in in_turn(board.standings)]
         self._held = {run.name: run for run in ahead if run.folder is not None and run.folder.is_led}
         free = [run for run in ahead if run.name not in self._held]
-        self._backlog = Backlog(free, slots={slot.place for slot in slots}, held=len(self._held))
+        self._backlog = Backlog(free, places={slot.place for slot in slots}, held=len(self._held))
         self._changed = asyncio.Event()  # set, and replaced, when a slot has done with a run
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._processes: dict[str, RunProcess] = {}
         self._stop = asyncio.Event()
         self._placing = asyncio.Lock()
 
@@ -70,11 +75,11 @@ class Queue:
         self._stop.set()
         self._notify()
         for process in self._processes.values():
-            _ask_to_stop(process)
+            process.interrupt()
 
     async def _release(self, run: PlannedRun) -> None:
         """Have a run go on that another process has, once it has it no more."""
-        with contextlib.suppress(OSError):  # which its slot finds again, and tells as that run's failure
+        with contextlib.suppress(OSError, ConfigError):  # which its slot finds again, and tells as its failure
             await self._unless_stopped(freed(run, self._board.note))
         del self._held[run.name]
         self._backlog.release(run)
@@ -86,15 +91,13 @@ class Queue:
             try:
                 failed = not await self._bring_to_end(run, slot)
                 standing = read_standing(run)
-            except OSError as error:  # e.g. its disk is full; other runs go on
+            except (OSError, ConfigError) as error:  # its files cannot be read or written; other runs go on
                 failed, standing = True, Standing(run=run, state=RunState.FAILED, why=str(error))
             if not failed:
-                self._backlog.ended(slot.place)
+                self._backlog.ended()
             elif self._backlog.failed(run, slot.place):
                 standing = replace(standing, state=RunState.WAITING, why=f"for another slot: {standing.why}")
             self._board.settle(standing)
-            if not self._backlog.is_open(slot.place):
-                self._board.tell(f"{', '.join(slot.words)}: runs failed there, so it gets no more")
             self._notify()
 
     async def _given_up(self, slot: Slot) -> None:
@@ -128,6 +131,8 @@ class Queue:
             code = await self._once(run, slot)
             if code == GOOD or self._stop.is_set():
                 return True
+            if await self._waited_for_disk(run):
+                continue
             if code == REFUSED and slot.gpus is not None:  # by its config, or by this place
                 return False
             if slot.gpus is None and _placed_ns(run.folder) <= placed_ns and await self._waited_for_room(run):
@@ -139,6 +144,15 @@ class Queue:
             self._board.note(run, RunState.RETRYING, f"in {pause_s:g} s: {last_words(run.log)}")
             await self._unless_stopped(asyncio.sleep(pause_s))
         return True
+
+    async def _waited_for_disk(self, run: PlannedRun) -> bool:
+        """True where the folder of all runs could not be written, e.g. for want of room, and can be again."""
+        waited = False
+        while not self._stop.is_set() and (why := unwritable(run.config.runs)):
+            waited = True
+            self._board.note(run, RunState.RETRYING, f"when {run.config.runs} can be written: {why}")
+            await self._unless_stopped(asyncio.sleep(ROOM_LOOK_S))
+        return waited
 
     async def _waited_for_room(self, run: PlannedRun) -> bool:
         """True where the shared cluster was away, or full, which is no fault of the run, and is so no more."""
@@ -166,21 +180,24 @@ class Queue:
         async with self._placing:
             if self._stop.is_set():
                 return STOPPED
-            process = await self._start(run, slot)
-            self._processes[run.name] = process
-            if self._stop.is_set():  # by a signal that came while it started
-                _ask_to_stop(process)
+            try:
+                process = self._processes[run.name] = self._start(run, slot)
+            except OSError as error:
+                if not unwritable(run.config.runs):
+                    raise
+                self._board.note(run, RunState.RETRYING, str(error))
+                return UNWRITTEN
             self._board.note(run, RunState.RUNNING, slot.told)
             if slot.gpus is None:
                 await self._placed(run, process)
         code = await process.wait()
         del self._processes[run.name]
         if code != GOOD and not last_words(run.log) and not self._stop.is_set():
-            with run.log.open("a") as log:
+            with contextlib.suppress(OSError), run.log.open("a") as log:  # a full disk, which is waited for
                 log.write(f"{ENDED}its process ended {tell_code(code)}\n")
         return code
 
-    async def _start(self, run: PlannedRun, slot: Slot) -> asyncio.subprocess.Process:
+    def _start(self, run: PlannedRun, slot: Slot) -> RunProcess:
         resume = [] if run.folder is None else ["--resume"]
         guard = [*python("laminar_py.launcher.guard"), str(os.getpid())]
         run.write()
@@ -188,17 +205,9 @@ class Queue:
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {}
         with run.log.open("ab") as log:
             log.write(STARTED)
-            log.flush()
-            return await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **gpus},
-                start_new_session=True,  # Ctrl-C in the terminal is passed on by `_interrupt`, once
-            )
+        return RunProcess(command, log=run.log, env={**os.environ, **gpus})
 
-    async def _placed(self, run: PlannedRun, process: asyncio.subprocess.Process) -> None:
+    async def _placed(self, run: PlannedRun, process: RunProcess) -> None:
         """Wait until all processes of a run have their GPUs, but no longer than that can take."""
         before, clock = _placed_ns(run.folder), asyncio.get_running_loop()
         latest = clock.time() + PLACING_S
@@ -209,9 +218,14 @@ class Queue:
                     return
 
 
-def _ask_to_stop(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        process.send_signal(signal.SIGINT)
+def unwritable(folder: Path) -> str:
+    """Why a file of a page cannot be written in a folder, e.g. "No space left on device"; "" where it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _placed_ns(folder: RunFolder | None) -> int:

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from pathlib import Path
 
 from laminar_py.analytics.measure.curves import EvalPoint
 from laminar_py.analytics.measure.quality import count_devices, measure_quality
 from laminar_py.analytics.measure.tails import Measure
-from laminar_py.analytics.read.samples import Samples, read_samples
+from laminar_py.analytics.read.samples import Costs, read_costs, read_steps
 from laminar_py.analytics.read.snapshot import read_snapshot
 from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.section import ConfigError
@@ -34,11 +34,20 @@ class RunResult:
     compared: str  # evaluation set
 
     @cached_property
-    def samples(self) -> Samples:
-        """Rows of its steps and its fleet."""
+    def steps(self) -> tuple[StepRow, ...]:
+        """Rows of its steps."""
+        return read_steps(self._path)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of its RL phase so far."""
+        return read_costs(self._path)
+
+    @property
+    def _path(self) -> Path:
         folder = self.standing.run.folder
         assert folder is not None, f"{self.standing.run.name} was not begun"
-        return read_samples(folder.path)
+        return folder.path
 
     @cached_property
     def evaluations(self) -> dict[str, list[EvalPoint]]:
@@ -53,13 +62,13 @@ class RunResult:
     @property
     def last(self) -> StepRow | None:
         """Row of the last step."""
-        return self.samples.steps[-1] if self.samples.steps else None
+        return self.steps[-1] if self.steps else None
 
     @property
     def device_hours(self) -> float:
         """Devices of the run times the hours of its RL phase."""
         devices, _ = count_devices(self.standing.run.config)
-        return devices * self.samples.rl_s / HOUR_S
+        return devices * self.costs.rl_s / HOUR_S
 
     @property
     def is_finished(self) -> bool:
@@ -67,11 +76,9 @@ class RunResult:
         return self.standing.state is RunState.FINISHED
 
     @property
-    def core_hours(self) -> float:
-        """CPU time that its own processes took in the RL phase."""
-        fleet = self.samples.fleet
-        spans = ((row, max(0.0, row.rl_s - before.rl_s)) for before, row in pairwise(fleet))
-        return sum(span_s * row.cores * (row.own_cpu_use or 0.0) for row, span_s in spans) / HOUR_S
+    def core_hours(self) -> float | None:
+        """CPU time that its own processes took in the RL phase; None on a cluster, of which no row has all."""
+        return None if self.standing.run.config.cluster.address else self.costs.core_s / HOUR_S
 
     @cached_property
     def tails(self) -> tuple[float, float, float] | None:
@@ -92,7 +99,7 @@ class RunResult:
         if self.standing.unreadable:
             return self.standing.unreadable
         try:
-            assert self.samples, self.tails  # which reads them
+            assert self.steps is not None, (self.costs, self.tails)  # which reads them
         except ConfigError as error:
             return str(error)
         return ""
@@ -100,12 +107,12 @@ class RunResult:
     @property
     def reward(self) -> Line:
         """Reward over steps, each the mean of the last `REWARD_STEPS`."""
-        found = measure_quality(self.standing.run.config, self.samples.steps, []).reward
+        found = measure_quality(self.standing.run.config, self.steps, []).reward
         return [float(point.step) for point in found], [point.value for point in found]
 
     def over_steps(self, value: Callable[[StepRow], float]) -> Line:
         """A figure of each step's row."""
-        return [float(row.step) for row in self.samples.steps], [value(row) for row in self.samples.steps]
+        return [float(row.step) for row in self.steps], [value(row) for row in self.steps]
 
     def evaluated(self, *, name: str, place: Callable[[EvalPoint], float]) -> Line:
         """Results on a set, over steps or costs."""

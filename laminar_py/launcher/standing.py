@@ -4,6 +4,7 @@ Read by the launcher, while runs go on, by its table and by the page. What only 
 waits before a retry, lies in `RunState` values that no folder tells.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,7 @@ from laminar_py.records.metrics import StepRow
 from laminar_py.telemetry.summary import Summary
 
 ENDED = "laminar: "  # begins the line with which a command that failed ends
-ASKED = "laminar: stopped"  # by Ctrl-C, before the run had begun
+ASKED = re.compile(r"stopped\b|ended at once\b|.* was stopped at once\b")  # such a line tells of Ctrl-C
 
 
 class RunState(StrEnum):
@@ -74,15 +75,15 @@ class Standing:
         folder = self.run.folder
         if folder is None or not folder.has_ledger:
             return {}, ""
-        return _evaluations(folder.path, self.step, self.state)
+        return _evaluations(folder.path, self.step, self.state is RunState.FINISHED)
 
 
 @lru_cache(maxsize=4096)
-def _evaluations(run: Path, step: int, state: RunState) -> tuple[dict[str, list[EvalPoint]], str]:
+def _evaluations(run: Path, step: int, finished: bool) -> tuple[dict[str, list[EvalPoint]], str]:
     """Evaluations, or why there are none; read again when the run has moved on, not for each look at a table."""
     try:
         return read_curves(run), ""
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         return {}, str(error)
 
 
@@ -143,4 +144,5 @@ def last_words(log: Path) -> str:
     """Complaint with which the newest process of a run ended; "" where it had none."""
     lines = [line.strip() for line in read_tail(log) if line.strip()]
     last = lines[-1].decode(errors="replace") if lines else ""
-    return last.removeprefix(ENDED) if last.startswith(ENDED) and last != ASKED else ""
+    words = last.removeprefix(ENDED)
+    return "" if words == last or ASKED.match(words) else words

@@ -24,6 +24,10 @@ from laminar_py.records.events import Checkpointed
 _RUN = "run"  # file in the folder in shared memory
 
 
+class HeldError(ConfigError):
+    """A run that another process has."""
+
+
 class RunFolder:
     """Paths of a run, e.g. `runs/quickstart-3`."""
 
@@ -73,16 +77,20 @@ class RunFolder:
         return blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
 
     def lock(self) -> None:
-        """Own the run until this process ends. Raises ConfigError if another controller does."""
+        """Own the run until this process ends. Raises HeldError if another does, ConfigError if nobody can."""
         try:
             lock = self._lock_file.open("a+")
         except OSError as error:
             raise ConfigError(f"run={self.path}: cannot be written ({error.strerror}); make it writable") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             lock.close()
-            raise ConfigError(f"run={self.path}: another process runs it; end that one first") from None
+            if isinstance(error, BlockingIOError):
+                raise HeldError(f"run={self.path}: another process runs it; end that one first") from None
+            raise ConfigError(
+                f"run={self.path}: its file system gives no locks ({error.strerror}); name another with runs=..."
+            ) from None
         self._lock = lock
         with contextlib.suppress(OSError):  # a full disk, of which those hear who need it
             lock.truncate(0)
@@ -105,11 +113,15 @@ class RunFolder:
 
     @property
     def is_led(self) -> bool:
-        """True while a controller owns it."""
-        free = self.try_lock()
-        if free:
-            self.unlock()
-        return not free
+        """True while a controller owns it; False also for a folder that nobody can own."""
+        try:
+            self.lock()
+        except HeldError:
+            return True
+        except ConfigError:
+            return False
+        self.unlock()
+        return False
 
     def unlock(self) -> None:
         """Give up what `lock` took."""

@@ -254,14 +254,15 @@ async def _lead(controller: Leader[ResultT]) -> ResultT:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    asked: tuple[signal.Signals, float] | None = None  # first
+    # the first request; a second one ends at once, but for SIGTERM, which the kernel may send twice for a launcher
+    asked: tuple[signal.Signals, float] | None = None
 
     def stop(number: signal.Signals) -> None:
         nonlocal asked
         if asked is None:
             asked = number, loop.time()
             controller.interrupt()
-        elif number == asked[0] or loop.time() - asked[1] > SAME_S:
+        elif number is signal.SIGINT and (asked[0] is number or loop.time() - asked[1] > SAME_S):
             task.cancel()
             end_at_once = partial(_end_at_once, psutil.Process().children(recursive=True))
             for each in (signal.SIGINT, signal.SIGTERM):

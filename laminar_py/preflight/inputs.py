@@ -75,7 +75,7 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
     if config.cluster.address is None:  # else `preflight.survey` looks at the nodes themselves
         for pool in config.reward.servers:
             check_pool(config.reward, pool)
-        _check_shared_memory(config)
+        check_shared_memory(config)
         _check_ports(config)
     return Inputs(
         tokenizer=encoder.tokenizer,  # where there were messages the end of a turn ends a response too
@@ -210,15 +210,17 @@ class MemoryShare:
     has_root: bool
 
 
-def _check_shared_memory(config: RunConfig) -> None:
+def check_shared_memory(config: RunConfig, *, runs: int = 1) -> None:
+    """Raise `ConfigError` where this host has no room for the weight versions of so many runs side by side."""
     relay = config.relay
     if not relay.shm.is_dir():
         raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
     free = shutil.disk_usage(relay.shm).free
     share = MemoryShare(relay.nodes, config.rollout.replicas, has_root=True)
-    fault = memory_fault(config, share, free=free)
+    fault = memory_fault(config, share, free=free // runs)
     if fault is not None:
-        raise ConfigError(fault)
+        beside = f"; {runs} runs share it, so set parallel lower" if runs > 1 else ""
+        raise ConfigError(f"{fault}{beside}; `laminar clean` lists what stopped runs keep there")
 
 
 def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str = "") -> str | None:

@@ -123,7 +123,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     generated_tokens: int  # sum so far
     staleness_mean: float
     staleness_max: int
-    length_p50: int
+    length_p50: int  # tokens of the responses that were scored since the step before
     length_p95: int
     learner_s: float
     learner_waiting_share: float

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
@@ -80,8 +80,6 @@ class Totals:
     overlap_s: float = 0.0
     reference_busy_s: float = 0.0
     kv_s: float = 0.0  # seconds of RL times the share of KV caches in use
-    staleness: Counter[int] = field(default_factory=Counter)
-    lengths: Counter[int] = field(default_factory=Counter)
     versions_alive_max: int = 0
 
 
@@ -101,6 +99,8 @@ class Stats:
         self._terms: dict[str, list[float]] = {}  # of those rewards
         self._not_finite = set[str]()  # metrics that were warned of
         self._reward = 0.0  # mean of those before the last step
+        self._lengths = Counter[int]()  # of responses since the last step
+        self._length = (0, 0)  # p50 and p95 of them, or of those before the last step that had any
         self._step_began: tuple[float, float] | None = None
         self._free_rl_s = totals.rl_s  # when the learner was done with the step before
         self._got_rl_s: float | None = None  # when it got a batch for this one
@@ -131,7 +131,7 @@ class Stats:
         self._rewards.append(reward)
         for term in terms if len(terms) > 1 else ():
             self._terms.setdefault(term.name, []).append(term.value)
-        self.totals.lengths[length] += 1
+        self._lengths[length] += 1
 
     def referred(self, busy_s: float) -> None:
         """The reference model was busy for so long."""
@@ -164,7 +164,7 @@ class Stats:
     ) -> StepRow:
         """The row of a committed step, without the order; no `metrics` if nothing was learned."""
         learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
-        self._count(batch, staleness, learned)
+        self._count(batch, learned)
         waited_s, reference_s = self._end_step(now)
         row = StepRow(
             step=step,
@@ -177,8 +177,8 @@ class Stats:
             generated_tokens=self._generated_before + generated_tokens,
             staleness_mean=sum(staleness) / (len(staleness) or 1),
             staleness_max=max(staleness, default=0),
-            length_p50=quantile(totals.lengths, 0.50),
-            length_p95=quantile(totals.lengths, 0.95),
+            length_p50=self._length[0],
+            length_p95=self._length[1],
             learner_s=learned.elapsed_s,
             learner_waiting_share=self.learner_waiting_share,
             learner_busy_s=totals.learner_busy_s,
@@ -211,9 +211,8 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _count(self, batch: Sequence[Trajectory], staleness: Sequence[int], learned: StepMetrics) -> None:
+    def _count(self, batch: Sequence[Trajectory], learned: StepMetrics) -> None:
         """Add what a step trained on to the totals."""
-        self.totals.staleness.update(staleness)
         self.totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
 
@@ -223,6 +222,9 @@ class Stats:
         waited_s = (now if got is None else got) - self._free_rl_s
         reference_s = self.totals.reference_busy_s - self._referred_s
         self._free_rl_s, self._got_rl_s, self._referred_s = now, None, self.totals.reference_busy_s
+        if self._lengths:
+            self._length = quantile(self._lengths, 0.50), quantile(self._lengths, 0.95)
+            self._lengths.clear()
         return waited_s, reference_s
 
     def _mean_reward(self) -> float:

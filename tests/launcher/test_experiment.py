@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.config.loading import dump_config, load_settings
+from laminar_py.config.loading import load_settings
 from laminar_py.config.section import ConfigError
-from laminar_py.launcher.experiment import ExperimentSettings, check_made, read_experiment, to_overrides
+from laminar_py.launcher.experiment import ExperimentSettings, read_experiment, to_overrides
+from laminar_py.launcher.made import check_made, tell_strangers
 from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
 from tests.launcher.experiments import make_experiment
@@ -107,16 +108,38 @@ def test_names_that_no_file_can_have_are_refused_in_one_line(tmp_path):
         make_experiment(tmp_path, grid={"data.train": ["x" * 300]})
 
 
+def begin(run):
+    """A folder of the run, as `laminar train` begins it."""
+    folder = new_run(run.config)
+    open_writer(folder.ledger).close()
+    return folder.path
+
+
 def test_a_run_that_was_made_with_other_settings_is_not_taken_for_one_of_this_experiment(tmp_path):
     (before,) = make_experiment(tmp_path, set={"learner.lr": 1e-3}).runs
-    folder = before.config.runs / f"{before.name}-1"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_config(before.config))
-    open_writer(folder / "ledger.sqlite").close()
+    begin(before)
     check_made(make_experiment(tmp_path, set={"learner.lr": 1e-3}))
     changed = make_experiment(tmp_path, set={"learner.lr": 2e-3})
-    with pytest.raises(ConfigError, match=r"learner.lr=0.002: .*e-base-s0-1 was made with 0.001; give"):
+    with pytest.raises(ConfigError, match=r"learner.lr=0.002: .*e-base-s0-1 was made with 0.001; set that"):
         check_made(changed)
+
+
+def test_a_run_that_was_made_twice_is_refused(tmp_path):
+    experiment = make_experiment(tmp_path)
+    first, second = begin(experiment.runs[0]), begin(experiment.runs[0])
+    with pytest.raises(ConfigError, match=rf"^e-base-s0: {second} and {first.name} are both runs of it; move one"):
+        check_made(experiment)
+
+
+def test_folders_that_the_file_no_longer_names_are_told(tmp_path):
+    for run in make_experiment(tmp_path, grid={"learner.lr": [1e-3, 2e-3]}, seeds=2).runs:
+        begin(run)
+    (tmp_path / "runs/another-lr-0.001-s0-1").mkdir()
+    same = make_experiment(tmp_path, grid={"learner.lr": [1e-3, 2e-3]}, seeds=2)
+    assert tell_strangers(same) == ""
+    wider = make_experiment(tmp_path, grid={"learner.lr": [1e-3], "steps": [60]}, seeds=2)
+    told = "e-lr-0.001-s0-1, e-lr-0.001-s1-1, e-lr-0.002-s0-1 and 1 more; variants"
+    assert told in tell_strangers(wider)
 
 
 def test_an_experiment_is_the_same_by_whichever_path_it_is_named(tmp_path, monkeypatch):

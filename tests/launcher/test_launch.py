@@ -45,7 +45,7 @@ DRAWN = """JSON.stringify([...document.querySelectorAll('#charts .panel')].map((
 def open_launcher_lock(folder):
     """The lock of a launcher of the experiment there."""
     (folder / "runs").mkdir()
-    with (folder / "runs/lock").open("w") as lock:
+    with (folder / "runs/e.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -1,11 +1,15 @@
 """Runs side by side, and the GPUs of each."""
 
+import contextlib
+import os
+
 import pytest
 
 from laminar_py.analytics.measure.quality import count_devices
 from laminar_py.cluster.placement import Needs, Node, make_plan
 from laminar_py.config.section import ConfigError
-from laminar_py.launcher.places import make_slots
+from laminar_py.launcher.places import busy_gpus, make_slots
+from laminar_py.ledger.run_folder import new_run
 from tests.launcher.experiments import make_experiment
 
 GPUS = {"set": {"cluster.learner_device": "cuda", "learner.world_size": 8}}
@@ -61,6 +65,28 @@ def test_the_gpus_of_a_run_are_those_that_its_parts_are_placed_on(tmp_path, sett
     placed = [place.gpus for place in (*plan.learner, *plan.replicas, *plan.servers, plan.reference) if place]
     assert run.config.gpus == sum(placed) > 6
     assert count_devices(run.config) == (run.config.gpus, "GPU")
+
+
+def test_gpus_whose_memory_others_use_are_given_to_no_run_unless_the_user_chose_them(tmp_path, monkeypatch):
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nprintf '0, 61000\\n1, 3\\n2, [N/A]\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    experiment = make_experiment(tmp_path, set={"cluster.learner_device": "cuda"}, seeds=3)
+    assert (busy_gpus(experiment), len(make_slots(experiment))) == ([], 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert busy_gpus(experiment) == ["0"]
+    assert [slot.gpus for slot in make_slots(experiment)] == [("1",), ("2",)]
+    with locked(new_run(experiment.runs[0].config)):
+        assert busy_gpus(experiment) == [], "perhaps it is that run which uses it"
+
+
+@contextlib.contextmanager
+def locked(folder):
+    folder.lock()
+    yield
+    folder.unlock()
 
 
 def test_without_gpus_runs_go_one_after_another_unless_told_otherwise(tmp_path):

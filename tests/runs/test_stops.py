@@ -50,12 +50,15 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path, module, line):
     assert (done.returncode, done.stderr.splitlines()) == (130, [line])
 
 
-def test_two_signals_at_once_are_one_request(tmp_path):
-    """The end of a Ray job reaches a run by itself and by its launcher."""
+@pytest.mark.parametrize("others", [[signal.SIGINT], [signal.SIGTERM] * 3], ids=["and-ctrl-c", "again-and-again"])
+def test_signals_that_one_end_brings_are_one_request(tmp_path, others):
+    """The end of a Ray job reaches a run by itself and by its launcher, whose death the kernel may tell twice."""
     with TrainProcess(tmp_path, *SETTINGS, *ALONE, "repack.planner=none", "steps=10000", config=CONFIG) as train:
         train.wait_for_step(1)
         train.send(signal.SIGTERM)
-        train.send(signal.SIGINT)
+        for number in others:
+            train.send(number)
+            time.sleep(0.005)
         code, output = train.finish()
     assert code == 130, output
     assert "at once" not in output

@@ -7,7 +7,8 @@ import msgspec
 
 from laminar_py.analytics.read.samples import read_samples
 from laminar_py.ledger.row_files import append_row, open_rows
-from laminar_py.telemetry.stats import read_totals
+from laminar_py.records.clock import SystemClock
+from laminar_py.telemetry.stats import Stats, Totals, read_totals
 from laminar_py.telemetry.tracking import flat_row
 from tests.telemetry.rows import make_rows
 
@@ -26,6 +27,24 @@ def test_a_metric_that_is_not_finite_is_named_once_and_the_run_resumes_and_repor
     assert math.isnan(found[1].by_staleness["9+"].entropy)
     assert found[0].mfu == found[1].mfu == 0.25
     assert math.isnan(flat_row(found[1])["tokens/entropy"])
+
+
+def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones():
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    for lengths, told in (([5, 6, 7], (6, 7)), ([100], (100, 100)), ([], (100, 100))):
+        for length in lengths:
+            stats.scored(1.0, [], length)
+        row = stats.row(
+            step=1,
+            version=1,
+            batch=[],
+            staleness=[],
+            metrics=None,
+            generated_tokens=0,
+            versions_alive=1,
+            stall_s=0.0,
+        )
+        assert (row.length_p50, row.length_p95) == told
 
 
 def test_a_row_that_was_torn_costs_itself_alone_when_a_run_resumes(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from laminar_py.analytics.measure.quality import count_devices
-from laminar_py.analytics.read.samples import read_samples
+from laminar_py.analytics.read.samples import read_steps
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.evaluations import read_evaluations
 from laminar_py.records.events import Evaluated
@@ -41,7 +41,7 @@ def read_curves(run: Path) -> dict[str, list[EvalPoint]]:
     """
     config = load_config(run / "config.yaml", [])
     devices, _ = count_devices(config)
-    steps = read_samples(run).steps
+    steps = read_steps(run)
     at, tokens = [0.0, *(row.rl_s for row in steps)], [0.0, *(float(row.trained_tokens) for row in steps)]
     curves: dict[str, list[EvalPoint]] = {name: [] for name in config.eval.sets}
     for event in read_evaluations(run):

@@ -3,6 +3,7 @@
 Read while a run goes on, or after it was killed: a line that is not whole counts for nothing.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,33 @@ class Samples:
     rl_s: float  # seconds of RL so far: the most that any file says
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of RL, and of CPU in them, that the processes of a run on its controller's host took."""
+
+    rl_s: float  # so far: the most that any file says
+    core_s: float
+
+
 def read_samples(folder: Path) -> Samples:
     """Everything beside the ledger of a run; there is a summary once the run has ended."""
     fleet = tuple(read_rows(folder / "fleet.jsonl", FleetRow))
-    done = list(read_rows(folder / "metrics.jsonl", StepRow))
-    ended_s = _rl_seconds(folder / "summary.json")
-    rl_s = max([*(row.rl_s for row in fleet), *(row.rl_s for row in done), ended_s])
-    return Samples(tuple(_standing(done)), fleet, rl_s)
+    return Samples(read_steps(folder), fleet, read_costs(folder).rl_s)
+
+
+def read_steps(folder: Path) -> tuple[StepRow, ...]:
+    """Rows of the steps of a run, without those that were undone."""
+    return tuple(_standing(read_rows(folder / "metrics.jsonl", StepRow)))
+
+
+def read_costs(folder: Path) -> Costs:
+    """Costs of a run; its rows, a week of which are half a million, are not kept."""
+    done_s = (row.rl_s for row in read_rows(folder / "metrics.jsonl", StepRow))
+    rl_s, core_s, before_s = max(_rl_seconds(folder / "summary.json"), *done_s, 0.0), 0.0, math.inf
+    for row in read_rows(folder / "fleet.jsonl", FleetRow):
+        core_s += max(0.0, row.rl_s - before_s) * row.cores * (row.own_cpu_use or 0.0)
+        rl_s, before_s = max(rl_s, row.rl_s), row.rl_s
+    return Costs(rl_s, core_s)
 
 
 def _standing(done: Iterable[StepRow]) -> list[StepRow]:
