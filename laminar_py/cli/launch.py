@@ -110,7 +110,7 @@ def _draw(experiment: "Experiment") -> tuple[int, int]:
 
     standings = read_standings(experiment)
     wide = console if console.is_terminal else Console(width=WIDE, highlight=False)
-    wide.print(standing_table(standings, experiment))
+    wide.print(standing_table(standings, experiment, width=wide.width))
     finished = sum(one.state is RunState.FINISHED for one in standings)
     say(f"{finished} of {len(standings)} runs have finished; compared in {write_page(experiment)}")
     return finished, len(standings)

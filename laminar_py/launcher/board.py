@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 LINE_EVERY_S = 60.0
 QUIET_S, QUIET_STEPS = 300.0, 5  # without a step, and so many times as long as one takes, before that is told
+WHOLE = 100  # columns of a terminal from which on the table is whole
 AROUND = 6  # lines of a terminal that the rows of the table cannot have
 ACTIVE = (RunState.RUNNING, RunState.HELD, RunState.RETRYING)
 STYLES = {
@@ -130,14 +132,14 @@ class Board:
         ):
             return standing
         told = f"no step for {quiet_s / 60:.0f} min"
-        return replace(standing, why="; ".join(filter(None, (standing.why, told))))
+        return replace(standing, why="; ".join(filter(None, (told, standing.why))))
 
     def _screen(self) -> Group:
         room = self._console.height - AROUND
         shown = self.shown()
         if len(shown) > room:
             shown = [one for one in shown if one.state in (*ACTIVE, RunState.FAILED)][:room]
-        return Group(standing_table(shown, self._experiment), Text(self._left()))
+        return Group(standing_table(shown, self._experiment, width=self._console.width), Text(self._left()))
 
     def _say_all(self) -> None:
         for standing in self.shown():
@@ -166,20 +168,22 @@ def _tried_again(standing: Standing) -> Standing:
     return replace(standing, state=RunState.WAITING, why="") if failed else standing
 
 
-def standing_table(standings: Sequence[Standing], experiment: Experiment) -> Table:
-    """Rows of runs: how far each is."""
+def standing_table(standings: Sequence[Standing], experiment: Experiment, *, width: int) -> Table:
+    """Rows of runs: how far each is; in a narrow terminal without figures that a report has, too."""
     paces = known_paces(experiment, standings)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
-    for name in ("step", "reward", experiment.compared, "tokens/s", "stale", "RL left"):
+    names = ("step", "reward", experiment.compared, "tokens/s", "stale", "RL left")
+    shown = [width >= WHOLE or name in (experiment.compared, "step", "RL left") for name in names]
+    for name in compress(names, shown):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for one in standings:
         left_s = seconds_left(one, step_s=paces.get(one.run.variant))
         left = "" if one.state in (RunState.FINISHED, RunState.FAILED) else tell_duration(left_s)
         name = one.run.name.removeprefix(f"{experiment.settings.name}-")
-        cells = (name, one.state, *_figures(one, experiment), left)
+        cells = (name, one.state, *compress((*_figures(one, experiment), left), shown))
         why = Text(visible(one.why), no_wrap=True, overflow="ellipsis")
         table.add_row(*(Text(cell) for cell in cells), why, style=STYLES.get(one.state))
     return table

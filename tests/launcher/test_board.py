@@ -3,6 +3,7 @@
 import asyncio
 import io
 import shutil
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -78,7 +79,7 @@ def test_a_run_whose_process_does_no_step_for_long_is_told(tmp_path):
     clock = iter([1000.0, 1000.0 + 720, 1000.0 + 60])
     board = Board(experiment, Console(file=out, width=100), now=lambda: next(clock))
     board.note(experiment.runs[0], RunState.RUNNING, "GPU 3")
-    assert [one.why for one in board.shown()] == ["GPU 3; no step for 12 min"]
+    assert [one.why for one in board.shown()] == ["no step for 12 min; GPU 3"]
     assert [one.why for one in board.shown()] == ["GPU 3"]
 
 
@@ -99,10 +100,23 @@ def test_the_table_says_how_far_each_run_is_and_shows_what_it_said_as_text(tmp_p
     experiment = make_experiment(tmp_path, set={"steps": 10}, seeds=2)
     running, waiting = standings_of(experiment, make_step_row(5, 10.0, trained_tokens=5000), None)
     failed = Standing(run=waiting.run, state=RunState.FAILED, why="[red]no[/red]\x1b[2J")
-    told = show(standing_table([running, failed], experiment))
+    told = show(standing_table([running, failed], experiment, width=120))
     assert "base-s0  running  5/10" in told
     assert "500" in told, "tokens a second"
     assert "[red]no[/red]\\x1b[2J" in told
+
+
+def test_a_narrow_terminal_shows_which_run_how_far_and_whether_it_does_steps(tmp_path):
+    experiment = make_experiment(tmp_path, grid={"learner.lr": [1e-3], "algorithm.name": ["grpo"]}, seeds=2)
+    (one, _) = standings_of(experiment, make_step_row(5, 10.0, trained_tokens=5000), None)
+    out = io.StringIO()
+    why = replace(one, why="no step for 12 min; GPU 3,4")
+    Console(file=out, width=80).print(standing_table([why], experiment, width=80))
+    told = out.getvalue()
+    assert "lr-0.001_algorithm" in told
+    assert "-s0" in told
+    assert "5/120" in told
+    assert "no step for 12 min" in told
 
 
 async def test_a_terminal_has_a_live_table_that_leaves_nothing_behind(tmp_path):
