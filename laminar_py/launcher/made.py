@@ -28,19 +28,20 @@ def _check(run: PlannedRun, begun: list[RunFolder]) -> None:
             f"{run.name}: {begun[0].path} and {begun[1].path.name} are both runs of it; move one of them elsewhere"
         )
     for made in begun:
-        try:
-            before = flatten(load_config(made.config, []))
-        except ConfigError as error:
-            raise ConfigError(f"{made.config}: {error}") from None
-        now = flatten(run.config)
-        keys = sorted({*before, *now} - set(OWN_KEYS))
-        differing = [key for key in keys if before.get(key) != now.get(key)]
-        if differing:
-            key = differing[0]
-            raise ConfigError(
-                f"{key}={now.get(key)}: {made.path} was made with {before.get(key)}; set that to go on with it, or"
-                " give the experiment another name"
-            )
+        if why := tell_difference(run, made):
+            raise ConfigError(f"{why}; set that to go on with it, or give the experiment another name")
+
+
+def tell_difference(run: PlannedRun, made: RunFolder) -> str:
+    """First setting of a run's folder that is another than the file says; "" without any. Raises `ConfigError`."""
+    try:
+        before = flatten(load_config(made.config, []))
+    except ConfigError as error:
+        raise ConfigError(f"{made.config}: {error}") from None
+    now = flatten(run.config)
+    differing = (key for key in sorted({*before, *now} - set(OWN_KEYS)) if before.get(key) != now.get(key))
+    key = next(differing, None)
+    return "" if key is None else f"{key}={now.get(key)}: {made.path} was made with {before.get(key)}"
 
 
 def tell_strangers(experiment: Experiment) -> str:

@@ -87,7 +87,7 @@ def make_page(experiment: Experiment, standings: list[Standing]) -> ExperimentPa
         headline=_headline(results),
         variants=experiment.variants,
         counted=[_counted(results, variant) for variant in experiment.variants],
-        first=[*_failures(failed), *_unreadable(results.unreadable), _outcomes(results)],
+        first=[*_failures(failed), *_left_out(results.left_out), _outcomes(results)],
         charts=_charts(results),
         last=[_tails(results), _changes(experiment), _runs(results)],
     )
@@ -210,10 +210,10 @@ def _failures(failed: list[Standing]) -> list[Sheet]:
     return [Sheet(title="Runs that failed", head=["run", "why", "log"], rows=rows, words=2)] if rows else []
 
 
-def _unreadable(runs: list[RunResult]) -> list[Sheet]:
-    rows = [[one.standing.run.name, one.unreadable] for one in runs]
-    note = "No figure below counts them."
-    title = "Runs that cannot be read"
+def _left_out(runs: list[RunResult]) -> list[Sheet]:
+    rows = [[one.standing.run.name, one.left_out] for one in runs]
+    note = "Their files cannot be read, or they were made with other settings."
+    title = "Runs that no figure counts"
     return [Sheet(title=title, note=note, head=["run", "why"], rows=rows, words=1)] if rows else []
 
 
@@ -228,12 +228,12 @@ def _changes(experiment: Experiment) -> Sheet:
 def _runs(results: Results) -> Sheet:
     name = results.experiment.compared
     begun = {one.standing.run.name: one for one in results.all}
-    unreadable = {one.standing.run.name for one in results.unreadable}
+    left_out = {one.standing.run.name for one in results.left_out}
     rows = []
     for standing in results.standings:
         one = begun.get(standing.run.name)
         figures = [NOTHING] * 6 if one is None else _figures_of(one)
-        state = "unreadable" if standing.run.name in unreadable else standing.state
+        state = "not counted" if standing.run.name in left_out else standing.state
         rows.append([standing.run.name, f"{standing.step} of {standing.run.config.steps}", *figures, state])
     head = [
         "run",

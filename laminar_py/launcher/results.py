@@ -15,6 +15,7 @@ from laminar_py.analytics.triage.report import RunReport
 from laminar_py.config.section import ConfigError
 from laminar_py.launcher.curves import Band, Line, make_band, value_at
 from laminar_py.launcher.experiment import Experiment
+from laminar_py.launcher.made import tell_difference
 from laminar_py.launcher.standing import RunState, Standing
 from laminar_py.records.metrics import StepRow
 
@@ -94,13 +95,17 @@ class RunResult:
         return None if found is None else (found.p50, found.p95, found.p99)
 
     @cached_property
-    def unreadable(self) -> str:
-        """Complaint about its files; "" where all can be read."""
+    def left_out(self) -> str:
+        """Why no figure counts it: other settings, or files that cannot be read; "" for one that counts."""
+        run = self.standing.run
         if self.standing.unreadable:
             return self.standing.unreadable
         try:
+            assert run.folder is not None, f"{run.name} was not begun"
+            if why := tell_difference(run, run.folder):
+                return why
             assert self.steps is not None, (self.costs, self.tails)  # which reads them
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             return str(error)
         return ""
 
@@ -129,17 +134,17 @@ class Results:
 
     @cached_property
     def by_variant(self) -> dict[str, list[RunResult]]:
-        """Begun runs of each variant that can be read, in the order of the file."""
+        """Begun runs of each variant that count, in the order of the file."""
         found: dict[str, list[RunResult]] = defaultdict(list, {name: [] for name in self.experiment.variants})
         for one in self._begun:
-            if not one.unreadable:
+            if not one.left_out:
                 found[one.standing.run.variant].append(one)
         return dict(found)
 
     @property
-    def unreadable(self) -> list[RunResult]:
-        """Begun runs whose files cannot be read; no figure counts them."""
-        return [one for one in self._begun if one.unreadable]
+    def left_out(self) -> list[RunResult]:
+        """Begun runs that no figure counts."""
+        return [one for one in self._begun if one.left_out]
 
     @cached_property
     def _begun(self) -> list[RunResult]:
@@ -148,7 +153,7 @@ class Results:
 
     @property
     def all(self) -> list[RunResult]:
-        """Begun runs that can be read."""
+        """Begun runs that count."""
         return [one for runs in self.by_variant.values() for one in runs]
 
     @cached_property

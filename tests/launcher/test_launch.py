@@ -21,7 +21,6 @@ from laminar_py.cli import app
 from laminar_py.launcher.experiment import read_experiment
 from laminar_py.launcher.page import make_page, write_page
 from laminar_py.launcher.standing import RunState, read_standings
-from laminar_py.ledger.database import open_writer
 from laminar_py.ledger.run_folder import new_run
 from tests.analytics.builders import make_step_row
 from tests.analytics.show.browser import browsing, needs_browser
@@ -202,11 +201,11 @@ def test_a_run_that_cannot_be_read_is_a_row_of_the_page(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
     assert done.exit_code == 0, done.output
     page = make_page(experiment, read_standings(experiment))
-    (sheet,) = [one for one in page.first if one.title == "Runs that cannot be read"]
+    (sheet,) = [one for one in page.first if one.title == "Runs that no figure counts"]
     assert [row[0] for row in sheet.rows] == ["e-base-s0", "e-base-s1"]
     assert "not a ledger" in sheet.rows[0][1] or "cannot be read" in sheet.rows[0][1]
     assert "metrics.jsonl: line 1" in sheet.rows[1][1]
-    assert [row[-1] for row in page.last[-1].rows] == ["unreadable", "unreadable", "unfinished"]
+    assert [row[-1] for row in page.last[-1].rows] == ["not counted", "not counted", "unfinished"]
 
 
 def test_figures_are_of_finished_seeds_alone_once_there_is_one_and_say_of_how_many(tmp_path):
@@ -226,12 +225,18 @@ def test_figures_are_of_finished_seeds_alone_once_there_is_one_and_say_of_how_ma
 
 def test_a_page_never_mixes_runs_of_other_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
-    folder = new_run(make_experiment(tmp_path, set={"learner.lr": 1e-3}).runs[0].config)
-    open_writer(folder.ledger).close()
-    make_experiment(tmp_path, set={"learner.lr": 2e-3})
+    for run in make_experiment(tmp_path, set={"learner.lr": 1e-3}, seeds=1).runs:
+        row = make_step_row(5, 10.0, trained_tokens=5000)
+        new_run(run.config).metrics.write_bytes(msgspec.json.encode(row) + b"\n")
+    changed = make_experiment(tmp_path, set={"learner.lr": 2e-3}, seeds=2)
+    new_run(changed.runs[1].config)
     done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
-    assert "was made with 0.001" in str(done.exception)
-    assert not (tmp_path / "report.html").exists()
+    assert done.exit_code == 0, done.output
+    page = make_page(changed, read_standings(changed))
+    (sheet,) = [one for one in page.first if one.title == "Runs that no figure counts"]
+    assert sheet.rows == [["e-base-s0", f"learner.lr=0.002: {tmp_path}/runs/e-base-s0-1 was made with 0.001"]]
+    assert [row[-1] for row in page.last[-1].rows] == ["not counted", "unfinished"]
+    assert all(band.x == [] for chart in page.charts for band in chart.bands), "no point of it is drawn"
 
 
 def test_ctrl_c_stops_runs_with_a_checkpoint_and_the_same_command_goes_on(tmp_path):

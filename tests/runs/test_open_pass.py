@@ -9,13 +9,18 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import read_evaluations
 from tests.runs.runs import ALONE, SMALL, TrainProcess, forget_versions
 
-SAMPLES = 24
+SAMPLES = 12
+SLOW_REWARD = """
+import time
+
+def score(request):
+    time.sleep(0.02)  # so that a kill comes before the end of a pass, on any machine
+    return 0
+"""
 PASSES = ["e0-heldout", "e1-heldout", "e2-heldout"]
 SETTINGS = (
     *ALONE,
     "learner.checkpoint_every=1",
-    "rollout.max_batch=4",  # slow, so that a kill comes before the end
-    "rollout.batch_per_replica=4",
     "eval.every_steps=2",
     SMALL[-1].replace("heldout=", "heldout={path: ") + f", samples: {SAMPLES}, temperature: 1}}",
 )
@@ -39,14 +44,17 @@ def answered(run, pass_id, step):
 )
 def test_a_pass_that_was_interrupted_is_finished_by_the_resumed_run(tmp_path, step, ends, code):
     open_pass = f"e{step // 2}-heldout"
-    with TrainProcess(tmp_path, *SETTINGS) as process:
+    reward = tmp_path / "slow.py"
+    reward.write_text(SLOW_REWARD)
+    settings = (*SETTINGS, f"reward.use=[{reward}:score]")
+    with TrainProcess(tmp_path, *settings) as process:
         process.wait_until(lambda: answered(process.run, open_pass, step))
         process.send(ends)
         ended, output = process.finish()
         run = process.run
     assert ended == code, output
     assert [one.pass_id for one in read_evaluations(run)] == PASSES[: step // 2]
-    with TrainProcess(tmp_path, *SETTINGS, resume=True) as process:
+    with TrainProcess(tmp_path, *settings, resume=True) as process:
         code, output = process.finish()
     forget_versions(run)
     assert code == 0, output
