@@ -101,7 +101,7 @@ class Book:
         self.recorder = recorder
         self.live: dict[str, Lifecycle] = {}
         self.groups: dict[str, Group] = {}  # of training
-        self.views = ReplicaViews(settings.replicas)
+        self.views = ReplicaViews(settings.replicas, sizes={1, settings.group_size})
         self.moves = Moves()
         self.counterfactual: dict[str, Lifecycle] = {}  # dropped by a deadline, followed until they are scored
         self.phase = Phase.PAUSED
