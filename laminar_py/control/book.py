@@ -89,7 +89,7 @@ class Book:
         self.recorder = recorder
         self.live: dict[str, Lifecycle] = {}
         self.groups: dict[str, Group] = {}  # of training
-        self.views = ReplicaViews(settings.replicas)
+        self.views = ReplicaViews(settings.replicas, sizes={1, settings.group_size})
         self.moves = Moves()
         self.counterfactual: dict[str, Lifecycle] = {}  # dropped by a deadline, followed until they are scored
         self.aborts: dict[int, list[str]] = {}  # by replica: what it still runs of dropped trajectories

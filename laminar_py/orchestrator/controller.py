@@ -227,7 +227,7 @@ class Controller:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
-            self._replicas.dispatch()
+            self._replicas.wake()
             notes = [self._waits.line, self._scoring.failures.text]
             self._view.refresh(self._incarnation.stats, self._trainer.step, self._trainer.version, notes)
 
@@ -282,5 +282,6 @@ class Controller:
         self._trainer.end(fault)
 
     def _stepped(self, row: StepRow) -> None:
+        self._replicas.wake()  # other groups may be issued now
         self._view.step(row)
         self._trackers.step(row)

@@ -150,6 +150,7 @@ class EvalController:
         if self._recovered is not None:
             await take_up(self._recovered, self._payload, self._scheduler)
             self._recovered = None
+        self._replicas.wake()
         return passes
 
     def _background(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
@@ -245,7 +246,7 @@ class EvalController:
         clock, told_s, told = self._incarnation.clock, 0.0, ""
         while True:
             await self._scheduler.enforce_deadlines()
-            self._replicas.dispatch()
+            self._replicas.wake()
             line = self._scheduler.evaluations.progress
             if line != told and clock.now() - told_s > TELL_S:
                 told_s, told = clock.now(), line

@@ -184,7 +184,7 @@ async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_pro
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=None,
+        replicas=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         say=None,
@@ -214,7 +214,7 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=None,
+        replicas=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         say=told.append,

@@ -60,7 +60,8 @@ class Process:
     def __init__(self, name, place, actor):
         self.name, self.place, self.actor = name, place, actor
         self.sent = asyncio.Queue()  # names and arguments of calls that nobody waits for
-        self._death = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._death = self._loop.create_future()
 
     async def call(self, method, *arguments, timeout_s=None):
         answer = asyncio.ensure_future(self._answer(method, arguments))
@@ -77,7 +78,8 @@ class Process:
     ask = Part.ask
 
     def send(self, method, *arguments):
-        self.sent.put_nowait((method, *arguments))
+        """Take a call, of any thread."""
+        self._loop.call_soon_threadsafe(self.sent.put_nowait, (method, *arguments))
 
     def die(self, reason="killed"):
         if not self._death.done():

@@ -15,6 +15,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.replica import Assignment, ReplicaReport
 from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.workers import replicas as replicas_module
 from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.specs import ReplicaSpec
 from laminar_py.workers.supervisor import Supervisor
@@ -140,6 +141,19 @@ async def test_what_a_dead_replica_had_is_done_by_another_and_a_process_takes_it
         third = await world.next()
         assert (third.name, third.place) == (first.name, first.place)
     assert world.scheduler.views.by_index[1].in_flight >= had
+
+
+async def test_before_the_next_tick_only_one_without_work_or_of_another_version_is_answered(monkeypatch, tmp_path):
+    monkeypatch.setattr(replicas_module, "DISPATCH_S", 100 * PATIENCE_S)
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):  # which had no work
+        first.actor.report(received=8, admissible=64)
+        for _ in range(3):  # it is asked for the next one once this is taken in
+            await first.actor.relays.get()
+        await asyncio.sleep(0)
+        assert first.sent.empty()
+        second.actor.report(received=8, version=1)
+        assert len(await sent(first, "submit")) + len(await sent(second, "submit")) == 12 * 4
 
 
 async def test_a_replica_without_room_counts_for_nobody_until_there_is_some(monkeypatch, tmp_path):
