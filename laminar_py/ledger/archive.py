@@ -24,6 +24,7 @@ from laminar_py.ledger.database import ARCHIVE_NAME, LedgerError, reading
 from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
 from laminar_py.ledger.rows import TrajectoryRow, decode_event
 from laminar_py.records.digests import file_digest
+from laminar_py.records.disk import sync
 from laminar_py.records.events import Archived
 from laminar_py.records.spans import decode_spans, replace_spans
 
@@ -45,13 +46,13 @@ class ArchiveFile:
     trajectories: list[int]
 
 
-def write_archive(run: Path, step: int) -> ArchiveFile | None:
+def write_archive(run: Path, step: int, *, ledger: Path | None = None) -> ArchiveFile | None:
     """Copy to a new file all pieces still in SQLite that nobody needs who goes back to `step` or a later one.
 
-    None if there are none.
+    None if there are none; returns when it is on disk. The run's `ledger` may lie elsewhere.
     """
     moved: list[int] = []
-    with reading(run) as connection:
+    with reading(ledger or run) as connection:
         pieces = stored_pieces(connection, _SETTLED, (step,))
         seq = connection.execute("SELECT seq FROM head").fetchone()[0]
         first = next(pieces, None)
@@ -63,6 +64,8 @@ def write_archive(run: Path, step: int) -> ArchiveFile | None:
         _write_file(unfinished, _noting(moved, first, pieces))
         path = folder / _file_name(seq)
         os.replace(unfinished, path)
+    for parent in (folder, run):
+        sync(parent)
     event = Archived(str(path.relative_to(run)), len(moved), path.stat().st_size, file_digest(path))
     return ArchiveFile(event, moved)
 

@@ -7,7 +7,9 @@ live, in memory at every moment and on disk after every crash.
 """
 
 import asyncio
+import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 
 from laminar_py.ledger.archive import write_archive
 from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer, reading
+from laminar_py.ledger.live import copy_ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
 from laminar_py.ledger.payload import StoredRecording, stored_recordings
 from laminar_py.ledger.recovery import unpublished
@@ -44,8 +47,11 @@ class Ledger:
     disk that cannot keep up therefore shows as slow commits, not as memory.
     """
 
-    def __init__(self, path: Path, *, host: str, clock: Clock) -> None:
+    def __init__(self, path: Path, *, host: str, clock: Clock, copy: Path | None = None) -> None:
         self._path = path
+        self._copy = copy  # in the run's folder, where the ledger itself lies elsewhere
+        self._run = (copy or path).parent
+        self._copying = threading.Lock()
         self._host = host
         self._clock = clock
         self._machine = Machine(recall=self._recall)
@@ -73,14 +79,15 @@ class Ledger:
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
         self._task.add_done_callback(self._ended)
-        seal = await asyncio.to_thread(seal_digest, self._path.parent)
+        seal = await asyncio.to_thread(seal_digest, self._run)
         if seal is not None:
             self.append(SealBroken(seal))
             await self.commit()
-            (self._path.parent / SEAL_NAME).unlink()
+            await self.copy()
+            (self._run / SEAL_NAME).unlink()
 
     async def close(self) -> None:
-        """Write what is left and close the file. Raises what ended the ledger early, if anything did."""
+        """Write what is left, also into the run's folder, and close. Raises what ended the ledger early."""
         self._closing = True
         self._wake.set()
         await asyncio.wait({self._task})
@@ -88,6 +95,9 @@ class Ledger:
         self._writer.close()
         if self._failure is not None:
             raise self._failure
+        if self._copy is not None:
+            await self.copy()
+            await asyncio.to_thread(shutil.rmtree, self._path.parent, ignore_errors=True)
 
     @property
     def newest_version(self) -> int:
@@ -193,6 +203,11 @@ class Ledger:
         self._wake.set()
         await waiter
 
+    async def copy(self) -> None:
+        """Have the run's folder hold what is on disk by now, for all who read it there and go on from it."""
+        if self._copy is not None:
+            await asyncio.to_thread(self._copy_now, self._copy)
+
     # ---- out
 
     def accounting(self) -> Accounting:
@@ -209,7 +224,7 @@ class Ledger:
     async def join_recordings(self, trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:
         """Trajectories with masks and experts, which are kept here alone, by id; those without are left out."""
         await self.commit()
-        recorded = await asyncio.to_thread(_read_recordings, self._path.parent, [one.id for one in trajectories])
+        recorded = await asyncio.to_thread(_read_recordings, self._path, [one.id for one in trajectories])
         return {
             one.id: msgspec.structs.replace(
                 one, sampling_mask=recorded[one.id].sampling_mask, routed_experts=recorded[one.id].routed_experts
@@ -221,7 +236,7 @@ class Ledger:
     async def archive(self, step: int) -> int:
         """Move to Parquet what no rollback to `step` or later can need; the number of trajectories moved."""
         await self.commit()
-        written = await asyncio.to_thread(write_archive, self._path.parent, step)
+        written = await asyncio.to_thread(write_archive, self._run, step, ledger=self._path)
         if written is None:
             return 0
         self.append(written.event)
@@ -260,6 +275,10 @@ class Ledger:
                 if not waiter.done():  # done: its commit was cancelled
                     waiter.set_result(None)
 
+    def _copy_now(self, copy: Path) -> None:
+        with self._copying:  # one that was cancelled may still be at it
+            copy_ledger(self._path, copy)
+
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if task.cancelled():
             self._failure = RuntimeError(f"the writing of {self._path} was cancelled")
@@ -286,8 +305,8 @@ class Ledger:
         assert not self._closing, f"{self._path} is closed"
 
 
-def _read_recordings(run: Path, trajectory_ids: Sequence[str]) -> dict[str, StoredRecording]:
-    with reading(run) as connection:
+def _read_recordings(ledger: Path, trajectory_ids: Sequence[str]) -> dict[str, StoredRecording]:
+    with reading(ledger) as connection:
         return stored_recordings(connection, trajectory_ids)
 
 
