@@ -24,6 +24,7 @@ from laminar_py.ledger.pieces import PieceRow, StoredPiece, rebuilt, stored_piec
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.digests import file_digest
+from laminar_py.records.disk import sync
 from laminar_py.records.events import Archived
 from laminar_py.records.pieces import ColumnPiece
 from laminar_py.segments.frames import describe
@@ -75,6 +76,8 @@ def archive_pieces(request: bytes) -> bytes:
     _write_file(unfinished, readable())
     reader.close()
     os.replace(unfinished, path)
+    for parent in (folder, run):
+        sync(parent)
     event = Archived(str(path.relative_to(run)), len(numbers), path.stat().st_size, file_digest(path))
     return encode(ArchiveAnswer(event, unreadable))
 

@@ -7,7 +7,9 @@ issued = consumed + dropped + live, in memory at every moment and on disk after 
 """
 
 import asyncio
+import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import msgspec
 
 from laminar_py.ledger.archive import SETTLED
 from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer, reading
+from laminar_py.ledger.live import copy_ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
 from laminar_py.ledger.pieces import NO_COLUMN, PieceRow, piece_rows
 from laminar_py.ledger.recovery import unpublished
@@ -42,8 +45,11 @@ class Ledger:
     disk that cannot keep up therefore shows as slow commits, not as memory.
     """
 
-    def __init__(self, path: Path, *, host: str, clock: Clock) -> None:
+    def __init__(self, path: Path, *, host: str, clock: Clock, copy: Path | None = None) -> None:
         self._path = path
+        self._copy = copy  # in the run's folder, where the ledger itself lies elsewhere
+        self._run = (copy or path).parent
+        self._copying = threading.Lock()
         self._host = host
         self._clock = clock
         self._machine = Machine(recall=self._recall)
@@ -71,14 +77,15 @@ class Ledger:
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
         self._task.add_done_callback(self._ended)
-        seal = await asyncio.to_thread(seal_digest, self._path.parent)
+        seal = await asyncio.to_thread(seal_digest, self._run)
         if seal is not None:
             self.append(SealBroken(seal))
             await self.commit()
-            (self._path.parent / SEAL_NAME).unlink()
+            await self.copy()
+            (self._run / SEAL_NAME).unlink()
 
     async def close(self) -> None:
-        """Write what is left and close the file. Raises what ended the ledger early, if anything did."""
+        """Write what is left, also into the run's folder, and close. Raises what ended the ledger early."""
         self._closing = True
         self._wake.set()
         await asyncio.wait({self._task})
@@ -86,6 +93,9 @@ class Ledger:
         self._writer.close()
         if self._failure is not None:
             raise self._failure
+        if self._copy is not None:
+            await self.copy()
+            await asyncio.to_thread(shutil.rmtree, self._path.parent, ignore_errors=True)
 
     @property
     def newest_version(self) -> int:
@@ -175,6 +185,11 @@ class Ledger:
         self._wake.set()
         await waiter
 
+    async def copy(self) -> None:
+        """Have the run's folder hold what is on disk by now, for all who read it there and go on from it."""
+        if self._copy is not None:
+            await asyncio.to_thread(self._copy_now, self._copy)
+
     # ---- out
 
     def accounting(self) -> Accounting:
@@ -191,7 +206,7 @@ class Ledger:
     async def settled_pieces(self, step: int) -> list[PieceRow]:
         """References to all that nobody needs who goes back to `step` or a later one, by trajectory."""
         await self.commit()
-        return await asyncio.to_thread(_settled, self._path.parent, step)
+        return await asyncio.to_thread(_settled, self._path, step)
 
     @property
     def seq(self) -> int:
@@ -208,7 +223,7 @@ class Ledger:
     async def lose(self, numbers: Collection[int], reason: str) -> None:
         """Put on record that pieces of these trajectories can be read no more."""
         if numbers:
-            ids = await asyncio.to_thread(_ids_of, self._path.parent, numbers)
+            ids = await asyncio.to_thread(_ids_of, self._path, numbers)
             self.append(TokensLost(trajectory_ids=tuple(ids), reason=reason))
             self._batch.lost += numbers
             await self.commit()
@@ -216,12 +231,12 @@ class Ledger:
     async def holders(self, labels: Collection[str]) -> list[int]:
         """Numbers of trajectories of which something is in a segment of these parts."""
         await self.commit()
-        return await asyncio.to_thread(_holders, self._path.parent, labels)
+        return await asyncio.to_thread(_holders, self._path, labels)
 
     async def segments(self) -> set[str]:
         """Segments that references lead to."""
         await self.commit()
-        return await asyncio.to_thread(_segments, self._path.parent)
+        return await asyncio.to_thread(_segments, self._path)
 
     async def _forget(self, numbers: Sequence[int]) -> None:
         for first in range(0, len(numbers), _FORGET):
@@ -258,6 +273,10 @@ class Ledger:
                 if not waiter.done():  # done: its commit was cancelled
                     waiter.set_result(None)
 
+    def _copy_now(self, copy: Path) -> None:
+        with self._copying:  # one that was cancelled may still be at it
+            copy_ledger(self._path, copy)
+
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if task.cancelled():
             self._failure = RuntimeError(f"the writing of {self._path} was cancelled")
@@ -284,25 +303,25 @@ class Ledger:
         assert not self._closing, f"{self._path} is closed"
 
 
-def _settled(run: Path, step: int) -> list[PieceRow]:
-    with reading(run) as connection:
+def _settled(ledger: Path, step: int) -> list[PieceRow]:
+    with reading(ledger) as connection:
         return list(piece_rows(connection, f"({SETTLED}) AND segment != ''", (step,)))
 
 
-def _holders(run: Path, labels: Collection[str]) -> list[int]:
-    with reading(run) as connection:
+def _holders(ledger: Path, labels: Collection[str]) -> list[int]:
+    with reading(ledger) as connection:
         found = connection.execute("SELECT DISTINCT trajectory, segment FROM piece WHERE segment != ''")
         return sorted({number for number, segment in found if part_of(segment) in labels})
 
 
-def _ids_of(run: Path, numbers: Collection[int]) -> list[str]:
-    with reading(run) as connection:
+def _ids_of(ledger: Path, numbers: Collection[int]) -> list[str]:
+    with reading(ledger) as connection:
         query = "SELECT id FROM trajectory WHERE number = ?"
         return [id for number in numbers for (id,) in connection.execute(query, (number,))]
 
 
-def _segments(run: Path) -> set[str]:
-    with reading(run) as connection:
+def _segments(ledger: Path) -> set[str]:
+    with reading(ledger) as connection:
         return {
             segment for (segment,) in connection.execute("SELECT DISTINCT segment FROM piece WHERE segment != ''")
         }

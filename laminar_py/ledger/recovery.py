@@ -73,12 +73,16 @@ def _wherever(checkpoint: Checkpointed) -> bool:
     return True
 
 
-def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> Recovered:
+def recover(
+    run: Path, *, ledger: Path | None = None, there: Callable[[Checkpointed], bool] = _wherever
+) -> Recovered:
     """Read the state of a run that ended or was killed, to go on from the newest checkpoint that is `there`.
+
+    Its `ledger` may lie elsewhere.
 
     Raises `ConfigError` if the ledger cannot be read, or if no checkpoint of those on record is there.
     """
-    with reading(run) as connection:
+    with reading(ledger or run) as connection:
         checkpoint = newest_there(checkpoints_on_record(connection), there)
         step = checkpoint.step if checkpoint else 0
         events = tuple(rollback_events(connection, step, "controller_died"))

@@ -1,7 +1,8 @@
 """Puts what was appended on disk, a flush in one transaction. Called by the ledger, from one thread at a time.
 
 Invariant: the events of a batch, the rows they led to and the references to pieces they speak of are all on disk
-or none of them is; and the hash of every event covers all events before it.
+or none of them is; and the hash of every event covers all events before it. A batch with one of `DURABLE` is there
+after a power cut, and so is all before it.
 """
 
 import sqlite3
@@ -16,6 +17,7 @@ from laminar_py.records.digests import event_hash, prompt_digest
 from laminar_py.records.events import (
     AnyEvent,
     Checkpointed,
+    Consumed,
     Evaluated,
     PartDied,
     PartStarted,
@@ -27,6 +29,7 @@ from laminar_py.records.events import (
     RolledBack,
     RunEnded,
     RunStarted,
+    SealBroken,
     Stepped,
     StepSkipped,
     VersionLoaded,
@@ -78,6 +81,8 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
         " :mean)",
     ),
 }
+DURABLE = (Stepped, Consumed, Checkpointed, SealBroken, RunEnded)
+"""Events whose batch is synced: weights are trained and files deleted on their word."""
 SIDE_TABLES = ("incarnation", "version", "step", "checkpoint", "evaluation")
 
 
@@ -117,6 +122,8 @@ class Writer:
         Then nothing of the batch is there.
         """
         connection = self._connection
+        durable = any(isinstance(stamped.event, DURABLE) for stamped in batch.events)
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         with connection:
             connection.execute("BEGIN IMMEDIATE")
             rows, head = self._chain(batch.events)

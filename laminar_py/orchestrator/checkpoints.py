@@ -2,8 +2,9 @@
 
 Owned by the trainer. States of one: the learner copies (`begin`) -> its files are written -> complete on disk ->
 on record -> older ones deleted. There is one at a time. Invariant: the ledger speaks of a checkpoint only when all
-of it is on disk; so a death at any moment leaves the one before it, and what was consumed since can be undone
-(law 1). Each that is kept can be gone back to: what one of them may need is not archived.
+of it is on disk, and an older one is deleted only when that word is on disk too, also in the run's folder. So a
+death or a power cut at any moment leaves the one before it, and what was consumed since can be undone (law 1).
+Each that is kept can be gone back to: what one of them may need is not archived.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
     """Checkpoints that the ledger knows, the newest first, whether or not their folders are there."""
-    with reading(run.path) as connection:
+    with reading(run.live_ledger) as connection:
         return checkpoints_on_record(connection)
 
 
@@ -136,11 +137,12 @@ class Checkpoints:
         await self._saved()
         await self._recorded(version)
         path = str(folder.relative_to(self._run.path))
-        self.last = Checkpointed(
-            step=step, version=version, path=path, stall_s=stall_s, elapsed_s=self._clock.now() - began
-        )
-        self._ledger.append(self.last)
+        elapsed_s = self._clock.now() - began
+        done = Checkpointed(step=step, version=version, path=path, stall_s=stall_s, elapsed_s=elapsed_s)
+        self._ledger.append(done)
         await self._ledger.commit()
+        await self._ledger.copy()
+        self.last = done
         self._settled(step)
         self._kept = [*self._kept, self.last][-self._keep :]
         await asyncio.to_thread(self._delete_others)

@@ -62,9 +62,9 @@ class Controller:
         view: View,
         resume: bool,
     ) -> None:
-        goes_on = resume and run.has_ledger
-        self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
-        self._evaluations = read_evaluations(run.path) if goes_on else []
+        goes_on, ledger = resume and run.has_ledger, run.live_ledger
+        self._recovered: Recovered | None = recover(run.path, ledger=ledger, there=run.has) if goes_on else None
+        self._evaluations = read_evaluations(ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
         self._incarnation, self._view, say = incarnation, view, view.notice
@@ -142,7 +142,7 @@ class Controller:
         """Ask for the passes that were open again, and for none that is on record."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.take_up(
-            await asyncio.to_thread(open_passes, run.path),
+            await asyncio.to_thread(open_passes, run.live_ledger),
             results=self._evaluations,
             requests=recovered.eval_requests,
             now=Moment(version=-1, step=step, rl_s=self._incarnation.stats.rl_s),

@@ -62,7 +62,7 @@ class EvalController:
     def __init__(self, opened: Opened, source: EvalSource, *, view: View) -> None:
         run = opened.run
         goes_on = opened.resumed and run.has_ledger
-        self._recovered: Recovered | None = recover(run.path) if goes_on else None
+        self._recovered: Recovered | None = recover(run.path, ledger=run.live_ledger) if goes_on else None
         self._incarnation = incarnation = open_incarnation(
             opened.config, run, placement=opened.placement, inputs=opened.inputs, recovered=self._recovered
         )
@@ -120,7 +120,7 @@ class EvalController:
 
     def _on_record(self, names: Sequence[str]) -> tuple[list[Evaluated], dict[str, Mapping[str, EvalAnswer]]]:
         """Passes that are done, and the answers of the others by pass."""
-        with reading(self._incarnation.run.path) as connection:
+        with reading(self._incarnation.run.live_ledger) as connection:
             done = evaluations_on_record(connection)
             known = {one.pass_id for one in done}
             ids = (pass_id(index, name) for index, name in enumerate(names))
@@ -177,7 +177,7 @@ class EvalController:
         self._scheduler.published(published.version)
 
     def _digest_on_record(self) -> str | None:
-        with reading(self._incarnation.run.path) as connection:
+        with reading(self._incarnation.run.live_ledger) as connection:
             row = connection.execute("SELECT digest FROM version WHERE version = 0").fetchone()
         return None if row is None else str(row[0])
 
@@ -216,6 +216,8 @@ class EvalController:
         self._incarnation.ledger.append(result)
         self._done.append(result)
         self._view.notice(f"{name}: {result.figures.tell()}")
+        await self._incarnation.ledger.commit()
+        await self._incarnation.ledger.copy()
 
     async def _settle(self, passes: "Sequence[asyncio.Task[None]]") -> bool:
         """Until all passes are done, or it is to stop; False then."""
@@ -232,7 +234,7 @@ class EvalController:
         return False
 
     def _summarise(self, *, finished: bool) -> EvalSummary:
-        with reading(self._incarnation.run.path) as connection:
+        with reading(self._incarnation.run.live_ledger) as connection:
             evaluations = evaluation_figures(evaluations_on_record(connection))
         run = self._incarnation.run
         summary = EvalSummary(run=str(run.path), source=self._source, finished=finished, evaluations=evaluations)

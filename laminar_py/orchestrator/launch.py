@@ -30,6 +30,7 @@ from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.live import own_disk, settle
 from laminar_py.ledger.recovery import last_start
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
@@ -145,15 +146,18 @@ def lead(
     `begun` is a new run's folder that is locked already; without it one is made when all has its place. What does
     not train reads no problems to train on. Raises ConfigError and RunFailedError.
     """
+    disk = own_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check(config, trains=trains)
     if resume:
-        _take_up(resume, inputs, console)
+        _take_up(resume, inputs, console, disk)
     with open_cluster(config.cluster.address):
         # what cannot be placed leaves no run behind
         placement = asyncio.run(place(config, resume=resume is not None))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
+        if run is not resume:
+            _settle_ledger(run, disk, console)
         console.print(f"run {run.path}: {what}")
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
         opened = Opened(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
@@ -163,10 +167,11 @@ def lead(
     return ending
 
 
-def _take_up(run: RunFolder, inputs: Inputs, console: Console) -> None:
+def _take_up(run: RunFolder, inputs: Inputs, console: Console, disk: Path | None) -> None:
     """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
+    _settle_ledger(run, disk, console)
     if run.has_ledger:
         refuse_other_data(run, inputs.digests)
         tell_fallback(run, console)  # better refused now than when all parts are up
@@ -174,12 +179,17 @@ def _take_up(run: RunFolder, inputs: Inputs, console: Console) -> None:
         console.print(f"ended {reaped} processes that a killed run had left")
 
 
+def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
+    for line in settle(run, disk):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
 def refuse_other_data(run: RunFolder, digests: dict[str, str]) -> None:
     """Refuse rows that are others than those that a run's places and ids are of. Raises `ConfigError`.
 
     Evaluation sets may come and go.
     """
-    started = last_start(run.path)
+    started = last_start(run.live_ledger)
     known = started.data if started else {}
     fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
     changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
@@ -244,9 +254,12 @@ def _needs(run: RunFolder, reason: str) -> str:
     free = shutil.disk_usage(run.path).free / 2**20
     saved = [folder_bytes(folder) / 2**20 for folder in run.checkpoints.glob("*/")]
     checkpoint = f"{max(saved):,.0f} MiB for each checkpoint" if saved else "room for checkpoints"
+    disk = run.live_ledger.parent.parent  # the folder on it is gone once all is in the run's
+    is_elsewhere = run.live_ledger != run.ledger
+    beside = f", {shutil.disk_usage(disk).free / 2**20:,.0f} MiB in {disk}" if is_elsewhere else ""
     return (
-        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there, and it needs {checkpoint}"
-        " beside a ledger that grows; make room or make it writable, and go on with --resume"
+        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there{beside}, and it needs"
+        f" {checkpoint} beside a ledger that grows; make room or make it writable, and go on with --resume"
     )
 
 

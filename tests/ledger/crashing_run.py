@@ -1,14 +1,16 @@
 """A controller that never ends by itself, for the crash test: recovers, runs steps, says what is committed.
 
-Usage: python -m tests.ledger.crashing_run FOLDER. One line on stdout for each step that is on disk.
+Usage: python -m tests.ledger.crashing_run FOLDER [DISK]. One line on stdout for each step that is on disk; with a
+DISK its ledger lies there, as if FOLDER were on a file system over a network.
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
-from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.live import settle
 from laminar_py.ledger.recovery import recover
+from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Interrupted, VersionPublished
 from laminar_py.records.trajectory import Span, Status
 from tests.ledger.runs import (
@@ -25,15 +27,18 @@ from tests.ledger.runs import (
 )
 
 
-async def run(folder: Path) -> None:
-    first = not (folder / LEDGER_NAME).exists()
-    recovered = None if first else recover(folder)
-    async with open_ledger(folder) as ledger:
+async def lead(folder: Path, disk: Path | None = None) -> None:
+    run = RunFolder(folder)
+    assert settle(run, disk) == []
+    recovered = recover(folder, ledger=run.live_ledger) if run.has_ledger else None
+    async with open_ledger(run.live_ledger.parent, copy=run.ledger if disk else None) as ledger:
         incarnation = recovered.incarnation if recovered else 1
         version = ledger.newest_version + 1
         begin(ledger, incarnation=incarnation, versions=(version,))
         if recovered:
             ledger.append_all(recovered.events)
+        await ledger.commit()
+        await ledger.copy()
         step = recovered.checkpoint.step if recovered and recovered.checkpoint else 0
         ready = [t.id for t in recovered.live if t.status is Status.READY] if recovered else []
         for trajectory in recovered.live if recovered else ():
@@ -79,6 +84,8 @@ async def train(ledger, step, version, prompt, ready):
         if step % 5 == 0:
             ledger.append(checkpoint(step, version))
         await ledger.commit()
+        if step % 5 == 0:
+            await ledger.copy()
         sys.stdout.write(f"{step} {len(used)}\n")
         sys.stdout.flush()
         if step % 10 == 0:
@@ -86,4 +93,4 @@ async def train(ledger, step, version, prompt, ready):
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Path(sys.argv[1])))
+    asyncio.run(lead(*map(Path, sys.argv[1:])))

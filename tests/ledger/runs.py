@@ -44,8 +44,8 @@ async def undo_since(ledger, step, *, reason):
 
 
 @asynccontextmanager
-async def open_ledger(run: Path):
-    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=Ticks())
+async def open_ledger(run: Path, copy: Path | None = None):
+    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=Ticks(), copy=copy)
     await ledger.start()
     try:
         async with asyncio.timeout(30):

@@ -42,11 +42,12 @@ class TrainProcess:
         resume: bool = False,
         config: Path = REPO / "configs/quickstart.yaml",
         small: Sequence[str] | None = None,
+        laminar: Sequence[str] = (LAMINAR,),
     ):
         self.folder = folder
         given = [*SMALL, f"warm_start.cache={folder / 'warm'}"] if small is None else small
         where = ["name=small", f"runs={folder}"]
-        command = [LAMINAR, "train", str(config), *given, *where, *settings, *(["--resume"] if resume else [])]
+        command = [*laminar, "train", str(config), *given, *where, *settings, *(["--resume"] if resume else [])]
         self.process = subprocess.Popen(
             command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
