@@ -16,7 +16,6 @@ from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PayloadLostError, PieceRef
 from laminar_py.segments import wire
 from laminar_py.segments.reader import StoreAwayError
-from laminar_py.segments.wire import Wanted
 
 RETRY_S = 60.0
 ANSWER_S = 20.0  # without a byte, after which a connection is given up
@@ -59,7 +58,7 @@ class StoreClient:
             self._idle.clear()
 
     def _fetch(self, address: str, refs: Sequence[PieceRef]) -> list[bytes]:
-        body = encode([Wanted(ref.segment, ref.offset, ref.num_bytes) for ref in refs])
+        body = encode(wire.make_request(refs))
         away_since, pause_s = None, FIRST_PAUSE_S
         while True:
             connection, is_new = self._connect(address)

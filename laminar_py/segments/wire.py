@@ -1,6 +1,6 @@
 """Talk of readers with the stores of other hosts: requests, signatures, bounds, and what answers mean. Pure.
 
-    client -> store  POST /pieces, a MessagePack list of `Wanted`, its signature in a header
+    client -> store  POST /pieces, a `PieceRequest` in MessagePack, its signature in a header
     store -> client  200 and the pieces' bytes in a row; or 410 and a line that says which piece is lost;
                      or another status and a line: nothing was read, and nothing is known of the pieces
 
@@ -14,15 +14,18 @@ from listening.
 
 import hmac
 import ipaddress
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+
+from laminar_py.records.pieces import PieceRef
 
 ROUTE = "/pieces"
 SIGNATURE = "X-Laminar-Signature"  # header, of a request and of an answer
 
 KEY_BYTES = 32  # at least
-BODY_BYTES = 512 * 2**10  # of a request
+BODY_BYTES = 128 * 2**10  # of a request
 MOST_PIECES = 4096  # of a request
 MOST_SEGMENTS = 32  # that a request may be of: so many files are open for it
 ANSWER_BYTES = 64 * 2**20  # unless it is a single piece, which may have any size
@@ -37,14 +40,33 @@ Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_-]{1,64}\.[0-9a-f]{1,16}\
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Bytes of a segment, e.g. `Wanted("replica-3.18f2a4c1b.9e41", 65536, 24012)`."""
+    """Bytes of a segment that a request names, e.g. of the first: `Wanted(0, 65536, 24012)`."""
 
-    segment: Name
+    segment: Offset  # place in the request's list
     offset: Offset
     num_bytes: Count
 
 
-Request = Annotated[list[Wanted], msgspec.Meta(min_length=1, max_length=MOST_PIECES)]
+class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Pieces in the order in which they are to come.
+
+    E.g. one: `PieceRequest(["replica-3.18f2a4c1b.9e41"], [Wanted(0, 65536, 24012)])`.
+    """
+
+    segments: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MOST_SEGMENTS)]
+    pieces: Annotated[list[Wanted], msgspec.Meta(min_length=1, max_length=MOST_PIECES)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum([piece.num_bytes for piece in self.pieces])
+
+
+def make_request(refs: Sequence[PieceRef]) -> PieceRequest:
+    """Request for these pieces."""
+    places: dict[str, int] = {}
+    pieces = [Wanted(places.setdefault(ref.segment, len(places)), ref.offset, ref.num_bytes) for ref in refs]
+    return PieceRequest(list(places), pieces)
 
 
 def check_key(key: bytes) -> bytes:
