@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from laminar_py.ledger.payload import stored_recordings
 from msgspec.structs import replace
 
 from benchmarks.learner.agreement import deviations, flipped
@@ -25,7 +26,6 @@ from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.payload import stored_recordings
 from laminar_py.records.engine import PauseMode, SamplingParams
 from laminar_py.records.recordings import Recording
 from laminar_py.records.replica import Assignment

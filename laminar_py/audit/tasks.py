@@ -4,7 +4,7 @@ Invariant: a task reads one state of the ledger, and its result holds of that st
 """
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from laminar_py.audit.checks import (
     ChecksumCheck,
     DrainCheck,
     FiguresCheck,
+    LossCheck,
     StalenessCheck,
     StepCheck,
     WeightsCheck,
@@ -25,9 +26,10 @@ from laminar_py.audit.replay import Replay
 from laminar_py.audit.responses import ResponseCheck
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import record_of, was_changed
-from laminar_py.ledger.database import LedgerError, ledger_path, reading, unlike_schema
-from laminar_py.records.digests import column_digest, prompt_digest
+from laminar_py.ledger.database import LedgerError, ledger_path, reading, segments_path, unlike_schema
+from laminar_py.records.digests import prompt_digest
 from laminar_py.records.events import Event
+from laminar_py.segments.reader import PayloadReader
 
 _NAMED = 20  # trajectories whose loss is told one by one
 
@@ -37,7 +39,7 @@ class TaskResult(msgspec.Struct, frozen=True):
 
     violations: list[Violation] = []
     notes: list[str] = []
-    missing: list[int] = []  # trajectories that have tokens, and none in SQLite
+    missing: list[int] = []  # trajectories that have tokens, and to none of them a reference
     seen: list[int] = []  # trajectories that have some in the archive
 
 
@@ -54,9 +56,9 @@ def check_file(run: Path) -> TaskResult:
 
 def check_events(run: Path) -> TaskResult:
     """Replay all events: every rule along the log, and the tables that follow from it."""
-    archive = ArchiveCheck(ledger_path(run).parent)
+    archive, losses = ArchiveCheck(ledger_path(run).parent), LossCheck()
     checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck()]
-    checks += [FiguresCheck(), archive]
+    checks += [FiguresCheck(), archive, losses]
     watching: dict[type[Event], list[Check]] = {}
     for check in checks:
         for kind in check.sees:
@@ -69,6 +71,7 @@ def check_events(run: Path) -> TaskResult:
                 found += check.see(event, replay.row_before(event))
             replay.see(seq, event, wall=wall, mono=mono)
         replay.end()
+        losses.compare(connection)
     for check in checks:
         found += check.end()
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(entries.unknown.items()))
@@ -83,15 +86,15 @@ def check_chain(run: Path, first: int, last: int | None) -> TaskResult:
 
 
 def check_prompts(run: Path) -> TaskResult:
-    """Check prompts and columns of tokens against their digests."""
+    """Check prompts against their digests."""
     with reading(run) as connection:
-        return TaskResult([*_check_prompts(connection), *_check_columns(connection)])
+        return TaskResult(list(_check_prompts(connection)))
 
 
 def check_stored(run: Path, first: int, last: int) -> TaskResult:
-    """Check responses in SQLite of trajectories `first` to `last`."""
+    """Check responses that SQLite refers to, of trajectories `first` to `last`."""
     with reading(run) as connection:
-        check = ResponseCheck(connection)
+        check = ResponseCheck(connection, _reader(run))
         missing = check.see_stored(first, last)
         return TaskResult(check.violations, missing=missing)
 
@@ -103,7 +106,7 @@ def check_archive(run: Path, path: Path) -> TaskResult:
     One without a record is what a crash left before it was recorded, and nobody reads it.
     """
     with reading(run) as connection:
-        check, event = ResponseCheck(connection), record_of(path, connection)
+        check, event = ResponseCheck(connection, _reader(run)), record_of(path, connection)
         if event is None:
             return TaskResult([])
         if was_changed(path, event):
@@ -114,6 +117,10 @@ def check_archive(run: Path, path: Path) -> TaskResult:
         except LedgerError as error:
             check.violations.append(Violation(Rule.ARCHIVE, path.name, str(error)))
         return TaskResult(check.violations, seen=check.numbers)
+
+
+def _reader(run: Path) -> PayloadReader:
+    return PayloadReader(segments_path(ledger_path(run).parent))
 
 
 def find_nowhere(run: Path, missing: Collection[int]) -> Iterator[Violation]:
@@ -147,10 +154,3 @@ def _check_prompts(connection: sqlite3.Connection) -> Iterator[Violation]:
     )
     for id, index, first in misplaced:
         yield Violation(Rule.ROWS, f"prompt {id}", f"stands at place {index}, it was first issued from {first}")
-
-
-def _check_columns(connection: sqlite3.Connection) -> Iterable[Violation]:
-    rows = connection.execute("SELECT trajectory, name, dtype, data, digest FROM token_column")
-    for number, name, dtype, data, digest in rows:
-        if column_digest(number, name, dtype, data) != digest:
-            yield Violation(Rule.ROWS, f"column {name} of trajectory {number}", "was changed")

@@ -374,6 +374,15 @@ class Placement:
         return len(self.plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
 
     @property
+    def alive(self) -> list[str]:
+        """Nodes that were there at the last look, the controller's first."""
+        return sorted(self._known, key=lambda node: (not self._known[node].here, node))
+
+    def is_alive(self, node: str) -> bool:
+        """True where a node was there at the last look."""
+        return node in self._known
+
+    @property
     def here(self) -> Place:
         """The controller's own node, on its CPUs."""
         return Place(next(node.id for node in self._known.values() if node.here))

@@ -14,9 +14,10 @@ from urllib.parse import quote
 from laminar_py.config.section import ConfigError
 from laminar_py.records.digests import CHAIN_START
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 LEDGER_NAME = "ledger.sqlite"
 ARCHIVE_NAME = "archive"
+SEGMENTS_NAME = "segments"
 SEAL_NAME = "seal.json"
 
 _APPLICATION_ID = 0x6C616D69  # "lami", where SQLite files say whose they are
@@ -31,6 +32,11 @@ class LedgerError(ConfigError):
 def ledger_path(run: Path) -> Path:
     """The ledger of a run folder; a path that is a file is taken for the ledger itself."""
     return run if run.is_file() else run / LEDGER_NAME
+
+
+def segments_path(run: Path) -> Path:
+    """Folder of the segments of this host that are of a run."""
+    return run / SEGMENTS_NAME
 
 
 def log_path(ledger: Path) -> Path:

@@ -19,6 +19,7 @@ import psutil
 from laminar_py.config.loading import dump_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.database import segments_path
 from laminar_py.records.events import Checkpointed
 
 _RUN = "run"  # file in the folder in shared memory
@@ -36,6 +37,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.ledger = path / "ledger.sqlite"
         self.archive = path / "archive"
+        self.segments = segments_path(path)  # of this host
         self.metrics = path / "metrics.jsonl"
         self.fleet = path / "fleet.jsonl"
         self.summary = path / "summary.json"

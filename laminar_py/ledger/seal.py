@@ -15,8 +15,17 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from laminar_py.ledger.database import ARCHIVE_NAME, LEDGER_NAME, SEAL_NAME, LedgerError, log_path, open_writer
+from laminar_py.ledger.database import (
+    ARCHIVE_NAME,
+    LEDGER_NAME,
+    SEAL_NAME,
+    LedgerError,
+    log_path,
+    open_writer,
+    segments_path,
+)
 from laminar_py.records.digests import DIGEST_BYTES, file_digest
+from laminar_py.segments.folder import segments_in
 
 RECORD = (LEDGER_NAME, "config.yaml", "metrics.jsonl", "fleet.jsonl", "summary.json")
 
@@ -101,8 +110,8 @@ def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
 
 def _record(run: Path) -> list[str]:
     """Names of the files of the record that are there."""
-    archive = sorted((run / ARCHIVE_NAME).glob("*.parquet"))
-    return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in archive]
+    payload = sorted((run / ARCHIVE_NAME).glob("*.parquet")) + segments_in(segments_path(run))
+    return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in payload]
 
 
 def _written(seal: Seal) -> bytes:

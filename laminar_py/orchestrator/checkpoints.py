@@ -60,7 +60,8 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
 class Checkpoints:
     """Has the learner `save` into a folder, waits until that is `saved` and its version is `recorded`.
 
-    `settled(step)` is called when steps up to `step` can no longer be undone.
+    `settled(step)` is called when steps up to `step` can no longer be undone, `archive(step)` for what nobody
+    needs who goes back to `step` or a later one.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Checkpoints:
         saved: Callable[[], Awaitable[None]],
         recorded: Callable[[int], Awaitable[None]],
         settled: Callable[[int], None],
+        archive: Callable[[int], Awaitable[object]],
     ) -> None:
         self.last = incarnation.checkpoint  # on record
         self._run = incarnation.run
@@ -81,6 +83,7 @@ class Checkpoints:
         self._saved = saved
         self._recorded = recorded
         self._settled = settled
+        self._archive = archive
         self._kept = [self.last] if self.last else []  # the oldest first
         self._writing: asyncio.Task[None] | None = None
 
@@ -141,7 +144,7 @@ class Checkpoints:
         self._settled(step)
         self._kept = [*self._kept, self.last][-self._keep :]
         await asyncio.to_thread(self._delete_others)
-        await self._ledger.archive(self._kept[0].step)
+        await self._archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
         """Delete older checkpoints, and what a death left half written, unrecorded or half deleted.

@@ -30,8 +30,9 @@ from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.preflight.inputs import Inputs
 from laminar_py.records.events import Evaluated, RunEnded
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import Kind, Prompt, Trajectory
+from laminar_py.records.trajectory import Kind, Prompt
 from laminar_py.telemetry.fleet import note_placed, watch_fleet
 from laminar_py.telemetry.memory import watch_memory
 from laminar_py.telemetry.summary import Summary, summarise
@@ -39,6 +40,7 @@ from laminar_py.telemetry.view import View
 from laminar_py.telemetry.waits import Waits
 from laminar_py.workers.incarnation import open_incarnation
 from laminar_py.workers.learner import LearnerLink
+from laminar_py.workers.payload import PayloadHosts, take_up
 from laminar_py.workers.reference import ReferenceStage
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replicas import Replicas
@@ -67,15 +69,17 @@ class Controller:
         incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
         self._incarnation, self._view, say = incarnation, view, view.notice
         self._trackers = Trackers(incarnation, resumed=goes_on)
-        self._reference = ReferenceStage(incarnation) if config.algorithm.refers_in_stage else None
+        self._payload = payload = PayloadHosts(incarnation)
+        refers = config.algorithm.refers_in_stage
+        self._reference = ReferenceStage(incarnation, payload=payload) if refers else None
         self._scheduler = scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=self._reference
         )
-        self._scoring = Scoring(incarnation, scheduler=scheduler, say=say, end=self._fail)
+        self._scoring = Scoring(incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail)
         self._relays = relays = Relays(incarnation)
-        self._learner = learner = LearnerLink(incarnation, relays=relays, show=view.progress)
+        self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
-        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays)
+        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
         self._migration = policies.make_migration(
             incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
         )
@@ -86,6 +90,7 @@ class Controller:
             incarnation,
             scheduler=scheduler,
             learner=learner,
+            payload=payload,
             evaluator=self._evaluator,
             versions=self._versions,
             show=self._stepped,
@@ -129,7 +134,7 @@ class Controller:
             tasks.create_task(self._scoring.start())
         if self._recovered is not None:
             await self._take_up_evaluations(self._recovered)
-            await self._scheduler.restore(self._recovered)
+            await take_up(self._recovered, self._payload, self._scheduler)
             self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
             self._recovered = None
 
@@ -164,7 +169,7 @@ class Controller:
         if self._reference is not None:
             await self._reference.start()
             wanted, deliver = self._scheduler.is_live, self._scheduler.closing.on_reference
-            yield "reference", self._reference.run(wanted=wanted, deliver=deliver)
+            yield "reference", self._reference.run(wanted=wanted, deliver=deliver, lose=self._scheduler.losses.of)
         if self._incarnation.config.repacks:
             speed = await self._replicas.speed()
             log.info("engine: %s", speed)
@@ -187,6 +192,7 @@ class Controller:
             self._evaluator.abandon()
             scheduler.end()
             await self._replicas.stop(evaluations=True)
+        await self._payload.close()
         self._incarnation.ledger.append(
             RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
         )
@@ -253,7 +259,7 @@ class Controller:
 
     # ---- between the parts
 
-    def _finished(self, trajectory: Trajectory, prompt: Prompt) -> None:
+    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """A trajectory is ready to be scored."""
         if trajectory.kind is Kind.TRAIN:
             self._migration.finished(trajectory)

@@ -24,11 +24,13 @@ from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.records.evaluations import EvalAnswer, pass_id
 from laminar_py.records.events import Evaluated, RunEnded, VersionPublished
-from laminar_py.records.trajectory import Prompt, Trajectory
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.trajectory import Prompt
 from laminar_py.records.weights import Published
 from laminar_py.telemetry.summary import EvaluationFigures, evaluation_figures, write_summary
 from laminar_py.telemetry.view import View
 from laminar_py.workers.incarnation import open_incarnation
+from laminar_py.workers.payload import PayloadHosts, take_up
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.weights import WeightFolder
@@ -72,10 +74,13 @@ class EvalController:
         self._scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=None, versions_return=True
         )
-        self._scoring = Scoring(incarnation, scheduler=self._scheduler, say=view.notice, end=self._fail)
+        self._payload = payload = PayloadHosts(incarnation)
+        self._scoring = Scoring(
+            incarnation, scheduler=self._scheduler, payload=payload, say=view.notice, end=self._fail
+        )
         self._relays = Relays(incarnation)
         self._weights = WeightFolder(incarnation, relays=self._relays)
-        self._replicas = Replicas(incarnation, scheduler=self._scheduler, relays=self._relays)
+        self._replicas = Replicas(incarnation, scheduler=self._scheduler, relays=self._relays, payload=payload)
 
     def interrupt(self) -> None:
         """Keep what there is, and end."""
@@ -96,6 +101,7 @@ class EvalController:
                 if not finished:
                     self._scheduler.end()
                     await self._replicas.stop(evaluations=True)
+                await self._payload.close()
                 ledger.append(RunEnded(self._incarnation.number, "finished" if finished else "interrupted"))
                 await ledger.commit()
                 summary = self._summarise(finished=finished)
@@ -142,7 +148,7 @@ class EvalController:
         ]
         await asyncio.sleep(0)  # until all have asked
         if self._recovered is not None:
-            await self._scheduler.restore(self._recovered)
+            await take_up(self._recovered, self._payload, self._scheduler)
             self._recovered = None
         return passes
 
@@ -246,7 +252,7 @@ class EvalController:
                 self._view.notice(line)
             await asyncio.sleep(HOUSEKEEPING_S)
 
-    def _finished(self, trajectory: Trajectory, prompt: Prompt) -> None:
+    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Have an answer scored."""
         self._scoring.submit(trajectory, prompt)
 

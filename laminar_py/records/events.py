@@ -1,11 +1,13 @@
 """Events: the only input of the ledger. Every record here is one row of the event log.
 
-Events name trajectories, versions and parts by id and carry no payload; tokens go to the ledger's segments.
+Events name trajectories, versions and parts by id and carry no payload: tokens are in segments, and the ledger has
+references to them.
 """
 
 import msgspec
 
 from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.returns import Earned
 from laminar_py.records.scoring import TermValue, said_by
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 
@@ -47,6 +49,13 @@ class Issued(Event, frozen=True, kw_only=True):
     kind: Kind
 
 
+class TokensLost(Event, frozen=True, kw_only=True):
+    """What is stored of these trajectories can be read no more, wholly or in part, and is in no archive."""
+
+    trajectory_ids: tuple[str, ...]
+    reason: str
+
+
 class Assigned(Event, frozen=True):
     """A replica owns it now, under `epoch`; `length` response tokens went along."""
 
@@ -67,7 +76,7 @@ class Interrupted(Event, frozen=True, kw_only=True):
 
 
 class Finished(Event, frozen=True, kw_only=True):
-    """The engine ended it. `digest` is `digests.response_digest` of its tokens."""
+    """The engine ended it. `digest` is `digests.response_digest` of its pieces."""
 
     trajectory_id: str
     epoch: int
@@ -117,6 +126,7 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     elapsed_s: float
     at_once: float = 1.0  # responses like this one that its scorer works on at the same time
     terms: list[TermValue] = []
+    earned: Earned | None = None  # where its tokens have rewards of their own
 
     @property
     def said(self) -> str:
@@ -364,6 +374,7 @@ AnyEvent = (
     RunStarted
     | RunEnded
     | Issued
+    | TokensLost
     | Assigned
     | Interrupted
     | Finished

@@ -56,6 +56,7 @@ class TokensRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     end: int
     at: PieceRef
+    routed: int = 0  # leading positions whose experts are recorded with it; 0: none are
 
 
 class ColumnRef(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -3,30 +3,44 @@
 Its functions run on the host, called by the controller (`workers.payload`).
 """
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.segments.writer import SEGMENT
 
 
+class SegmentFile(msgspec.Struct, frozen=True, array_like=True):
+    """A segment that is there, e.g. `SegmentFile("replica-3-1-17.18f2a.9e41", 65536, 2.5)`."""
+
+    name: str
+    num_bytes: int
+    age_s: float  # since something was written to it
+
+
 def segments_in(folder: Path) -> list[Path]:
-    """Segments there, by name."""
+    """Segments there, those of a part in the order of their making."""
     return sorted(folder.glob(f"*{SEGMENT}"))
 
 
-def sizes(folder: str) -> bytes:
-    """Bytes of each segment of this host by its name, a `dict[str, int]`."""
-    return encode({path.name.removesuffix(SEGMENT): path.stat().st_size for path in segments_in(Path(folder))})
+def segments_here(folder: str) -> bytes:
+    """Segments of this host, a list of `SegmentFile` in the order of their making."""
+    now = time.time()
+    found = ((path, path.stat()) for path in segments_in(Path(folder)))
+    return encode(
+        [SegmentFile(path.name.removesuffix(SEGMENT), stat.st_size, now - stat.st_mtime) for path, stat in found]
+    )
 
 
 def discard(folder: str, names: bytes) -> bytes:
-    """Delete files, a `list[str]`; those that are gone are passed over. Their number."""
-    paths = [Path(folder) / Path(name).name for name in decode(list[str], names)]
-    there = [path for path in paths if path.exists()]
-    for path in there:
+    """Delete files by their names, a `list[str]` of patterns; their number. Some may be gone already."""
+    paths = [path for name in decode(list[str], names) for path in Path(folder).glob(Path(name).name)]
+    for path in paths:
         path.unlink(missing_ok=True)
-    return encode(len(there))
+    return encode(len(paths))
 
 
 def segment_files(names: Iterable[str]) -> list[str]:

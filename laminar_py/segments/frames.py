@@ -1,8 +1,8 @@
 """Bytes of pieces in segments and journals. Pure.
 
-A frame is a head of fixed size (kind, sizes, digest), a description in MessagePack, and the arrays as they are. Its
-digest covers description and arrays, so that whoever has a reference can tell that the bytes are those it is of,
-and who reads a file from its beginning where the whole frames end. Frames lie end to end.
+A frame is a head of fixed size (kind, sizes, digest), a description in MessagePack, and the arrays as they are.
+Its digest covers description and arrays, so that whoever has a reference can tell that the bytes are those it is
+of, and who reads a file from its beginning where the whole frames end. Frames lie end to end.
 """
 
 import struct
@@ -101,9 +101,7 @@ def describe(piece: AnyPiece) -> bytes:
     experts = _ABSENT if piece.experts is None else len(piece.experts)
     count = piece.end - piece.start
     return _encoder.encode(
-        _TokensHead(
-            piece.trajectory_id, piece.epoch, piece.start, piece.spans, count, mask, experts, piece.used_s
-        )
+        _TokensHead(piece.trajectory_id, piece.epoch, piece.start, piece.spans, count, mask, experts, piece.used_s)
     )
 
 

@@ -1,9 +1,9 @@
 """The journal of a replica: what its running trajectories have so far and nobody was told yet.
 
-Written every so often, so that a death costs little; read by `segments.salvage` after one. A trajectory that leaves
-the replica has all of its tokens in a segment by then, and its entries count for nothing. Journals are files of
-frames as segments are; one in which nothing counts any more is deleted by the replica itself. Invariant: what a
-running trajectory has that no reference tells of, and an interval ago had already, is in the journals.
+Written every so often, so that a death costs little; read by `segments.salvage` after one. A trajectory that
+leaves the replica has all of its tokens in a segment by then, and its entries count for nothing. Journals are
+files of frames as segments are; one in which nothing counts any more is deleted by the replica itself. Invariant:
+what a running trajectory has that no reference tells of, and an interval ago had already, is in the journals.
 """
 
 import os

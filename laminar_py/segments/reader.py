@@ -7,7 +7,7 @@ archive and the audit. Invariant: what is given out has the digest of its refere
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -87,7 +87,7 @@ class PayloadReader:
         for ref in refs:
             address = (stores or {}).get(ref.segment)
             if address is None:
-                found[ref] = _or_lost(lambda ref=ref: self._read(ref))
+                found[ref] = self._found(ref)
             else:
                 elsewhere.setdefault(address, []).append(ref)
         for address, wanted in elsewhere.items():
@@ -99,6 +99,12 @@ class PayloadReader:
         with self._lock:
             while self._files:
                 os.close(self._files.popitem()[1])
+
+    def _found(self, ref: PieceRef) -> bytes | PayloadLostError:
+        try:
+            return self._read(ref)
+        except PayloadLostError as error:
+            return error
 
     def _read(self, ref: PieceRef) -> bytes:
         with self._lock:  # so that no other thread closes the file meanwhile
@@ -129,11 +135,4 @@ class PayloadReader:
         except PayloadLostError as error:
             if len(refs) == 1:
                 return {refs[0]: error}
-        return {ref: _or_lost(lambda ref=ref: fetch(address, [ref])[0]) for ref in refs}  # the others are there
-
-
-def _or_lost(read: Callable[[], bytes]) -> bytes | PayloadLostError:
-    try:
-        return read()
-    except PayloadLostError as error:
-        return error
+        return {ref: self._fetched(address, [ref])[ref] for ref in refs}  # the others may be there

@@ -1,8 +1,8 @@
 """What a dead replica's running trajectories had got and nobody was told, from its journals. Runs on its host.
 
-Called by the controller when a replica died (`workers.payload`). The pieces go to a new segment of that part, which
-is on disk before anybody hears of it; the journals stay until that is on record. Invariant: what is given back goes
-on exactly where the record ends, or is left out.
+Called by the controller when a replica died (`workers.payload`). The pieces go to a new segment of that part,
+which is on disk before anybody hears of it; the journals stay until that is on record. Invariant: what is given
+back goes on exactly where the record ends, or is left out.
 """
 
 import mmap
@@ -15,7 +15,6 @@ import msgspec
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.recordings import (
-    RoutedExperts,
     join_experts,
     join_masks,
     pack_experts,
@@ -27,7 +26,7 @@ from laminar_py.records.spans import replace_spans
 from laminar_py.records.trajectory import Span
 from laminar_py.segments.frames import whole_frames
 from laminar_py.segments.journal import JOURNAL
-from laminar_py.segments.writer import SegmentWriter
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
@@ -38,9 +37,13 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SalvageRequest(msgspec.Struct, frozen=True):
-    """Trajectories that a part had when it died, by id."""
+    """Trajectories that parts had when they died, by id; journals of these names tell more of them.
 
-    part: str
+    What is found goes to a segment under `label`.
+    """
+
+    pattern: str
+    label: str
     running: dict[str, Known]
 
 
@@ -51,7 +54,6 @@ class Salvaged(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokensRef
     spans: tuple[Span, ...]  # may begin before the tokens, as in `Piece`
     used_s: float
-    routed: int  # leading positions whose experts are recorded with it; 0: none are
 
 
 class Salvage(msgspec.Struct, frozen=True):
@@ -64,19 +66,18 @@ class Salvage(msgspec.Struct, frozen=True):
 def salvage(folder: str, request: bytes) -> bytes:
     """`Salvage` for a `SalvageRequest`, from the journals in a folder of this host. Raises `OSError`."""
     wanted = decode(SalvageRequest, request)
-    journals = sorted(Path(folder).glob(f"{wanted.part}.*{JOURNAL}"))
+    journals = sorted(Path(folder).glob(f"{wanted.pattern}{JOURNAL}"))
     pieces = chain.from_iterable(map(_entries, journals))
     merged = [merge(run) for run in _continuations(pieces, wanted.running)]
-    writer = SegmentWriter(Path(folder), wanted.part)
+    writer = SegmentWriter(Path(folder), wanted.label)
     refs = writer.write_all(merged)
     writer.close()
     found = [
         Salvaged(
             trajectory_id=piece.trajectory_id,
-            tokens=TokensRef(piece.start, piece.end, ref),
+            tokens=tokens_ref(piece, ref),
             spans=piece.spans,
             used_s=piece.used_s,
-            routed=0 if piece.experts is None else _end(unpack_experts(piece.experts)),
         )
         for piece, ref in zip(merged, refs, strict=True)
     ]
@@ -120,7 +121,3 @@ def _continuations(pieces: Iterable[Piece], running: Mapping[str, Known]) -> lis
             if piece.start == (run[-1].end if run else known.length):
                 run.append(piece)
     return [run for run in found.values() if run]
-
-
-def _end(experts: RoutedExperts) -> int:
-    return experts.start + experts.positions

@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_py.records.pieces import PieceRef
+from laminar_py.records.pieces import Piece, PieceRef, TokensRef
+from laminar_py.records.recordings import unpack_experts
 from laminar_py.segments.frames import AnyPiece, Buffer, make_frame
 
 ROLL_BYTES = 64 * 2**20
@@ -38,7 +39,7 @@ class SegmentWriter:
         return self.write_all([piece])[0]
 
     def write_all(self, pieces: Sequence[AnyPiece]) -> list[PieceRef]:
-        """Append pieces, of which all are in one file; where each lies. Raises `OSError` where there is no room."""
+        """Append pieces, all to one file; where each lies. Raises `OSError` where there is no room."""
         if not pieces:
             return []
         file = self._open()
@@ -83,6 +84,13 @@ class SegmentWriter:
         if self._file is not None:
             self._unsynced.append(self._file)
             self._file = None
+
+
+def tokens_ref(piece: Piece, at: PieceRef) -> TokensRef:
+    """Reference to tokens that were written there."""
+    experts = None if piece.experts is None else unpack_experts(piece.experts)
+    routed = 0 if experts is None else experts.start + experts.positions
+    return TokensRef(piece.start, piece.end, at, routed)
 
 
 def new_name(part: str) -> str:

@@ -8,14 +8,17 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.replica import ReplicaReport, Survey, WeightLoad
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
+from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.specs import ReplicaSpec
@@ -24,6 +27,7 @@ COLLECT_S = 1.0
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 CHECKSUMS_KEPT = 64
+REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
 
@@ -31,7 +35,16 @@ FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
 class Replicas:
     """Processes of the rollout replicas, and what goes between them and the scheduler."""
 
-    def __init__(self, incarnation: Incarnation, *, scheduler: TrajectoryScheduler, relays: Relays) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        scheduler: TrajectoryScheduler,
+        relays: Relays,
+        payload: PayloadHosts,
+    ) -> None:
+        self._payload = payload
+        self._labels: dict[int, str] = {}  # of the present segments of each replica
         self._incarnation = incarnation
         self._config = incarnation.config
         self._stats = incarnation.stats
@@ -56,16 +69,24 @@ class Replicas:
     def dispatch(self) -> None:
         """Hand out what the scheduler has for replicas now; one without a place counts for nobody."""
         self._scheduler.views.planned(place is not None for place in self._incarnation.placement.plan.replicas)
-        for index, trajectory_ids in self._scheduler.deadlines.take_aborts().items():
+        for index, trajectory_ids in self._scheduler.book.take_aborts().items():
             if self._keepers[index].is_up:
                 self._tell(index, "abort", trajectory_ids)
             else:
                 self._late_aborts.setdefault(index, []).extend(trajectory_ids)
         for index, assignments in self._scheduler.dispatcher.dispatch().items():
-            self._keepers[index].parts[0].send("submit", encode(assignments))
+            self._keepers[index].parts[0].send("submit", encode(self._located(index, assignments)))
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
             self._tell(index, "call_off", trajectory_ids)
         self._stats.generating(self._scheduler.views.in_flight > 0)
+
+    def _located(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
+        """With addresses of what a replica's host has not got itself."""
+        node = self._keepers[index].parts[0].place.node
+        refs = [[one.at for one in assignment.tokens] for assignment in assignments]
+        stores = [self._payload.stores_for(mine, node) for mine in refs]
+        pairs = zip(assignments, stores, strict=True)
+        return [msgspec.structs.replace(item, stores=of) if of else item for item, of in pairs]
 
     # ---- repacking
 
@@ -154,12 +175,25 @@ class Replicas:
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
         """Have what it had go on elsewhere; None if it was ended on purpose."""
         self._late_aborts.pop(index, None)
-        await self._scheduler.reports.on_replica_lost(index)
+        await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
         if index not in self._restarting:
             return error
         self._restarting.discard(index)
         return None
+
+    async def _take_over(self, index: int) -> None:
+        """Have what a dead replica had wait for others, from where its segments and journals end."""
+        label, reports = self._labels.pop(index, None), self._scheduler.reports
+        if label is None:  # it died over its start
+            await reports.on_replica_lost(index, reason=REPLICA_DIED)
+        elif await self._payload.is_lost(label):
+            await reports.on_replica_lost(index, reason=HOST_LOST)
+            await self._payload.lose_host_of(label, self._scheduler)
+        else:
+            answer = await self._payload.salvage(label, reports.running_on(index))
+            await reports.on_replica_lost(index, answer.found, reason=REPLICA_DIED)
+            await self._payload.salvaged(label, answer)
 
     async def _rest(self, failures: int) -> None:
         self.dispatch()
@@ -167,15 +201,18 @@ class Replicas:
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         relay = await self._relays.attach(index, parts[0].place)
+        self._labels[index] = label = self._payload.label(f"replica-{index}", parts[0].place.node)
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
+            label=label,
+            store_key=self._payload.key,
             index=index,
             model_dir=str(self._config.model.path),
             relay=relay,
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
-            assignments=self._scheduler.dispatcher.for_starting(index),
+            assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from laminar_py.ledger.payload import Payload
 from msgspec.structs import replace as replace_fields
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.section import ConfigError
 from laminar_py.control.recovery import check_scored
-from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
 from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, token_values
 from laminar_py.records.events import Interrupted

@@ -5,9 +5,9 @@ from random import Random
 
 import numpy as np
 import pytest
+from laminar_py.ledger.payload import Payload
 
 from laminar_py.control.routing import Router
-from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.records.events import Dropped
 from laminar_py.records.trajectory import DropReason, Kind, Span, Status

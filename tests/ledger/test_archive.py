@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+from laminar_py.ledger.payload import stored_recordings
 
 from laminar_py.audit.export import export
 from laminar_py.audit.story import story
@@ -11,7 +12,6 @@ from laminar_py.audit.verify import verify
 from laminar_py.ledger import archive
 from laminar_py.ledger.archive import archive_files, file_pieces, write_archive
 from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading
-from laminar_py.ledger.payload import stored_recordings
 from laminar_py.ledger.recovery import recover
 from laminar_py.records.events import Assigned, Dropped, Restamped
 from laminar_py.records.recordings import SamplingMask, pack_mask

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from laminar_py.ledger.payload import stored_recordings
 from rich.console import Console
 
 from laminar_py.audit.verify import verify
@@ -18,7 +19,6 @@ from laminar_py.config.loading import load_config
 from laminar_py.learner.marker import MARKER, Architecture, complete
 from laminar_py.ledger.archive import archive_files, file_pieces
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.payload import stored_recordings
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
