@@ -16,6 +16,7 @@ RULES = {  # room: the rooms that it may import
     "packing": "config records",
     "ledger": "config records",
     "control": "config ledger packing records",
+    "segments": "config records",
     "repack": "config control records",
     "engines": "config records",
     "rollout": "config records repack",
@@ -25,7 +26,7 @@ RULES = {  # room: the rooms that it may import
     "cluster": "config records relay",
     "preflight": "cluster config data engines records relay reward sandbox telemetry",
     "workers": "cluster config control data engines learner ledger packing preflight records relay repack reward"
-    " rollout sandbox telemetry",
+    " rollout sandbox segments telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
     " telemetry workers",
     "audit": "config ledger records",
@@ -52,7 +53,13 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "transformers": ("data/chat.py", "learner/", "bench/"),
     "peft": ("learner/lora.py",),
-    "aiohttp": ("engines/sglang/", "reward/servers.py", "bench/", "analytics/show/dashboard.py"),
+    "aiohttp": (
+        "engines/sglang/",
+        "reward/servers.py",
+        "segments/store.py",
+        "bench/",
+        "analytics/show/dashboard.py",
+    ),
     "plotly": ("analytics/show/html.py",),
     "prometheus_client": ("analytics/show/gauges.py",),
     "sqlite3": ("ledger/", "audit/", "samples/reading.py", "analytics/read/", "telemetry/summary.py"),

@@ -19,8 +19,15 @@ from laminar_py.segments.writer import SEGMENT
 OPEN_FILES = 64  # that a reader keeps open
 
 
+class StoreAwayError(PayloadLostError):
+    """A store that has not answered for so long that its pieces count as lost, all of them."""
+
+
 class Fetch(Protocol):
-    """Pieces of another host: their bytes, in order, from the store at an address. Raises `PayloadLostError`."""
+    """Pieces of another host: their bytes, in order, from the store at an address.
+
+    Raises `PayloadLostError` where one is lost, `StoreAwayError` where the store is.
+    """
 
     def __call__(self, address: str, refs: Sequence[PieceRef]) -> list[bytes]:
         """Whole frames."""
@@ -123,6 +130,8 @@ class PayloadReader:
         fetch = self._fetch
         try:
             return dict(zip(refs, fetch(address, refs), strict=True))
+        except StoreAwayError as error:
+            return dict.fromkeys(refs, error)
         except PayloadLostError as error:
             if len(refs) == 1:
                 return {refs[0]: error}

@@ -38,6 +38,16 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
     secret_key: str
 
 
+class StoreSpec(PartStart, frozen=True, kw_only=True):
+    """Start of a host's store, e.g. `store-2` at 10.0.0.4. `port` 0: any."""
+
+    name: str
+    host: str
+    port: int
+    patience_s: float  # for whoever holds that port to let go of it; after that another is taken
+    key: str  # of all stores of the run, 64 hex digits
+
+
 class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of a replica; `assignments` are interrupted trajectories that it takes up before anything else."""
 
