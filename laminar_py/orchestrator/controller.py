@@ -124,12 +124,14 @@ class Controller:
 
     async def _start_parts(self) -> None:
         """Have the processes of all parts spawned, relays and scorers up, and what was interrupted waiting."""
+        self._payload.stores.spawn()
         self._scoring.spawn()
         self._learner.spawn()
         self._replicas.spawn()
         if self._reference is not None:
             self._reference.spawn()
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._payload.stores.start())
             tasks.create_task(self._relays.start())
             tasks.create_task(self._scoring.start())
         if self._recovered is not None:
@@ -155,6 +157,7 @@ class Controller:
         shm = run.shm(self._incarnation.config.relay.shm)
         return {
             "keep-relays": self._relays.keep(),
+            "keep-stores": self._payload.stores.keep(),
             "record-versions": self._versions.run(),
             "scoring": self._scoring.run(),
             "housekeeping": self._keep_house(),
@@ -192,7 +195,7 @@ class Controller:
             self._evaluator.abandon()
             scheduler.end()
             await self._replicas.stop(evaluations=True)
-        await self._payload.close()
+        await self._payload.close(scheduler)
         self._incarnation.ledger.append(
             RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
         )

@@ -101,7 +101,7 @@ class EvalController:
                 if not finished:
                     self._scheduler.end()
                     await self._replicas.stop(evaluations=True)
-                await self._payload.close()
+                await self._payload.close(self._scheduler)
                 ledger.append(RunEnded(self._incarnation.number, "finished" if finished else "interrupted"))
                 await ledger.commit()
                 summary = self._summarise(finished=finished)
@@ -128,10 +128,12 @@ class EvalController:
 
     async def _start_parts(self) -> None:
         """Spawn all processes."""
+        self._payload.stores.spawn()
         self._scoring.spawn()
         self._weights.spawn()
         self._replicas.spawn()
         async with asyncio.TaskGroup() as starting:
+            starting.create_task(self._payload.stores.start())
             starting.create_task(self._relays.start())
             starting.create_task(self._scoring.start())
 
@@ -157,6 +159,7 @@ class EvalController:
         """Work beside the passes."""
         works = {
             "keep-relays": self._relays.keep(),
+            "keep-stores": self._payload.stores.keep(),
             "scoring": self._scoring.run(),
             "housekeeping": self._keep_house(),
             "keep-replicas": self._replicas.keep(),

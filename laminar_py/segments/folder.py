@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.segments.writer import SEGMENT
+from laminar_py.segments.journal import JOURNAL
+from laminar_py.segments.writer import SEGMENT, part_of
 
 
 class SegmentFile(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +34,12 @@ def segments_here(folder: str) -> bytes:
     return encode(
         [SegmentFile(path.name.removesuffix(SEGMENT), stat.st_size, now - stat.st_mtime) for path, stat in found]
     )
+
+
+def labels_here(folder: str) -> bytes:
+    """Labels of which there is a segment or a journal on this host, a `list[str]`."""
+    paths = (*Path(folder).glob(f"*{SEGMENT}"), *Path(folder).glob(f"*{JOURNAL}"))
+    return encode(sorted({part_of(path.name) for path in paths}))
 
 
 def discard(folder: str, names: bytes) -> bytes:

@@ -83,12 +83,13 @@ class LearnerLink:
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
         ranks_on = Counter(part.place.node for part in parts)
+        labels = [await self._payload.label(part.name, part.place.node) for part in parts]
         requests = [
             encode(
                 LearnerSpec(
                     config=self._config.model_dump_json(),
                     run_dir=str(self._run_dir),
-                    label=self._payload.label(part.name, part.place.node),
+                    label=labels[rank],
                     store_key=self._payload.key,
                     rank=rank,
                     rendezvous=rendezvous,

@@ -98,7 +98,7 @@ class ReferenceStage:
             config=config,
             run_dir=str(run),
             rendezvous=str(rendezvous),
-            label=self._payload.label(NAME, parts[0].place.node),
+            label=await self._payload.label(NAME, parts[0].place.node),
             store_key=self._payload.key,
         )
         await parts[0].call("start", encode(spec))

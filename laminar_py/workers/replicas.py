@@ -229,7 +229,7 @@ class Replicas:
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         relay = await self._relays.attach(index, parts[0].place)
-        self._labels[index] = label = self._payload.label(f"replica-{index}", parts[0].place.node)
+        self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
         self._heed_plan()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),

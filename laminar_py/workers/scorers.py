@@ -142,7 +142,7 @@ class Scorers:
             config=config.model_dump_json(),
             run_dir=str(run.path),
             index=index,
-            label=self._payload.label(f"scorer-{index}", parts[0].place.node),
+            label=await self._payload.label(f"scorer-{index}", parts[0].place.node),
             store_key=self._payload.key,
         )
         at_once = await parts[0].call("start", encode(spec))
