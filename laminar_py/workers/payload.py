@@ -136,15 +136,14 @@ class PayloadHosts:
         )
         written = [answer for answer in answers if answer is not None]
         unreadable = {number: why for answer in written for number, why in answer.unreadable.items()}
-        moved = {
-            row.trajectory for answer, (_, rows) in zip(answers, files, strict=True) if answer for row in rows
-        }
-        await self._ledger.archived([one.event for one in written], sorted(moved - unreadable.keys()))
+        asked = [(answer, {row.trajectory for row in rows}) for answer, (_, rows) in zip(answers, files, strict=True)]
+        moved = set[int]().union(*(numbers for answer, numbers in asked if answer is not None))
+        moved = moved.difference(unreadable, *(numbers for answer, numbers in asked if answer is None))
+        await self._ledger.archived([one.event for one in written], sorted(moved))
         if unreadable:
-            log.error(
-                "pieces of %d trajectories cannot be read: %s", len(unreadable), next(iter(unreadable.values()))
-            )
-            await self._ledger.lose(unreadable.keys(), next(iter(unreadable.values())))
+            first = next(iter(unreadable.values()))
+            log.error("pieces of %d trajectories cannot be read: %s", len(unreadable), first)
+            await self._ledger.lose(unreadable.keys(), first)
         await self._tidy(scheduler)
         return len(moved)
 
