@@ -53,14 +53,7 @@ class Controller:
     """Leader of a run from its start, or a resume, to its end."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        run: RunFolder,
-        *,
-        placement: Placement,
-        inputs: Inputs,
-        view: View,
-        resume: bool,
+        self, config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, view: View, resume: bool
     ) -> None:
         goes_on, ledger = resume and run.has_ledger, run.live_ledger
         self._recovered: Recovered | None = recover(run.path, ledger=ledger, there=run.has) if goes_on else None

@@ -136,7 +136,9 @@ class PayloadHosts:
         )
         written = [answer for answer in answers if answer is not None]
         unreadable = {number: why for answer in written for number, why in answer.unreadable.items()}
-        asked = [(answer, {row.trajectory for row in rows}) for answer, (_, rows) in zip(answers, files, strict=True)]
+        asked = [
+            (answer, {row.trajectory for row in rows}) for answer, (_, rows) in zip(answers, files, strict=True)
+        ]
         moved = set[int]().union(*(numbers for answer, numbers in asked if answer is not None))
         moved = moved.difference(unreadable, *(numbers for answer, numbers in asked if answer is None))
         await self._ledger.archived([one.event for one in written], sorted(moved))
@@ -171,7 +173,7 @@ class PayloadHosts:
     def _is_ended(self, file: SegmentFile, files: Sequence[SegmentFile]) -> bool:
         """True for a segment that gets no more, and of which nobody is about to tell; `files` are of its host."""
         label = part_of(file.name)
-        newest = [other.name for other in files if part_of(other.name) == label][-1]  # in the order of their making
+        *_, newest = (other.name for other in files if part_of(other.name) == label)  # as they were made
         return label not in self._present.values() or (file.name != newest and file.age_s > SETTLES_S)
 
     async def _lose(self, segments: Collection[str], reason: str, scheduler: TrajectoryScheduler) -> None:

@@ -6,6 +6,7 @@ differ from another's under the same version counts as dead (law 3).
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,8 +17,10 @@ from laminar_py.cluster.part import Part
 from laminar_py.cluster.placement import Plan
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.events import PartDied
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.workers.outgoing import Outgoing
@@ -26,6 +29,8 @@ from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.specs import ReplicaSpec
 from laminar_py.workers.tick import Tick
+
+log = logging.getLogger(__name__)
 
 COLLECT_S = 1.0
 DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
@@ -200,10 +205,17 @@ class Replicas:
         )
 
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Have what it had go on elsewhere; None if it was ended on purpose."""
+        """Have what it had go on elsewhere; None if it was ended on purpose, or if its disk is full.
+
+        That ends no run: it is tried again, ever more rarely, while others go on.
+        """
         self._late_aborts.pop(index, None)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
+        if index not in self._restarting and StoreFullError.__name__ in error.reason:
+            log.error("%s", error)
+            self._incarnation.ledger.append(PartDied(error.part, error.reason))
+            return None
         if index not in self._restarting:
             return error
         self._restarting.discard(index)
