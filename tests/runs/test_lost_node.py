@@ -1,5 +1,6 @@
 """A node dies for good, and with it the only GPU that a replica can have: the run goes on with the other one."""
 
+import os
 from contextlib import suppress
 
 import pytest
@@ -74,7 +75,7 @@ def installed(tmp_path, monkeypatch):
     (folder / "on_a_gpu.py").write_text(BACKEND)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: on-a-gpu\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[laminar_py.backends]\non_a_gpu = on_a_gpu:ON_A_GPU\n")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     yield
     forget_versions(tmp_path / "small-1")
 
