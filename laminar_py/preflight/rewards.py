@@ -130,10 +130,14 @@ def _telling(problems: ProblemSet) -> Iterator[Prompt]:
 
 
 async def _load(terms: list[TermConfig]) -> None:
-    """Start the process of each once. What a function prints at its import is told where it cannot be had."""
-    async with asyncio.TaskGroup() as tasks:
-        for index, term in enumerate(terms):
-            tasks.create_task(_start(term, f"reward-{index}"))
+    """Start the process of each once. What a function prints at its import is told where it cannot be had.
+
+    The first fault is raised as itself: a group of errors would be none of the user's.
+    """
+    starts = (_start(term, f"reward-{index}") for index, term in enumerate(terms))
+    for end in await asyncio.gather(*starts, return_exceptions=True):
+        if end is not None:
+            raise end
 
 
 async def _start(term: TermConfig, name: str) -> None:

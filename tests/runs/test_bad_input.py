@@ -123,6 +123,18 @@ def test_a_reward_that_cannot_be_given_is_told_before_a_run(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("text", [None, "def score(\n", "import no_such_package\n", "other = 1\n"])
+def test_a_file_of_rewards_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys, text):
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    wanted = f"reward.use=[{tmp_path / 'mine.py'}:score, {tmp_path / 'mine.py'}:other]"
+    before = children()
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", wanted)
+    assert (code, len(lines)) == (2, 1)
+    assert str(tmp_path / "mine.py") in lines[0]
+    assert children() <= before
+
+
 @pytest.mark.skipif(platform.machine() not in BY_MACHINE, reason="the kernel's calls are not known")
 def test_a_sandbox_that_cannot_be_had_is_one_line_that_says_why(tmp_path):
     path = tmp_path / "prompts.jsonl"
