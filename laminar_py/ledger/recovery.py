@@ -15,7 +15,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.archive import StoredResponses
 from laminar_py.ledger.database import LedgerError, ledger_path, reading
 from laminar_py.ledger.payload import Payload
-from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_rows
+from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_prompts, read_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.columns import Dtype, TokenValues
 from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, RunStarted, Undone
@@ -104,6 +104,12 @@ def last_start(run: Path) -> RunStarted | None:
     """The last start of a run on record. Raises `ConfigError`."""
     with reading(run) as connection:
         return _last_start(connection)
+
+
+def known_prompts(run: Path, *, most: int) -> list[Prompt]:
+    """Prompts on record, `most` of them at most. Raises `ConfigError`."""
+    with reading(run) as connection:
+        return read_prompts(connection, limit=most)
 
 
 def is_finished(run: Path) -> bool:
