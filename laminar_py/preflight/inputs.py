@@ -4,6 +4,7 @@ Raises ConfigError with one line that names field, value and remedy; returns wha
 """
 
 import importlib.util
+import logging
 import shutil
 import socket
 import subprocess
@@ -17,14 +18,13 @@ from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.prompts import check_disjoint, first_of_tasks
-from laminar_py.data.sources import DataSource
 from laminar_py.data.stream import PromptStream
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.data.unknown import UnknownWords, unknown_words
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
-from laminar_py.preflight.problems import Problems, read_problems, shown_prompt
+from laminar_py.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
 from laminar_py.preflight.rewards import check_rewards
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
@@ -32,6 +32,7 @@ from laminar_py.relay.planning.cost import versions_at_peak
 from laminar_py.telemetry.trackers import check_trackers
 
 PREPARE_S = 600
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +65,8 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
-    if config.warm_start is not None:
-        source = DataSource("warm_start.data", config.warm_start.data)
-        read_demonstrations(source, encoder=encoder, max_tokens=config.warm_start.tokens_per_step)
+    demonstrations = read_warm_start(config, encoder)
+    _tell_unknown(unknown_words(problems.all, demonstrations, encoder=encoder), config.model.path)
     check_adapters(config)
     _check_learner(config)
     reward = config.reward if trains else _of_sets(config.reward, problems)
@@ -84,6 +84,17 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
         first_of_tasks=first_of_tasks(problems.all),
         digests=problems.digests,
     )
+
+
+def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
+    """Say in a line how many words the tokenizer does not have: a task for which that is well is a task too."""
+    if found:
+        first = next(iter(found.values()))
+        log.warning(
+            "model.path=%s: its tokenizer does not have %d words of prompts and demonstrations, which become its"
+            " unknown token, first %r in %s; add them to it (`laminar data` counts them)",
+            *(model, sum(words.number for words in found.values()), first.first, first.place),
+        )
 
 
 def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
