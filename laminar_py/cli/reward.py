@@ -25,7 +25,7 @@ reward = typer.Typer(no_args_is_help=True, help="Rewards before a run.")
 PRINTED = 20  # lines of a kind
 TELL_S = 5.0  # between lines on how far it is
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, e.g. reward.use=[math]")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, e.g. 'reward.use=[math]'")]
 
 
 @reward.callback()
