@@ -135,9 +135,8 @@ def _show(
         _say_counts(f"{field}: tasks", {task or "(none)": number for task, number in shown.tasks.items()})
         _say_counts(f"{field}: levels", shown.levels)
     for field, words in unknown_words(problems.all, demonstrations, encoder=encoder).items():
-        told = (
-            f"{words.number:,} words become the tokenizer's unknown token, first {words.first!r} in {words.place}"
-        )
+        number = f"{words.number:,} words become" if words.number > 1 else "1 word becomes"
+        told = f"{number} the tokenizer's unknown token, first {words.first!r} in {words.place}"
         say(f"{field}: {told}", style="yellow")
     say(shown_prompt(problems.all[0][0], encoder.tokenizer))
     long = [

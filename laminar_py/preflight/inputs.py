@@ -5,6 +5,7 @@ Raises ConfigError with one line that names field, value and remedy; returns wha
 
 import importlib.util
 import logging
+import re
 import shutil
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from laminar_py.relay.planning.cost import versions_at_peak
 from laminar_py.telemetry.trackers import check_trackers
 
 PREPARE_S = 600
+FRAME = re.compile(r'File "(.+)", line (\d+)')
 log = logging.getLogger(__name__)
 
 
@@ -91,8 +93,8 @@ def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
     if found:
         first = next(iter(found.values()))
         log.warning(
-            "model.path=%s: its tokenizer does not have %d words of prompts and demonstrations, which become its"
-            " unknown token, first %r in %s; add them to it (`laminar data` counts them)",
+            "model.path=%s: its tokenizer does not have %d of the words in prompts and demonstrations; they become"
+            " its unknown token, first %r in %s; add them to it (`laminar data` counts them)",
             *(model, sum(words.number for words in found.values()), first.first, first.place),
         )
 
@@ -126,8 +128,20 @@ def prepare(config: RunConfig) -> None:
             f"data.prepare={script}: not done after {PREPARE_S} s; run it by hand, and leave the field out"
         ) from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1] + _line_of(script, done.stderr)
         raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); mend the script")
+    if not (config.model.path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={config.model.path}: no config.json in it, and data.prepare={script} ran and did not make"
+            " it; name the folder that the script makes, or one that is there"
+        )
+
+
+def _line_of(script: Path, traceback: str) -> str:
+    """The last line of a script in a traceback, e.g. " (at make.py:7)"; "" without one."""
+    frames = [(Path(file), line) for file, line in FRAME.findall(traceback)]
+    line = next((line for file, line in reversed(frames) if file.name == script.name), None)
+    return "" if line is None else f" at {script}:{line}"
 
 
 def _check_model(config: RunConfig) -> None:

@@ -137,16 +137,19 @@ def test_demonstrations_are_a_source_too(tmp_path):
 
 def test_words_that_the_tokenizer_does_not_have_are_counted_by_source(tmp_path):
     code, output = shown(word_config(tmp_path, prompt="minus 2 <unk>", response="x-2-2"))
-    told = "become the tokenizer's unknown token, first"
-    assert f"data.train: 1 words {told} 'minus' in data.train={tmp_path}/train.jsonl:2\n" in output
-    assert f"warm_start.data: 3 words {told} 'minus' in warm_start.data={tmp_path}/w.jsonl:1\n" in output
+    told = "the tokenizer's unknown token, first"
+    assert f"data.train: 1 word becomes {told} 'minus' in data.train={tmp_path}/train.jsonl:2\n" in output
+    assert f"warm_start.data: 3 words become {told} 'minus' in warm_start.data={tmp_path}/w.jsonl:1\n" in output
     assert code == 0
 
 
 def test_a_problem_without_what_its_reward_needs_is_told_as_a_run_does(tmp_path):
     code, output = shown(word_config(tmp_path, tests="test"))
     assert code == 1
-    assert f"data.train={tmp_path}/train.jsonl:2: `tests` cannot be read" in output
+    assert (
+        f"data.train={tmp_path}/train.jsonl:2: no `tests` among its fields (test), which the reward code needs;"
+        in output
+    )
     assert "data.train: fields tests 1, test 1" in output
 
 

@@ -60,6 +60,7 @@ def children():
         (f"data.train=[{TRAIN}, /nowhere.jsonl]", "data.train.1=/nowhere.jsonl: no such file"),
         ("data.order=curriculum", f"data.train={TRAIN}:1: 'level' holds no number or text"),
         ("reward.use=[best]", "reward.use.kind=best: unknown"),
+        ("reward.use=[rw.py]", "reward.use=rw.py: a file needs its function; write rw.py:score"),
         ("algorithm.overlong_tokens=9999", "algorithm.overlong_tokens=9999 is more than rollout.sampling."),
         ("learner.offload=true", "learner.offload=true: the learner is on cpu"),
         ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),
@@ -85,6 +86,26 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys
     assert children() <= before
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "def make():\n    raise KeyError('x')\n\nmake()\n",
+            "data.prepare=PATH: exit code 1 (KeyError: 'x' at PATH:2);",
+        ),
+        ("1 +\n", "data.prepare=PATH: exit code 1 (SyntaxError: invalid syntax at PATH:1); mend the script"),
+        ("import sys; sys.exit('no network')\n", "data.prepare=PATH: exit code 1 (no network); mend the script"),
+        ("", "model.path=none: no config.json in it, and data.prepare=PATH ran and did not make it; name the"),
+    ],
+)
+def test_a_script_that_makes_no_data_is_told_with_its_line(tmp_path, monkeypatch, capsys, text, message):
+    script = tmp_path / "make.py"
+    script.write_text(text)
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path}", f"data.prepare={script}", "model.path=none")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith(f"laminar: {message.replace('PATH', str(script))}")
+
+
 def test_a_broken_line_of_a_prompt_file_is_named(tmp_path, monkeypatch, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "e-2;o*7;1x5?", "answer": "7"}\n{"prompt": "e-2;\n')
@@ -100,7 +121,7 @@ def test_words_that_the_tokenizer_does_not_have_are_counted_in_a_line(tmp_path, 
     end = ("warm_start=null", "relay.shm=/nowhere", f"runs={tmp_path / 'runs'}")
     in_process(monkeypatch, capsys, *end, f"data.train={path}")
     (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
-    assert "does not have 1 words of prompts and demonstrations" in line
+    assert "does not have 1 of the words in prompts and demonstrations" in line
     assert f"first 'Z' in data.train={path}:2" in line
 
 
