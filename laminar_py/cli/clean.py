@@ -20,6 +20,9 @@ from laminar_py.telemetry.memory import folder_bytes
 
 
 def clean(
+    only: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="Folder of a run, e.g. runs/mine-1; default: all")
+    ] = None,
     free: Annotated[bool, typer.Option("--free", help="Delete those of stopped runs")] = False,
     gone: Annotated[bool, typer.Option("--gone", help="Delete those of runs whose folder is not there")] = False,
     shm: Annotated[Path, typer.Option(help="Shared memory, as relay.shm")] = Path("/dev/shm"),
@@ -29,7 +32,7 @@ def clean(
     A stopped run can be resumed all the same: from its checkpoint, and responses under way begin anew. A run whose
     folder is not there was deleted, or lies on a disk that is not mounted now: --gone says that it was deleted.
     """
-    folders = list(_folders(shm))
+    folders = [one for one in _folders(shm) if only is None or one[1].path == only.resolve()]
     for folder, run in folders:
         size = f"{folder_bytes(folder) / 2**20:,.0f} MiB"
         is_there = os.path.isdir(run.path)
@@ -42,7 +45,7 @@ def clean(
             run.unlock()
         say(f"{folder}: {size}, {run.path}: {state}")
     if not folders:
-        say(f"no run has left anything in {shm}")
+        say(f"no run has left anything in {shm}" if only is None else f"{only} has left nothing in {shm}")
     elif not (free or gone):
         say("laminar clean --free deletes those of stopped runs, --gone those of runs that were deleted")
 

@@ -1,8 +1,10 @@
 """`laminar data`: what the problems of a run, or of a file, are like before anything is paid for.
 
-Exit codes: 0 a run takes them; 1 some are too long or leak from training into an evaluation set; 2 bad input.
+Exit codes: 0 a run takes them; 1 some are too long, lack what their reward needs, or leak from training into an
+evaluation set; 2 bad input.
 """
 
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +18,9 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.visible import visible
 
 if TYPE_CHECKING:
+    from laminar_py.config.reward import RewardConfig
     from laminar_py.data.chat import PromptEncoder
+    from laminar_py.data.demonstrations import Demonstrations
     from laminar_py.data.survey import SourceFigures
     from laminar_py.preflight.problems import Problems
 
@@ -53,7 +57,7 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     from laminar_py.data.levels import read_levels
     from laminar_py.data.tokenizer import load_tokenizer
     from laminar_py.preflight.inputs import prepare
-    from laminar_py.preflight.problems import prompt_room, read_problems
+    from laminar_py.preflight.problems import prompt_room, read_problems, read_warm_start
 
     config = load_config(path, overrides)
     prepare(config)
@@ -65,7 +69,20 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     room = prompt_room(config)
     limits = {of.source.field: room[""] for of in problems.train}
     limits |= {of.source.field: room[name] for name, of in problems.sets.items()}
-    _show(problems, encoder, level=config.data.level, limits=limits)
+    shown = read_warm_start(config, encoder)
+    faults = _reward_faults(config.reward, problems)
+    _show(problems, encoder, level=config.data.level, limits=limits, demonstrations=shown, faults=faults)
+
+
+def _reward_faults(reward: "RewardConfig", problems: "Problems") -> list[str]:
+    """The first problem that its reward cannot be given for, as a run says it, if there is one."""
+    from laminar_py.preflight.rewards import check_problems
+
+    try:
+        check_problems(reward, problems.all)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _show_source(what: str, model: Path | None, split: str, subset: str | None, columns: list[str]) -> None:
@@ -89,40 +106,61 @@ def _show_source(what: str, model: Path | None, split: str, subset: str | None, 
     _show(Problems([problems], {}), encoder, level="level", limits={})
 
 
-def _show(problems: "Problems", encoder: "PromptEncoder", *, level: str, limits: dict[str, int]) -> None:
+def _show(
+    problems: "Problems",
+    encoder: "PromptEncoder",
+    *,
+    level: str,
+    limits: dict[str, int],
+    demonstrations: "Demonstrations | None" = None,
+    faults: Sequence[str] = (),
+) -> None:
     """Print figures of all sources, and end with exit code 1 where a run would refuse them.
 
-    `limits` are tokens of a prompt, by field of the config.
+    `limits` are tokens of a prompt, by field of the config, and `faults` what is known of them already.
     """
-    from laminar_py.data.prompts import find_leaks
-    from laminar_py.data.survey import source_figures
+    from laminar_py.data.survey import demonstration_figures, source_figures
+    from laminar_py.data.unknown import unknown_words
     from laminar_py.preflight.problems import shown_prompt
 
     figures = {
         (field := of.source.field): source_figures(of, level=level, max_prompt_tokens=limits.get(field))
         for of in problems.all
     }
+    if demonstrations is not None:
+        figures[demonstrations.source.field] = demonstration_figures(demonstrations.all)
     console.print(_table(figures))
     for field, shown in figures.items():
         _say_counts(f"{field}: fields", shown.fields)
         _say_counts(f"{field}: tasks", {task or "(none)": number for task, number in shown.tasks.items()})
         _say_counts(f"{field}: levels", shown.levels)
+    for field, words in unknown_words(problems.all, demonstrations, encoder=encoder).items():
+        number = f"{words.number:,} words become" if words.number > 1 else "1 word becomes"
+        told = f"{number} the tokenizer's unknown token, first {words.first!r} in {words.place}"
+        say(f"{field}: {told}", style="yellow")
     say(shown_prompt(problems.all[0][0], encoder.tokenizer))
-    faults = [
+    long = [
         f"{field}: {shown.num_too_long} prompts have more than the {limits[field]} tokens that rollout.max_len"
         " leaves for one"
         for field, shown in figures.items()
         if shown.num_too_long
     ]
+    refusals = [*long, *_leaks(problems), *faults]
+    for refusal in refusals:
+        say(refusal, style="red")
+    if refusals:
+        raise typer.Exit(1)
+
+
+def _leaks(problems: "Problems") -> Iterator[str]:
+    """Line on each evaluation set with prompts that are trained on."""
+    from laminar_py.data.prompts import find_leaks
+
     for of in problems.sets.values():
         leaks = find_leaks(of, problems.train)
         for place, there in leaks[:1]:
             first = f"{of.source.place(of.row(place))} is {there}"
-            faults.append(f"{of.source.field}: {len(leaks)} prompts are trained on, e.g. {first}")
-    for fault in faults:
-        say(fault, style="red")
-    if faults:
-        raise typer.Exit(1)
+            yield f"{of.source.field}: {len(leaks)} prompts are trained on, e.g. {first}"
 
 
 def _table(figures: "dict[str, SourceFigures]") -> Table:

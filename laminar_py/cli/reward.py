@@ -25,7 +25,7 @@ reward = typer.Typer(no_args_is_help=True, help="Rewards before a run.")
 PRINTED = 20  # lines of a kind
 TELL_S = 5.0  # between lines on how far it is
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, e.g. reward.use=[math]")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, e.g. 'reward.use=[math]'")]
 
 
 @reward.callback()
@@ -162,7 +162,7 @@ def _judge(
     say(f"{tally.num_scored} scored, {tally.num_failed} failed, {len(lines)} disagree")
     p50, p95 = tally.rewards.p50_p95_ms
     number = tally.num_scored + tally.num_failed
-    say(f"{number} responses, p50 {p50} ms, p95 {p95} ms, {number / elapsed_s:.0f} a second")
+    say(f"{number} response{'s' * (number != 1)}, p50 {p50} ms, p95 {p95} ms, {number / elapsed_s:.0f} a second")
     if lines or failed:
         raise typer.Exit(1)
 
@@ -195,7 +195,7 @@ async def _score(
             number += 1
             if time.monotonic() - told_s > TELL_S:
                 told_s = time.monotonic()
-                print(f"{number} responses so far", file=sys.stderr)
+                print(f"{number} response{'s' * (number != 1)} so far", file=sys.stderr)
         return time.monotonic() - began_s
 
 

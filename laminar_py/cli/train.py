@@ -1,5 +1,7 @@
 """`laminar train` and `laminar export`: runs, what is said of them at their end, and what they have learned."""
 
+import json
+import shlex
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -10,9 +12,12 @@ from rich.table import Table
 
 from laminar_py.cli.lines import console, say
 from laminar_py.cli.report import print_limits
+from laminar_py.config.flat import flatten, to_overrides
 from laminar_py.config.loading import load_config
+from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
+    from laminar_py.config.run import RunConfig
     from laminar_py.telemetry.summary import (
         CheckpointFigures,
         EvaluationFigures,
@@ -31,34 +36,69 @@ class ExportDtype(StrEnum):
 
 
 WHOLE = 0.995  # share of a version's bytes from which on all of it travels
+MOST_TOLD = 3  # settings of a line
+TOLD_CHARS = 40  # of a value
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
 
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. learner.lr=1e-3")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this name")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest run of this name, with its own settings")
+    ] = False,
+    named: Annotated[
+        Path | None, typer.Option("--run", help="Folder of the run to go on with, in place of the newest")
+    ] = None,
 ) -> None:
-    """Train a model; everything the run leaves is in runs/<name>-<n>/."""
+    """Train a model; everything the run leaves is in runs/<name>-<n>/.
+
+    With --resume a run goes on with the settings that it began with, and those that are given as key=value; a line
+    says what the file has otherwise by now.
+    """
     changes = overrides or []
     settings = load_config(config, changes)
-    from laminar_py.ledger.run_folder import newest_run
+    if named is not None and not resume:
+        raise ConfigError(f"--run={named}: names a run to go on with; add --resume, or leave it out")
+    from laminar_py.ledger.run_folder import newest_run, run_at
     from laminar_py.orchestrator.launch import RunInterruptedError, launch
 
-    run = newest_run(settings) if resume else None
+    run = (newest_run(settings) if named is None else run_at(named)) if resume else None
     if run is not None:
-        settings = load_config(run.config, changes)
+        given, settings = settings, load_config(run.config, changes)
+        if passed_over := tell_passed_over(settings, given, file=config):
+            say(f"{run.path} goes on with the settings that it began with; {passed_over}")
     try:
         summary = launch(settings, resume=run, console=console)
     except RunInterruptedError as stop:
         print_limits(Path(stop.summary.run))
         _say_unscored(stop.summary.unscored)
-        again = " ".join(["laminar train", str(config), *changes, "--resume"])
+        which = [] if named is None else [f"--run {named}"]
+        again = " ".join(["laminar train", str(config), *changes, "--resume", *which])
         say(f"{stop}; go on with: {again}")
         raise typer.Exit(130) from None
     _print_summary(summary)
     print_limits(Path(summary.run))
     _say_unscored(summary.unscored)
+
+
+def tell_passed_over(recorded: "RunConfig", given: "RunConfig", *, file: Path) -> str:
+    """Words on settings of a file that a run which goes on does not take; "" where it has the same ones."""
+    then, now = flatten(recorded), flatten(given)
+    keys = [key for key in now | then if now.get(key) != then.get(key)]
+    if not keys:
+        return ""
+    told = [f"{key} {_cut(then.get(key))} -> {_cut(now.get(key))}" for key in keys[:MOST_TOLD]]
+    more = f" and {len(keys) - MOST_TOLD} more" if len(keys) > MOST_TOLD else ""
+    again = [shlex.quote(one) for one in to_overrides({key: now[key] for key in keys[:MOST_TOLD] if key in now})]
+    short = all(len(one) <= 2 * TOLD_CHARS for one in again) and again
+    remedy = f"give them as {' '.join(again) if short else 'key=value'}"
+    return f"of {file} these do not count: {', '.join(told)}{more} ({remedy})"
+
+
+def _cut(value: object) -> str:
+    told = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+    return told if len(told) <= TOLD_CHARS else f"{told[:TOLD_CHARS]}..."
 
 
 def export(

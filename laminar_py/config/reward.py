@@ -193,6 +193,8 @@ _read_section = named_section(TermConfig, key="kind", registry=REWARDS)
 def _read_term(given: object) -> TermConfig:
     """A term, also where it is given as no more than a kind or the path of a function."""
     if isinstance(given, str):
+        if given.endswith(".py"):
+            raise ConfigError(f"reward.use={given}: a file needs its function; write {given}:score")
         given = {"kind": FUNCTION, "path": given} if ":" in given else {"kind": given}
     return _read_section(given)
 

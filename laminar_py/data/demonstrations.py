@@ -4,6 +4,7 @@ Owns their checks; the learner reads them once, before the supervised phase. Eve
 sequence, after messages in the token that ends a turn of the assistant.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -26,6 +27,14 @@ class Demonstration:
 
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L] the last is the end of sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """Demonstrations and their source, e.g. the 7,800 of warm_start.jsonl."""
+
+    source: DataSource
+    all: list[Demonstration]
 
 
 def read_demonstrations(source: DataSource, *, encoder: PromptEncoder, max_tokens: int) -> list[Demonstration]:
@@ -51,6 +60,13 @@ def read_demonstrations(source: DataSource, *, encoder: PromptEncoder, max_token
             )
         demonstrations.append(Demonstration(prompt, response))
     return demonstrations
+
+
+def read_texts(source: DataSource, *, encoder: PromptEncoder) -> Iterator[tuple[int, str, str]]:
+    """Row, prompt as the model gets it, and response of each demonstration; they have no fault."""
+    for row, line, given in read_records(source, _DemonstrationRow):
+        asked, answer = _parts(source, row, line, given)
+        yield row, encoder.write(asked), answer
 
 
 def _parts(source: DataSource, row: int, line: _DemonstrationRow, given: bytes) -> tuple[str | list[Turn], str]:

@@ -187,6 +187,11 @@ class PromptStream:
         prompt: Prompt = msgspec.structs.replace(self._problems[source][row], index=place)
         return prompt
 
+    def find(self, id: str) -> Prompt | None:
+        """The problem that has an id, with its row for its index; None where none has."""
+        found = ((problems, problems.find(id)) for problems in self._problems)
+        return next((problems[place] for problems, place in found if place is not None), None)
+
     def tell(self, group: GroupRewards) -> None:
         """Take in what the group of a prompt gave."""
         self._order.tell(group)

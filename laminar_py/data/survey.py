@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from laminar_py.data.demonstrations import Demonstration
 from laminar_py.data.levels import sort_levels
 from laminar_py.data.problems import ProblemSet
 from laminar_py.records.codec import IntArray
@@ -49,6 +51,20 @@ def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int |
         tasks=dict(tasks.most_common()),
         fields=dict(fields.most_common()),
         levels={str(one): levels[one] for one in sort_levels(list(levels))} if few else {},
+    )
+
+
+def demonstration_figures(demonstrations: Sequence[Demonstration]) -> SourceFigures:
+    """Figures of demonstrations, of which there is one at least; their tokens are those of prompt and response."""
+    lengths = np.sort([len(one.prompt_ids) + len(one.response_ids) for one in demonstrations])
+    return SourceFigures(
+        num_problems=len(demonstrations),
+        tokens=(_quantile(lengths, 0.5), _quantile(lengths, 0.95), int(lengths[-1])),
+        num_too_long=0,  # which is refused as they are read
+        num_duplicates=len(demonstrations) - len({one.prompt_ids.tobytes() for one in demonstrations}),
+        tasks={},
+        fields={},
+        levels={},
     )
 
 

@@ -30,6 +30,7 @@ class Tokenizer:
         self._backend = backend
         self._num_added = backend.num_special_tokens_to_add(False)
         self._of_bytes = _is_of_bytes(backend)
+        self._unknown = None if self._of_bytes else _unknown_id(backend)
         self.eos_ids = eos_ids
 
     @property
@@ -73,6 +74,20 @@ class Tokenizer:
         num_bytes = len(text) if text.isascii() else LONGER_COMPOSED * len(text.encode())
         return 2 * num_bytes + 1 + self._num_added  # a space may be put before each text between two added tokens
 
+    @property
+    def has_unknown(self) -> bool:
+        """True where words that it does not have become a token for unknown ones."""
+        return self._unknown is not None
+
+    def unknown(self, text: str) -> list[str]:
+        """Words of a text that become that token, but for the token itself."""
+        if self._unknown is None:
+            return []
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        spans = zip(encoding.ids, encoding.offsets, strict=True)
+        words = [text[begin:end] for id, (begin, end) in spans if id == self._unknown]
+        return [word for word in words if word != self.word(self._unknown)]
+
     def word(self, id: int) -> str:
         """The token of an id, "" where there is none."""
         return self._backend.id_to_token(id) or ""
@@ -87,6 +102,14 @@ def _is_of_bytes(backend: tokenizers.Tokenizer) -> bool:
     steps = repr(backend.pre_tokenizer)
     unchanged = backend.normalizer is None or isinstance(backend.normalizer, tokenizers.normalizers.NFC)
     return unchanged and "ByteLevel" in steps and "Metaspace" not in steps
+
+
+def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
+    """Id of unknown words; None where there is none, or bytes are written in their place."""
+    model = msgspec.json.decode(backend.to_str(), type=_Written).model
+    if model.byte_fallback:
+        return None
+    return model.unk_id if model.unk_token is None else backend.token_to_id(model.unk_token)
 
 
 def _begun(encoding: tokenizers.Encoding) -> list[int]:
@@ -112,6 +135,16 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
             f"model.path={model_dir}: tokenizer.json cannot be read ({error}); mend the file"
         ) from None
     return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir))
+
+
+class _Model(msgspec.Struct):
+    unk_token: str | None = None
+    unk_id: int | None = None  # of a model that has no `unk_token`
+    byte_fallback: bool = False
+
+
+class _Written(msgspec.Struct):
+    model: _Model
 
 
 class _Ends(msgspec.Struct):

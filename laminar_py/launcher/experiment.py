@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from laminar_py.config.flat import flatten, to_overrides
 from laminar_py.config.loading import dump_config, load_config, load_settings, read_tree
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Section
@@ -30,7 +30,6 @@ MOST_SEEDS = 1000  # by their number
 MOST_NAME = 200  # characters: with a number and an end to it a name of a run is that of files, which have 255
 UNTELLING = ("name", "kind")  # ends of keys whose sections say what is meant
 ALONE = "base"  # name of the only variant of an experiment that lists none
-WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 
 Settings = dict[str, Any]
 """Values of settings of a run by their keys, e.g. `{"learner.lr": 1e-3}`."""
@@ -190,19 +189,6 @@ def read_experiment(file: Path) -> Experiment:
     return Experiment(file, settings, tuple(planned))
 
 
-def flatten(config: RunConfig) -> dict[str, object]:
-    """Values of a config by their dotted keys."""
-    return dict(_leaves(config.model_dump(mode="json"), ""))
-
-
-def _leaves(tree: dict[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _own(name: str, seed: int, runs: Path) -> Settings:
     return {"name": name, "seed": seed, "runs": str(runs)}
 
@@ -298,9 +284,3 @@ def _end(key: str) -> str:
     """Last word of a key that says something: "lr" of `learner.lr`, "algorithm" of `algorithm.name`."""
     *sections, end = key.split(".")
     return sections[-1] if sections and end in UNTELLING else end
-
-
-def to_overrides(settings: Settings) -> list[str]:
-    """Settings as the command line has them: words as they are, all else as JSON, which is YAML."""
-    plain = {key: isinstance(value, str) and WORD.fullmatch(value) for key, value in settings.items()}
-    return [f"{key}={value if plain[key] else json.dumps(value)}" for key, value in settings.items()]

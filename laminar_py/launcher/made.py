@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
+from laminar_py.config.flat import flatten
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
-from laminar_py.launcher.experiment import OWN_KEYS, Experiment, PlannedRun, flatten
+from laminar_py.launcher.experiment import OWN_KEYS, Experiment, PlannedRun
 from laminar_py.ledger.run_folder import RunFolder, runs_of
 
 MOST_TOLD = 3  # names in a line

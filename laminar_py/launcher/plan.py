@@ -6,7 +6,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from laminar_py.launcher.experiment import Experiment, to_overrides
+from laminar_py.config.flat import to_overrides
+from laminar_py.launcher.experiment import Experiment
 from laminar_py.launcher.forecast import deal, experiment_left, known_paces, seconds_left, tell_duration
 from laminar_py.launcher.places import Slot
 from laminar_py.launcher.standing import Standing, in_turn

@@ -85,6 +85,7 @@ class Accounting(msgspec.Struct, frozen=True):
 
 
 COLUMNS = TrajectoryRow.__struct_fields__
+PROMPT_COLUMNS = "id, idx, text, ids, answer, task, fields"
 
 KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))  # of events, as the log has them
 
@@ -116,14 +117,22 @@ def read_rows(
 
 def read_prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt | None:
     """The prompt of a trajectory, at the place of the stream that this was issued for; None where it is lost."""
-    query = "SELECT text, ids, answer, task, fields FROM prompt WHERE id = ?"
-    stored = connection.execute(query, (row.prompt_id,)).fetchone()
-    if stored is None:
-        return None
-    text, ids, answer, task, fields = stored
+    stored = connection.execute(f"SELECT {PROMPT_COLUMNS} FROM prompt WHERE id = ?", (row.prompt_id,)).fetchone()
+    return None if stored is None else msgspec.structs.replace(_prompt(stored), index=row.prompt_index)
+
+
+def read_prompts(connection: sqlite3.Connection, *, limit: int) -> list[Prompt]:
+    """Stored prompts, at most so many, by their ids, each at the place that it was first issued for."""
+    return [
+        _prompt(stored) for stored in connection.execute(f"SELECT {PROMPT_COLUMNS} FROM prompt LIMIT ?", (limit,))
+    ]
+
+
+def _prompt(stored: tuple[str, int, str, bytes, str, str, bytes]) -> Prompt:
+    id, index, text, ids, answer, task, fields = stored
     return Prompt(
-        id=row.prompt_id,
-        index=row.prompt_index,
+        id=id,
+        index=index,
         text=text,
         ids=np.frombuffer(ids, np.int32),
         answer=answer,

@@ -207,6 +207,14 @@ def newest_run(config: RunConfig) -> RunFolder:
     return runs[0]
 
 
+def run_at(path: Path) -> RunFolder:
+    """The run in a folder. Raises ConfigError if there is none."""
+    run = RunFolder(path)
+    if not run.config.is_file():
+        raise ConfigError(f"run={path}: no config.yaml in it; name a run's folder, e.g. runs/quickstart-1")
+    return run
+
+
 def runs_of(config: RunConfig) -> list[RunFolder]:
     """Runs of this name, the newest first."""
     return [RunFolder(path) for _, path in sorted(_existing(config), reverse=True)]

@@ -31,10 +31,10 @@ from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.live import own_disk, settle
-from laminar_py.ledger.recovery import last_start
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.orchestrator.controller import Controller
+from laminar_py.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows
 from laminar_py.preflight.inputs import Inputs, check
 from laminar_py.preflight.survey import clear, place
 from laminar_py.telemetry.memory import folder_bytes
@@ -149,7 +149,7 @@ def lead(
     disk = own_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check(config, trains=trains)
     if resume:
-        _take_up(resume, inputs, console, disk)
+        _take_up(resume, inputs, console, model=config.model.path, disk=disk)
     with open_cluster(config.cluster.address):
         # what cannot be placed leaves no run behind
         placement = asyncio.run(place(config, resume=resume is not None))
@@ -167,13 +167,14 @@ def lead(
     return ending
 
 
-def _take_up(run: RunFolder, inputs: Inputs, console: Console, disk: Path | None) -> None:
+def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, model: Path, disk: Path | None) -> None:
     """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
     _settle_ledger(run, disk, console)
     if run.has_ledger:
-        refuse_other_data(run, inputs.digests)
+        refuse_other_rows(run, inputs.digests)
+        refuse_other_prompts(run, inputs, model=model)
         tell_fallback(run, console)  # better refused now than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")
@@ -182,22 +183,6 @@ def _take_up(run: RunFolder, inputs: Inputs, console: Console, disk: Path | None
 def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
     for line in settle(run, disk):
         console.print(line, soft_wrap=True, highlight=False)
-
-
-def refuse_other_data(run: RunFolder, digests: dict[str, str]) -> None:
-    """Refuse rows that are others than those that a run's places and ids are of. Raises `ConfigError`.
-
-    Evaluation sets may come and go.
-    """
-    started = last_start(run.live_ledger)
-    known = started.data if started else {}
-    fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
-    changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
-    if changed is not None:
-        raise ConfigError(
-            f"{changed}: has other rows than when {run.path} began, whose record names problems by their rows;"
-            " bring these back, or start a new run"
-        )
 
 
 def tell_fallback(run: RunFolder, console: Console) -> None:

@@ -4,6 +4,8 @@ Raises ConfigError with one line that names field, value and remedy; returns wha
 """
 
 import importlib.util
+import logging
+import re
 import shutil
 import socket
 import subprocess
@@ -17,14 +19,13 @@ from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.prompts import check_disjoint, first_of_tasks
-from laminar_py.data.sources import DataSource
 from laminar_py.data.stream import PromptStream
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.data.unknown import UnknownWords, unknown_words
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
-from laminar_py.preflight.problems import Problems, read_problems, shown_prompt
+from laminar_py.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
 from laminar_py.preflight.rewards import check_rewards
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
@@ -32,6 +33,8 @@ from laminar_py.relay.planning.cost import versions_at_peak
 from laminar_py.telemetry.trackers import check_trackers
 
 PREPARE_S = 600
+FRAME = re.compile(r'File "(.+)", line (\d+)')
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,8 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
-    if config.warm_start is not None:
-        source = DataSource("warm_start.data", config.warm_start.data)
-        read_demonstrations(source, encoder=encoder, max_tokens=config.warm_start.tokens_per_step)
+    demonstrations = read_warm_start(config, encoder)
+    _tell_unknown(unknown_words(problems.all, demonstrations, encoder=encoder), config.model.path)
     check_adapters(config)
     _check_learner(config)
     reward = config.reward if trains else _of_sets(config.reward, problems)
@@ -84,6 +86,17 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
         first_of_tasks=first_of_tasks(problems.all),
         digests=problems.digests,
     )
+
+
+def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
+    """Say in a line how many words the tokenizer does not have: a task for which that is well is a task too."""
+    if found:
+        first = next(iter(found.values()))
+        log.warning(
+            "model.path=%s: its tokenizer does not have %d of the words in prompts and demonstrations; they become"
+            " its unknown token, first %r in %s; add them to it (`laminar data` counts them)",
+            *(model, sum(words.number for words in found.values()), first.first, first.place),
+        )
 
 
 def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
@@ -115,8 +128,20 @@ def prepare(config: RunConfig) -> None:
             f"data.prepare={script}: not done after {PREPARE_S} s; run it by hand, and leave the field out"
         ) from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1] + _line_of(script, done.stderr)
         raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); mend the script")
+    if not (config.model.path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={config.model.path}: no config.json in it, and data.prepare={script} ran and did not make"
+            " it; name the folder that the script makes, or one that is there"
+        )
+
+
+def _line_of(script: Path, traceback: str) -> str:
+    """The last line of a script in a traceback, e.g. " (at make.py:7)"; "" without one."""
+    frames = [(Path(file), line) for file, line in FRAME.findall(traceback)]
+    line = next((line for file, line in reversed(frames) if file.name == script.name), None)
+    return "" if line is None else f" at {script}:{line}"
 
 
 def _check_model(config: RunConfig) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from laminar_py.config.data import SourceConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.data.chat import PromptEncoder
+from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
 from laminar_py.data.problems import ProblemSet
 from laminar_py.data.prompts import read_prompts
 from laminar_py.data.sources import DataSource
@@ -61,6 +62,17 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
         train = [read(f"data.train.{index}", one, f"train.{index}/", "") for index, one in enumerate(given)]
     sets = {name: read(f"eval.sets.{name}", one, f"{name}/", name) for name, one in config.eval.sets.items()}
     return Problems(train, sets)
+
+
+def read_warm_start(config: RunConfig, encoder: PromptEncoder) -> Demonstrations | None:
+    """Read the demonstrations of a run; None without a warm start. Raises `ConfigError`."""
+    settings = config.warm_start
+    if settings is None:
+        return None
+    source = DataSource("warm_start.data", settings.data)
+    return Demonstrations(
+        source, read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
+    )
 
 
 def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:

@@ -41,6 +41,18 @@ def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandb
     `sandbox` is what programs of the model would run in here; None where scorers run elsewhere, which is also
     where servers of judges have to be reached from.
     """
+    check_problems(reward, problems)
+    terms = {term.model_dump_json(): term for term in reward.terms}
+    if sandbox is not None:
+        check_answers(reward)
+    if sandbox is not None and any(REWARDS.get(term.kind).runs_programs for term in terms.values()):
+        asyncio.run(_open(sandbox))
+    made = [term for term in terms.values() if REWARDS.get(term.kind).make is not None]
+    asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
+
+
+def check_problems(reward: RewardConfig, problems: Sequence[ProblemSet]) -> None:
+    """Refuse problems without a reward, or without what theirs needs. Raises `ConfigError`."""
     tasks: dict[str, str] = {}
     for of in problems:
         for task, place in of.tasks.items() if _set_name(of.source) not in reward.by_set else ():
@@ -49,13 +61,6 @@ def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandb
     for of in problems:
         for problem in _telling(of):
             check_problem(reward, problem, place=of.source.place(problem.index), set_name=_set_name(of.source))
-    terms = {term.model_dump_json(): term for term in reward.terms}
-    if sandbox is not None:
-        check_answers(reward)
-    if sandbox is not None and any(REWARDS.get(term.kind).runs_programs for term in terms.values()):
-        asyncio.run(_open(sandbox))
-    made = [term for term in terms.values() if REWARDS.get(term.kind).make is not None]
-    asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
 
 
 def _set_name(source: DataSource) -> str:
@@ -130,10 +135,14 @@ def _telling(problems: ProblemSet) -> Iterator[Prompt]:
 
 
 async def _load(terms: list[TermConfig]) -> None:
-    """Start the process of each once. What a function prints at its import is told where it cannot be had."""
-    async with asyncio.TaskGroup() as tasks:
-        for index, term in enumerate(terms):
-            tasks.create_task(_start(term, f"reward-{index}"))
+    """Start the process of each once. What a function prints at its import is told where it cannot be had.
+
+    The first fault is raised as itself: a group of errors would be none of the user's.
+    """
+    starts = (_start(term, f"reward-{index}") for index, term in enumerate(terms))
+    for end in await asyncio.gather(*starts, return_exceptions=True):
+        if end is not None:
+            raise end
 
 
 async def _start(term: TermConfig, name: str) -> None:

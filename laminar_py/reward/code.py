@@ -72,6 +72,9 @@ def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
     try:
         tests = msgspec.json.decode(problem.fields_json, type=ProblemFields).tests
     except msgspec.DecodeError as error:
+        fields = msgspec.json.decode(problem.fields_json, type=dict[str, msgspec.Raw])
+        if "tests" not in fields:
+            return f"no `tests` among its fields ({', '.join(fields) or 'it has none'})"
         return f"`tests` cannot be read: {error}"
     if bool(tests.inputs) == bool(tests.asserts):
         return "`tests` has neither `inputs` nor `asserts`, or both"

@@ -1,10 +1,12 @@
 """Failed scores of a run: how many there are, which the user is told of, and when there are so many that it ends.
 
 Pure; `orchestrator.scoring` hands in every score with its time and acts on the answers. Each failure is on record
-too (law 6). Training responses are looked at in steps, `FEWEST` at least. A run ends in two cases:
+too (law 6). Training responses are looked at in steps, `FEWEST` at least. A run ends in three cases:
 
 - *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or nothing was scored at all by
   the end of a step. A reward that fails now and then never gets there, and a service that is down is waited for.
+- *Always late*: nothing ever had a value, in trials and evaluations either, and a dozen (`LATE`) or more, over
+  `TELL_S` seconds, were all out of time. The rest of a step would take as long again and again.
 - *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row some failed (`SOME`) and something was scored, and
   all values that were ever seen, of trials and evaluations too, are one number above 0. No such step has taught
   anything, whatever its failures are. A sparse run has zeros. A solved one whose scores fail now and then goes on,
@@ -23,6 +25,7 @@ FEWEST = 32  # responses from which anything is concluded
 NEARLY_ALL = 0.9  # share of a step
 SOME = 0.02  # share of a step
 MIXED_STEPS = 4
+LATE = 12  # responses
 OUTAGE_S = 600.0  # that a verifier may be down
 TELL_S = 60.0  # between lines on an outage
 
@@ -50,6 +53,7 @@ class ScoreFailures:
         self._told_s = -math.inf  # when it was last told of that
         self._told = set[tuple[str, DropReason]]()
         self._detail = ""  # of the last failure
+        self._failed_s = math.inf  # when the first one was told
 
     def tried(self, score: Score) -> None:
         """Take note of the value of a trial."""
@@ -62,6 +66,8 @@ class ScoreFailures:
         self.num_scored += score.value is not None
         self._columns |= bool(score.columns)
         line = self._count_failure(score, task=task) if score.value is None else None
+        if score.value is None:
+            self._end_if_late(now_s)
         return (self._judge(score, now_s=now_s) if trains else None) or line
 
     def _count_failure(self, score: Score, *, task: str) -> str | None:
@@ -73,6 +79,12 @@ class ScoreFailures:
         self._told.add((task, reason))
         of_task = f" of task {task!r}" if task else ""
         return f"reward.use={self._title}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
+
+    def _end_if_late(self, now_s: float) -> None:
+        self._failed_s = min(self._failed_s, now_s)
+        all_late = set(self.counts) == {DropReason.REWARD_TIMEOUT} and not self._values
+        if all_late and self.counts.total() >= LATE and now_s - self._failed_s >= TELL_S:
+            self._end("every response so far was out of time")
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
         """Count a response of training; a line at the end of a step that begins an outage, or goes on with it."""

@@ -41,7 +41,8 @@ def tell_sample(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[
 def tell_prompt(sample: FullSample, *, whole: bool) -> Iterator[Text]:
     """Lines on the problem, with the prompt as the model got it."""
     task = f" of {sample.task}" if sample.task else ""
-    yield _line(f"prompt {sample.row.prompt_id}{task}, answer {sample.answer!r}:", "dim")
+    answer = f", answer {sample.answer!r}" if sample.answer else ""
+    yield _line(f"prompt {sample.row.prompt_id}{task}{answer}:", "dim")
     yield from _block(_text(sample.prompt), {}, whole=whole)
 
 

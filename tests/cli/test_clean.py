@@ -52,6 +52,18 @@ def test_what_stopped_runs_keep_is_listed_and_freed(shm, tmp_path):
     running.unlock()
 
 
+def test_a_run_that_is_named_is_freed_alone(shm, tmp_path, monkeypatch):
+    other = RunFolder(tmp_path / "runs/other")
+    other.path.mkdir()
+    other.shm(shm).mkdir()
+    other.note_shm(other.shm(shm))
+    monkeypatch.chdir(tmp_path)
+    (line,) = clean("runs/stopped", "--free", "--shm", str(shm))
+    assert line.endswith("stopped: stopped; freed")
+    assert other.shm(shm).is_dir()
+    assert clean("runs/stopped", "--free", "--shm", str(shm)) == [f"runs/stopped has left nothing in {shm}"]
+
+
 def test_a_run_on_a_disk_that_is_not_mounted_loses_nothing_by_free(shm, tmp_path):
     run = RunFolder(tmp_path / "runs/stopped")
     (tmp_path / "runs").rename(tmp_path / "elsewhere")

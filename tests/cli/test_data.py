@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from laminar_py.cli import app
 from laminar_py.config.section import ConfigError
+from laminar_py.data.tiny_model import tiny_model, write_data
 from tests.data.templates import TEMPLATES, make_tokenizer_folder
 
 ROWS = [{"question": "2+2=", "value": {"answer": "4"}, "level": n % 2} for n in range(3)]
@@ -106,6 +107,50 @@ def test_a_file_alone_is_shown_with_a_model(tmp_path):
 def test_what_does_not_belong_together_is_one_line(arguments, fault):
     with pytest.raises(ConfigError, match=f"^{fault}"):
         shown(*arguments)
+
+
+def word_config(folder: Path, *, tests: str = "tests", prompt: str = "plus 2", response: str = "x+2") -> Path:
+    """A run's config whose model knows few words, with two problems and a demonstration."""
+    write_data(folder, tiny_model([*"x+2 ", "plus"], pattern=r"[a-z]+|."))
+    case = {"fn_name": "f", "inputs": [[1]], "outputs": [3]}
+    rows = [{"prompt": "plus 2", "tests": case}, {"prompt": prompt, tests: case}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "w.jsonl").write_text(json.dumps({"prompt": prompt, "response": response}))
+    settings = {
+        "name": "t",
+        "steps": 1,
+        "model": {"path": str(folder / "model"), "from_scratch": True},
+        "warm_start": {"data": str(folder / "w.jsonl"), "steps": 1, "tokens_per_step": 64},
+        "data": {"train": str(folder / "train.jsonl")},
+        "reward": {"use": ["code"]},
+    }
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    return folder / "run.yaml"
+
+
+def test_demonstrations_are_a_source_too(tmp_path):
+    code, output = shown(word_config(tmp_path))
+    (row,) = [line for line in output.splitlines() if "│ warm_start.data " in line]
+    assert [cell.strip() for cell in row.split("│")[2:8]] == ["1", "7", "7", "7", "0", "0"]
+    assert (code, "unknown" in output) == (0, False)
+
+
+def test_words_that_the_tokenizer_does_not_have_are_counted_by_source(tmp_path):
+    code, output = shown(word_config(tmp_path, prompt="minus 2 <unk>", response="x-2-2"))
+    told = "the tokenizer's unknown token, first"
+    assert f"data.train: 1 word becomes {told} 'minus' in data.train={tmp_path}/train.jsonl:2\n" in output
+    assert f"warm_start.data: 3 words become {told} 'minus' in warm_start.data={tmp_path}/w.jsonl:1\n" in output
+    assert code == 0
+
+
+def test_a_problem_without_what_its_reward_needs_is_told_as_a_run_does(tmp_path):
+    code, output = shown(word_config(tmp_path, tests="test"))
+    assert code == 1
+    assert (
+        f"data.train={tmp_path}/train.jsonl:2: no `tests` among its fields (test), which the reward code needs;"
+        in output
+    )
+    assert "data.train: fields tests 1, test 1" in output
 
 
 def test_control_characters_are_shown_as_such(tmp_path):

@@ -55,6 +55,10 @@ def test_rewards_are_counted_and_timed(try_reward):
     assert "3 responses, p50 " in out.splitlines()[-1]
 
 
+def test_a_single_response_is_one(try_reward):
+    assert "\n1 response, p50 " in try_reward(RIGHT)[1]
+
+
 def test_a_disagreement_is_told_with_its_line_and_is_exit_code_1(try_reward):
     code, out, _ = try_reward(RIGHT, RIGHT | {"response": "#7#8"})
     assert code == 1
@@ -138,7 +142,7 @@ def test_samples_that_are_not_there_are_one_line(try_reward, tmp_path, monkeypat
             "reward.by_task.a.0='length': free=9: not",
         ),
         (RIGHT, ("reward.use=[best]",), "reward.use.kind=best: unknown"),
-        (RIGHT, ("reward.use=[code]",), "samples.jsonl:1: `tests` cannot be read"),
+        (RIGHT, ("reward.use=[code]",), "samples.jsonl:1: no `tests` among its fields"),
         (RIGHT | {"answer": "\\frac{"}, ("reward.use=[math]",), "samples.jsonl:1: the reference answer"),
         (RIGHT, ("reward.use=[{kind: judge, urls: [http://127.0.0.1:1], model: m}]",), "judge: does not answer"),
     ],

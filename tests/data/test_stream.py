@@ -41,6 +41,13 @@ def test_a_place_holds_the_same_problem_in_whatever_order_it_is_asked_for(order:
     assert [scattered.prompt(index).id for index in order] == [expected[index] for index in order]
 
 
+def test_a_problem_is_found_by_its_id_in_whichever_source_it_is() -> None:
+    stream = make_stream(2, 3)
+    found = {prompt.id: prompt.text for prompt in map(stream.prompt, range(40))}
+    assert {id: prompt.text for id in found if (prompt := stream.find(id))} == found
+    assert stream.find("s1/3") is None
+
+
 def test_epochs_and_seeds_differ() -> None:
     drawn = {
         tuple(ids(make_stream(50, seed=seed), range(50 * epoch, 50 * epoch + 50)))

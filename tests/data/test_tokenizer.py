@@ -51,6 +51,30 @@ def test_a_prompt_begins_once_with_what_the_post_processor_adds_before_it(
     assert tokenizer.encode_prompt(text).tolist() == ids
 
 
+MODELS = tokenizers.models
+
+
+@pytest.mark.parametrize(
+    ("model", "unknown"),
+    [
+        (MODELS.WordLevel({"a": 0, "?": 1}, "?"), ["b", "c"]),
+        (MODELS.WordPiece({"a": 0, "?": 1}, unk_token="?"), ["b", "c"]),
+        (MODELS.BPE({"a": 0, "?": 1}, [], unk_token="?"), ["b", "c"]),
+        (MODELS.BPE({"a": 0, "?": 1}, [], unk_token="?", byte_fallback=True), []),
+        (MODELS.BPE({"a": 0, "?": 1}, []), []),
+        (MODELS.Unigram([("a", -1.0), ("?", -9.0)], 1, False), ["b", "c"]),
+    ],
+)
+def test_words_that_become_the_unknown_token_are_told_and_the_token_itself_is_none(
+    model: tokenizers.models.Model, unknown: list[str]
+) -> None:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", behavior="isolated")
+    tokenizer = Tokenizer(backend, eos_ids=(0,))
+    assert tokenizer.unknown("ab?ac") == unknown
+    assert tokenizer.has_unknown == bool(unknown)
+
+
 def test_a_prompt_of_a_tokenizer_that_adds_nothing_has_its_own_ids_alone(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, config='{"eos_token_id": 1}')
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

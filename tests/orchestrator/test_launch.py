@@ -2,9 +2,14 @@
 
 import errno
 import io
+import re
 import sqlite3
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -13,7 +18,9 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator import launch
-from tests.ledger.runs import begin, open_ledger
+from laminar_py.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows
+from tests.builders import make_prompt
+from tests.ledger.runs import begin, issue, open_ledger
 from tests.runs.runs import REPO
 
 
@@ -102,9 +109,39 @@ async def test_a_resume_with_other_rows_is_refused(tmp_path, now, field):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, data={"data.train": "d0", "eval.sets.a": "d1"})
     if field is None:
-        launch.refuse_other_data(RunFolder(tmp_path), now)
+        refuse_other_rows(RunFolder(tmp_path), now)
         return
     with pytest.raises(
         ConfigError, match=rf"^{field}: has other rows than when .* began, .*; bring these back, or"
     ):
-        launch.refuse_other_data(RunFolder(tmp_path), now)
+        refuse_other_rows(RunFolder(tmp_path), now)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        (
+            {"ids": np.arange(4, 7, dtype=np.int32)},
+            "model.path=m: its tokenizer makes other ids of prompt p1 than",
+        ),
+        (
+            {"text": "<|user|>prompt 1"},
+            "data.chat, or the chat template in model.path=m: writes prompt p1 otherwise",
+        ),
+        ({"task": "sums"}, "data.train, or eval.sets: prompt p1 has another task, 'sums' and not '', than when"),
+    ],
+)
+@pytest.mark.parametrize("evaluated", [False, True])
+async def test_a_resume_with_other_prompts_of_the_same_rows_is_refused(tmp_path, change, fault, evaluated):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0", index=0)
+        issue(ledger, "g1.0", index=1)
+    now = msgspec.structs.replace(make_prompt(1), index=7, **change)
+    stream = SimpleNamespace(find={}.get if evaluated else {"p1": now}.get)
+    inputs = SimpleNamespace(stream=stream, sets={"a": [now]} if evaluated else {})
+    with (
+        nullcontext() if fault is None else pytest.raises(ConfigError, match=f"^{re.escape(fault)}.* began; bring")
+    ):
+        refuse_other_prompts(RunFolder(tmp_path), inputs, model=Path("m"))

@@ -64,8 +64,8 @@ def test_problems_that_are_looked_at_are_bounded_and_go_from_the_first_to_the_la
 def test_what_a_function_printed_at_its_import_is_named_where_it_fails(tmp_path):
     (tmp_path / "mine.py").write_text("print('imported')\n")
     reward = RewardConfig.model_validate_json(json.dumps({"use": f"{tmp_path / 'mine.py'}:score"}))
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(ConfigError) as raised:
         check_rewards(reward, [], sandbox=None)
-    logs = Path(str(raised.value.exceptions[0]).split("what was printed meanwhile: ")[1])
+    logs = Path(str(raised.value).split("what was printed meanwhile: ")[1])
     assert (logs / "reward-0.log").read_text() == "imported\n"
     shutil.rmtree(logs)

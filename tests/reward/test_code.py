@@ -144,7 +144,8 @@ async def test_no_program_forges_its_verdict(tmp_path, program, tests):
 @pytest.mark.parametrize(
     ("tests", "fault"),
     [
-        (None, "`tests` cannot be read: Object missing required field `tests`"),
+        (None, "no `tests` among its fields (test, level)"),
+        (3, "`tests` cannot be read: Expected `object`, got `int`"),
         ({}, "`tests` has neither `inputs` nor `asserts`"),
         (FUNCTION | {"outputs": [4]}, "`tests` has 2 inputs and 1 outputs"),
         (FUNCTION | {"inputs": [2, 5]}, "`tests.inputs` has arguments that are no list"),
@@ -160,7 +161,7 @@ async def test_no_program_forges_its_verdict(tmp_path, program, tests):
     ],
 )
 def test_tests_that_cannot_be_run_are_explained(tests, fault):
-    fields = b"{}" if tests is None else json.dumps({"tests": tests}).encode()
+    fields = b'{"test": {}, "level": 1}' if tests is None else json.dumps({"tests": tests}).encode()
     problem = Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)
     assert fault in fault_in_tests(CodeTerm(), problem)
 

@@ -13,7 +13,7 @@ from laminar_py.records.columns import Dtype
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Prompt
-from laminar_py.reward.failures import FEWEST, MIXED_STEPS, NEARLY_ALL, OUTAGE_S, ScoreFailures
+from laminar_py.reward.failures import FEWEST, LATE, MIXED_STEPS, NEARLY_ALL, OUTAGE_S, ScoreFailures
 from laminar_py.reward.trial import trials
 from tests.builders import make_ref
 
@@ -68,7 +68,7 @@ def test_the_first_failure_of_each_task_and_reason_is_told_with_what_the_worker_
 
 @pytest.mark.parametrize("reason", [DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT])
 def test_a_first_step_of_which_nothing_is_scored_ends_the_run_and_not_one_response_sooner(reason) -> None:
-    fault, count = judge(*[None] * 2 * STEP, reason=reason)
+    fault, count = judge(*[None] * 2 * STEP, reason=reason, every_s=0.1)
     assert fault is not None
     assert count == STEP
     assert fault == (
@@ -76,6 +76,21 @@ def test_a_first_step_of_which_nothing_is_scored_ends_the_run_and_not_one_respon
         " mend it and go on with --resume"
     )
     assert judge(*[None] * FEWEST, step=2)[1] == FEWEST, "two failures are no sign, however small a step is"
+
+
+LATE_FAULT = "every response so far was out of time (12 of 12 failed), the last: None; mend it and go on"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("before", [[], [0.0]])
+def test_a_reward_that_is_always_late_ends_the_run_after_a_dozen_but_not_within_a_minute(trains, before) -> None:
+    late = DropReason.REWARD_TIMEOUT
+    fault, count = judge(*before, *[None] * 30, reason=late, every_s=13.0, trained=lambda index: trains)
+    assert (count, fault is None) == (30 + len(before), True) if before else (LATE, False)
+    assert before or LATE_FAULT in fault
+    assert judge(*[None] * 30, reason=late, every_s=1.0)[0] is None
+    assert judge(*[None] * 30, every_s=13.0)[0] is None, "a service that is down is waited for"
+    assert judge(*[None] * 30, reason=late, every_s=13.0, trial=0.0)[0] is None
 
 
 @settings(deadline=None)

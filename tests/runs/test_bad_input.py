@@ -61,6 +61,7 @@ def children():
         (f"data.train=[{TRAIN}, /nowhere.jsonl]", "data.train.1=/nowhere.jsonl: no such file"),
         ("data.order=curriculum", f"data.train={TRAIN}:1: 'level' holds no number or text"),
         ("reward.use=[best]", "reward.use.kind=best: unknown"),
+        ("reward.use=[rw.py]", "reward.use=rw.py: a file needs its function; write rw.py:score"),
         ("algorithm.overlong_tokens=9999", "algorithm.overlong_tokens=9999 is more than rollout.sampling."),
         ("learner.offload=true", "learner.offload=true: the learner is on cpu"),
         ("relay.shm=/nowhere", "relay.shm=/nowhere: no such folder"),
@@ -98,6 +99,26 @@ def test_runs_over_a_network_without_a_disk_for_their_ledgers_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "def make():\n    raise KeyError('x')\n\nmake()\n",
+            "data.prepare=PATH: exit code 1 (KeyError: 'x' at PATH:2);",
+        ),
+        ("1 +\n", "data.prepare=PATH: exit code 1 (SyntaxError: invalid syntax at PATH:1); mend the script"),
+        ("import sys; sys.exit('no network')\n", "data.prepare=PATH: exit code 1 (no network); mend the script"),
+        ("", "model.path=none: no config.json in it, and data.prepare=PATH ran and did not make it; name the"),
+    ],
+)
+def test_a_script_that_makes_no_data_is_told_with_its_line(tmp_path, monkeypatch, capsys, text, message):
+    script = tmp_path / "make.py"
+    script.write_text(text)
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path}", f"data.prepare={script}", "model.path=none")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith(f"laminar: {message.replace('PATH', str(script))}")
+
+
 def test_a_broken_line_of_a_prompt_file_is_named(tmp_path, monkeypatch, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "e-2;o*7;1x5?", "answer": "7"}\n{"prompt": "e-2;\n')
@@ -105,6 +126,16 @@ def test_a_broken_line_of_a_prompt_file_is_named(tmp_path, monkeypatch, capsys):
     assert code == 2
     assert len(lines) == 1
     assert f"data.train={path}:2" in lines[0]
+
+
+def test_words_that_the_tokenizer_does_not_have_are_counted_in_a_line(tmp_path, monkeypatch, capsys, caplog):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "e-2;o*7;1x5?", "answer": "7"}\n{"prompt": "e-2;o*7;Z", "answer": "7"}\n')
+    end = ("warm_start=null", "relay.shm=/nowhere", f"runs={tmp_path / 'runs'}")
+    in_process(monkeypatch, capsys, *end, f"data.train={path}")
+    (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
+    assert "does not have 1 of the words in prompts and demonstrations" in line
+    assert f"first 'Z' in data.train={path}:2" in line
 
 
 ASSERTS = {"entry_point": "f", "asserts": "assert f(2 == 4"}
@@ -134,6 +165,18 @@ def test_a_reward_that_cannot_be_given_is_told_before_a_run(
     assert lines[0].startswith(f"laminar: {line.replace('PATH', str(path))}")
     assert remedy in lines[0]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("text", [None, "def score(\n", "import no_such_package\n", "other = 1\n"])
+def test_a_file_of_rewards_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys, text):
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    wanted = f"reward.use=[{tmp_path / 'mine.py'}:score, {tmp_path / 'mine.py'}:other]"
+    before = children()
+    code, lines = in_process(monkeypatch, capsys, f"runs={tmp_path / 'runs'}", wanted)
+    assert (code, len(lines)) == (2, 1)
+    assert str(tmp_path / "mine.py") in lines[0]
+    assert children() <= before
 
 
 @pytest.mark.skipif(platform.machine() not in BY_MACHINE, reason="the kernel's calls are not known")

@@ -58,6 +58,10 @@ def respond(sample, *, whole=False):
     return [line.plain for line in tell_response(sample, colour=Colour.VERSION, whole=whole)]
 
 
+def test_a_problem_without_an_answer_is_told_without_one():
+    assert "prompt p0 of sum:" in tell(make_sample("4", answer=""))
+
+
 def test_a_sample_is_told_with_problem_text_verdict_group_and_visits():
     history = [make_visit(number, step=number) for number in range(1, 11)]
     row = make_row(length=2, step=9, staleness=3, advantage=0.5)

@@ -5,6 +5,7 @@ freshness.
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -112,13 +113,22 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     workers = config.reward.workers
     others = max(step.times.generation_s, step.times.learner_s, 1e-9)
-    needed = min(math.ceil(workers * step.times.reward_s / others), WORKERS * workers)
-    yield Remedy("reward.workers", f"{workers} -> {max(needed, 2 * workers)}", "scoring divides by their number")
+    needed = max(min(math.ceil(workers * step.times.reward_s / others), WORKERS * workers), 2 * workers)
+    most = min(needed, workers + _idle_cores(config, step))
+    if most > workers:
+        yield Remedy("reward.workers", f"{workers} -> {most}", "scoring divides by their number")
     limit = max(2 * step.reward_p95_s, 0.1)
     if limit < config.reward.timeout_s:
         why = f"p95 of a reward is {step.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
         yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
     yield Remedy("reward.use", "cache what it computes", "samples of a prompt share their problem")
+
+
+def _idle_cores(config: RunConfig, step: MeanStep) -> int:
+    """Whole cores that nothing keeps busy; any number where they are not known, as on a cluster's machines."""
+    if step.use is None or not step.use.cores or config.cluster.address is not None:
+        return sys.maxsize
+    return int(step.use.cores * (1 - step.use.cpu))
 
 
 def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:

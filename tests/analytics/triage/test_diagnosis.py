@@ -108,6 +108,23 @@ def test_the_stage_that_fills_the_step_is_named(wall):
     assert found.next.wall is not wall
 
 
+@pytest.mark.parametrize(
+    ("cpu", "cores", "settings", "changes"),
+    [
+        (0.1, 64, (), ["1 -> 8"]),
+        (0.4, 4, (), ["1 -> 3"]),
+        (0.6, 2, (), []),
+        (0.6, 2, ("cluster.address=auto",), ["1 -> 8"]),  # whose other machines are not seen
+        (0.6, 0, (), ["1 -> 8"]),
+    ],
+)
+def test_no_more_scorers_are_advised_than_there_are_idle_cores_for(cpu, cores, settings, changes):
+    step = replace(mean_step_of(reward_s=9.8), use=replace(FULL, cpu=cpu, own_cpu=cpu, cores=cores))
+    found = remedies(Wall.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
+    assert [one.change for one in found if one.key == "reward.workers"] == changes
+    assert found
+
+
 def test_what_is_dropped_as_stale_counts_for_freshness():
     step = replace(mean_step_of(generation_s=9.8, learner_s=9.0), stale_share=0.6)
     assert diagnosis(step, "staleness.policies=[drop]").binding.wall is Wall.FRESHNESS

@@ -1,0 +1,53 @@
+"""Refusals of a resume whose problems are others than those of the run on record. Called by `launch`.
+
+The record names problems by their rows and by their ids, so each of these must be the same problem still.
+"""
+
+from pathlib import Path
+
+from laminar_py.config.section import ConfigError
+from laminar_py.ledger.recovery import known_prompts, last_start
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.preflight.inputs import Inputs
+from laminar_py.records.trajectory import Prompt
+
+MOST = 1000  # prompts that are made again; another tokenizer or template shows in any
+
+
+def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
+    """Refuse rows that are others than those that a run's places and ids are of. Raises `ConfigError`.
+
+    Evaluation sets may come and go.
+    """
+    started = last_start(run.live_ledger)
+    known = started.data if started else {}
+    fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
+    changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
+    if changed is not None:
+        raise ConfigError(
+            f"{changed}: has other rows than when {run.path} began, whose record names problems by their rows;"
+            " bring these back, or start a new run"
+        )
+
+
+def refuse_other_prompts(run: RunFolder, inputs: Inputs, *, model: Path) -> None:
+    """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows; `model` is
+    `model.path`. Raises `ConfigError`."""
+    evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
+    for known in known_prompts(run.live_ledger, most=MOST):
+        now = inputs.stream.find(known.id) or evaluated.get(known.id)
+        if now is not None and (field := _difference(known, now, model)) is not None:
+            raise ConfigError(f"{field} than when {run.path} began; bring that back, or start a new run")
+
+
+def _difference(known: Prompt, now: Prompt, model: Path) -> str | None:
+    """Words on the setting by which a prompt is another one; None where it is the same."""
+    if known.text != now.text:
+        return f"data.chat, or the chat template in model.path={model}: writes prompt {known.id} otherwise"
+    if known.ids.tobytes() != now.ids.tobytes():
+        return f"model.path={model}: its tokenizer makes other ids of prompt {known.id}"
+    if known.task != now.task:
+        return (
+            f"data.train, or eval.sets: prompt {known.id} has another task, {now.task!r} and not {known.task!r},"
+        )
+    return None
