@@ -12,7 +12,7 @@ from pathlib import Path
 
 from laminar_py.records.pieces import Piece
 from laminar_py.segments.frames import make_frame
-from laminar_py.segments.writer import new_name, write_whole
+from laminar_py.segments.writer import append, new_name
 
 ROLL_BYTES = 16 * 2**20
 JOURNAL = ".journal"
@@ -34,7 +34,7 @@ class Journal:
         if pieces:
             frames = [make_frame(piece) for piece in pieces]
             file = self._open()
-            write_whole(file, [buffer for frame in frames for buffer in frame.buffers])
+            append(file, [buffer for frame in frames for buffer in frame.buffers], at=self._size)
             self._size += sum(frame.num_bytes for frame in frames)
             next(reversed(self._entries.values())).update(piece.trajectory_id for piece in pieces)
 

@@ -49,7 +49,7 @@ def join(pieces: Iterable[Piece]) -> Payload:
         logprobs.append(piece.logprobs)
         spans = replace_spans(spans, piece.spans)
         masked = masked or piece.mask is not None
-        masks.append(_whole(piece.end - length) if piece.mask is None else unpack_mask(piece.mask))
+        masks.append(mask_of(piece))
         length = piece.end
         if piece.experts is not None:
             experts.append(unpack_experts(piece.experts))
@@ -62,6 +62,8 @@ def join(pieces: Iterable[Piece]) -> Payload:
     )
 
 
-def _whole(num_tokens: int) -> SamplingMask:
-    """Mask of tokens that were drawn from the whole vocabulary."""
-    return SamplingMask(np.zeros(num_tokens, np.int32), np.empty(0, np.int32))
+def mask_of(piece: Piece) -> SamplingMask:
+    """Mask of a piece; one without was drawn from the whole vocabulary."""
+    if piece.mask is None:
+        return SamplingMask(np.zeros(piece.end - piece.start, np.int32), np.empty(0, np.int32))
+    return unpack_mask(piece.mask)

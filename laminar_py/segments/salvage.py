@@ -20,12 +20,12 @@ from laminar_py.records.recordings import (
     pack_experts,
     pack_mask,
     unpack_experts,
-    unpack_mask,
 )
 from laminar_py.records.spans import replace_spans
 from laminar_py.records.trajectory import Span
 from laminar_py.segments.frames import whole_frames
 from laminar_py.segments.journal import JOURNAL
+from laminar_py.segments.payload import mask_of
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 
@@ -91,7 +91,7 @@ def merge(pieces: Sequence[Piece]) -> Piece:
     spans: tuple[Span, ...] = ()
     for piece in pieces:
         spans = replace_spans(spans, piece.spans)
-    masks = [unpack_mask(piece.mask) for piece in pieces if piece.mask is not None]
+    masked = any(piece.mask is not None for piece in pieces)
     experts = [unpack_experts(piece.experts) for piece in pieces if piece.experts is not None]
     return msgspec.structs.replace(
         pieces[-1],
@@ -99,7 +99,7 @@ def merge(pieces: Sequence[Piece]) -> Piece:
         spans=spans,
         ids=b"".join(piece.ids for piece in pieces),
         logprobs=b"".join(piece.logprobs for piece in pieces),
-        mask=pack_mask(join_masks(masks)) if masks else None,
+        mask=pack_mask(join_masks([mask_of(piece) for piece in pieces])) if masked else None,
         experts=pack_experts(join_experts(experts)) if experts else None,
     )
 

@@ -44,12 +44,7 @@ class SegmentWriter:
             return []
         file = self._open()
         frames = [make_frame(piece) for piece in pieces]
-        try:
-            write_whole(file, [buffer for frame in frames for buffer in frame.buffers])
-        except OSError:
-            os.ftruncate(file, self._size)
-            os.lseek(file, self._size, os.SEEK_SET)
-            raise
+        append(file, [buffer for frame in frames for buffer in frame.buffers], at=self._size)
         refs = []
         for frame in frames:
             refs.append(PieceRef(self._name, self._size, frame.num_bytes, frame.digest))
@@ -62,8 +57,9 @@ class SegmentWriter:
         for file in full:
             os.fdatasync(file)
             os.close(file)
-        if self._file is not None:
-            os.fdatasync(self._file)
+        present = self._file  # which the other thread may end meanwhile, but not close
+        if present is not None:
+            os.fdatasync(present)
 
     def close(self) -> None:
         """Have all on disk; what comes after it is in another file. Raises `OSError`."""
@@ -101,6 +97,16 @@ def new_name(part: str) -> str:
 def part_of(segment: str) -> str:
     """The part that wrote a segment, by the name of that."""
     return segment.split(".", 1)[0]
+
+
+def append(file: int, buffers: Sequence[Buffer], *, at: int) -> None:
+    """Write buffers to the end of a file, which is at this byte, or none of them. Raises `OSError`."""
+    try:
+        write_whole(file, buffers)
+    except OSError:
+        os.ftruncate(file, at)
+        os.lseek(file, at, os.SEEK_SET)
+        raise
 
 
 def write_whole(file: int, buffers: Sequence[Buffer]) -> None:
