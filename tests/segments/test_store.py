@@ -1,7 +1,6 @@
 """The store over real sockets: who is let in, what is given, and what each may take of it."""
 
 import os
-import secrets
 import socket
 import time
 from contextlib import suppress
@@ -67,13 +66,14 @@ def test_names_that_writers_give_are_names_that_stores_know():
 @pytest.mark.parametrize(
     ("key", "headers"),
     [
-        (secrets.token_bytes(32), None),
+        (bytes(32), None),
         (KEY, {}),
         (KEY, {wire.SIGNATURE: ""}),
         (KEY, {wire.SIGNATURE: "0" * 64}),
         (KEY, {"Authorization": f"Bearer {KEY.hex()}"}),
         (KEY, {wire.SIGNATURE: "\xff\xfe"}),
     ],
+    ids=["another-key", "no-signature", "an-empty-one", "a-wrong-one", "the-key-itself", "no-text"],
 )
 def test_without_the_key_nothing_is_read(store, key, headers):
     status, answer = ask(store, want((NAME, 0, 3)), key=key, headers=headers)
