@@ -6,6 +6,7 @@ time. Its row is only compared here: `audit.replay` proves it.
 
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, dropwhile, groupby
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import numpy as np
 
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import file_pieces
-from laminar_py.ledger.pieces import StoredPiece, piece_rows, split, stored_pieces
+from laminar_py.ledger.database import LedgerError
+from laminar_py.ledger.pieces import StoredPiece, is_whole, piece_rows, split, stored_pieces
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.codec import BoolArray, IntArray
 from laminar_py.records.digests import response_digest
@@ -40,11 +43,18 @@ class _Promise(msgspec.Struct, array_like=True):
     digest: str | None  # None: not finished
 
 
+_PROMISED = ", ".join(_Promise.__struct_fields__)
+
+
 class ResponseCheck:
-    """Compares responses; `numbers` are the trajectories of which it saw pieces, `violations` what is wrong."""
+    """Compares responses; `numbers` are the trajectories of which it saw pieces, `violations` what is wrong.
+
+    `apart` are those of which a file of the archive has some pieces alone: they came from several hosts.
+    """
 
     def __init__(self, connection: sqlite3.Connection, reader: PayloadReader) -> None:
         self.numbers: list[int] = []
+        self.apart: list[int] = []
         self.violations: list[Violation] = []
         self._connection = connection
         self._reader = reader
@@ -63,11 +73,19 @@ class ResponseCheck:
         pieces = file_pieces(path)
         one = next(pieces, None)
         if one is not None:
-            self._see(chain((one,), pieces), one.trajectory, 2**62)
+            self._see(chain((one,), pieces), one.trajectory, 2**62, in_file=True)
 
-    def _see(self, all_pieces: Iterable[StoredPiece], first: int, last: int) -> None:
+    def see_apart(self, numbers: Iterable[int], responses: StoredResponses) -> None:
+        """Look at what several files of the archive have of these trajectories."""
+        query = f"SELECT {_PROMISED} FROM trajectory WHERE number = ?"
+        for number in numbers:
+            promise = _Promise(*self._connection.execute(query, (number,)).fetchone())
+            with suppress(LedgerError):  # a file that was changed is told as such
+                self.violations += _check(self._connection, responses.pieces(promise), promise)
+
+    def _see(self, all_pieces: Iterable[StoredPiece], first: int, last: int, *, in_file: bool = False) -> None:
         """Pieces are in the order of their trajectories, as are the rows: both are read once."""
-        query = f"SELECT {', '.join(_Promise.__struct_fields__)} FROM trajectory WHERE number BETWEEN ? AND ?"
+        query = f"SELECT {_PROMISED} FROM trajectory WHERE number BETWEEN ? AND ?"
         rows = self._connection.execute(f"{query} ORDER BY number", (first, last))
         row = rows.fetchone()
         for number, pieces in groupby(all_pieces, key=lambda piece: piece.trajectory):
@@ -76,7 +94,9 @@ class ResponseCheck:
             if row is not None and row[0] == number:
                 self.numbers.append(number)
                 promise, stored = _Promise(*row), list(pieces)
-                if not _is_plainly_right(stored, promise):
+                if in_file and not is_whole(split(stored)[0], promise.length):
+                    self.apart.append(number)
+                elif not _is_plainly_right(stored, promise):
                     self.violations += _check(self._connection, stored, promise)
 
 
@@ -106,6 +126,8 @@ def _check(connection: sqlite3.Connection, stored: list[StoredPiece], promise: _
             fault = piece.fault or "was changed"
             yield Violation(Rule.SPANS, promise.id, f"the piece from token {piece.start} on: {fault}")
     if any(piece.piece is None for piece in tokens):
+        if promise.digest not in (None, response_digest(piece.digest for piece in tokens)):
+            yield Violation(Rule.SPANS, promise.id, "its references are not those it finished with")
         return
     pieces = [piece.tokens for piece in tokens]
     try:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from laminar_py.ledger.archive import archive_files, file_pieces, is_recorded
 from laminar_py.ledger.database import ledger_path, segments_path
-from laminar_py.ledger.pieces import StoredPiece, piece_rows, split, stored_pieces
-from laminar_py.ledger.responses import joined
+from laminar_py.ledger.pieces import StoredPiece, is_whole, piece_rows, split, stored_pieces
+from laminar_py.ledger.responses import StoredResponses, joined
 from laminar_py.ledger.rows import TrajectoryRow, read_prompt, read_rows
 from laminar_py.records.trajectory import Prompt
 from laminar_py.segments.payload import Payload, join
@@ -29,15 +29,16 @@ def stored_responses(run: Path, connection: sqlite3.Connection) -> Iterator[Stor
     files = archive_files(ledger_path(run).parent)
     archived = (file_pieces(path) for path in files if is_recorded(path, connection))
     reader = PayloadReader(segments_path(ledger_path(run).parent))
+    responses = StoredResponses(ledger_path(run).parent, connection)
     sources = chain(archived, (stored_pieces(reader, piece_rows(connection)),))
     done: set[int] = set()
     for source in sources:
         for block in _blocks(groupby(source, key=lambda piece: piece.trajectory), done):
             done.update(number for number, _ in block)
-            yield from _rows_of(connection, block)
+            yield from _rows_of(connection, block, responses)
     for row in read_rows(connection):
         if row.number not in done:
-            yield _joined(connection, row, [])
+            yield _joined(connection, row, [], responses)
 
 
 def _blocks(
@@ -49,17 +50,23 @@ def _blocks(
         yield block
 
 
-def _rows_of(connection: sqlite3.Connection, block: list[tuple[int, list[StoredPiece]]]) -> Iterator[StoredRow]:
+def _rows_of(
+    connection: sqlite3.Connection, block: list[tuple[int, list[StoredPiece]]], responses: StoredResponses
+) -> Iterator[StoredRow]:
     numbers = [number for number, _ in block]
     near = read_rows(connection, "number BETWEEN ? AND ?", (min(numbers), max(numbers)))
     wanted = set(numbers)
     rows = {row.number: row for row in near if row.number in wanted}
     for number, pieces in block:
         if number in rows:
-            yield _joined(connection, rows[number], pieces)
+            yield _joined(connection, rows[number], pieces, responses)
 
 
-def _joined(connection: sqlite3.Connection, row: TrajectoryRow, pieces: list[StoredPiece]) -> StoredRow:
+def _joined(
+    connection: sqlite3.Connection, row: TrajectoryRow, pieces: list[StoredPiece], responses: StoredResponses
+) -> StoredRow:
     tokens = split(pieces)[0]
+    if not is_whole(tokens, row.length):  # the rest came from another host, to another file; or all is lost
+        tokens = split(responses.pieces(row))[0]
     lost = any(piece.is_lost for piece in tokens)
     return row, read_prompt(connection, row), join([]) if lost else joined(row, tokens)

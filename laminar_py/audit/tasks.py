@@ -27,6 +27,7 @@ from laminar_py.audit.responses import ResponseCheck
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import record_of, was_changed
 from laminar_py.ledger.database import LedgerError, ledger_path, reading, segments_path, unlike_schema
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.digests import prompt_digest
 from laminar_py.records.events import Event
 from laminar_py.segments.reader import PayloadReader
@@ -34,13 +35,14 @@ from laminar_py.segments.reader import PayloadReader
 _NAMED = 20  # trajectories whose loss is told one by one
 
 
-class TaskResult(msgspec.Struct, frozen=True):
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one task."""
 
     violations: list[Violation] = []
     notes: list[str] = []
     missing: list[int] = []  # trajectories that have tokens, and to none of them a reference
     seen: list[int] = []  # trajectories that have some in the archive
+    apart: list[int] = []  # of these, those of which the rest is in other files of it
 
 
 def check_file(run: Path) -> TaskResult:
@@ -51,7 +53,7 @@ def check_file(run: Path) -> TaskResult:
         found += [
             Violation(Rule.LOG, name, "is not laid out as it should be") for name in unlike_schema(connection)
         ]
-        return TaskResult(found)
+        return TaskResult(violations=found)
 
 
 def check_events(run: Path) -> TaskResult:
@@ -76,19 +78,19 @@ def check_events(run: Path) -> TaskResult:
         found += check.end()
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(entries.unknown.items()))
     notes = [f"events of a later release, passed over: {kinds}"] if kinds else []
-    return TaskResult(entries.violations + found + replay.violations, notes)
+    return TaskResult(violations=entries.violations + found + replay.violations, notes=notes)
 
 
 def check_chain(run: Path, first: int, last: int | None) -> TaskResult:
     """Check the hashes of events `first` to `last`."""
     with reading(run) as connection:
-        return TaskResult(list(log.check_chain(connection, first, last)))
+        return TaskResult(violations=list(log.check_chain(connection, first, last)))
 
 
 def check_prompts(run: Path) -> TaskResult:
     """Check prompts against their digests."""
     with reading(run) as connection:
-        return TaskResult(list(_check_prompts(connection)))
+        return TaskResult(violations=list(_check_prompts(connection)))
 
 
 def check_stored(run: Path, first: int, last: int) -> TaskResult:
@@ -96,7 +98,7 @@ def check_stored(run: Path, first: int, last: int) -> TaskResult:
     with reading(run) as connection:
         check = ResponseCheck(connection, _reader(run))
         missing = check.see_stored(first, last)
-        return TaskResult(check.violations, missing=missing)
+        return TaskResult(violations=check.violations, missing=missing)
 
 
 def check_archive(run: Path, path: Path) -> TaskResult:
@@ -108,15 +110,23 @@ def check_archive(run: Path, path: Path) -> TaskResult:
     with reading(run) as connection:
         check, event = ResponseCheck(connection, _reader(run)), record_of(path, connection)
         if event is None:
-            return TaskResult([])
+            return TaskResult()
         if was_changed(path, event):
             message = f"was changed, so none of its {event.num_trajectories} trajectories is read; restore it"
-            return TaskResult([Violation(Rule.ARCHIVE, event.path, message)])
+            return TaskResult(violations=[Violation(Rule.ARCHIVE, event.path, message)])
         try:
             check.see_file(path)
         except LedgerError as error:
             check.violations.append(Violation(Rule.ARCHIVE, path.name, str(error)))
-        return TaskResult(check.violations, seen=check.numbers)
+        return TaskResult(violations=check.violations, seen=check.numbers, apart=check.apart)
+
+
+def check_apart(run: Path, numbers: Collection[int]) -> TaskResult:
+    """Check responses that several files of the archive have together."""
+    with reading(run) as connection:
+        check = ResponseCheck(connection, _reader(run))
+        check.see_apart(numbers, StoredResponses(ledger_path(run).parent, connection))
+        return TaskResult(violations=check.violations)
 
 
 def _reader(run: Path) -> PayloadReader:

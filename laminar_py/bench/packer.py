@@ -99,7 +99,7 @@ def quality(packed: Packed[PackedT], *, max_tokens: int) -> PackingQuality:
 
 
 def by_reference(trajectories: Iterable[Trajectory]) -> list[FinishedTrajectory]:
-    """What the controller knows of them, each in one piece of a segment."""
+    """Trajectories as the controller has them, each in one piece of a segment."""
     return [
         FinishedTrajectory(
             id=one.id,

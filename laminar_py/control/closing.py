@@ -170,6 +170,17 @@ class Closing:
         rewards = [member.reward or 0.0 for member in survivors]
         self._book.rewards = min(worst, *rewards), max(best, *rewards)
 
+    async def lose_ready(self, lifecycle: Lifecycle, detail: str) -> None:
+        """Drop a ready member for which the reference model was to answer; its group does not wait for that.
+
+        One that the learner has in hand stays, since it was read.
+        """
+        if self._stages.awaits_reference([lifecycle]):
+            group = self._book.groups[lifecycle.group_id]
+            self._book.drop([lifecycle], DropReason.HOST_LOST, detail)
+            del group.members[lifecycle.id]
+            await self._put(group)
+
     async def restore(self, group: Group) -> None:
         """Take up a group that a dead controller left, and close it if nothing of it is pending."""
         if group.is_ready:

@@ -5,7 +5,7 @@ lies elsewhere, and its prompt issued anew where its group is still open. Invari
 record has lost nothing, and waits for another replica as after any death.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
@@ -14,7 +14,6 @@ from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.records.trajectory import DropReason, Kind, Status
-from laminar_py.segments.writer import part_of
 
 
 class Losses:
@@ -35,12 +34,10 @@ class Losses:
         self._consumption = consumption
         self._closing = closing
 
-    async def of_parts(self, labels: Container[str], *, host: str) -> None:
-        """Drop every live trajectory of which something is in a segment of these parts, whose host is gone."""
-        detail = f"host {host} is gone"
+    async def of_segments(self, segments: Collection[str], reason: str) -> None:
+        """Drop every live trajectory of which something is in one of these segments, which are gone."""
         holders = [*self._book.live.values(), *self._book.counterfactual.values()]
-        lost = [one for one in holders if any(part_of(segment) in labels for segment in one.segments)]
-        await self.of({lifecycle.id: detail for lifecycle in lost})
+        await self.of({one.id: reason for one in holders if not one.segments.isdisjoint(segments)})
 
     async def of(self, lost: Mapping[str, str]) -> None:
         """Drop these trajectories, those that are live: what is lost of each, by id."""
@@ -48,7 +45,11 @@ class Losses:
         self._consumption.drop_lost(lost)
         for trajectory_id, detail in lost.items():
             lifecycle = self._book.followed(trajectory_id)
-            if lifecycle is not None and lifecycle.status is not Status.READY:
+            if lifecycle is None:
+                continue
+            if lifecycle.status is Status.READY:
+                await self._closing.lose_ready(lifecycle, detail)
+            else:
                 self._book.moves.ends(lifecycle.id)
                 self._book.abort(lifecycle)
                 await self.begin_anew(lifecycle, DropReason.HOST_LOST, detail)

@@ -67,7 +67,7 @@ class Reports:
         )
 
     def running_on(self, replica: int) -> dict[str, Known]:
-        """What a replica has of live and counterfactual trajectories, and how much of each is on record."""
+        """Live and counterfactual trajectories that a replica has, and how much of each is on record."""
         names = sorted(self._book.views.by_index[replica].in_flight)
         followed = ((name, self._book.followed(name)) for name in names)
         return {

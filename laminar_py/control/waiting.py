@@ -64,6 +64,7 @@ class WaitingQueue:
 
     def _keep(self, stays: Callable[[Lifecycle], bool]) -> None:
         self._displaced = [item for item in self._displaced if stays(item)]
+        self._unreachable = [item for item in self._unreachable if stays(item)]
         for need, lane in list(self._lanes.items()):
             kept = [entry for entry in lane.entries if stays(entry[1])]
             if not kept:

@@ -11,7 +11,7 @@ import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ class ArchiveRequest(msgspec.Struct, frozen=True):
 
 
 class ArchiveAnswer(msgspec.Struct, frozen=True):
-    """A new file; numbers of trajectories of which pieces could not be read, with what was wrong."""
+    """A new file; numbers of trajectories that are left out, as pieces could not be read, with what was wrong."""
 
     event: Archived
     unreadable: dict[int, str]
@@ -65,12 +65,14 @@ def archive_pieces(request: bytes) -> bytes:
     numbers = set[int]()
 
     def readable() -> Iterator[StoredPiece]:
-        for piece in stored_pieces(reader, iter(wanted.rows)):
-            if piece.piece is None:
-                unreadable[piece.trajectory] = piece.fault
+        stored = stored_pieces(reader, iter(wanted.rows))
+        for number, pieces in groupby(stored, key=lambda piece: piece.trajectory):
+            own = list(pieces)
+            if fault := next((piece.fault for piece in own if piece.piece is None), ""):
+                unreadable[number] = fault
             else:
-                numbers.add(piece.trajectory)
-                yield piece
+                numbers.add(number)
+                yield from own
 
     _write_file(unfinished, readable())
     reader.close()

@@ -28,7 +28,6 @@ from laminar_py.records.protocols import Clock
 from laminar_py.records.spans import encode_spans
 from laminar_py.records.trajectory import Prompt, Span, Status
 from laminar_py.records.weights import Published
-from laminar_py.segments.writer import part_of
 
 FLUSH_S = 1.0
 ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
@@ -139,22 +138,8 @@ class Ledger:
         self._check_open()
         row = self._machine.grow(trajectory_id, tokens.start, spans, tokens.end - tokens.start)
         self._dirty[row.id] = row
-        at = tokens.at
-        self._batch.pieces.append(
-            PieceRow(
-                row.number,
-                NO_COLUMN,
-                "",
-                tokens.start,
-                tokens.end,
-                encode_spans(spans),
-                tokens.routed,
-                at.segment,
-                at.offset,
-                at.num_bytes,
-                at.digest,
-            )
-        )
+        at, what = tokens.at, (NO_COLUMN, "", tokens.start, tokens.end, encode_spans(spans), tokens.routed)
+        self._batch.pieces.append(PieceRow(row.number, *what, at.segment, at.offset, at.num_bytes, at.digest))
         self._schedule()
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
@@ -213,10 +198,10 @@ class Ledger:
             self._batch.lost += numbers
             await self.commit()
 
-    async def holders(self, labels: Collection[str]) -> list[int]:
-        """Numbers of trajectories of which something is in a segment of these parts."""
+    async def holders(self, segments: Collection[str]) -> list[int]:
+        """Numbers of trajectories of which something is in one of these segments."""
         await self.commit()
-        return await asyncio.to_thread(_holders, self._path.parent, labels)
+        return await asyncio.to_thread(_holders, self._path.parent, segments)
 
     async def segments(self) -> set[str]:
         """Segments that references lead to."""
@@ -289,10 +274,10 @@ def _settled(run: Path, step: int) -> list[PieceRow]:
         return list(piece_rows(connection, f"({SETTLED}) AND segment != ''", (step,)))
 
 
-def _holders(run: Path, labels: Collection[str]) -> list[int]:
+def _holders(run: Path, segments: Collection[str]) -> list[int]:
     with reading(run) as connection:
         found = connection.execute("SELECT DISTINCT trajectory, segment FROM piece WHERE segment != ''")
-        return sorted({number for number, segment in found if part_of(segment) in labels})
+        return sorted({number for number, segment in found if segment in segments})
 
 
 def _ids_of(run: Path, numbers: Collection[int]) -> list[str]:

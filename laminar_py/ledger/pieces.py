@@ -12,10 +12,11 @@ import msgspec
 
 from laminar_py.records.columns import Dtype
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
-from laminar_py.records.spans import decode_spans, replace_spans
+from laminar_py.records.spans import clip_spans, decode_spans, encode_spans, replace_spans
 from laminar_py.records.trajectory import Span
 from laminar_py.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
 from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import tokens_ref
 
 AT_ONCE = 256  # pieces that are read together
 NO_COLUMN = ""  # name of response tokens
@@ -39,7 +40,7 @@ class PieceRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def ref(self) -> PieceRef:
-        """Where it lies."""
+        """Reference to the piece."""
         return PieceRef(self.segment, self.offset, self.num_bytes, self.digest)
 
 
@@ -47,8 +48,11 @@ COLUMNS = PieceRow.__struct_fields__
 INSERT = f"INSERT INTO piece VALUES ({', '.join('?' * len(COLUMNS))})"
 
 
-class StoredPiece(msgspec.Struct, frozen=True, gc=False):
-    """A piece of trajectory number `trajectory`, byte for byte as stored; `fault` says why it cannot be read."""
+class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A piece of trajectory number `trajectory`, byte for byte as stored.
+
+    `fault` says why it cannot be read, or in what its reference is wrong about it.
+    """
 
     trajectory: int
     name: str
@@ -71,18 +75,23 @@ class StoredPiece(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_intact(self) -> bool:
-        """True if nobody changed it."""
-        return self.piece is not None and self.digest == frame_digest(describe(self.piece), arrays_of(self.piece))
+        """True if nobody changed it, nor its reference."""
+        if self.piece is None or self.fault:
+            return False
+        return self.digest == frame_digest(describe(self.piece), arrays_of(self.piece))
 
 
 def rebuilt(
     trajectory: int, name: str, start: int, digest: bytes, description: Buffer, arrays: Buffer
 ) -> StoredPiece:
     """A piece of its parts, whether or not these are as they were written."""
+    piece: AnyPiece | None = None
+    fault = ""
     try:
-        return StoredPiece(trajectory, name, start, digest, rebuild(description, arrays))
+        piece = rebuild(description, arrays)
     except PayloadLostError as error:
-        return StoredPiece(trajectory, name, start, digest, None, str(error))
+        fault = str(error)
+    return StoredPiece(trajectory=trajectory, name=name, start=start, digest=digest, piece=piece, fault=fault)
 
 
 def piece_rows(
@@ -107,18 +116,46 @@ def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[S
             if not fault:
                 try:
                     piece = loaded.piece(row.ref)
+                    fault = "" if _is_said(row, piece) else "not what its reference says"
                 except PayloadLostError as error:
                     fault = str(error)
-            yield StoredPiece(row.trajectory, row.name, row.start, row.digest, piece, fault)
+            yield StoredPiece(
+                trajectory=row.trajectory,
+                name=row.name,
+                start=row.start,
+                digest=row.digest,
+                piece=piece,
+                fault=fault,
+            )
+
+
+def _is_said(row: PieceRow, piece: AnyPiece) -> bool:
+    """True where a piece is as its reference says, down to its spans."""
+    said = row.name, row.dtype, row.start, row.end, row.spans, row.routed
+    if isinstance(piece, ColumnPiece):
+        return said == (piece.name, piece.values.dtype.value, 0, len(piece.values.array), "[]", 0)
+    tokens = tokens_ref(piece, row.ref)
+    spans = encode_spans(clip_spans(piece.spans, piece.start))
+    return said == (NO_COLUMN, "", tokens.start, tokens.end, spans, tokens.routed)
+
+
+def is_whole(tokens: Sequence[StoredPiece], length: int) -> bool:
+    """True where pieces can be read and make a response of `length` tokens."""
+    end = 0
+    for one in tokens:
+        if not isinstance(one.piece, Piece) or one.piece.start != end:
+            return False
+        end = one.piece.end
+    return end == length
 
 
 def tokens_of(rows: Sequence[PieceRow]) -> tuple[TokensRef, ...]:
-    """Where the response of one trajectory lies, by its references."""
+    """References to the response of one trajectory, among all of it."""
     return tuple(TokensRef(row.start, row.end, row.ref, row.routed) for row in rows if row.name == NO_COLUMN)
 
 
 def columns_of(rows: Sequence[PieceRow]) -> dict[str, ColumnRef]:
-    """Where the columns of one trajectory lie, by its references."""
+    """References to the columns of one trajectory, by their names."""
     return {row.name: ColumnRef(Dtype(row.dtype), row.ref) for row in rows if row.name != NO_COLUMN}
 
 

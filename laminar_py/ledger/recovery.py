@@ -76,7 +76,8 @@ def _wherever(checkpoint: Checkpointed) -> bool:
 def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> Recovered:
     """Read the state of a run that ended or was killed, to go on from the newest checkpoint that is `there`.
 
-    Raises `ConfigError` if the ledger cannot be read, or if no checkpoint of those on record is there.
+    Raises `ConfigError` if the ledger cannot be read, if no checkpoint of those on record is there, or if that one
+    is older than what was archived.
     """
     with reading(run) as connection:
         checkpoint = newest_there(checkpoints_on_record(connection), there)
@@ -236,6 +237,11 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
         pieces.setdefault(piece.trajectory, []).append(piece)
     for row in read_rows(connection, where, (step,)):
         own = pieces.get(row.number, [])
+        if row.length and not own:
+            raise LedgerError(
+                f"trajectory={row.id}: its {row.length} tokens are in the archive, as no checkpoint of its time"
+                " was kept; resume from a later one"
+            )
         spans = spans_of(own) if row.spans is None else replace_spans(spans_of(own), decode_spans(row.spans))
         yield LiveTrajectory(
             id=row.id,

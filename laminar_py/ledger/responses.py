@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from laminar_py.ledger.archive import archive_files, file_name, file_pieces, is_recorded
 from laminar_py.ledger.database import LedgerError, segments_path
@@ -18,6 +19,14 @@ from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.spans import decode_spans, replace_spans
 from laminar_py.segments.payload import Payload, join
 from laminar_py.segments.reader import PayloadReader
+
+
+class Numbered(Protocol):
+    """A trajectory as far as its pieces are found by it: columns of its row."""
+
+    number: int
+    length: int
+    last_seq: int
 
 
 class StoredResponses:
@@ -37,12 +46,12 @@ class StoredResponses:
         """Columns that a response was scored with, by name; those that are lost are left out."""
         return {name: piece.values for name, piece in column_values(self.pieces(row)).items()}
 
-    def pieces(self, row: TrajectoryRow) -> list[StoredPiece]:
-        """All that is stored of a trajectory. Raises `LedgerError` where a file of the archive was changed."""
+    def pieces(self, row: Numbered) -> list[StoredPiece]:
+        """Pieces of a trajectory. Raises `LedgerError` where a file of the archive was changed."""
         rows = piece_rows(self._connection, "number = ?", (row.number,))
         return list(stored_pieces(self._reader, rows)) or self._archived(row)
 
-    def _archived(self, row: TrajectoryRow) -> list[StoredPiece]:
+    def _archived(self, row: Numbered) -> list[StoredPiece]:
         """Pieces of a trajectory in the archive, in files that were written after its last event."""
         found: list[StoredPiece] = []
         for path in archive_files(self.run) if row.length else ():

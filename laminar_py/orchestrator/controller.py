@@ -53,14 +53,7 @@ class Controller:
     """Leader of a run from its start, or a resume, to its end."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        run: RunFolder,
-        *,
-        placement: Placement,
-        inputs: Inputs,
-        view: View,
-        resume: bool,
+        self, config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, view: View, resume: bool
     ) -> None:
         goes_on = resume and run.has_ledger
         self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
@@ -192,7 +185,7 @@ class Controller:
             self._evaluator.abandon()
             scheduler.end()
             await self._replicas.stop(evaluations=True)
-        await self._payload.close()
+        await self._payload.close(scheduler)
         self._incarnation.ledger.append(
             RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
         )

@@ -101,7 +101,7 @@ class EvalController:
                 if not finished:
                     self._scheduler.end()
                     await self._replicas.stop(evaluations=True)
-                await self._payload.close()
+                await self._payload.close(self._scheduler)
                 ledger.append(RunEnded(self._incarnation.number, "finished" if finished else "interrupted"))
                 await ledger.commit()
                 summary = self._summarise(finished=finished)

@@ -64,8 +64,7 @@ class Trainer:
         self.stop = asyncio.Event()
         self.fault: str | None = None  # why the run ends before its time, if it fails
         self._failed = asyncio.Event()
-        self._config = incarnation.config
-        self._run = incarnation.run
+        self._config, self._run = incarnation.config, incarnation.run
         self._stream = incarnation.inputs.stream
         self._ledger = incarnation.ledger
         self._stats = incarnation.stats

@@ -1,7 +1,6 @@
 """Events: the only input of the ledger. Every record here is one row of the event log.
 
-Events name trajectories, versions and parts by id and carry no payload: tokens are in segments, and the ledger has
-references to them.
+Events name trajectories, versions and parts by id and carry no payload: of tokens the ledger has references.
 """
 
 import msgspec
@@ -50,7 +49,7 @@ class Issued(Event, frozen=True, kw_only=True):
 
 
 class TokensLost(Event, frozen=True, kw_only=True):
-    """What is stored of these trajectories can be read no more, wholly or in part, and is in no archive."""
+    """Tokens or columns of these trajectories can be read no more, and are in no archive."""
 
     trajectory_ids: tuple[str, ...]
     reason: str
@@ -101,10 +100,7 @@ class StreamCut(Event, frozen=True):
 
 
 class Restamped(Event, frozen=True):
-    """The engine's last word put a change of version at another token than its stream had.
-
-    `spans` cover the whole response so far, and hold.
-    """
+    """The engine's last word moved a change of version; `spans` cover the whole response so far, and hold."""
 
     trajectory_id: str
     spans: tuple[Span, ...]
@@ -275,10 +271,7 @@ class Stepped(Event, frozen=True, kw_only=True):
 
 
 class StepSkipped(Event, frozen=True):
-    """The loss or gradient was not finite in so many updates of `step`, which changed nothing.
-
-    Its trajectories are consumed as those of any step.
-    """
+    """So many updates of `step` were not finite and changed nothing; its trajectories are consumed anyway."""
 
     step: int
     incarnation: int

@@ -116,7 +116,7 @@ class Running:
         return self.length - sum(map(len, self.ids))
 
     def note(self, now: float) -> Piece | None:
-        """What the journal has not got yet, which counts as noted from here on; None if that is nothing."""
+        """Tokens that the journal has not got yet, which count as noted from here on; None if there are none."""
         noted = self.told + sum(map(len, self.ids[: self.noted]))
         if noted == self.length:
             return None
@@ -126,7 +126,7 @@ class Running:
         return msgspec.structs.replace(piece, mask=pack_mask(join_masks(masks)) if masks else None)
 
     def piece(self, now: float) -> Piece | None:
-        """Everything that was not told yet, which counts as told from here on; None if that is nothing."""
+        """Everything that was not told yet, None if that is nothing; it counts as told with its `progress`."""
         if not self.ids and not self.experts:
             return None
         name, count = self.assignment.trajectory_id, self.length - self.told
@@ -135,8 +135,6 @@ class Running:
         assert rows == count, f"{name}: {count} tokens with {rows} sampling masks"
         piece = self._piece(self.told, self.ids, self.logprobs, now)
         experts = pack_experts(join_experts(self.experts)) if self.experts else None
-        self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
-        self.ids, self.logprobs, self.masks, self.experts, self.noted = [], [], [], [], 0
         return msgspec.structs.replace(piece, mask=None if mask is None else pack_mask(mask), experts=experts)
 
     def _piece(self, start: int, ids: list[IntArray], logprobs: list[FloatArray], now: float) -> Piece:
@@ -159,13 +157,17 @@ class Running:
         broken: Break | None = None,
         refusal: str = "",
     ) -> Progress:
-        """News of it, with `tokens` that were stored of it since it was told of last."""
+        """News of it, with the `tokens` of its `piece`, which was stored."""
+        start = self.told
+        if tokens is not None:
+            self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
+            self.ids, self.logprobs, self.masks, self.experts, self.noted = [], [], [], [], 0
         spans, self.spans = tuple(self.spans), []
         first = now if self.first_token_s is None else self.first_token_s
         return Progress(
             trajectory_id=self.assignment.trajectory_id,
             epoch=self.assignment.epoch,
-            start=self.told if tokens is None else tokens.start,
+            start=start,
             tokens=tokens,
             spans=spans,
             finish_reason=reason,

@@ -6,6 +6,7 @@ not told is in the journal an interval later, so that a death of the process cos
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,13 +18,18 @@ from laminar_py.segments.journal import Journal
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
+LEAST_FREE = 16 * 2**20  # bytes of the disk without which no replica begins
 SYNC_S = 5.0  # after so long what was written is on disk, for what a loss of power must not take
+
+
+class StoreFullError(EngineLostError):
+    """A folder of segments that cannot be written: the replica is of no use there."""
 
 
 class ResponseStore:
     """Segment and journal of one replica in `folder`, and a reader for the responses that it goes on with.
 
-    Where nothing can be written it raises `EngineLostError`: the replica is of no use there.
+    Raises `StoreFullError` where nothing can be written, also when it is made.
     """
 
     def __init__(self, folder: Path, part: str, reader: PayloadReader) -> None:
@@ -31,6 +37,11 @@ class ResponseStore:
         self._segment = SegmentWriter(folder, part)
         self._journal = Journal(folder, part)
         self._reader = reader
+        with self._writing():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        if free < LEAST_FREE:
+            raise StoreFullError(f"segments={folder}: {free / 2**20:.0f} MiB are free there; make room")
 
     def keep(self, piece: Piece) -> TokensRef:
         """Write a piece that is to be told."""
@@ -69,6 +80,6 @@ class ResponseStore:
         try:
             yield
         except OSError as error:
-            raise EngineLostError(
+            raise StoreFullError(
                 f"segments={self._folder}: cannot be written ({error.strerror}); make room"
             ) from None

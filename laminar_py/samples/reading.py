@@ -93,9 +93,10 @@ def _full(responses: StoredResponses, told: Story, of_prompt: Sequence[SampleRow
         logprobs=_finite(told.response.logprobs),
         spans=_spans(told),
         terms=_terms(told),
-        columns={name: _finite(values.array) for name, values in responses.columns(told.row).items()},
+        columns=_columns(responses, told),
         siblings=[row for row in of_prompt if row.group_id == told.row.group_id],
         history=_visits(of_prompt, solved_at=model.solved_at),
+        lost=told.lost,
     )
 
 
@@ -140,6 +141,12 @@ def _terms(told: Story) -> list[TermValue]:
     """Terms of its last score: what was undone may be scored anew."""
     scores = [entry.event for entry in told.events if isinstance(entry.event, Scored)]
     return scores[-1].terms if scores else []
+
+
+def _columns(responses: StoredResponses, told: Story) -> dict[str, list[float | None]]:
+    """Columns of a response, which say nothing where that is lost."""
+    found = {} if told.lost else responses.columns(told.row)
+    return {name: _finite(values.array) for name, values in found.items()}
 
 
 def _finite(values: Array) -> list[float | None]:

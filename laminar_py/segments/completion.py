@@ -26,7 +26,7 @@ def complete_all(
 
 
 def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
-    """One with its tokens. Raises `PayloadLostError`."""
+    """A trajectory with its tokens. Raises `PayloadLostError`."""
     response = loaded.response(finished.tokens)
     length = len(response.ids)
     if length != finished.length:

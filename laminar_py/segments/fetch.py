@@ -1,4 +1,4 @@
-"""Pieces of other hosts, from their stores: the `Fetch` of a `PayloadReader`.
+"""Pieces of other hosts, from their stores: the `PieceFetch` of a `PayloadReader`.
 
 Each process that reads pieces has one client, whose threads may share it; stores are in `segments.store`, and what
 both say to each other is in `segments.wire`. Invariant: a piece is called lost at once where its store says so,

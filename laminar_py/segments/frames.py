@@ -27,7 +27,7 @@ _KIND = b"LPP1"
 _ABSENT = -1
 
 
-class _TokensHead(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="tokens"):
+class _TokensHead(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False, tag="tokens"):
     trajectory_id: str
     epoch: int
     start: int
@@ -59,6 +59,9 @@ class Frame:
 
 def make_frame(piece: AnyPiece) -> Frame:
     """The frame of a piece."""
+    if isinstance(piece, Piece):
+        same = len(piece.ids) == len(piece.logprobs)
+        assert same, f"{piece.trajectory_id}: {len(piece.logprobs)} bytes of logprobs for {len(piece.ids)} of ids"
     description, body = describe(piece), b"".join(arrays_of(piece))
     digest = frame_digest(description, [body])
     head = _HEAD.pack(_KIND, len(description), len(body), digest)
@@ -68,11 +71,11 @@ def make_frame(piece: AnyPiece) -> Frame:
 def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
     """The piece in a whole frame. Raises `PayloadLostError` where it is another than the digest is of."""
     try:
-        kind, size, length, _ = _HEAD.unpack_from(data)
+        kind, size, length, noted = _HEAD.unpack_from(data)
     except struct.error:
         raise PayloadLostError(f"{len(data)} bytes are no piece") from None
     description, body = data[_HEAD.size : _HEAD.size + size], data[_HEAD.size + size :]
-    if kind != _KIND or len(body) != length or frame_digest(description, [body]) != digest:
+    if kind != _KIND or len(body) != length or not noted == digest == frame_digest(description, [body]):
         raise PayloadLostError("the bytes there are not those that were written")
     return rebuild(description, body)
 
@@ -94,14 +97,20 @@ def whole_frames(data: memoryview) -> Iterator[AnyPiece]:
 
 
 def describe(piece: AnyPiece) -> bytes:
-    """All of a piece but its arrays."""
+    """Description of a piece: everything but its arrays."""
     if isinstance(piece, ColumnPiece):
         return _encoder.encode(_ColumnHead(piece.trajectory_id, piece.name, piece.values.dtype))
-    mask = _ABSENT if piece.mask is None else len(piece.mask)
-    experts = _ABSENT if piece.experts is None else len(piece.experts)
-    count = piece.end - piece.start
     return _encoder.encode(
-        _TokensHead(piece.trajectory_id, piece.epoch, piece.start, piece.spans, count, mask, experts, piece.used_s)
+        _TokensHead(
+            trajectory_id=piece.trajectory_id,
+            epoch=piece.epoch,
+            start=piece.start,
+            spans=piece.spans,
+            count=piece.end - piece.start,
+            mask_bytes=_ABSENT if piece.mask is None else len(piece.mask),
+            experts_bytes=_ABSENT if piece.experts is None else len(piece.experts),
+            used_s=piece.used_s,
+        )
     )
 
 

@@ -23,7 +23,7 @@ class StoreAwayError(PayloadLostError):
     """A store that has not answered for so long that its pieces count as lost, all of them."""
 
 
-class Fetch(Protocol):
+class PieceFetch(Protocol):
     """Pieces of another host: their bytes, in order, from the store at an address.
 
     Raises `PayloadLostError` where one is lost, `StoreAwayError` where the store is.
@@ -74,14 +74,14 @@ class Loaded:
 class PayloadReader:
     """Reader of the segments in `folder`, the one of this host; `fetch` is asked for those of others."""
 
-    def __init__(self, folder: Path, *, fetch: Fetch | None = None) -> None:
+    def __init__(self, folder: Path, *, fetch: PieceFetch | None = None) -> None:
         self._folder = folder
         self._fetch = fetch
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
     def load(self, refs: Iterable[PieceRef], *, stores: Mapping[str, str] | None = None) -> Loaded:
-        """These pieces; `stores` has the address of each segment that is of another host."""
+        """Read pieces; `stores` has the address of each segment that is of another host."""
         found: dict[PieceRef, bytes | PayloadLostError] = {}
         elsewhere: dict[str, list[PieceRef]] = {}
         for ref in refs:
@@ -109,10 +109,15 @@ class PayloadReader:
     def _read(self, ref: PieceRef) -> bytes:
         with self._lock:  # so that no other thread closes the file meanwhile
             try:
-                data = os.pread(self._open(ref.segment), ref.num_bytes, ref.offset)
+                file = self._open(ref.segment)
+                # by its size first: a changed reference may ask for more than fits in memory
+                is_there = 0 <= ref.offset <= ref.offset + ref.num_bytes <= os.fstat(file).st_size
+                data = os.pread(file, ref.num_bytes, ref.offset) if is_there else b""
             except OSError as error:
                 raise PayloadLostError(f"{self._folder / ref.segment}: {error.strerror}") from None
-        if len(data) < ref.num_bytes:
+            except ValueError as error:  # no name of a file
+                raise PayloadLostError(f"segment {ref.segment!r}: {error}") from None
+        if not is_there or len(data) < ref.num_bytes:
             raise PayloadLostError(f"{self._folder / ref.segment}: ends before byte {ref.offset + ref.num_bytes}")
         return data
 

@@ -1,8 +1,8 @@
-"""What a dead replica's running trajectories had got and nobody was told, from its journals. Runs on its host.
+"""Salvage of what a dead replica's running trajectories had got and nobody was told, from its journals.
 
-Called by the controller when a replica died (`workers.payload`). The pieces go to a new segment of that part,
-which is on disk before anybody hears of it; the journals stay until that is on record. Invariant: what is given
-back goes on exactly where the record ends, or is left out.
+Runs on the host, called by the controller when a replica died (`workers.payload`). The pieces go to a new segment
+of that part, which is on disk before anybody hears of it; the journals stay until that is on record. Invariant:
+what is given back goes on exactly where the record ends, or is left out.
 """
 
 import mmap

@@ -4,7 +4,7 @@ Replicas, scorers and the reference model each have a writer. Invariant: a refer
 in the file, in the kernel's hands: whoever is killed after that has lost nothing. `sync` brings them to the disk,
 for what a loss of power must not take. A file that has reached `ROLL_BYTES` gets no more, and is deleted whole
 (`segments.folder`) when nobody needs a piece of it any more. A write that fails in the middle is taken back, so
-that frames always lie end to end.
+that frames always lie end to end; a file that somebody deleted gets no more.
 """
 
 import os
@@ -67,7 +67,7 @@ class SegmentWriter:
         self.sync()
 
     def _open(self) -> int:
-        if self._file is not None and self._size >= self._roll_bytes:
+        if self._file is not None and (self._size >= self._roll_bytes or not os.fstat(self._file).st_nlink):
             self._end_file()
         if self._file is None:
             self._name, self._size = new_name(self._part), 0

@@ -9,7 +9,7 @@ another one.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 
 from laminar_py.cluster.part import RayError, RayTaskError
@@ -42,6 +42,7 @@ class PayloadHosts:
         self._ledger = incarnation.ledger
         self._folder = str(incarnation.run.segments)
         self._nodes: dict[str, str] = {}  # Ray node of each label
+        self._present: dict[str, str] = {}  # label of each part that runs, or ran last
         self._starts = count()
 
     # ---- where things are
@@ -49,7 +50,7 @@ class PayloadHosts:
     def label(self, part: str, node: str | None) -> str:
         """A label for a part that starts on a node, e.g. `replica-3-2-17`: the 17th start of incarnation 2."""
         label = f"{part}-{self._incarnation.number}-{next(self._starts)}"
-        self._nodes[label] = node or self._here
+        self._nodes[label], self._present[part] = node or self._here, label
         return label
 
     def stores_for(self, refs: Iterable[PieceRef], node: str | None) -> dict[str, str]:
@@ -63,7 +64,7 @@ class PayloadHosts:
         """Look for the segments of earlier incarnations; what is gone of live trajectories, by their ids."""
         there: dict[str, int] = {}
         for node in self._all_nodes:
-            for file in await self._files_on(node):
+            for file in await self._files_on(node) or ():
                 there.setdefault(file.name, file.num_bytes)
                 self._nodes.setdefault(part_of(file.name), node)
         return {entry.id: why for entry in recovered.live if (why := _missing(entry, there))}
@@ -71,11 +72,11 @@ class PayloadHosts:
     # ---- after deaths
 
     async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
-        """What a dead part had of these and nobody was told; nothing where its host does not answer."""
+        """Tokens of these that a dead part had and nobody was told; none where its host does not answer."""
         return await self._salvage(self._nodes[label], f"{label}.*", running)
 
     async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
-        """The same of all that ran when the last controller died."""
+        """Tokens of all that ran when the last controller died, likewise."""
         running = {
             entry.id: Known(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
             for entry in live
@@ -98,9 +99,9 @@ class PayloadHosts:
     async def lose_host_of(self, label: str, scheduler: TrajectoryScheduler) -> None:
         """Drop what only the host of a part had."""
         node = self._nodes[label]
-        gone = {name for name, home in self._nodes.items() if home == node}
-        await scheduler.losses.of_parts(gone, host=self._placement.ip(node))
-        await self._ledger.lose(await self._ledger.holders(gone), f"host {self._placement.ip(node)} is gone")
+        known = await self._ledger.segments() | scheduler.book.segments()
+        gone = {segment for segment in known if self._node_of(segment) == node}
+        await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
 
     # ---- what nobody needs any more
 
@@ -125,24 +126,42 @@ class PayloadHosts:
                 "pieces of %d trajectories cannot be read: %s", len(unreadable), next(iter(unreadable.values()))
             )
             await self._ledger.lose(unreadable.keys(), next(iter(unreadable.values())))
-        await self._delete_unneeded(scheduler)
+        await self._tidy(scheduler)
         return len(moved)
 
-    async def close(self) -> None:
-        """Delete journals: all that ran has ended, and was told."""
+    async def close(self, scheduler: TrajectoryScheduler) -> None:
+        """Delete journals, and look for what is gone: all that ran has ended, and was told."""
         for node in self._all_nodes:
             await self._discard(node, ["*.journal"])
+        self._present.clear()
+        await self._tidy(scheduler)
 
-    async def _delete_unneeded(self, scheduler: TrajectoryScheduler) -> None:
-        """Delete segments to which no reference leads."""
+    async def _tidy(self, scheduler: TrajectoryScheduler) -> None:
+        """Delete segments to which no reference leads; what is gone of others is lost."""
         needed = await self._ledger.segments() | scheduler.book.segments()
+        there: dict[str, list[SegmentFile]] = {}
         for node in self._all_nodes:
-            files = await self._files_on(node)
-            newest = {part_of(file.name): file.name for file in files}  # they are in the order of their making
-            idle = [
-                file.name for file in files if file.age_s > SETTLES_S and newest[part_of(file.name)] != file.name
-            ]
-            await self._discard(node, segment_files(name for name in idle if name not in needed))
+            if (files := await self._files_on(node)) is not None:
+                there[node] = files
+        known = {file.name for files in there.values() for file in files}
+        gone = {segment for segment in needed - known if self._node_of(segment) in there}
+        await self._lose(gone, f"segment {min(gone, default='')} is gone from its host", scheduler)
+        for node, files in there.items():
+            idle = [file.name for file in files if file.name not in needed and self._is_ended(file, files)]
+            await self._discard(node, segment_files(idle))
+
+    def _is_ended(self, file: SegmentFile, files: Sequence[SegmentFile]) -> bool:
+        """True for a segment that gets no more, and of which nobody is about to tell; `files` are of its host."""
+        label = part_of(file.name)
+        newest = [other.name for other in files if part_of(other.name) == label][-1]  # in the order of their making
+        return label not in self._present.values() or (file.name != newest and file.age_s > SETTLES_S)
+
+    async def _lose(self, segments: Collection[str], reason: str, scheduler: TrajectoryScheduler) -> None:
+        """Put on record that these segments are gone, and drop what is live of them."""
+        if segments:
+            log.error("%s, %d in all", reason, len(segments))
+            await scheduler.losses.of_segments(segments, reason)
+            await self._ledger.lose(await self._ledger.holders(segments), reason)
 
     # ---- on hosts
 
@@ -163,9 +182,10 @@ class PayloadHosts:
     def _address(self, segment: str) -> str:
         return ""
 
-    async def _files_on(self, node: str) -> list[SegmentFile]:
+    async def _files_on(self, node: str) -> list[SegmentFile] | None:
+        """Segments of a host; None where it does not answer."""
         answer = await self._on(node, segments_here, self._folder)
-        return [] if answer is None else decode(list[SegmentFile], answer)
+        return None if answer is None else decode(list[SegmentFile], answer)
 
     async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known]) -> Salvage:
         if not running:
@@ -202,7 +222,7 @@ async def take_up(recovered: Recovered, payload: PayloadHosts, scheduler: Trajec
 
 
 def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:
-    """What is gone of a trajectory; "" where all is there."""
+    """Name of what is gone of a trajectory; "" where all is there."""
     for ref in (*(one.at for one in entry.tokens), *(column.at for column in entry.columns.values())):
         if there.get(ref.segment, 0) < ref.offset + ref.num_bytes:
             return f"{ref.segment} is on no host, or ends before byte {ref.offset + ref.num_bytes}"

@@ -5,6 +5,7 @@ under the same version counts as dead (law 3).
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,14 +15,18 @@ from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.events import PartDied
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.specs import ReplicaSpec
+
+log = logging.getLogger(__name__)
 
 COLLECT_S = 1.0
 START_S = 120.0  # of a replica, its engine apart
@@ -173,10 +178,17 @@ class Replicas:
         )
 
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Have what it had go on elsewhere; None if it was ended on purpose."""
+        """Have what it had go on elsewhere; None if it was ended on purpose, or if its disk is full.
+
+        That ends no run: it is tried again, ever more rarely, while others go on.
+        """
         self._late_aborts.pop(index, None)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
+        if index not in self._restarting and StoreFullError.__name__ in error.reason:
+            log.error("%s", error)
+            self._incarnation.ledger.append(PartDied(error.part, error.reason))
+            return None
         if index not in self._restarting:
             return error
         self._restarting.discard(index)

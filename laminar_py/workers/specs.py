@@ -141,7 +141,7 @@ class ReferenceRequest(msgspec.Struct, frozen=True):
 
 
 class ReferenceAnswer(msgspec.Struct, frozen=True):
-    """Where the log-probabilities of some trajectories under the reference model lie."""
+    """References to the log-probabilities of some trajectories under the reference model."""
 
     logprobs: dict[str, ColumnRef]  # by trajectory
     lost: dict[str, str]  # what is lost of others

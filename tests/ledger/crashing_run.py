@@ -12,6 +12,7 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.records.events import Interrupted, VersionPublished
 from laminar_py.records.trajectory import Span, Status
 from tests.ledger.runs import (
+    archive,
     begin,
     checkpoint,
     consume,
@@ -21,7 +22,7 @@ from tests.ledger.runs import (
     open_ledger,
     recording,
     run_to,
-    tokens,
+    store,
 )
 
 
@@ -38,7 +39,7 @@ async def run(folder: Path) -> None:
         ready = [t.id for t in recovered.live if t.status is Status.READY] if recovered else []
         for trajectory in recovered.live if recovered else ():
             if trajectory.status is Status.RUNNING:
-                length = len(trajectory.response.ids)
+                length = trajectory.tokens[-1].end if trajectory.tokens else 0
                 ledger.append(
                     Interrupted(
                         trajectory_id=trajectory.id,
@@ -58,8 +59,7 @@ async def train(ledger, step, version, prompt, ready):
         issue(ledger, ids[3], index=index)
         run_to(ledger, ids[3], [(0, 0, 3)], recorded=True)
         await asyncio.sleep(0)
-        rest = recording(ids[3], 3, 5)
-        ledger.store_segment(ids[3], 3, (Span(0, 3, 5),), *tokens(ids[3], 3, 5), **rest)
+        store(ledger, ids[3], 3, 5, (Span(0, 3, 5),), **recording(ids[3], 3, 5))
         finish(ledger, ids[3], [(0, 0, 5)])
         step += 1
         used, ready = ready + ids, []
@@ -82,7 +82,7 @@ async def train(ledger, step, version, prompt, ready):
         sys.stdout.write(f"{step} {len(used)}\n")
         sys.stdout.flush()
         if step % 10 == 0:
-            await ledger.archive(step - 5)
+            await archive(ledger, step - 5)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from laminar_py.ledger.payload import stored_recordings
 from rich.console import Console
 
 from laminar_py.audit.verify import verify
@@ -18,14 +18,15 @@ from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.loading import load_config
 from laminar_py.learner.marker import MARKER, Architecture, complete
 from laminar_py.ledger.archive import archive_files, file_pieces
-from laminar_py.ledger.database import reading
+from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
 from laminar_py.orchestrator.launch import tell_fallback
 from laminar_py.records.events import RolledBack, Undone
+from laminar_py.segments.reader import PayloadReader
 from tests.control.fleet import settle
-from tests.ledger.runs import Ticks, begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
 
@@ -84,6 +85,7 @@ async def running(path, disk, *, keep=2, recorded=on_record):
             saved=disk.saved,
             recorded=recorded,
             settled=settled.append,
+            archive=partial(archive, ledger),
         )
         yield checkpoints, ledger, settled
 
@@ -220,7 +222,7 @@ async def test_only_the_last_ones_on_record_are_kept_and_what_is_a_users(tmp_pat
 
 
 async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_path):
-    """Masks and experts are learned from what is in the ledger."""
+    """Masks and experts are learned from what is in segments."""
     disk = Disk()
     async with running(tmp_path, disk) as (checkpoints, ledger, _):
         for step in range(1, STEPS + 1):
@@ -229,9 +231,8 @@ async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_pat
     shutil.rmtree(tmp_path / "checkpoints" / name(STEPS))
     (live,) = recover(tmp_path, there=RunFolder(tmp_path).has).live
     assert live.id == f"g{STEPS}.0"
-    with reading(tmp_path) as connection:
-        recorded = stored_recordings(connection, [live.id])[live.id]
-    assert len(recorded.sampling_mask.counts) == len(live.response.ids)
+    response = PayloadReader(segments_path(tmp_path)).load(one.at for one in live.tokens).response(live.tokens)
+    assert len(response.sampling_mask.counts) == len(response.ids) == live.tokens[-1].end > 0
     archived = [piece.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
     assert len(set(archived)) == STEPS - 1
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.segments.frames import whole_frames
 
 REPO = Path(__file__).parent.parent.parent
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
@@ -90,6 +92,16 @@ class TrainProcess:
         """Exit code and output."""
         output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
+
+
+def journaled(run: Path) -> dict[str, set[int]]:
+    """Versions of the tokens that running trajectories have in journals, by trajectory."""
+    found: dict[str, set[int]] = {}
+    for path in (run / "segments").glob("*.journal"):
+        with suppress(FileNotFoundError):  # its replica has just deleted it
+            for piece in whole_frames(memoryview(path.read_bytes())):
+                found.setdefault(piece.trajectory_id, set()).update(span.version for span in piece.spans)
+    return found
 
 
 def quickstart_model() -> Path:

@@ -10,7 +10,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import DropReason
 from tests.runs.fake_cluster import FakeCluster
-from tests.runs.runs import REPO, TrainProcess, forget_versions
+from tests.runs.runs import REPO, TrainProcess, forget_versions, journaled
 from tests.runs.test_train import starts_of
 
 TOKENS = (25, 300)  # of a response of replica 0, and of replica 1; 20 ms each
@@ -81,13 +81,22 @@ def installed(tmp_path, monkeypatch):
 
 def num_behind(run):
     """How many responses replica 1 is in the midst of under a version that replica 0 has left."""
-    begun = "SELECT count(*) FROM trajectory WHERE status = 'running' AND replica = 1 AND newest_version < ?"
+    begun = "SELECT id FROM trajectory WHERE status = 'running' AND replica = 1"
     loaded = "SELECT max(body ->> 'version') FROM event WHERE kind = 'versionloaded' AND body ->> 'replica' = 0"
     with suppress(ConfigError), reading(run) as connection:
-        return connection.execute(begun, connection.execute(loaded).fetchone()).fetchone()[0]
+        running = {id for (id,) in connection.execute(begun)}
+        (newest,) = connection.execute(loaded).fetchone()
+        return sum(id in running and max(versions) < newest for id, versions in journaled(run).items())
 
 
-def test_a_run_goes_on_without_a_replica_whose_node_is_lost_for_good_and_drops_what_only_that_could_end(
+def interrupted(run, reason):
+    """Length on record of each trajectory that was interrupted for this reason."""
+    query = "SELECT body ->> 'trajectory_id', body ->> 'length' FROM event WHERE kind = 'interrupted'"
+    with reading(run) as connection:
+        return dict(connection.execute(f"{query} AND body ->> 'reason' = ?", (reason,)))
+
+
+def test_a_run_goes_on_without_a_replica_whose_node_is_lost_for_good_and_begins_anew_what_ran_there(
     tmp_path, installed
 ):
     with (
@@ -99,8 +108,10 @@ def test_a_run_goes_on_without_a_replica_whose_node_is_lost_for_good_and_drops_w
         code, output = train.finish()
     assert code == 0, output
     assert len((train.run / "metrics.jsonl").read_text().splitlines()) == 8
-    lost = list(listing(train.run, Filters(reason=DropReason.VERSION_LOST)))
-    assert {row.replica for row in lost} == {1}
+    stopped = interrupted(train.run, "host_lost")
+    assert stopped, "it ran something"
+    assert set(stopped.values()) == {0}, "its tokens were nowhere else"
+    assert not list(listing(train.run, Filters(reason=DropReason.VERSION_LOST)))
     assert len(starts_of(train.run)["replica-1"]) == 1
     assert verify(train.run) == []
     assert accounting(train.run).balanced

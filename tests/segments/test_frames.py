@@ -62,16 +62,13 @@ def test_a_frame_that_is_cut_or_goes_on_is_lost(piece, data):
 
 
 @given(piece=pieces, data=st.data())
-def test_a_frame_with_changed_bytes_is_never_read_as_another_piece(piece, data):
+def test_a_frame_with_changed_bytes_is_lost(piece, data):
     whole, digest = bytes_of(piece)
     changed = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 3))):
-        changed[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        found = read_frame(memoryview(changed), digest)
-    except PayloadLostError:
-        return
-    assert found == piece, "the copy of the digest in the head, which a reference makes superfluous, was changed"
+    for place in data.draw(st.sets(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):
+        changed[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(PayloadLostError):
+        read_frame(memoryview(changed), digest)
 
 
 @given(body=st.binary(max_size=60), description=st.binary(max_size=60))
