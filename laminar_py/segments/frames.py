@@ -75,7 +75,8 @@ def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
     except struct.error:
         raise PayloadLostError(f"{len(data)} bytes are no piece") from None
     description, body = data[_HEAD.size : _HEAD.size + size], data[_HEAD.size + size :]
-    if kind != _KIND or len(body) != length or not noted == digest == frame_digest(description, [body]):
+    whole = kind == _KIND and (len(description), len(body)) == (size, length)
+    if not whole or not noted == digest == frame_digest(description, [body]):
         raise PayloadLostError("the bytes there are not those that were written")
     return rebuild(description, body)
 

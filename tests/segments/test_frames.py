@@ -10,6 +10,8 @@ from laminar_py.records.trajectory import Span
 from laminar_py.segments.frames import frame_digest, make_frame, read_frame, rebuild, whole_frames
 from tests.segments.pieces import make_piece
 
+EMPTY = {"trajectory_id": "a", "name": "rewards", "values": TokenValues(Dtype.FLOAT32, b"")}
+
 counts = st.integers(0, 2**31 - 1)
 spans = st.lists(st.builds(Span, counts, counts, counts, st.none() | counts), max_size=3).map(tuple)
 
@@ -97,6 +99,16 @@ def test_a_file_is_read_to_where_its_frames_are_whole(written, data):
 def test_a_file_whose_tail_is_no_frame_ends_before_it(tail):
     piece = make_piece()
     assert list(whole_frames(memoryview(bytes_of(piece)[0] + tail))) == [piece]
+
+
+@pytest.mark.parametrize("piece", [make_piece(), make_piece(tokens=0), ColumnPiece(**EMPTY)])
+def test_every_changed_bit_of_a_frame_is_noticed(piece):
+    whole, digest = bytes_of(piece)
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(PayloadLostError):
+            read_frame(memoryview(changed), digest)
 
 
 def test_a_changed_byte_ends_a_file_there():
