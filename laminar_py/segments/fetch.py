@@ -6,11 +6,12 @@ and only there. All else, a stranger at the port among it, is a store that is aw
 `retry_s`: it restarts on its port.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse
 
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PayloadLostError, PieceRef
@@ -25,13 +26,40 @@ BLOCK_BYTES = 2**20  # received at a time: memory that stays in the processor's 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between two tries; each is twice the one before
 
 
+class StoreConnection:
+    """Connection to a store, made when it is first asked. Head and body of a request are one packet, as a rule."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket: socket.socket | None = None
+
+    def ask(self, body: bytes, signature: str) -> HTTPResponse:
+        """Answer, of which the head is there. Raises `OSError` and `HTTPException`."""
+        if self._socket is None:
+            self._socket = socket.create_connection(wire.split_address(self.address), ANSWER_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        head = (
+            f"POST {wire.ROUTE} HTTP/1.1\r\nHost: {self.address}\r\nContent-Length: {len(body)}\r\n"
+            f"{wire.SIGNATURE}: {signature}\r\n\r\n"
+        )
+        self._socket.sendall(head.encode() + body)
+        response = HTTPResponse(self._socket, method="POST")
+        response.begin()
+        return response
+
+    def close(self) -> None:
+        """End it."""
+        if self._socket is not None:
+            self._socket.close()
+
+
 class StoreClient:
     """Client of the stores of a run, e.g. `PayloadReader(folder, fetch=StoreClient(key))`."""
 
     def __init__(self, key: bytes, *, retry_s: float = RETRY_S) -> None:
         self._key = wire.check_key(key)
         self._retry_s = retry_s
-        self._idle: dict[str, list[HTTPConnection]] = {}  # connections of each store that nobody uses
+        self._idle: dict[str, list[StoreConnection]] = {}  # connections of each store that nobody uses
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="fetch")
@@ -82,11 +110,10 @@ class StoreClient:
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
-    def _ask(self, connection: HTTPConnection, address: str, body: bytes, sizes: Sequence[int]) -> list[bytes]:
+    def _ask(self, connection: StoreConnection, address: str, body: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Pieces of these sizes. Raises `PayloadLostError`; `OSError` and `HTTPException` say that it is away."""
         signature = wire.request_signature(self._key, body)
-        connection.request("POST", wire.ROUTE, body, {wire.SIGNATURE: signature})
-        response = connection.getresponse()
+        response = connection.ask(body, signature)
         length = response.length or 0
         if response.status == 200:
             self._check(response, signature)
@@ -106,14 +133,14 @@ class StoreClient:
         if response.headers.get(wire.SIGNATURE, "") != right:
             raise HTTPException(f"what answers there ({response.status}) does not have the run's key")
 
-    def _connect(self, address: str) -> tuple[HTTPConnection, bool]:
+    def _connect(self, address: str) -> tuple[StoreConnection, bool]:
         """A connection that nobody else uses, and whether it is new."""
         with self._lock:
             if kept := self._idle.get(address):
                 return kept.pop(), False
-        return HTTPConnection(*wire.split_address(address), timeout=ANSWER_S), True
+        return StoreConnection(address), True
 
-    def _keep(self, address: str, connection: HTTPConnection) -> None:
+    def _keep(self, address: str, connection: StoreConnection) -> None:
         with self._lock:
             kept = self._idle.setdefault(address, [])
             if len(kept) < CONNECTIONS and not self._closed.is_set():

@@ -22,6 +22,7 @@ Buffer: TypeAlias = bytes | memoryview
 AnyPiece: TypeAlias = Piece | ColumnPiece
 
 _HEAD = struct.Struct("<4sIQ16s")  # kind, bytes of the description, bytes of the arrays, digest
+_SIZES = struct.Struct("<IQ")
 _KIND = b"LPP1"
 _ABSENT = -1
 
@@ -57,15 +58,14 @@ class Frame:
 
 
 def make_frame(piece: AnyPiece) -> Frame:
-    """The frame of a piece; its arrays are not copied."""
+    """The frame of a piece."""
     if isinstance(piece, Piece):
         same = len(piece.ids) == len(piece.logprobs)
         assert same, f"{piece.trajectory_id}: {len(piece.logprobs)} bytes of logprobs for {len(piece.ids)} of ids"
-    description, arrays = describe(piece), arrays_of(piece)
-    size = sum(map(len, arrays))
-    digest = frame_digest(description, arrays)
-    head = _HEAD.pack(_KIND, len(description), size, digest)
-    return Frame([head + description, *arrays], len(head) + len(description) + size, digest)
+    description, body = describe(piece), b"".join(arrays_of(piece))
+    digest = frame_digest(description, [body])
+    head = _HEAD.pack(_KIND, len(description), len(body), digest)
+    return Frame([head + description, body], len(head) + len(description) + len(body), digest)
 
 
 def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
@@ -75,7 +75,8 @@ def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
     except struct.error:
         raise PayloadLostError(f"{len(data)} bytes are no piece") from None
     description, body = data[_HEAD.size : _HEAD.size + size], data[_HEAD.size + size :]
-    if kind != _KIND or len(body) != length or not noted == digest == frame_digest(description, [body]):
+    whole = kind == _KIND and (len(description), len(body)) == (size, length)
+    if not whole or not noted == digest == frame_digest(description, [body]):
         raise PayloadLostError("the bytes there are not those that were written")
     return rebuild(description, body)
 
@@ -152,8 +153,11 @@ def rebuild(description: Buffer, body: Buffer) -> AnyPiece:
 
 
 def frame_digest(description: Buffer, arrays: Sequence[Buffer]) -> bytes:
-    """Digest of a piece, [16]: of its description, then its arrays."""
-    hasher = blake3(description)
-    for array in arrays:
-        hasher.update(array)
+    """Digest of a piece, [16]: of its arrays, then the sizes of both, then its description.
+
+    Arrays come first and in one call, with which BLAKE3 takes many of its chunks at a time: half of the seconds.
+    """
+    body = arrays[0] if len(arrays) == 1 else b"".join(arrays)
+    hasher = blake3(body)
+    hasher.update(_SIZES.pack(len(description), len(body)) + description)
     return hasher.digest(length=DIGEST_BYTES)
