@@ -92,7 +92,7 @@ def tell_passed_over(recorded: "RunConfig", given: "RunConfig", *, file: Path) -
     more = f" and {len(keys) - MOST_TOLD} more" if len(keys) > MOST_TOLD else ""
     again = [shlex.quote(one) for one in to_overrides({key: now[key] for key in keys[:MOST_TOLD] if key in now})]
     short = all(len(one) <= 2 * TOLD_CHARS for one in again) and again
-    remedy = f"give them as {' '.join(again) if short else 'key=value'}"
+    remedy = f"to have them, give them as {' '.join(again) if short else 'key=value'}"
     return f"of {file} these do not count: {', '.join(told)}{more} ({remedy})"
 
 

@@ -58,7 +58,7 @@ def test_a_resume_says_what_does_not_count_of_an_edited_file(resumed, tmp_path):
     told, _ = train("--resume", "learner.lr=1e-3")
     begin = "runs/mine-2 goes on with the settings that it began with; of mine.yaml these do not count:"
     assert told.startswith(f"{begin} steps 60 -> 126, learner.checkpoint_every ")
-    again = shlex.split(told.split("(give them as ")[1].rstrip(")"))
+    again = shlex.split(told.split("(to have them, give them as ")[1].rstrip(")"))
     assert again == ["steps=126", "learner.checkpoint_every=3", "eval.every_steps=7"]
     assert train("--resume", "learner.lr=1e-3", *again) == ("", "enough")
     assert [config.steps for _, config in resumed] == [60, 126]
@@ -68,10 +68,10 @@ def test_settings_beyond_the_first_are_counted_and_long_values_cut(resumed, tmp_
     edited = SETTINGS | {"steps": 1, "seed": 1, "schedule": "sync", "reward": {"use": ["exact:" + "x" * 99]}}
     (tmp_path / "mine.yaml").write_text(json.dumps(edited))
     told, _ = train("--resume")
-    assert "and 1 more (give them as seed=1 steps=1 schedule=sync)" in told
+    assert "and 1 more (to have them, give them as seed=1 steps=1 schedule=sync)" in told
     (tmp_path / "mine.yaml").write_text(json.dumps(SETTINGS | {"reward": edited["reward"]}))
     told, _ = train("--resume")
-    assert "... (give them as key=value)" in told
+    assert "... (to have them, give them as key=value)" in told
 
 
 def test_a_resume_of_a_run_that_is_named_takes_that(resumed):
