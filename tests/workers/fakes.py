@@ -34,7 +34,7 @@ class Hosts:
         self.lost, self.found, self.running, self.discarded = set(), [], {}, []
         self._starts = count()
 
-    def label(self, part, node):
+    async def label(self, part, node):
         return f"{part}-1-{next(self._starts)}"
 
     def stores_for(self, refs, node):

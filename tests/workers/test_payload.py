@@ -25,7 +25,11 @@ def hosts(monkeypatch, run, ledger, *, number=2):
     monkeypatch.setattr(payload_module, "on_node", on_node)
     here = SimpleNamespace(node="a")
     placement = SimpleNamespace(spread=False, here=here, ip=lambda node: "10.0.0.1")
-    return PayloadHosts(make_incarnation(run=RunFolder(run), ledger=ledger, placement=placement, number=number))
+    config = SimpleNamespace(supervisor=SimpleNamespace(heartbeat_timeout_s=1.0))
+    incarnation = make_incarnation(
+        config=config, run=RunFolder(run), ledger=ledger, placement=placement, number=number
+    )
+    return PayloadHosts(incarnation)
 
 
 class Keeping:
@@ -130,7 +134,7 @@ async def test_journals_go_once_what_they_had_is_on_record_and_a_dead_parts_own_
         payload = hosts(monkeypatch, tmp_path, ledger)
         await fleet.report(0)
         name, item = next(iter(fleet.running[0].items()))
-        label = payload.label("replica-0", "a")
+        label = await payload.label("replica-0", "a")
         journal = Journal(folder, label)
         for one in (journal, other):
             one.write([make_piece(item, 0, 2, (Span(0, 0, 2),))])
