@@ -88,6 +88,19 @@ BENCHMARKS: Catalog = {
             ),
         },
     ),
+    "segments": Benchmark(
+        help="Pieces of responses fetched from another host beside a bare socket. Takes half a minute.\n\n"
+        "The hosts are network namespaces, which need root and iproute2.",
+        example="--repeats 15 --json",
+        options=[repeats(9)],
+        measurements={
+            "hosts": Measurement(
+                "benchmarks.segments.hosts:rows",
+                "segment_hosts_1Gbit_over_socket segment_hosts_1Gbit_MBps segment_hosts_10Gbit_over_socket"
+                " segment_hosts_10Gbit_MBps",
+            )
+        },
+    ),
     "reward": Benchmark(
         help="Verdicts of the term `math` beside its library's. Takes ten seconds.",
         example="--json",

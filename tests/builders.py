@@ -5,6 +5,8 @@ import numpy as np
 from laminar_py.records.estimates import set_figures
 from laminar_py.records.evaluations import EvalAnswer, pass_id
 from laminar_py.records.events import Evaluated
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.pieces import PieceRef, TokensRef
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Span, Trajectory
 
@@ -41,6 +43,47 @@ def make_trajectory(
         advantage=advantage,
         advantage_scale=1.0,
         weight=weight,
+    )
+
+
+def make_ref(name="replica-0-1-0.1", *, digest=bytes(16)):
+    """A reference to a piece that nobody wrote."""
+    return PieceRef(name, 0, 100, digest)
+
+
+def make_finished(
+    id="g0.0",
+    *,
+    prompt=3,
+    response=5,
+    version=0,
+    seed=0,
+    reward=1.0,
+    advantage=0.0,
+    weight=1.0,
+    num_trained=None,
+    earned=None,
+    tokens=None,
+    columns=None,
+):
+    """What decisions have of `make_trajectory` with the same arguments; by default its tokens are one piece."""
+    ids = np.random.default_rng(seed).integers(2, 50, prompt).astype(np.int32)
+    return FinishedTrajectory(
+        id=id,
+        prompt_id="p0",
+        group_id=id.split(".")[0],
+        sample_index=int(id.split(".")[1]) if "." in id else 0,
+        kind=Kind.TRAIN,
+        prompt_ids=ids,
+        tokens=(TokensRef(0, response, make_ref()),) if tokens is None else tokens,
+        num_trained=response if num_trained is None else num_trained,
+        spans=(Span(version, 0, response),),
+        finish_reason=FinishReason.STOP,
+        reward=reward,
+        advantage=advantage,
+        weight=weight,
+        earned=earned,
+        columns=columns or {},
     )
 
 

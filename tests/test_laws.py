@@ -15,9 +15,8 @@ from laminar_py.config.model import ModelConfig
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.packing.packer import Packed, pack
+from laminar_py.packing.packer import pack
 from laminar_py.records.batch import MicroBatch
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import GenerateRequest, PauseMode, SamplingParams
 from laminar_py.records.recordings import Recording, join_masks
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
@@ -27,6 +26,7 @@ from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire.transport import RelayKeys
 from tests.learner.builders import make_model_folder, make_sequences
 from tests.learner.builders import pack as pack_sequences
+from tests.stored import at_ranks
 
 PATIENCE_S = 30.0
 
@@ -91,7 +91,7 @@ async def through_relays(learner: Learner, root: Path) -> str:
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["all weights", "adapters"])
 async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tmp_path, lora):
-    """Laws 3 and 4: learner -> relay tree -> engine -> packer -> learner, fp32 within 1e-4."""
+    """Laws 3 and 4: learner -> relay tree -> engine -> packer -> segment -> learner, fp32 within 1e-4."""
     model = make_model_folder(tmp_path / "model")
     settings = LearnerConfig(lr=1e-2, lora=lora)
     learner = Learner(ModelConfig(path=model), settings, AlgorithmConfig(), temperature=1.0, seed=0)
@@ -107,7 +107,7 @@ async def test_behaviour_logprobs_agree_with_the_learner_on_published_weights(tm
     finally:
         await engine.close()
     packed = pack(trajectories, max_tokens=128, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
-    batches = decode(Packed, encode(packed)).microbatches(0)
+    [batches] = at_ranks(packed)
     assert len(batches) > 1
     for batch in batches:
         assert_equal_logprobs(learner, batch)
@@ -135,7 +135,8 @@ async def test_with_a_cut_vocabulary_the_ratio_is_1_under_replay_and_far_from_it
         await engine.close()
     packed = pack(trajectories, max_tokens=128, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
     without = []
-    for batch in decode(Packed, encode(packed)).microbatches(0):
+    [batches] = at_ranks(packed)
+    for batch in batches:
         assert_equal_logprobs(learner, batch)
         whole, _ = policy_logprobs(learner.model, replace(batch, support=None))
         gap = batch.behaviour_logprobs - whole.detach().numpy()

@@ -24,13 +24,16 @@ from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
 from laminar_py.learner.step import Learner
-from laminar_py.ledger.database import reading
-from laminar_py.ledger.payload import stored_recordings
 from laminar_py.records.engine import PauseMode, SamplingParams
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.recordings import Recording
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import FinishReason, Kind, Trajectory
+from laminar_py.records.spans import replace_spans
+from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
 from laminar_py.rollout.running import begin
+from laminar_py.rollout.storing import ResponseStore
+from laminar_py.segments.completion import complete_all
+from laminar_py.segments.reader import PayloadReader
 from tests.engines.sglang.rig import make_model, running_server
 from tests.learner.builders import make_learner, make_mixture_folder
 from tests.repack.house import SLOTS, House
@@ -57,52 +60,55 @@ async def open_engine(folder: Path, *, slots=8, kv_capacity=None) -> LocalEngine
 
 @dataclass
 class Road:
-    """A trajectory on its way through engines, as replicas would hand it on."""
+    """A trajectory on its way through engines, as replicas hand it on: by references to what is in a segment."""
 
     assignment: Assignment
+    store: ResponseStore
     streams: int = 0
+    spans: tuple[Span, ...] = ()
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # its first tokens are here
 
-    async def through(self, engines: list[LocalEngine]) -> Trajectory:
+    async def through(self, engines: list[LocalEngine]) -> FinishedTrajectory:
         """Until it finishes; after every abort it goes on at the next engine."""
-        running = begin(self.assignment, 0.0)
-        while True:
-            engine = engines[self.streams % len(engines)]
-            self.streams += 1
-            async for delta in engine.generate(running.request()):
-                running.take(delta, 0.0)
-                self.begun.set()
-            if delta.finish_reason is not FinishReason.ABORT:
-                break
-        end, item = running.progress(delta.finish_reason, 0.0), self.assignment
-        name, whole = item.trajectory_id, np.ones(len(end.ids), np.bool_)
-        recorded = {"sampling_mask": end.sampling_mask, "routed_experts": end.routed_experts}
-        return replace(
-            Trajectory(
-                id=name,
-                prompt_id="p",
-                group_id=item.group_id,
-                sample_index=0,
-                kind=Kind.TRAIN,
-                prompt_ids=item.prompt_ids,
-                response_ids=end.ids,
-                logprobs=end.logprobs,
-                loss_mask=whole,
-                spans=end.spans,
-                finish_reason=FinishReason.LENGTH,
-                reward=1.0,
-            ),
-            **recorded,
+        while await self._stream(engines[self.streams % len(engines)]) is FinishReason.ABORT:
+            continue
+        item = self.assignment
+        return FinishedTrajectory(
+            id=item.trajectory_id,
+            prompt_id="p",
+            group_id=item.group_id,
+            sample_index=0,
+            kind=Kind.TRAIN,
+            prompt_ids=item.prompt_ids,
+            tokens=item.tokens,
+            num_trained=item.length,
+            spans=self.spans,
+            finish_reason=FinishReason.LENGTH,
+            reward=1.0,
         )
 
+    async def _stream(self, engine: LocalEngine) -> FinishReason | None:
+        running = begin(self.assignment, 0.0)
+        running.prefix = await self.store.read(self.assignment)
+        self.streams += 1
+        async for delta in engine.generate(running.request()):
+            running.take(delta, 0.0)
+            self.begun.set()
+        piece = running.piece(0.0)
+        kept = () if piece is None else (self.store.keep(piece),)
+        told = running.progress(kept[0] if kept else None, delta.finish_reason, 0.0)
+        self.spans = replace_spans(self.spans, told.spans)
+        item = self.assignment
+        self.assignment = replace(item, epoch=item.epoch + 1, tokens=(*item.tokens, *kept))
+        return delta.finish_reason
 
-def roads(count: int) -> list[Road]:
-    """Prompts of several lengths; neighbours are siblings."""
-    out = []
+
+def roads(count: int, folder: Path) -> list[Road]:
+    """Prompts of several lengths; neighbours are siblings. They share a segment in the folder."""
+    out, store = [], ResponseStore(folder, "replica-0-1-0", PayloadReader(folder))
     for index in range(count):
         prompt = np.random.default_rng(index // 2).integers(3, 60, 4 + index // 2).astype(np.int32)
         sampling = SamplingParams(max_new_tokens=150 + index, top_k=30, top_p=0.9, seed=index)
-        nothing = np.empty(0, np.int32)
         out.append(
             Road(
                 Assignment(
@@ -111,12 +117,19 @@ def roads(count: int) -> list[Road]:
                     group_id=f"g{index // 2}",
                     kind=Kind.TRAIN,
                     prompt_ids=prompt,
-                    prefix_ids=nothing,
                     sampling=sampling,
-                )
+                ),
+                store,
             )
         )
     return out
+
+
+def completed(finished: list[FinishedTrajectory], folder: Path) -> list[Trajectory]:
+    """The same with their tokens, as a learner reads them."""
+    complete, lost = complete_all(finished, PayloadReader(folder), stores={})
+    assert not lost, lost
+    return [complete[one.id] for one in finished]
 
 
 def assert_whole(items: list[Trajectory]) -> None:
@@ -157,7 +170,7 @@ async def test_replay_holds_across_interruptions_and_engines(mode, caches, tmp_p
     """The engine that ends the trajectories has too little cache, so that it retracts by itself too."""
     folder = make_mixture_folder(tmp_path / "model")
     engines = [await open_engine(folder, kv_capacity=cache) for cache in caches]
-    ways = roads(12)
+    ways = roads(12, tmp_path / "segments")
     try:
         for engine in engines:
             await engine.load_weights(folder, 1)
@@ -172,7 +185,9 @@ async def test_replay_holds_across_interruptions_and_engines(mode, caches, tmp_p
     assert {way.streams for way in ways} == {len(engines)}
     assert (retractions[True] > 0) == (mode is PauseMode.RETRACT)
     assert retractions[False] > 0
-    assert_replayed(make_learner(folder), [task.result() for task in running])
+    finished = [task.result() for task in running]
+    assert any(len(one.tokens) > 1 for one in finished) == (mode is PauseMode.ABORT)
+    assert_replayed(make_learner(folder), completed(finished, tmp_path / "segments"))
 
 
 async def test_replay_holds_for_trajectories_that_repacking_moved(tmp_path):
@@ -182,18 +197,13 @@ async def test_replay_holds_for_trajectories_that_repacking_moved(tmp_path):
 
 
 async def moved(house: House, run: Path, *, count: int) -> list[Trajectory]:
-    """So many trajectories that finished after a move with tokens of theirs; with what the ledger has of them."""
+    """So many trajectories that finished after a move with tokens of theirs, as segments have them."""
     async with asyncio.timeout(4 * PATIENCE_S), house:
         await house.run_until(lambda: len(house.finished_after_a_move) >= count)
         found = house.finished_after_a_move
     assert verify(run) == []
-    with reading(run) as connection:
-        recorded = stored_recordings(connection, [item.id for item in found])
-    parts = [recorded[item.id] for item in found]
-    return [
-        replace(item, sampling_mask=part.sampling_mask, routed_experts=part.routed_experts)
-        for item, part in zip(found, parts, strict=True)
-    ]
+    assert all(len(one.tokens) > 1 for one in found), "in pieces of two replicas at least"
+    return completed(found, house.segments)
 
 
 @pytest.mark.sglang

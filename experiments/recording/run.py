@@ -1,8 +1,8 @@
 """What it costs to record a run: CPU seconds of emitting and writing over all CPU seconds of the quickstart.
 
-`python experiments/recording/run.py [--json] [--steps N]` trains in this process, whose controller is the only
-one that records, with a stopwatch of CPU time around every entrance of the ledger; the CPU time of all processes
-of the run is looked at twice a second.
+`python experiments/recording/run.py [--json] [--steps N]` trains with the controller in this process, and has a
+stopwatch of CPU time around every entrance of its ledger; the CPU time of all processes of the run is looked at
+twice a second. What other processes write, segments and archive, is written once more after the run, and timed.
 """
 
 import argparse
@@ -21,15 +21,20 @@ from rich.console import Console
 from laminar_py.bench.report import Row, show
 from laminar_py.config.loading import load_config
 from laminar_py.control import lifecycle
-from laminar_py.ledger import ledger
+from laminar_py.ledger.archive import ArchiveRequest, archive_files, archive_pieces, file_name, file_pieces
+from laminar_py.ledger.database import reading, segments_path
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.pieces import PieceRow, StoredPiece, piece_rows, stored_pieces
 from laminar_py.ledger.writer import Writer
 from laminar_py.orchestrator.launch import launch
+from laminar_py.records.codec import encode
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SegmentWriter
 
 CONFIG = Path("configs/quickstart.yaml")
 LOOK_S = 0.5
 CALIBRATION = 100_000
-ENTRANCES = ("append", "append_all", "store_prompt", "store_segment", "store_columns", "_cut")
-COPIED = ("write_archive",)  # called by the ledger, in a thread of its own
+ENTRANCES = ("append", "append_all", "store_prompt", "store_tokens", "store_columns", "_cut")
 
 
 class Stopwatch:
@@ -98,6 +103,27 @@ class Processes(threading.Thread):
                 continue
 
 
+def write_again(run: Path, watch: Stopwatch) -> None:
+    """Write all pieces of a run to segments, one by one as replicas did, and then to an archive."""
+    with reading(run) as connection:
+        here = list(stored_pieces(PayloadReader(segments_path(run)), piece_rows(connection)))
+    pieces = here + [piece for path in archive_files(run) for piece in file_pieces(path)]
+    with TemporaryDirectory() as folder:
+        writer = SegmentWriter(segments_path(Path(folder)), "replica-0-1-0")
+        watch.watch(writer, "write_all")
+        rows = [_row(piece, writer) for piece in sorted(pieces, key=lambda piece: piece.trajectory)]
+        writer.close()
+        request = encode(ArchiveRequest(folder, file_name(1, 0), rows))
+        watch._timed(archive_pieces, "archive_pieces")(request)
+
+
+def _row(stored: StoredPiece, writer: SegmentWriter) -> PieceRow:
+    assert stored.piece is not None, f"trajectory {stored.trajectory}: {stored.fault}"
+    at = writer.write(stored.piece)
+    what = (stored.trajectory, stored.name, "", stored.start, stored.start, "[]", 0)
+    return PieceRow(*what, at.segment, at.offset, at.num_bytes, at.digest)
+
+
 def main() -> None:
     """Train once and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,17 +132,16 @@ def main() -> None:
     args = parser.parse_args()
     watch, processes = Stopwatch(), Processes()
     for name in ENTRANCES:
-        watch.watch(ledger.Ledger, name)
-    for name in COPIED:
-        watch.watch(ledger, name)
+        watch.watch(Ledger, name)
     watch.watch(Writer, "write")
     watch.watch(lifecycle, "response_digest")
     processes.start()
     with TemporaryDirectory() as cache:  # the warm start is a part of the quickstart
         overrides = ["name=recording", f"steps={args.steps}", f"warm_start.cache={cache}"]
         summary = launch(load_config(CONFIG, overrides), resume=None, console=Console(stderr=True))
-    spent_s = sum(watch.spent_s.values()) - watch.calls * own_s()
     total_s = processes.total_s()
+    write_again(Path(summary.run), watch)
+    spent_s = sum(watch.spent_s.values()) - watch.calls * own_s()
     conditions = f"quickstart, {args.steps} steps, {summary.trajectories.issued} trajectories"
     rows = [
         Row("recording_share", spent_s / total_s, "of all CPU seconds", conditions),

@@ -4,6 +4,7 @@
 says what is still open.
 """
 
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -29,6 +30,7 @@ from laminar_py.records.events import (
     RunStarted,
     Scored,
     Stepped,
+    TokensLost,
     Undone,
     VersionLoaded,
     VersionPublished,
@@ -284,3 +286,28 @@ class ArchiveCheck(Check):
         if not isinstance(event, Archived) or (self._folder / event.path).is_file():
             return []
         return [Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")]
+
+
+class LossCheck(Check):
+    """Whatever counts as lost is on record as such."""
+
+    sees = (TokensLost,)
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._untold: list[str] = []
+
+    def see(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Note what was lost."""
+        if isinstance(event, TokensLost):
+            self._told.update(event.trajectory_ids)
+        return []
+
+    def compare(self, connection: sqlite3.Connection) -> None:
+        """Look at what counts as lost, once all events were seen."""
+        query = "SELECT DISTINCT id FROM piece JOIN trajectory ON number = trajectory WHERE segment = ''"
+        self._untold = [id for (id,) in connection.execute(query) if id not in self._told]
+
+    def end(self) -> list[Violation]:
+        """Violations by what no event speaks of."""
+        return [Violation(Rule.ROWS, id, "its tokens count as lost, and no event says so") for id in self._untold]

@@ -14,9 +14,9 @@ import msgspec
 from laminar_py.audit.stored import stored_responses
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow, read_rows
 from laminar_py.records.trajectory import Prompt, Span
+from laminar_py.segments.payload import Payload
 
 if TYPE_CHECKING:
     import sqlite3

@@ -12,12 +12,12 @@ from pathlib import Path
 from laminar_py.audit.stored import stored_responses
 from laminar_py.config.reward import RewardConfig, TermConfig
 from laminar_py.ledger.database import LedgerError, reading
-from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.rows import TrajectoryRow, decode_event
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.events import Scored
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason, Prompt
+from laminar_py.segments.payload import Payload
 
 _BLOCK = 1024
 NOT_SCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
@@ -87,6 +87,8 @@ def recorded_scores(run: Path) -> Iterator[RecordedScore]:
             for row, prompt, payload in block:
                 if row.finish_reason is None or (row.reward is None and row.drop_reason not in NOT_SCORED):
                     continue
+                if len(payload.ids) < row.length:
+                    continue  # lost with a host
                 if prompt is None:
                     raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} is not stored")
                 yield RecordedScore(_request(row, prompt, payload), row.reward, terms.get(row.id, {}))

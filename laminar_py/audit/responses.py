@@ -1,11 +1,12 @@
 """Stored responses against what their trajectories finished with. Driven by `audit.verify`.
 
-Tokens, log-probabilities, spans, sampling masks and routed experts; one trajectory is in memory at a time. Its
-row is only compared here: `audit.replay` proves it.
+Tokens, log-probabilities, spans, sampling masks, routed experts and columns; one trajectory is in memory at a
+time. Its row is only compared here: `audit.replay` proves it.
 """
 
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, dropwhile, groupby
 from pathlib import Path
 
@@ -14,13 +15,18 @@ import numpy as np
 
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import file_pieces
-from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
+from laminar_py.ledger.database import LedgerError
+from laminar_py.ledger.pieces import StoredPiece, is_whole, piece_rows, split, stored_pieces
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.codec import BoolArray, IntArray
 from laminar_py.records.digests import response_digest
 from laminar_py.records.events import StreamCut
+from laminar_py.records.pieces import Piece
 from laminar_py.records.recordings import SamplingMask, unpack_mask
 from laminar_py.records.spans import clip_spans, decode_spans
+from laminar_py.segments.payload import Payload, join
+from laminar_py.segments.reader import PayloadReader
 
 
 class _Promise(msgspec.Struct, array_like=True):
@@ -37,18 +43,26 @@ class _Promise(msgspec.Struct, array_like=True):
     digest: str | None  # None: not finished
 
 
-class ResponseCheck:
-    """Compares responses; `numbers` are the trajectories of which it saw pieces, `violations` what is wrong."""
+_PROMISED = ", ".join(_Promise.__struct_fields__)
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+
+class ResponseCheck:
+    """Compares responses; `numbers` are the trajectories of which it saw pieces, `violations` what is wrong.
+
+    `apart` are those of which a file of the archive has some pieces alone: they came from several hosts.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, reader: PayloadReader) -> None:
         self.numbers: list[int] = []
+        self.apart: list[int] = []
         self.violations: list[Violation] = []
         self._connection = connection
+        self._reader = reader
 
     def see_stored(self, first: int, last: int) -> list[int]:
-        """Look at what SQLite has of trajectories `first` to `last`; those of which it should have more."""
-        pieces = stored_pieces(self._connection, "number BETWEEN ? AND ?", (first, last))
-        self._see(pieces, first, last)
+        """Look at what SQLite refers to of trajectories `first` to `last`; those of which there should be more."""
+        rows_of = piece_rows(self._connection, "number BETWEEN ? AND ?", (first, last))
+        self._see(stored_pieces(self._reader, rows_of), first, last)
         rows = self._connection.execute(
             "SELECT number FROM trajectory WHERE length > 0 AND number BETWEEN ? AND ?", (first, last)
         )
@@ -59,11 +73,19 @@ class ResponseCheck:
         pieces = file_pieces(path)
         one = next(pieces, None)
         if one is not None:
-            self._see(chain((one,), pieces), one.trajectory, 2**62)
+            self._see(chain((one,), pieces), one.trajectory, 2**62, in_file=True)
 
-    def _see(self, all_pieces: Iterable[Piece], first: int, last: int) -> None:
+    def see_apart(self, numbers: Iterable[int], responses: StoredResponses) -> None:
+        """Look at what several files of the archive have of these trajectories."""
+        query = f"SELECT {_PROMISED} FROM trajectory WHERE number = ?"
+        for number in numbers:
+            promise = _Promise(*self._connection.execute(query, (number,)).fetchone())
+            with suppress(LedgerError):  # a file that was changed is told as such
+                self.violations += _check(self._connection, responses.pieces(promise), promise)
+
+    def _see(self, all_pieces: Iterable[StoredPiece], first: int, last: int, *, in_file: bool = False) -> None:
         """Pieces are in the order of their trajectories, as are the rows: both are read once."""
-        query = f"SELECT {', '.join(_Promise.__struct_fields__)} FROM trajectory WHERE number BETWEEN ? AND ?"
+        query = f"SELECT {_PROMISED} FROM trajectory WHERE number BETWEEN ? AND ?"
         rows = self._connection.execute(f"{query} ORDER BY number", (first, last))
         row = rows.fetchone()
         for number, pieces in groupby(all_pieces, key=lambda piece: piece.trajectory):
@@ -72,53 +94,63 @@ class ResponseCheck:
             if row is not None and row[0] == number:
                 self.numbers.append(number)
                 promise, stored = _Promise(*row), list(pieces)
-                if not _is_plainly_right(stored, promise):
-                    # a crash of the archive leaves pieces twice, equal byte for byte
-                    self.violations += _check(self._connection, list(dict.fromkeys(stored)), promise)
+                if in_file and not is_whole(split(stored)[0], promise.length):
+                    self.apart.append(number)
+                elif not _is_plainly_right(stored, promise):
+                    self.violations += _check(self._connection, stored, promise)
 
 
-def _is_plainly_right(pieces: list[Piece], promise: _Promise) -> bool:
-    """True only where a finished response of one version, with nothing recorded, is right: at a third of the cost.
+def _is_plainly_right(pieces: list[StoredPiece], promise: _Promise) -> bool:
+    """True only where a finished response of one piece and version, with nothing recorded, is right.
 
     False means that it has to be looked at closely.
     """
-    if promise.digest is None or promise.spans is None or promise.restamped is not None:
+    if len(pieces) != 1 or promise.digest is None or promise.spans is None or promise.restamped is not None:
         return False
-    version, length = promise.spans[2:].partition(",")[0], 0
-    for piece in pieces:
-        end = length + piece.num_tokens
-        if piece.start != length or piece.spans != f"[[{version},{length},{end},null]]" or not piece.is_intact:
-            return False
-        if piece.mask is not None or piece.experts is not None:
-            return False
-        length = end
-    if length != promise.length or promise.spans != f"[[{version},0,{length},null]]":
+    piece = pieces[0].piece
+    if not isinstance(piece, Piece) or piece.mask is not None or piece.experts is not None or piece.start:
         return False
-    ids, logprobs = b"".join([piece.ids for piece in pieces]), b"".join([piece.logprobs for piece in pieces])
-    return len(ids) == len(logprobs) and response_digest(ids, logprobs) == promise.digest
+    if piece.trajectory_id != promise.id or piece.end != promise.length or len(piece.ids) != len(piece.logprobs):
+        return False
+    is_right = pieces[0].is_intact and response_digest([pieces[0].digest]) == promise.digest
+    return is_right and piece.spans == decode_spans(promise.spans)
 
 
-def _check(connection: sqlite3.Connection, pieces: list[Piece], promise: _Promise) -> Iterator[Violation]:
-    for piece in pieces:
-        if not piece.is_intact:
-            yield Violation(Rule.SPANS, promise.id, f"the piece from token {piece.start} on was changed")
+def _check(connection: sqlite3.Connection, stored: list[StoredPiece], promise: _Promise) -> Iterator[Violation]:
+    tokens, columns = split(stored)  # once, whatever a crash of the archive left twice
+    for piece in columns:
+        if not piece.is_lost and not (piece.is_intact and _is_of(piece, promise)):
+            yield Violation(Rule.ROWS, f"column {piece.name} of {promise.id}", piece.fault or "was changed")
+    for piece in tokens:
+        if not piece.is_lost and not (piece.is_intact and _is_of(piece, promise)):
+            fault = piece.fault or "was changed"
+            yield Violation(Rule.SPANS, promise.id, f"the piece from token {piece.start} on: {fault}")
+    if any(piece.piece is None for piece in tokens):
+        if promise.digest not in (None, response_digest(piece.digest for piece in tokens)):
+            yield Violation(Rule.SPANS, promise.id, "its references are not those it finished with")
+        return
+    pieces = [piece.tokens for piece in tokens]
     try:
         response = join(pieces)
-    except (ValueError, msgspec.DecodeError) as error:
+    except ValueError as error:
         yield Violation(Rule.SPANS, promise.id, str(error))
         return
-    for message in _check_tokens(response, promise):
+    for message in _check_tokens(response, [piece.digest for piece in tokens], promise):
         yield Violation(Rule.SPANS, promise.id, message)
     for message in chain(_check_masks(pieces, promise), _check_experts(connection, response, promise)):
         yield Violation(Rule.RECORDING, promise.id, message)
 
 
-def _check_tokens(response: Payload, promise: _Promise) -> Iterator[str]:
+def _is_of(stored: StoredPiece, promise: _Promise) -> bool:
+    return stored.piece is not None and stored.piece.trajectory_id == promise.id
+
+
+def _check_tokens(response: Payload, digests: list[bytes], promise: _Promise) -> Iterator[str]:
     if len(response.ids) != promise.length:
         yield f"{len(response.ids)} of its {promise.length} tokens are stored"
     if promise.digest is None:
         return
-    if response_digest(response.ids, response.logprobs) != promise.digest:
+    if response_digest(digests) != promise.digest:
         yield "its stored tokens are not those it finished with"
     try:
         spans = decode_spans(promise.spans or "[]")
@@ -133,7 +165,7 @@ def _check_tokens(response: Payload, promise: _Promise) -> Iterator[str]:
 def _check_masks(pieces: list[Piece], promise: _Promise) -> Iterator[str]:
     """From the first mask on every token has one; what is older may come from before masks were recorded."""
     for piece in dropwhile(lambda piece: piece.mask is None, pieces):
-        if piece.mask is None and piece.num_tokens and promise.digest is not None:
+        if piece.mask is None and piece.ids and promise.digest is not None:
             yield f"the tokens from {piece.start} on have no sampling mask, those before them have"
         elif piece.mask is not None:
             yield from _check_mask(unpack_mask(piece.mask), piece)

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.archive import StoredResponses
-from laminar_py.ledger.database import ledger_path, reading
-from laminar_py.ledger.payload import Payload
+from laminar_py.ledger.database import LedgerError, ledger_path, reading
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import KINDS, TrajectoryRow, decode_event, read_rows
 from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import clip_spans
 from laminar_py.records.trajectory import Span
 from laminar_py.records.visible import visible
+from laminar_py.segments.payload import Payload, join
 
 _NEAR = 4096  # trajectories on either side among which those of a group are looked for
 
@@ -57,6 +57,7 @@ class Story:
     group: tuple[str, ...]  # statuses of all members of its group, in the order of issue, its own among them
     events: tuple[StoryEvent, ...]
     response: Payload  # token ids, log-probabilities and the versions they came from
+    lost: str = ""  # why there is no response
 
     @property
     def stretches(self) -> list[Stretch]:
@@ -83,6 +84,11 @@ def read_story(connection: sqlite3.Connection, responses: StoredResponses, traje
         raise ConfigError(
             f"trajectory={trajectory_id}: not in {responses.run}; `laminar audit list` names them all"
         )
+    lost = ""
+    try:
+        response = responses.of(row)
+    except LedgerError as error:
+        response, lost = join([]), str(error)
     query = "SELECT text, answer, task FROM prompt WHERE id = ?"
     text, answer, task = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "")
     return Story(
@@ -92,7 +98,8 @@ def read_story(connection: sqlite3.Connection, responses: StoredResponses, traje
         task=task,
         group=tuple(_group(connection, row)),
         events=tuple(_events(connection, row)),
-        response=responses.of(row),
+        response=response,
+        lost=lost,
     )
 
 
@@ -115,7 +122,7 @@ def tell_story(told: Story) -> list[str]:
 def tell_response(told: Story) -> list[str]:
     """Lines about a response: one for each stretch of it, and one for each kind of recording it has."""
     response = told.response
-    lines = []
+    lines = [told.lost] if told.lost else []
     for stretch in told.stretches:
         span = stretch.span
         cache = "" if span.kv_version is None else f", on a KV cache from version {span.kv_version} on"

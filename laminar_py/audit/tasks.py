@@ -4,7 +4,7 @@ Invariant: a task reads one state of the ledger, and its result holds of that st
 """
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from laminar_py.audit.checks import (
     ChecksumCheck,
     DrainCheck,
     FiguresCheck,
+    LossCheck,
     StalenessCheck,
     StepCheck,
     WeightsCheck,
@@ -25,20 +26,23 @@ from laminar_py.audit.replay import Replay
 from laminar_py.audit.responses import ResponseCheck
 from laminar_py.audit.violations import Rule, Violation
 from laminar_py.ledger.archive import record_of, was_changed
-from laminar_py.ledger.database import LedgerError, ledger_path, reading, unlike_schema
-from laminar_py.records.digests import column_digest, prompt_digest
+from laminar_py.ledger.database import LedgerError, ledger_path, reading, segments_path, unlike_schema
+from laminar_py.ledger.responses import StoredResponses
+from laminar_py.records.digests import prompt_digest
 from laminar_py.records.events import Event
+from laminar_py.segments.reader import PayloadReader
 
 _NAMED = 20  # trajectories whose loss is told one by one
 
 
-class TaskResult(msgspec.Struct, frozen=True):
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one task."""
 
     violations: list[Violation] = []
     notes: list[str] = []
-    missing: list[int] = []  # trajectories that have tokens, and none in SQLite
+    missing: list[int] = []  # trajectories that have tokens, and to none of them a reference
     seen: list[int] = []  # trajectories that have some in the archive
+    apart: list[int] = []  # of these, those of which the rest is in other files of it
 
 
 def check_file(run: Path) -> TaskResult:
@@ -49,14 +53,14 @@ def check_file(run: Path) -> TaskResult:
         found += [
             Violation(Rule.LOG, name, "is not laid out as it should be") for name in unlike_schema(connection)
         ]
-        return TaskResult(found)
+        return TaskResult(violations=found)
 
 
 def check_events(run: Path) -> TaskResult:
     """Replay all events: every rule along the log, and the tables that follow from it."""
-    archive = ArchiveCheck(ledger_path(run).parent)
+    archive, losses = ArchiveCheck(ledger_path(run).parent), LossCheck()
     checks: list[Check] = [StalenessCheck(), DrainCheck(), WeightsCheck(), ChecksumCheck(), StepCheck()]
-    checks += [FiguresCheck(), archive]
+    checks += [FiguresCheck(), archive, losses]
     watching: dict[type[Event], list[Check]] = {}
     for check in checks:
         for kind in check.sees:
@@ -69,31 +73,32 @@ def check_events(run: Path) -> TaskResult:
                 found += check.see(event, replay.row_before(event))
             replay.see(seq, event, wall=wall, mono=mono)
         replay.end()
+        losses.compare(connection)
     for check in checks:
         found += check.end()
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(entries.unknown.items()))
     notes = [f"events of a later release, passed over: {kinds}"] if kinds else []
-    return TaskResult(entries.violations + found + replay.violations, notes)
+    return TaskResult(violations=entries.violations + found + replay.violations, notes=notes)
 
 
 def check_chain(run: Path, first: int, last: int | None) -> TaskResult:
     """Check the hashes of events `first` to `last`."""
     with reading(run) as connection:
-        return TaskResult(list(log.check_chain(connection, first, last)))
+        return TaskResult(violations=list(log.check_chain(connection, first, last)))
 
 
 def check_prompts(run: Path) -> TaskResult:
-    """Check prompts and columns of tokens against their digests."""
+    """Check prompts against their digests."""
     with reading(run) as connection:
-        return TaskResult([*_check_prompts(connection), *_check_columns(connection)])
+        return TaskResult(violations=list(_check_prompts(connection)))
 
 
 def check_stored(run: Path, first: int, last: int) -> TaskResult:
-    """Check responses in SQLite of trajectories `first` to `last`."""
+    """Check responses that SQLite refers to, of trajectories `first` to `last`."""
     with reading(run) as connection:
-        check = ResponseCheck(connection)
+        check = ResponseCheck(connection, _reader(run))
         missing = check.see_stored(first, last)
-        return TaskResult(check.violations, missing=missing)
+        return TaskResult(violations=check.violations, missing=missing)
 
 
 def check_archive(run: Path, path: Path) -> TaskResult:
@@ -103,17 +108,29 @@ def check_archive(run: Path, path: Path) -> TaskResult:
     One without a record is what a crash left before it was recorded, and nobody reads it.
     """
     with reading(run) as connection:
-        check, event = ResponseCheck(connection), record_of(path, connection)
+        check, event = ResponseCheck(connection, _reader(run)), record_of(path, connection)
         if event is None:
-            return TaskResult([])
+            return TaskResult()
         if was_changed(path, event):
             message = f"was changed, so none of its {event.num_trajectories} trajectories is read; restore it"
-            return TaskResult([Violation(Rule.ARCHIVE, event.path, message)])
+            return TaskResult(violations=[Violation(Rule.ARCHIVE, event.path, message)])
         try:
             check.see_file(path)
         except LedgerError as error:
             check.violations.append(Violation(Rule.ARCHIVE, path.name, str(error)))
-        return TaskResult(check.violations, seen=check.numbers)
+        return TaskResult(violations=check.violations, seen=check.numbers, apart=check.apart)
+
+
+def check_apart(run: Path, numbers: Collection[int]) -> TaskResult:
+    """Check responses that several files of the archive have together."""
+    with reading(run) as connection:
+        check = ResponseCheck(connection, _reader(run))
+        check.see_apart(numbers, StoredResponses(ledger_path(run).parent, connection))
+        return TaskResult(violations=check.violations)
+
+
+def _reader(run: Path) -> PayloadReader:
+    return PayloadReader(segments_path(ledger_path(run).parent))
 
 
 def find_nowhere(run: Path, missing: Collection[int]) -> Iterator[Violation]:
@@ -147,10 +164,3 @@ def _check_prompts(connection: sqlite3.Connection) -> Iterator[Violation]:
     )
     for id, index, first in misplaced:
         yield Violation(Rule.ROWS, f"prompt {id}", f"stands at place {index}, it was first issued from {first}")
-
-
-def _check_columns(connection: sqlite3.Connection) -> Iterable[Violation]:
-    rows = connection.execute("SELECT trajectory, name, dtype, data, digest FROM token_column")
-    for number, name, dtype, data, digest in rows:
-        if column_digest(number, name, dtype, data) != digest:
-            yield Violation(Rule.ROWS, f"column {name} of trajectory {number}", "was changed")

@@ -89,12 +89,15 @@ def _check_ledger(run: Path, proof: Proof, *, processes: int) -> None:
             return  # values are not of their types, rows not in their order: whatever follows would be noise
         missing = {number for task in stored for number in task().missing}
         # now: what a run moves to a file meanwhile is in one that is there by the time it is gone from SQLite
+        apart: set[int] = set()
         archive = [submit(tasks.check_archive, run, path) for path in archive_files(ledger_path(run).parent)]
         for task in [*work, *stored, *archive]:
             done = task()
             proof.violations.extend(done.violations)
             proof.notes.extend(done.notes)
             missing.difference_update(done.seen)
+            apart.update(done.apart)
+        proof.violations.extend(submit(tasks.check_apart, run, sorted(apart))().violations if apart else ())
     proof.violations.extend(tasks.find_nowhere(run, missing))
 
 

@@ -8,19 +8,22 @@ since collectives make every index a barrier.
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from laminar_py.bench.report import Row
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.packing.balance import attention_share, sequence_cost
-from laminar_py.packing.packer import Packed, assign, pack, step_terms
+from laminar_py.packing.balance import PackedT, attention_share, sequence_cost
+from laminar_py.packing.packer import Packed, assign, microbatches, pack, step_terms
 from laminar_py.packing.stream import StreamPacker
 from laminar_py.packing.window import choose
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.pieces import PieceRef, TokensRef
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
+from laminar_py.workers.specs import FetchRequest
 
 MAX_TOKENS = 16_384
 RANKS = 8
@@ -76,7 +79,7 @@ class PackingQuality:
     imbalance: float
 
 
-def quality(packed: Packed, *, max_tokens: int) -> PackingQuality:
+def quality(packed: Packed[PackedT], *, max_tokens: int) -> PackingQuality:
     """Fill, use of capacity and imbalance of a packed step."""
     lengths = [[[t.num_tokens for t in bundle] for bundle in bundles] for bundles in packed.bundles]
     costs = np.array(
@@ -95,7 +98,29 @@ def quality(packed: Packed, *, max_tokens: int) -> PackingQuality:
     )
 
 
-def pack_here(trajectories: Sequence[Trajectory], *, max_tokens: int = MAX_TOKENS, ranks: int = RANKS) -> Packed:
+def by_reference(trajectories: Iterable[Trajectory]) -> list[FinishedTrajectory]:
+    """Trajectories as the controller has them, each in one piece of a segment."""
+    return [
+        FinishedTrajectory(
+            id=one.id,
+            prompt_id=one.prompt_id,
+            group_id=one.group_id,
+            sample_index=one.sample_index,
+            kind=one.kind,
+            prompt_ids=one.prompt_ids,
+            tokens=(TokensRef(0, len(one.response_ids), PieceRef("replica-3-1-17.18f2a.9e41", 0, 1, bytes(16))),),
+            num_trained=len(one.response_ids),
+            spans=one.spans,
+            finish_reason=one.finish_reason,
+            reward=one.reward,
+        )
+        for one in trajectories
+    ]
+
+
+def pack_here(
+    trajectories: Sequence[PackedT], *, max_tokens: int = MAX_TOKENS, ranks: int = RANKS
+) -> Packed[PackedT]:
     """Pack a step with the coefficients of a 7B model."""
     return pack(
         trajectories,
@@ -178,21 +203,23 @@ class Streamed:
 
 
 def _stream(trajectories: Sequence[Trajectory]) -> Streamed:
+    whole, references = {one.id: one for one in trajectories}, by_reference(trajectories)
     stream, began = StreamPacker(max_tokens=MAX_TOKENS), time.perf_counter()
-    for trajectory in trajectories:
-        stream.add(trajectory)
+    for reference in references:
+        stream.add(reference)
     asked = time.perf_counter()
     bins = stream.bins()
     terms = step_terms(bins, aggregation=Aggregation.SEQUENCE_MEAN)
     packed = assign(bins, terms, max_tokens=MAX_TOKENS, ranks=RANKS, attention_share=QWEN_7B)
-    packed.microbatches(0)[0]
+    bundles = [[[whole[one.id] for one in bundle] for bundle in mine] for mine in packed.bundles]
+    microbatches(bundles[0], terms)[0]
     ready = time.perf_counter()
     for rank in range(RANKS):
-        for _ in packed.microbatches(rank):
+        for _ in microbatches(bundles[rank], terms):
             continue  # each is freed before the next is written, as in the learner
     written = time.perf_counter()
-    for bundles in packed.bundles:
-        decode(Packed, encode(Packed([bundles], packed.terms)))
+    for mine in packed.bundles:
+        decode(FetchRequest, encode(FetchRequest(mine, {})))
     sent = time.perf_counter()
     found = quality(packed, max_tokens=MAX_TOKENS)
     return Streamed(

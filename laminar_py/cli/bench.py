@@ -97,6 +97,24 @@ BENCHMARKS: Catalog = {
             ),
         },
     ),
+    "segments": Benchmark(
+        help="Pieces of responses written beside a plain file, and fetched beside a bare socket. Takes a minute.",
+        example="--only fetch --json",
+        options=[repeats(15)],
+        measurements={
+            "write": Measurement(
+                "laminar_py.bench.segments:write_rows",
+                "segment_write_MBps segment_write_over_file segment_write_over_digested_file"
+                " segment_write_over_file_3000x1 segment_write_over_file_16000x16 segment_write_over_file_16000x1",
+            ),
+            "fetch": Measurement(
+                "laminar_py.bench.segments:fetch_rows",
+                "segment_fetch_MBps segment_fetch_over_socket segment_fetch_over_socket_3000x1"
+                " segment_fetch_over_socket_3000x16 segment_fetch_over_socket_16000x16"
+                " segment_fetch_over_socket_16000x256",
+            ),
+        },
+    ),
     "ledger": Benchmark(
         help="Cost of recording, size on disk, and cost of reading it back. Takes about a minute.",
         example="--trajectories 1000000 --json",

@@ -354,10 +354,11 @@ class Placement:
     def _plan_anew(self, nodes: Sequence[Node]) -> None:
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
+        self._known = {id: node for id, node in self._known.items() if id in alive}  # others join below
         dead = self.plan.nodes - set(alive)
         if not dead and None not in (*self.plan.replicas, *self.plan.servers):
             return
-        self._known = alive | {id: node for id, node in self._known.items() if id in alive}
+        self._known = alive | self._known
         before = self.plan
         try:
             self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
@@ -372,6 +373,15 @@ class Placement:
     def spread(self) -> bool:
         """True where parts, the controller among them, are on more than one node."""
         return len(self.plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
+
+    @property
+    def alive(self) -> list[str]:
+        """Nodes that were there at the last look, the controller's first."""
+        return sorted(self._known, key=lambda node: (not self._known[node].here, node))
+
+    def is_alive(self, node: str) -> bool:
+        """True where a node was there at the last look."""
+        return node in self._known
 
     @property
     def here(self) -> Place:

@@ -152,7 +152,7 @@ def all_placed() -> bool:
     return states <= {"ALIVE", "DEAD"}
 
 
-async def on_node(node: str, function: Callable[..., bytes], *arguments: str) -> bytes:
+async def on_node(node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
     """Answer of a function of this package on that node, from a process there. Raises RayError."""
     if node == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(function, *arguments)

@@ -250,6 +250,11 @@ class RewardConfig(Section):
         return tuple(term for terms in rules for term in terms)
 
     @property
+    def looks_ahead(self) -> bool:
+        """True where a term looks ahead, and the scorer that does is the one to get the finished response."""
+        return self.workers == 1 and any(term.looks_ahead for term in self.terms)
+
+    @property
     def title(self) -> str:
         """Names of all terms, as complaints have them."""
         return ", ".join(dict.fromkeys(term.title for term in self.terms))

@@ -108,7 +108,7 @@ class RolloutConfig(Section):
     scored, never trained on, so that the report can say what dropping costs. A draining replica waits for those
     that it has; at most an eighth of all the sequences that the replicas decode at a time go on like this."""
     partial_interval_s: Seconds = 1.0
-    """Seconds between two reports of a running trajectory's new tokens; a crash costs up to twice as much."""
+    """Seconds between two entries of what runs in its replica's journal; the death of a replica costs as much."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -21,12 +21,10 @@ from laminar_py.control.moves import Moves
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.control.views import ReplicaViews
 from laminar_py.records.ages import WeightAges
-from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.columns import TokenValues
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.events import AnyEvent
-from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Span
 
 
@@ -41,22 +39,12 @@ class Recorder(Protocol):
         """Keep a prompt's text and ids, once."""
         ...
 
-    def store_segment(
-        self,
-        trajectory_id: str,
-        start: int,
-        spans: tuple[Span, ...],
-        ids: IntArray,
-        logprobs: FloatArray,
-        *,
-        sampling_mask: SamplingMask | None = None,
-        routed_experts: RoutedExperts | None = None,
-    ) -> None:
-        """Keep response tokens [start, start + n), which `spans` cover, and what was recorded with them."""
+    def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
+        """Keep where response tokens lie, which `spans` cover, with what was recorded beside them."""
         ...
 
-    def store_columns(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> None:
-        """Keep the columns, [L] each, that a finished response was scored with."""
+    def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
+        """Keep where the columns lie that a finished response was scored with."""
         ...
 
 
@@ -101,9 +89,10 @@ class Book:
         self.recorder = recorder
         self.live: dict[str, Lifecycle] = {}
         self.groups: dict[str, Group] = {}  # of training
-        self.views = ReplicaViews(settings.replicas)
+        self.views = ReplicaViews(settings.replicas, sizes={1, settings.group_size})
         self.moves = Moves()
         self.counterfactual: dict[str, Lifecycle] = {}  # dropped by a deadline, followed until they are scored
+        self.aborts: dict[int, list[str]] = {}  # by replica: what it still runs of dropped trajectories
         self.phase = Phase.PAUSED
         self.newest_version = -1  # that the learner published
         self.ages = WeightAges()  # of versions; the one definition of staleness
@@ -179,6 +168,17 @@ class Book:
             self.record_of(member, member.drop(reason, detail))
             del (self.counterfactual if member.counterfactual else self.live)[member.id]
 
+    def abort(self, lifecycle: Lifecycle) -> None:
+        """Have the replica that runs a trajectory told to end it."""
+        if lifecycle.replica is not None:
+            self.views.returned(lifecycle.replica, lifecycle.id)
+            self.aborts.setdefault(lifecycle.replica, []).append(lifecycle.id)
+
+    def take_aborts(self) -> dict[int, list[str]]:
+        """Dropped trajectories that replicas still run, by replica; each is told once."""
+        aborts, self.aborts = self.aborts, {}
+        return aborts
+
     def sampling(self, id: str, group_id: str, kind: Kind) -> SamplingParams:
         """Sampling of the run or of an evaluation's set, with a seed of the trajectory's own.
 
@@ -199,10 +199,18 @@ class Book:
                 out |= dict.fromkeys(group.members, finished)
         return out
 
+    def segments(self) -> set[str]:
+        """Segments that have something of what is live, or counterfactual."""
+        held = (*self.live.values(), *self.counterfactual.values())
+        return set().union(*(lifecycle.segments for lifecycle in held))
+
     def versions_alive(self) -> int:
         """Number of distinct weight versions among live training trajectories."""
-        training = (lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN)
-        return len({span.version for lifecycle in training for span in lifecycle.spans})
+        training = [lifecycle for lifecycle in self.live.values() if lifecycle.kind is Kind.TRAIN]
+        told = {span.version for lifecycle in training for span in lifecycle.spans}
+        replicas = {lifecycle.replica for lifecycle in training if lifecycle.replica is not None}
+        served = {self.views.by_index[replica].serving for replica in replicas}
+        return len(told | {version for version in served if version >= 0})
 
 
 def trajectory_seed(seed: int, trajectory_id: str) -> int:

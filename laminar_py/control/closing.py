@@ -14,29 +14,33 @@ from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.codec import FloatArray
-from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
+from laminar_py.records.columns import REFERENCE_LOGPROBS
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.outcomes import GroupRewards
+from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.protocols import Clock
 from laminar_py.records.returns import Returns, differ
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status, Trajectory
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """Stages that a finished response goes through; results come back as `on_score` and `on_reference`."""
 
-    submit_score: Callable[[Trajectory, Prompt], None]
-    submit_reference: Callable[[Trajectory], None] | None = None  # None: there is no stage for the reference model
+    submit_score: Callable[[FinishedTrajectory, Prompt], None]
+    submit_reference: Callable[[FinishedTrajectory], None] | None = (
+        None  # None: there is no stage for the reference model
+    )
 
     def score(self, lifecycle: Lifecycle) -> None:
         """Have a response scored."""
-        self.submit_score(lifecycle.trajectory(), lifecycle.prompt)
+        self.submit_score(lifecycle.finished(), lifecycle.prompt)
 
     def refer(self, lifecycle: Lifecycle) -> None:
         """Have the reference model's log-probabilities computed, where a training response needs them."""
         if self.submit_reference is not None and lifecycle.trains:
-            self.submit_reference(lifecycle.trajectory())
+            self.submit_reference(lifecycle.finished())
 
     def awaits_reference(self, members: Iterable[Lifecycle]) -> bool:
         """True where the reference model still has to answer for one of them."""
@@ -106,12 +110,12 @@ class Closing:
             self._book.record(lifecycle.score(score))
         await self.settled(lifecycle)
 
-    async def on_reference(self, trajectory_id: str, logprobs: FloatArray) -> None:
-        """Take in the reference's log-probabilities [L] of a response, for which its group may have waited."""
+    async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
+        """Take in where the reference's log-probabilities of a response lie; its group may have waited for it."""
         lifecycle = self._book.live.get(trajectory_id)
         if lifecycle is None:
             return
-        lifecycle.columns = lifecycle.columns | {REFERENCE_LOGPROBS: token_values(logprobs)}
+        lifecycle.columns = lifecycle.columns | {REFERENCE_LOGPROBS: logprobs}
         group = self._book.groups[lifecycle.group_id]
         if group.is_ready:
             await self._put(group)
@@ -165,6 +169,17 @@ class Closing:
         worst, best = self._book.rewards
         rewards = [member.reward or 0.0 for member in survivors]
         self._book.rewards = min(worst, *rewards), max(best, *rewards)
+
+    async def lose_ready(self, lifecycle: Lifecycle, detail: str) -> None:
+        """Drop a ready member for which the reference model was to answer; its group does not wait for that.
+
+        One that the learner has in hand stays, since it was read.
+        """
+        if self._stages.awaits_reference([lifecycle]):
+            group = self._book.groups[lifecycle.group_id]
+            self._book.drop([lifecycle], DropReason.HOST_LOST, detail)
+            del group.members[lifecycle.id]
+            await self._put(group)
 
     async def restore(self, group: Group) -> None:
         """Take up a group that a dead controller left, and close it if nothing of it is pending."""

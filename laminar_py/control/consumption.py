@@ -5,11 +5,10 @@ holds that step the consumption can be undone. What is too old, or too long for 
 event.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
@@ -20,8 +19,9 @@ from laminar_py.packing.buffer import Buffer, ReadyGroup
 from laminar_py.packing.stage import Packing, StagedGroups
 from laminar_py.packing.window import choose
 from laminar_py.records.events import RefillStopped
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.spans import versions_of
-from laminar_py.records.trajectory import DropReason, FinishReason, Status, Trajectory
+from laminar_py.records.trajectory import DropReason, FinishReason, Status
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +30,10 @@ class StepBatch:
 
     version: int  # the learner's when the batch was taken
     groups: list[ReadyGroup] = field(default_factory=list)
-    trajectories: list[Trajectory] = field(default_factory=list)
-    bins: list[Bin] = field(default_factory=list)  # of all trajectories, where batches are packed
+    trajectories: list[FinishedTrajectory] = field(default_factory=list)
+    bins: list[Bin[FinishedTrajectory]] = field(
+        default_factory=list
+    )  # of all trajectories, where batches are packed
     wanted: int = 0  # groups
     refilled: tuple[float, ...] = ()  # rewards of groups without signal, in whose places others were issued
     ages: dict[int, int] = field(default_factory=dict)  # of all versions in them, see `records.ages`
@@ -47,7 +49,7 @@ class StepBatch:
         return [tokens for group in self.groups for tokens in group.silent_tokens]
 
     @property
-    def reweighted(self) -> dict[str, Trajectory]:
+    def reweighted(self) -> dict[str, FinishedTrajectory]:
         """Trajectories whose loss has a factor, by id."""
         return {trajectory.id: trajectory for trajectory in self.trajectories if trajectory.weight != 1.0}
 
@@ -72,7 +74,7 @@ class Consumption:
     async def put(self, group: Group) -> None:
         """Give the learner a group that has its advantages."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
-        members = [self._masked(m.trajectory()) for m in ready if not self._too_long(m)]
+        members = [self._masked(m.finished()) for m in ready if not self._too_long(m)]
         if not members:
             del self._book.groups[group.id]
             await self.buffer.wake()  # perhaps it was the last that a step waits for
@@ -216,7 +218,7 @@ class Consumption:
         """True where a group was passed over often enough, or would be too old for the next step."""
         return group.passes >= max_passes or self._exceeds(group, steps=1)
 
-    def _weighted(self, group: ReadyGroup) -> list[Trajectory]:
+    def _weighted(self, group: ReadyGroup) -> list[FinishedTrajectory]:
         """Members of a group with the factor on their loss."""
         if not self._exceeds(group):
             return group.members
@@ -230,11 +232,11 @@ class Consumption:
 
     # ---- what the learner never gets, or not to train on
 
-    def _masked(self, trajectory: Trajectory) -> Trajectory:
+    def _masked(self, trajectory: FinishedTrajectory) -> FinishedTrajectory:
         """The trajectory, out of the loss if a cap has cut it and such ones are masked."""
         if not self._is_masked(trajectory.finish_reason):
             return trajectory
-        return msgspec.structs.replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask), weight=0.0)
+        return msgspec.structs.replace(trajectory, num_trained=0, weight=0.0)
 
     def _is_masked(self, reason: FinishReason | None) -> bool:
         return self._book.settings.masks_truncated and reason is FinishReason.LENGTH
@@ -260,12 +262,28 @@ class Consumption:
         """Drop what is too old of a group; True where something is left of it."""
         weights = self._weights(group)
         stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
-        group.members = [t for t, weight in zip(group.members, weights, strict=True) if weight is not None]
         for trajectory in stale:
             detail = f"staleness {self._book.ages.of(trajectory.oldest_version)}"
             self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
+        return self._shrink(place, group, without=stale)
+
+    def drop_lost(self, lost: Mapping[str, str]) -> None:
+        """Drop ready trajectories whose tokens are gone: what is lost of each, by id."""
+        place = 0
+        while place < len(self.buffer):
+            group = self.buffer[place]
+            gone = [member for member in group.members if member.id in lost]
+            for member in gone:
+                self._book.drop([self._book.live[member.id]], DropReason.HOST_LOST, lost[member.id])
+            if not gone or self._shrink(place, group, without=gone):
+                place += 1
+
+    def _shrink(self, place: int, group: ReadyGroup, *, without: Sequence[FinishedTrajectory]) -> bool:
+        """Take members out of a group, of which the last takes the group along; True where something is left."""
+        gone = {member.id for member in without}
+        group.members = [member for member in group.members if member.id not in gone]
         if self._stage:
-            self._stage.shrunk(place, stale, gone=not group.members)
+            self._stage.shrunk(place, without, gone=not group.members)
         if not group.members:
             self.buffer.take([group])
             del self._book.groups[group.group_id]

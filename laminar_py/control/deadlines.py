@@ -19,14 +19,13 @@ _UNIT = 2.0**64
 
 
 class Deadlines:
-    """Drops stragglers, and keeps what their replicas are to be told."""
+    """Drops stragglers."""
 
     def __init__(self, book: Book, *, waiting: WaitingQueue, closing: Closing, clock: Clock) -> None:
         self._book = book
         self._waiting = waiting
         self._closing = closing
         self._clock = clock
-        self._aborts: dict[int, list[str]] = {}
 
     async def enforce(self) -> None:
         """Close groups whose stragglers are past the deadline."""
@@ -63,11 +62,6 @@ class Deadlines:
         settings, ages = self._book.settings, self._book.ages
         return settings.bound.weight(1 + ages.of(member.oldest_version)) is None
 
-    def take_aborts(self) -> dict[int, list[str]]:
-        """Dropped trajectories that replicas still run, by replica; each is told once."""
-        aborts, self._aborts = self._aborts, {}
-        return aborts
-
     def _end(self, member: Lifecycle) -> None:
         """Have a straggler aborted, or let it go on counterfactually."""
         settings, others = self._book.settings, self._book.counterfactual
@@ -75,9 +69,8 @@ class Deadlines:
         can_end = member.status is Status.RUNNING or member.finish_reason is not None
         if has_place and can_end and is_chosen(member.id, settings.counterfactual_share):
             others[member.id] = member.go_on_counterfactually()
-        elif member.replica is not None:
-            self._book.views.returned(member.replica, member.id)
-            self._aborts.setdefault(member.replica, []).append(member.id)
+        else:
+            self._book.abort(member)
 
 
 def is_chosen(trajectory_id: str, share: float) -> bool:

@@ -6,11 +6,7 @@ differ. An illegal transition is an `IllegalEventError` with the ids: a bug, whi
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from laminar_py.ledger.machine import IllegalEventError
-from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.columns import TokenValues
 from laminar_py.records.digests import response_digest
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import (
@@ -27,11 +23,13 @@ from laminar_py.records.events import (
     StreamCut,
     Undone,
 )
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.replica import Assignment, Progress
-from laminar_py.records.returns import Returns, returns_of
+from laminar_py.records.returns import Earned, Returns, returns_of
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import clip_spans, covers, replace_spans
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status, Trajectory
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status
 
 LIVE = frozenset(Status) - {Status.CONSUMED, Status.DROPPED}
 ON_REPLICA = frozenset({Status.RUNNING})
@@ -51,10 +49,8 @@ class Lifecycle:
     status: Status = Status.QUEUED
     epoch: int = 0
     replica: int | None = None
-    ids: list[IntArray] = field(default_factory=list)  # response tokens, piece by piece
-    logprobs: list[FloatArray] = field(default_factory=list)  # same pieces
+    tokens: tuple[TokensRef, ...] = ()  # of the response, end to end
     spans: tuple[Span, ...] = ()  # cover [0, length)
-    length: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
     said: str = ""  # its answer, as the reward has it
@@ -62,8 +58,8 @@ class Lifecycle:
     advantage_scale: float = 1.0
     used_s: float = 0.0  # seconds of generation, on earlier replicas
     here_s: float = 0.0  # and on this one
-    routed: int = 0  # leading positions whose experts are recorded; these and masks are in the ledger alone
-    columns: dict[str, TokenValues] = field(default_factory=dict)  # [L] each; those of a reference are not stored
+    columns: dict[str, ColumnRef] = field(default_factory=dict)  # those of a reference are on no record
+    earned: Earned | None = None  # where its tokens have rewards of their own
     counterfactual: bool = False  # goes on for the record alone; see `go_on_counterfactually`
 
     def issued(self) -> Issued:
@@ -77,6 +73,11 @@ class Lifecycle:
             sample_index=self.sample_index,
             kind=self.kind,
         )
+
+    @property
+    def length(self) -> int:
+        """Response tokens that were told."""
+        return self.tokens[-1].end if self.tokens else 0
 
     @property
     def trains(self) -> bool:
@@ -100,18 +101,16 @@ class Lifecycle:
 
     def assignment(self, pin: int | None) -> Assignment:
         """The message to its replica; `pin` is the only version it may go on under, if any."""
-        prefix = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
         return Assignment(
             trajectory_id=self.id,
             epoch=self.epoch,
             group_id=self.group_id,
             kind=self.kind,
             prompt_ids=self.prompt.ids,
-            prefix_ids=prefix,
             sampling=self.sampling,
             version=pin,
+            tokens=self.tokens,
             used_s=self.used_s,
-            routed=self.routed,
         )
 
     def assign(self, replica: int) -> Assigned:
@@ -130,11 +129,9 @@ class Lifecycle:
         """Append new tokens while RUNNING; an event if the engine corrected the spans of earlier ones."""
         self._move(ON_REPLICA, Status.RUNNING)
         self.here_s = progress.generate_s - progress.queue_s
-        if len(progress.ids):
-            self.ids.append(progress.ids)
-            self.logprobs.append(progress.logprobs)
-            self.length += len(progress.ids)
-        self._check_recording(progress)
+        if progress.tokens is not None:
+            assert progress.tokens.start == self.length, f"{self.id}: {progress.tokens} after {self.length} tokens"
+            self.tokens = (*self.tokens, progress.tokens)
         said, self.spans = self.spans, replace_spans(self.spans, progress.spans)
         assert covers(self.spans, 0, self.length), f"{self.id}: {self.spans} for {self.length} tokens"
         reaches_back = bool(progress.spans) and progress.spans[0].start < progress.start
@@ -142,14 +139,11 @@ class Lifecycle:
             return Restamped(self.id, self.spans)
         return None
 
-    def _check_recording(self, progress: Progress) -> None:
-        mask, experts = progress.sampling_mask, progress.routed_experts
-        if mask is not None:
-            rows, count = len(mask.counts), len(progress.ids)
-            assert rows == count, f"{self.id}: {count} tokens with {rows} sampling masks"
-        if experts is not None:
-            assert experts.start == self.routed, f"{self.id}: experts from {experts.start}, not {self.routed}"
-            self.routed += experts.positions
+    @property
+    def segments(self) -> set[str]:
+        """Segments that have something of it."""
+        refs = (*(piece.at for piece in self.tokens), *(column.at for column in self.columns.values()))
+        return {ref.segment for ref in refs}
 
     def cut_off(self) -> StreamCut:
         """RUNNING as before, but its stream broke off; the event says where."""
@@ -180,15 +174,13 @@ class Lifecycle:
         self._move(ON_REPLICA, Status.FINISHED)
         self.replica = None
         self.finish_reason = progress.finish_reason
-        self.ids = [np.concatenate(self.ids)]
-        self.logprobs = [np.concatenate(self.logprobs)]
         return Finished(
             trajectory_id=self.id,
             epoch=self.epoch,
             finish_reason=progress.finish_reason,
             spans=self.spans,
             length=self.length,
-            digest=response_digest(self.ids[0], self.logprobs[0]),
+            digest=response_digest(piece.at.digest for piece in self.tokens),
             queue_s=progress.queue_s,
             generate_s=progress.generate_s,
         )
@@ -198,17 +190,19 @@ class Lifecycle:
         assert score.value is not None, f"{self.id}: what has no value is dropped"
         self._move({Status.FINISHED}, Status.SCORED)
         self.reward, self.said, self.columns = score.value, score.said, self.columns | score.columns
+        self.earned = score.earned
         return Scored(
             trajectory_id=self.id,
             reward=score.value,
             elapsed_s=score.elapsed_s,
             at_once=score.at_once,
             terms=score.terms,
+            earned=score.earned,
         )
 
     def returns(self) -> Returns:
         """Returns of its tokens, once it is scored."""
-        return returns_of(self.reward or 0.0, self.columns)
+        return returns_of(self.reward or 0.0, self.earned)
 
     def make_ready(self, advantage: float, scale: float = 1.0) -> Ready:
         """SCORED -> READY."""
@@ -234,7 +228,7 @@ class Lifecycle:
 
     def go_on_counterfactually(self) -> "Lifecycle":
         """A copy that goes on to its score when this trajectory is dropped; one event says what became of it."""
-        return replace(self, counterfactual=True, ids=list(self.ids), logprobs=list(self.logprobs))
+        return replace(self, counterfactual=True)
 
     def score_counterfactual(self, reward: float | None) -> CounterfactualScored:
         """FINISHED -> SCORED for the record alone; `reward` is None where scoring failed."""
@@ -248,24 +242,24 @@ class Lifecycle:
             generate_s=self.used_s + self.here_s,
         )
 
-    def trajectory(self) -> Trajectory:
+    def finished(self) -> FinishedTrajectory:
         """The finished record."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
-        return Trajectory(
+        return FinishedTrajectory(
             id=self.id,
             prompt_id=self.prompt.id,
             group_id=self.group_id,
             sample_index=self.sample_index,
             kind=self.kind,
             prompt_ids=self.prompt.ids,
-            response_ids=self.ids[0],
-            logprobs=self.logprobs[0],
-            loss_mask=np.ones(self.length, np.bool_),
+            tokens=self.tokens,
+            num_trained=self.length,
             spans=self.spans,
             finish_reason=self.finish_reason,
             reward=self.reward,
             advantage=self.advantage,
             advantage_scale=self.advantage_scale,
+            earned=self.earned,
             columns=self.columns,
         )
 

@@ -35,26 +35,32 @@ class Moves:
         self._rounds: dict[str, Round] = {}  # of each trajectory that is under way
         self._called_off: dict[int, list[str]] = {}
         self._passes: dict[str, set[int]] = {}  # replicas that keep their version for more of a pass, by its id
+        self._promised: Counter[int] = Counter()  # to each replica: moves under way, and passes
 
     def expect_more(self, pass_id: str, replica: int) -> None:
         """Note that a replica keeps its version for more of a pass, until nothing of it waits."""
-        self._passes.setdefault(pass_id, set()).add(replica)
+        keepers = self._passes.setdefault(pass_id, set())
+        self._promised[replica] += replica not in keepers
+        keepers.add(replica)
 
     def expect_while(self, waits: Callable[[str], bool]) -> None:
         """Have replicas keep their version no longer for passes of which nothing waits."""
         for pass_id in [name for name in self._passes if not waits(name)]:
             for replica in self._passes.pop(pass_id):
+                self._promised[replica] -= 1
                 self.refuse(replica, pass_id)
 
     def forget(self, replica: int) -> None:
         """Note that a replica has died, which keeps nothing."""
         for keepers in self._passes.values():
+            self._promised[replica] -= replica in keepers
             keepers.discard(replica)
 
     def begin(self, moving: Round) -> None:
         """Note the moves of a round, whose sources are asked to give them up."""
-        for trajectory_id in moving.open:
+        for trajectory_id, destination in moving.open.items():
             self._rounds[trajectory_id] = moving
+            self._promised[destination] += 1
         if not moving.open:
             moving.settled.set()
 
@@ -65,9 +71,7 @@ class Moves:
 
     def expected(self, replica: int) -> bool:
         """True where anything is on its way there, or more of a pass is to come."""
-        if any(replica in keepers for keepers in self._passes.values()):
-            return True
-        return any(moving.open[name] == replica for name, moving in self._rounds.items())
+        return self._promised[replica] > 0
 
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
         """Note that a replica is handed a trajectory with `length` tokens of response, which cost it `prefill`."""
@@ -86,6 +90,7 @@ class Moves:
         if moving is None:
             return
         destination = moving.open.pop(trajectory_id)
+        self._promised[destination] -= 1
         if destination != at:
             self.refuse(destination, trajectory_id)
         if not moving.open:

@@ -13,9 +13,11 @@ from laminar_py.control.closing import Closing
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Group
 from laminar_py.control.lifecycle import DISPATCHABLE, Lifecycle
+from laminar_py.control.reports import Reports
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
 from laminar_py.records.trajectory import Kind, Status
+from laminar_py.segments.salvage import Salvaged
 
 
 def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> None:
@@ -31,9 +33,20 @@ def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> 
 
 
 async def restore(
-    recovered: Recovered, book: Book, *, waiting: WaitingQueue, evaluations: Evaluations, closing: Closing
+    recovered: Recovered,
+    book: Book,
+    *,
+    waiting: WaitingQueue,
+    evaluations: Evaluations,
+    closing: Closing,
+    reports: Reports,
+    salvaged: Iterable[Salvaged],
 ) -> None:
-    """Fill an empty book with what was live; evaluations that were not asked for again are dropped."""
+    """Fill an empty book with what was live, and with what was `salvaged` of what ran.
+
+    Evaluations that were not asked for again are dropped.
+    """
+    more = {one.trajectory_id: one for one in salvaged}
     book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
     book.refilled, book.rewards = list(recovered.refilled), recovered.rewards
     evaluations.next_index = max(evaluations.next_index, recovered.next_evaluation)
@@ -50,6 +63,7 @@ async def restore(
             )
             group.members[lifecycle.id] = lifecycle
         if lifecycle.status is Status.RUNNING:
+            reports.take_over(lifecycle, more.get(lifecycle.id))
             book.record(lifecycle.interrupt("controller_died"))
         if lifecycle.status in DISPATCHABLE:
             waiting.append(lifecycle)
@@ -60,7 +74,6 @@ async def restore(
 
 
 def _revive(entry: LiveTrajectory, book: Book) -> Lifecycle:
-    response = entry.response
     return Lifecycle(
         id=entry.id,
         group_id=entry.group_id,
@@ -71,15 +84,13 @@ def _revive(entry: LiveTrajectory, book: Book) -> Lifecycle:
         status=entry.status,
         epoch=entry.epoch,
         replica=entry.replica if entry.status is Status.RUNNING else None,
-        ids=[response.ids] if len(response.ids) else [],
-        logprobs=[response.logprobs] if len(response.ids) else [],
-        spans=response.spans,
-        length=len(response.ids),
+        tokens=entry.tokens,
+        spans=entry.spans,
         finish_reason=entry.finish_reason,
         reward=entry.reward,
         columns=entry.columns,
+        earned=entry.earned,
         used_s=entry.used_s,
         advantage=entry.advantage or 0.0,
         advantage_scale=1.0 if entry.advantage_scale is None else entry.advantage_scale,
-        routed=0 if response.routed_experts is None else response.routed_experts.positions,
     )

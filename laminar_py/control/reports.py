@@ -4,24 +4,35 @@ Every change of a trajectory goes through its `Lifecycle`. A counterfactual one 
 of it is recorded before its score, and it ends where another would wait for a new replica.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.lifecycle import Lifecycle
+from laminar_py.control.losses import Losses
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.records.events import Cut, VersionLoaded
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans
 from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Status
+from laminar_py.segments.salvage import Known, Salvaged
 
 
 class Reports:
     """Takes in what replicas did; whatever goes on elsewhere is queued, whatever finished goes on to its group."""
 
-    def __init__(self, book: Book, *, waiting: WaitingQueue, evaluations: Evaluations, closing: Closing) -> None:
+    def __init__(
+        self,
+        book: Book,
+        *,
+        waiting: WaitingQueue,
+        evaluations: Evaluations,
+        closing: Closing,
+        losses: Losses,
+    ) -> None:
         self._book = book
+        self._losses = losses
         self._waiting = waiting
         self._evaluations = evaluations
         self._closing = closing
@@ -47,6 +58,7 @@ class Reports:
             if lifecycle is not None and lifecycle.replica == report.replica:
                 self._book.views.returned(report.replica, trajectory_id)
                 await self._lose_version(lifecycle)
+        self._book.generated_tokens += report.generated
         self._book.views.reported(
             report.replica,
             version=report.status.version,
@@ -54,13 +66,43 @@ class Reports:
             received=report.received,
         )
 
-    async def on_replica_lost(self, replica: int) -> None:
-        """Interrupt all that a dead replica had; each keeps its stored prefix and waits for another replica."""
+    def running_on(self, replica: int) -> dict[str, Known]:
+        """Live and counterfactual trajectories that a replica has, and how much of each is on record."""
+        names = sorted(self._book.views.by_index[replica].in_flight)
+        followed = ((name, self._book.followed(name)) for name in names)
+        return {
+            name: Known(lifecycle.epoch, lifecycle.length)
+            for name, lifecycle in followed
+            if lifecycle is not None and lifecycle.status is Status.RUNNING
+        }
+
+    async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = (), *, reason: str) -> None:
+        """Interrupt all that a dead replica had, with what was `salvaged`; each waits for another replica.
+
+        `reason` is `replica_died`, or `host_lost` where nothing can be salvaged.
+        """
         self._book.moves.forget(replica)
+        more = {one.trajectory_id: one for one in salvaged}
         for trajectory_id in sorted(self._book.views.forget(replica)):
             lifecycle = self._book.followed(trajectory_id)
             if lifecycle is not None and lifecycle.status is Status.RUNNING:
-                self._requeue(lifecycle, "replica_died", self._waiting.append_displaced)
+                self.take_over(lifecycle, more.get(trajectory_id))
+                self._requeue(lifecycle, reason, self._waiting.append_displaced)
+
+    def take_over(self, lifecycle: Lifecycle, salvaged: Salvaged | None) -> None:
+        """Append what a dead replica had stored of a trajectory and not told, if anything."""
+        if salvaged is not None and salvaged.tokens.start == lifecycle.length:
+            self._grow(
+                lifecycle,
+                Progress(
+                    trajectory_id=lifecycle.id,
+                    epoch=lifecycle.epoch,
+                    start=lifecycle.length,
+                    tokens=salvaged.tokens,
+                    spans=salvaged.spans,
+                    generate_s=max(0.0, salvaged.used_s - lifecycle.used_s),
+                ),
+            )
 
     async def drop_unreachable(self) -> None:
         """Drop waiting trajectories that can go on nowhere any more."""
@@ -73,6 +115,9 @@ class Reports:
             self._on_break(replica, lifecycle, progress.broken)
         elif progress.refusal:
             await self._on_refusal(replica, lifecycle, progress.refusal)
+        elif progress.lost:
+            self._book.views.returned(replica, lifecycle.id)
+            await self._losses.begin_anew(lifecycle, DropReason.HOST_LOST, progress.lost)
         elif progress.finish_reason is not None:
             self._on_end(replica, lifecycle, progress)
 
@@ -81,20 +126,12 @@ class Reports:
         restamped = lifecycle.grow(progress)
         if lifecycle.counterfactual:
             return
-        if lifecycle.trains:
-            self._book.generated_tokens += len(progress.ids)
-        elif lifecycle.version is not None:
-            self._evaluations.runs_under(lifecycle, lifecycle.version)
-        if len(progress.ids) or progress.routed_experts is not None:
-            self._book.recorder.store_segment(
-                lifecycle.id,
-                progress.start,
-                clip_spans(progress.spans, progress.start),
-                progress.ids,
-                progress.logprobs,
-                sampling_mask=progress.sampling_mask,
-                routed_experts=progress.routed_experts,
-            )
+        begun = lifecycle.version if progress.begun is None else progress.begun
+        if lifecycle.kind is Kind.EVAL and begun is not None:
+            self._evaluations.runs_under(lifecycle, begun)
+        if progress.tokens is not None:
+            spans = clip_spans(progress.spans, progress.start)
+            self._book.recorder.store_tokens(lifecycle.id, progress.tokens, spans)
         if restamped is not None:
             self._book.record(restamped)
 
@@ -149,9 +186,6 @@ class Reports:
             self._requeue(lifecycle, "version_lost", self._waiting.append)
             self._evaluations.give_up(lifecycle)
             return
-        self._book.drop([lifecycle], DropReason.VERSION_LOST, f"version {self._waiting.pin(lifecycle)}")
-        if lifecycle.kind is Kind.EVAL:
-            self._evaluations.lose(lifecycle)
-        elif lifecycle.trains:
-            self._waiting.append(self._book.issue_member(self._book.groups[lifecycle.group_id]))
-        await self._closing.settled(lifecycle)
+        await self._losses.begin_anew(
+            lifecycle, DropReason.VERSION_LOST, f"version {self._waiting.pin(lifecycle)}"
+        )

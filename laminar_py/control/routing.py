@@ -5,7 +5,7 @@ only to a replica that serves it, or that is idle and can load it, since an engi
 group's new samples go to one replica, which prefills their prompt once.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from laminar_py.control.book import Book, Phase
 from laminar_py.control.views import ReplicaView
@@ -16,6 +16,7 @@ class Router:
 
     def __init__(self, book: Book) -> None:
         self._book = book
+        self._views = book.views
         self._admission = book.settings.admission
 
     @property
@@ -37,24 +38,15 @@ class Router:
         Where whole batches are waited for, each replica has a share, so that one that reports early does not
         take a whole batch before the others have the weights for it.
         """
-        groups = self._admission.share(self._book.views.num_placed)
-        share = None if groups is None else groups * self._book.settings.group_size
-        oldest = self._oldest
-        fitting = [
-            view
-            for view in self._views
-            if view.admissible >= size
-            and view.loading is None
-            and (oldest is None or view.version >= oldest)
-            and (share is None or len(view.in_flight) + size <= share)
-        ]
-        return min(fitting, key=lambda view: (len(view.in_flight), -view.version), default=None)
+        groups = self._admission.share(self._views.num_placed)
+        view = self._views.with_room(size, oldest=self._oldest)
+        if view is None or groups is None:
+            return view
+        return view if len(view.in_flight) + size <= groups * self._book.settings.group_size else None
 
     def for_displaced(self) -> ReplicaView | None:
         """A replica for one trajectory of a replica that died: if none admits more, the least loaded."""
-        oldest = max(0, self._oldest or 0)
-        serving = [view for view in self._views if view.version >= oldest and view.loading is None]
-        return self.for_new(1) or min(serving, key=lambda view: len(view.in_flight), default=None)
+        return self.for_new(1) or self._views.least_loaded(oldest=max(0, self._oldest or 0))
 
     def for_pinned(self, version: int, *, limit: int | None = None) -> ReplicaView | None:
         """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
@@ -62,8 +54,10 @@ class Router:
         A replica that expects moves does not leave the version that it serves; one that has `limit` trajectories,
         where there is one, gets no more.
         """
-        serving = [view for view in self._serving(version) if limit is None or len(view.in_flight) < limit]
-        return _least_loaded(serving or self._idle_below(version))
+        first = next(self._views.that_serve(version), None)
+        if first is not None and (limit is None or len(first.in_flight) < limit):
+            return first
+        return self._idle_below(version)
 
     def for_pass(self, version: int, *, holders: Collection[int], most: int, num_out: int) -> ReplicaView | None:
         """A replica for a member of an evaluation of `version`, of which `num_out` are at the `holders`.
@@ -71,26 +65,20 @@ class Router:
         One that has none yet, while the holders that still serve it are fewer than `most`; else the least loaded
         of these, unless they have a batch each.
         """
-        serving = self._serving(version)
-        holding = [view for view in serving if view.index in holders]
-        others = [view for view in serving if view.index not in holders] or self._idle_below(version)
-        if others and len(holding) < most:
-            return _least_loaded(others)
+        holding = [view for view in map(self._views.by_index.__getitem__, holders) if _serves(view, version)]
+        if len(holding) < most:
+            others = (view for view in self._views.that_serve(version) if view.index not in holders)
+            other = next(others, None) or self._idle_below(version)
+            if other is not None:
+                return other
         is_full = num_out >= len(holding) * self._book.settings.batch_per_replica
-        return None if is_full else _least_loaded(holding)
+        least = min(holding, key=lambda view: (len(view.in_flight), view.index), default=None)
+        return None if is_full else least
 
-    def _serving(self, version: int) -> list[ReplicaView]:
-        return [view for view in self._views if view.version >= 0 and view.serving == version]
-
-    def _idle_below(self, version: int) -> list[ReplicaView]:
-        """Replicas that can load it, and expect no moves under the version that they serve."""
-        expected = self._book.moves.expected
-        return [view for view in self._views if view.idle and view.version < version and not expected(view.index)]
-
-    @property
-    def _views(self) -> Collection[ReplicaView]:
-        return self._book.views.by_index.values()
+    def _idle_below(self, version: int) -> ReplicaView | None:
+        """A replica that can load it, and expects no moves under the version that it serves."""
+        return self._views.idle_below(version, expecting=self._book.moves.expected)
 
 
-def _least_loaded(views: Iterable[ReplicaView]) -> ReplicaView | None:
-    return min(views, key=lambda view: len(view.in_flight), default=None)
+def _serves(view: ReplicaView, version: int) -> bool:
+    return view.version >= 0 and view.serving == version

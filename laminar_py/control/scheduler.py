@@ -11,7 +11,7 @@ All parts share one `Book`. `TrajectoryScheduler` is owned by the controller (or
 and scores in and carries assignments out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from laminar_py.control.book import Book, ControlSettings, Phase, Recorder
 from laminar_py.control.closing import Closing, Credit, Stages
@@ -19,6 +19,7 @@ from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.deadlines import Deadlines
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.losses import Losses
 from laminar_py.control.recovery import restore
 from laminar_py.control.reports import Reports
 from laminar_py.control.routing import Router
@@ -27,6 +28,7 @@ from laminar_py.ledger.recovery import Recovered
 from laminar_py.records.outcomes import GroupRewards
 from laminar_py.records.protocols import Clock
 from laminar_py.records.trajectory import Prompt
+from laminar_py.segments.salvage import Salvaged
 
 
 class TrajectoryScheduler:
@@ -58,7 +60,10 @@ class TrajectoryScheduler:
             clock=clock,
             tell=tell,
         )
-        self.reports = Reports(book, waiting=waiting, evaluations=evaluations, closing=closing)
+        self.losses = losses = Losses(
+            book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
+        )
+        self.reports = Reports(book, waiting=waiting, evaluations=evaluations, closing=closing, losses=losses)
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
         self.dispatcher = Dispatcher(
             book, router=router, waiting=waiting, evaluations=evaluations, prompt_at=prompt_at
@@ -84,10 +89,16 @@ class TrajectoryScheduler:
         self.book.phase = Phase.ENDING
         self.moves.end_all()
 
-    async def restore(self, recovered: Recovered) -> None:
-        """Take up what a dead controller left; before anything else."""
+    async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
+        """Take up what a dead controller left, and what was `salvaged` of what ran; before anything else."""
         await restore(
-            recovered, self.book, waiting=self._waiting, evaluations=self.evaluations, closing=self.closing
+            recovered,
+            self.book,
+            waiting=self._waiting,
+            evaluations=self.evaluations,
+            closing=self.closing,
+            reports=self.reports,
+            salvaged=salvaged,
         )
 
     # ---- between the parts

@@ -1,10 +1,15 @@
 """Knowledge of the controller about each replica. Pure: no clock, no socket; shared by the parts of `control`.
 
-Invariant: a view is a replica's last report, less what was sent since.
+Invariant: a view is a replica's last report, less what was sent since; a question has the answer that a look at
+all views would give. They change by the methods here alone, each of which puts its replica where that belongs in
+the rankings, so that what a report or an assignment asks costs no look at all of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+
+from laminar_py.control.ranking import Entry, Ranking
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,12 +34,26 @@ class ReplicaView:
         """The version its next assignment runs under."""
         return self.version if self.loading is None else self.loading
 
+    @property
+    def starts(self) -> bool:
+        """True where it has a place, has not reported since it (re)started, and was given nothing."""
+        return self.has_place and self.version < 0 and not self.in_flight
+
 
 class ReplicaViews:
-    """Views of all replicas, `by_index`."""
+    """Views of all replicas, `by_index`; `sizes` are the numbers of trajectories that are handed out together."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, *, sizes: Collection[int]) -> None:
         self.by_index = {index: ReplicaView(index=index) for index in range(replicas)}
+        self.in_flight = 0  # trajectories at replicas
+        self._num_placed = replicas
+        self._starting: set[int] = set()
+        self._serving = Ranking(replicas)  # that have reported, by the version their next assignment runs under
+        self._with_room = {size: Ranking(replicas) for size in sizes}  # that admit as many, and load nothing
+        self._idle = Ranking(replicas)
+        self._placed = Ranking(replicas)  # by the oldest version that each may still serve
+        for view in self.by_index.values():
+            self._rank(view)
 
     # ---- what happens to a replica
 
@@ -44,48 +63,97 @@ class ReplicaViews:
         view.version, view.admissible = version, admissible - (view.sent - received)
         if view.loading == version or not view.in_flight:
             view.loading = None
+        self._rank(view)
 
     def send(self, replica: int, trajectory_id: str, *, pin: int | None = None) -> None:
         """Note what is handed over; `pin` is the only version it may run under."""
         view = self.by_index[replica]
+        self.in_flight += trajectory_id not in view.in_flight
         view.in_flight.add(trajectory_id)
         if pin is None:
             view.sent += 1
             view.admissible -= 1
         elif pin != view.serving:
             view.loading = pin
+        self._rank(view)
 
     def returned(self, replica: int, trajectory_id: str) -> None:
         """Note that a trajectory finished, was interrupted or dropped there."""
-        self.by_index[replica].in_flight.discard(trajectory_id)
+        view = self.by_index[replica]
+        self.in_flight -= trajectory_id in view.in_flight
+        view.in_flight.discard(trajectory_id)
+        self._rank(view)
 
     def retire(self, replica: int) -> None:
         """Give nothing more to a replica that is about to be replaced."""
-        self.by_index[replica].version = -1
-        self.by_index[replica].admissible = 0
+        view = self.by_index[replica]
+        view.version, view.admissible = -1, 0
+        self._rank(view)
 
     def forget(self, replica: int) -> set[str]:
         """Start anew with a replica that died; the trajectories it had."""
-        in_flight = self.by_index[replica].in_flight
-        self.by_index[replica] = ReplicaView(index=replica)
-        return in_flight
+        before = self.by_index[replica]
+        self.by_index[replica] = view = ReplicaView(index=replica, has_place=before.has_place)
+        self.in_flight -= len(before.in_flight)
+        self._rank(view)
+        return before.in_flight
 
     def planned(self, has_place: Iterable[bool]) -> None:
         """Note for which replicas, in order, the cluster has room; where there is none, nothing waits for one."""
         for view, has in zip(self.by_index.values(), has_place, strict=True):
-            view.has_place = has
+            if view.has_place != has:
+                self._num_placed += 1 if has else -1
+                view.has_place = has
+                self._rank(view)
+
+    def _rank(self, view: ReplicaView) -> None:
+        """Put a replica that has changed where it belongs."""
+        index, load, version = view.index, len(view.in_flight), view.version
+        self._serving.put(index, view.serving if version >= 0 else None, load=load)
+        for size, ranking in self._with_room.items():
+            has_room = view.loading is None and view.admissible >= size
+            ranking.put(index, version if has_room else None, load=load)
+        self._idle.put(index, version if view.idle else None)
+        self._placed.put(index, min(version, view.serving) if view.has_place else None)
+        if view.starts:
+            self._starting.add(index)
+        else:
+            self._starting.discard(index)
+
+    # ---- choices; of equals the first by index
+
+    def with_room(self, size: int, *, oldest: int | None) -> ReplicaView | None:
+        """The least loaded replica that admits `size` more, then the newest; of version `oldest` at least."""
+        firsts = [
+            (entries[0][0], -version, entries[0][1])
+            for version, entries in self._with_room[size].by_version.items()
+            if oldest is None or version >= oldest
+        ]
+        return self.by_index[min(firsts)[-1]] if firsts else None
+
+    def least_loaded(self, *, oldest: int) -> ReplicaView | None:
+        """The least loaded replica that loads nothing, of version `oldest` at least."""
+        lists = (entries for version, entries in self._serving.by_version.items() if version >= oldest)
+        firsts = [entry for entries in lists for entry in islice(filter(self._keeps, entries), 1)]
+        return self.by_index[min(firsts)[1]] if firsts else None
+
+    def that_serve(self, version: int) -> Iterator[ReplicaView]:
+        """Replicas whose next assignment runs under `version`, the least loaded first."""
+        return (self.by_index[index] for _, index in self._serving.of(version))
+
+    def idle_below(self, version: int, *, expecting: Callable[[int], bool]) -> ReplicaView | None:
+        """An idle replica of an older version, which is not `expecting` anything under that."""
+        return next((self.by_index[i] for _, i in self._idle.below(version) if not expecting(i)), None)
+
+    def _keeps(self, entry: Entry) -> bool:
+        return self.by_index[entry[1]].loading is None
 
     # ---- questions
 
     @property
     def num_placed(self) -> int:
         """Number of replicas that run or will; one at least."""
-        return max(1, sum(view.has_place for view in self.by_index.values()))
-
-    @property
-    def in_flight(self) -> int:
-        """Number of trajectories at replicas."""
-        return sum(len(view.in_flight) for view in self.by_index.values())
+        return max(1, self._num_placed)
 
     def serves(self, replica: int, version: int) -> bool:
         """True where it can take up work of `version` at once."""
@@ -97,15 +165,14 @@ class ReplicaViews:
 
         Where none has a place the run ends, and nothing is given up that a resumed one can go on with.
         """
-        views = [view for view in self.by_index.values() if view.has_place]
-        return bool(views) and all(min(view.version, view.serving) > version for view in views)
+        return min(self._placed.by_version, default=version) > version
 
     def num_starting(self) -> int:
         """Number of replicas that have not reported since they (re)started and were given nothing."""
-        return sum(view.has_place and view.version < 0 and not view.in_flight for view in self.by_index.values())
+        return len(self._starting)
 
     def by_version(self) -> dict[int, list[int]]:
-        """Replicas that have work, by the version that they serve."""
+        """Replicas that have work, by the version that they serve; a look at all, once in a round of repacking."""
         out: dict[int, list[int]] = {}
         for view in self.by_index.values():
             if view.in_flight and view.version >= 0 and view.loading is None:

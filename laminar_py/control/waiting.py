@@ -6,7 +6,7 @@ lanes, however many wait. Invariant: a trajectory leaves the queue once, either 
 will ever serve its version again, as unreachable.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -60,14 +60,22 @@ class WaitingQueue:
 
     def remove_group(self, group_id: str) -> None:
         """Remove all members of a group."""
-        self._displaced = [item for item in self._displaced if item.group_id != group_id]
+        self._keep(lambda lifecycle: lifecycle.group_id != group_id)
+
+    def _keep(self, stays: Callable[[Lifecycle], bool]) -> None:
+        self._displaced = [item for item in self._displaced if stays(item)]
+        self._unreachable = [item for item in self._unreachable if stays(item)]
         for need, lane in list(self._lanes.items()):
-            kept = [entry for entry in lane.entries if entry[1].group_id != group_id]
+            kept = [entry for entry in lane.entries if stays(entry[1])]
             if not kept:
                 del self._lanes[need]
             elif len(kept) < len(lane.entries):
                 lane.entries = kept
                 heapify(kept)
+
+    def remove(self, trajectory_ids: Container[str]) -> None:
+        """Remove these, wherever they wait."""
+        self._keep(lambda lifecycle: lifecycle.id not in trajectory_ids)
 
     def has_of(self, pass_id: str) -> bool:
         """True while members of that pass wait."""

@@ -33,8 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.marker import Adapted, Architecture, complete, read_marker, write_file
+from laminar_py.learner.marker import Adapted, Architecture, complete, read_marker
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.disk import write_file
 
 # Torch warns of a missing process group even where `no_dist` says that there is none.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

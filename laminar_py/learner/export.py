@@ -20,8 +20,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from laminar_py.config.lora import LoraConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.checkpoint import load_weights
-from laminar_py.learner.marker import sync
 from laminar_py.learner.model import check_model_folder, gathered, is_mixture
+from laminar_py.records.disk import sync
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -4,13 +4,13 @@ Called by whoever writes or reads checkpoints. Invariant: a folder that `read_ma
 was written, in full length.
 """
 
-import os
 import shutil
 from pathlib import Path
 
 import msgspec
 
 from laminar_py.config.section import ConfigError
+from laminar_py.records.disk import sync, write_file
 
 MARKER = "complete.json"
 
@@ -75,22 +75,5 @@ def read_marker(folder: Path) -> Marker:
     return marker
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Return when it is on disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _torn(folder: Path, fault: str) -> ConfigError:
     return ConfigError(f"checkpoint={folder}: half written or damaged ({fault}); restore or delete it")
-
-
-def sync(path: Path) -> None:
-    """Return when a file is on disk, or the names in a folder: only then do they survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

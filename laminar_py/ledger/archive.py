@@ -1,18 +1,17 @@
-"""Response pieces that no rollback can need, in Parquet: `archive/*.parquet`, one file per call.
+"""Payload that no rollback can need, in Parquet: `archive/*.parquet`, a file for each host and call.
 
-Written by the ledger after a checkpoint, for what is older than all that are kept; it deletes the pieces from
-SQLite only when the file is complete. A crash in between leaves some pieces in both places, equal byte for byte.
-Invariant: a file that is not the recorded one is never opened for a response.
-pyarrow is imported by the functions that need it: a controller that archives nothing is spared its memory.
+Written on the hosts that have the pieces, by `archive_pieces`, after a checkpoint, for what is older than all that
+are kept; the ledger forgets its references only when the files are on record. A crash in between leaves some
+pieces in both places, equal byte for byte. Invariant: a file that is not the recorded one is never opened for a
+response. pyarrow is imported by the functions that need it: a process that archives nothing is spared its memory.
 """
 
 import os
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,51 +19,69 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.ledger.database import ARCHIVE_NAME, LedgerError, reading
-from laminar_py.ledger.payload import Payload, Piece, join, stored_pieces
-from laminar_py.ledger.rows import TrajectoryRow, decode_event
+from laminar_py.ledger.database import ARCHIVE_NAME, LedgerError, segments_path
+from laminar_py.ledger.pieces import PieceRow, StoredPiece, rebuilt, stored_pieces
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.digests import file_digest
+from laminar_py.records.disk import sync
 from laminar_py.records.events import Archived
-from laminar_py.records.spans import decode_spans, replace_spans
+from laminar_py.records.pieces import ColumnPiece
+from laminar_py.segments.frames import describe
+from laminar_py.segments.reader import PayloadReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _ROW_GROUP_BYTES = 4 * 2**20  # whoever looks for one trajectory reads so much
-_BINARY = ("mask", "experts", "digest")
+_BINARY = ("mask", "experts", "values", "digest")
 # the rest is random bits, as good as
-_COMPRESSION = dict.fromkeys(("trajectory", "start", "spans", "ids.list.element", "mask"), "zstd")
-_SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <= ?)"
+_COMPRESSION = dict.fromkeys(("trajectory", "name", "start", "description", "ids.list.element", "mask"), "zstd")
+SETTLED = "status = 'dropped' OR status = 'consumed' AND (kind = 'eval' OR step <= ?)"
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveFile:
-    """A new file of the archive, and the numbers of the trajectories that are in it."""
+class ArchiveRequest(msgspec.Struct, frozen=True):
+    """References to pieces of one host, by trajectory, and the name of the file that they go to."""
+
+    run: str
+    name: str
+    rows: list[PieceRow]
+
+
+class ArchiveAnswer(msgspec.Struct, frozen=True):
+    """A new file; numbers of trajectories that are left out, as pieces could not be read, with what was wrong."""
 
     event: Archived
-    trajectories: list[int]
+    unreadable: dict[int, str]
 
 
-def write_archive(run: Path, step: int) -> ArchiveFile | None:
-    """Copy to a new file all pieces still in SQLite that nobody needs who goes back to `step` or a later one.
+def archive_pieces(request: bytes) -> bytes:
+    """`ArchiveAnswer` to an `ArchiveRequest`, on the host whose segments have the pieces. Raises `OSError`."""
+    wanted = decode(ArchiveRequest, request)
+    run, unreadable = Path(wanted.run), dict[int, str]()
+    folder = run / ARCHIVE_NAME
+    folder.mkdir(exist_ok=True)
+    reader = PayloadReader(segments_path(run))
+    path, unfinished = folder / wanted.name, folder / f"{wanted.name}.tmp"
+    numbers = set[int]()
 
-    None if there are none.
-    """
-    moved: list[int] = []
-    with reading(run) as connection:
-        pieces = stored_pieces(connection, _SETTLED, (step,))
-        seq = connection.execute("SELECT seq FROM head").fetchone()[0]
-        first = next(pieces, None)
-        if first is None:
-            return None
-        folder = run / ARCHIVE_NAME
-        folder.mkdir(exist_ok=True)
-        unfinished = folder / "unfinished"
-        _write_file(unfinished, _noting(moved, first, pieces))
-        path = folder / _file_name(seq)
-        os.replace(unfinished, path)
-    event = Archived(str(path.relative_to(run)), len(moved), path.stat().st_size, file_digest(path))
-    return ArchiveFile(event, moved)
+    def readable() -> Iterator[StoredPiece]:
+        stored = stored_pieces(reader, iter(wanted.rows))
+        for number, pieces in groupby(stored, key=lambda piece: piece.trajectory):
+            own = list(pieces)
+            if fault := next((piece.fault for piece in own if piece.piece is None), ""):
+                unreadable[number] = fault
+            else:
+                numbers.add(number)
+                yield from own
+
+    _write_file(unfinished, readable())
+    reader.close()
+    os.replace(unfinished, path)
+    for parent in (folder, run):
+        sync(parent)
+    event = Archived(str(path.relative_to(run)), len(numbers), path.stat().st_size, file_digest(path))
+    return encode(ArchiveAnswer(event, unreadable))
 
 
 def archive_files(run: Path) -> list[Path]:
@@ -72,7 +89,12 @@ def archive_files(run: Path) -> list[Path]:
     return sorted((run / ARCHIVE_NAME).glob("*.parquet"))
 
 
-def file_pieces(path: Path, number: int | None = None) -> Iterator[Piece]:
+def file_name(seq: int, part: int) -> str:
+    """By event number: a later file never takes the name of an earlier one."""
+    return f"pieces-{seq:012d}-{part}.parquet"
+
+
+def file_pieces(path: Path, number: int | None = None) -> Iterator[StoredPiece]:
     """Pieces in one file, by trajectory, as stored; of one trajectory, or of all. Raises `LedgerError`."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -97,16 +119,17 @@ def file_pieces(path: Path, number: int | None = None) -> Iterator[Piece]:
 def record_of(path: Path, connection: sqlite3.Connection) -> Archived | None:
     """The record of a file of the archive; None for one that a crash kept off the record.
 
-    No other of its kind lies between that event and the one that the file is named by, so no more is read.
+    Those of one call follow the event that they are named by, and none of another lies between.
     """
-    query = "SELECT CAST(body AS BLOB) FROM event WHERE seq > ? AND kind = 'archived' ORDER BY seq LIMIT 1"
-    seq = re.fullmatch(r"pieces-(\d{12})\.parquet", path.name)
-    found = connection.execute(query, (int(seq[1]),)).fetchone() if seq else None
-    if found is not None:
+    query = "SELECT CAST(body AS BLOB) FROM event WHERE seq > ? AND kind = 'archived' ORDER BY seq"
+    seq = re.fullmatch(r"pieces-(\d{12})-\d+\.parquet", path.name)
+    for (body,) in connection.execute(query, (int(seq[1]),)) if seq else ():
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
-            event = decode_event(found[0])
+            event = decode_event(body)
             if isinstance(event, Archived) and Path(event.path).name == path.name:
                 return event
+            if isinstance(event, Archived) and not Path(event.path).name.startswith(path.name.rpartition("-")[0]):
+                return None
     return None
 
 
@@ -123,61 +146,15 @@ def is_recorded(path: Path, connection: sqlite3.Connection) -> bool:
     return event is not None
 
 
-class StoredResponses:
-    """Responses of a run, wherever their pieces are; each file of the archive is checked when first needed."""
-
-    def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
-        self.run = run
-        self._connection = connection
-        self._recorded: dict[Path, bool] = {}
-
-    def of(self, row: TrajectoryRow) -> Payload:
-        """The response of a trajectory, with the spans that hold. Raises `LedgerError` where it is lost."""
-        pieces = list(stored_pieces(self._connection, "number = ?", (row.number,)))
-        if not pieces and row.length:
-            pieces = self._archived(row)
-        response = join(pieces)
-        if row.spans is None:
-            return response
-        return replace(response, spans=replace_spans(response.spans, decode_spans(row.spans)))
-
-    def _archived(self, row: TrajectoryRow) -> list[Piece]:
-        """Pieces of a trajectory in the archive: all in one file, which was written after its last event."""
-        for path in archive_files(self.run):
-            if path.name >= _file_name(row.last_seq) and self._is_recorded(path):
-                pieces = list(file_pieces(path, row.number))
-                if pieces:
-                    return pieces
-        raise LedgerError(
-            f"archive={self.run / ARCHIVE_NAME}: none of the {row.length} tokens of {row.id} is there; restore it"
-        )
-
-    def _is_recorded(self, path: Path) -> bool:
-        if path not in self._recorded:
-            self._recorded[path] = is_recorded(path, self._connection)
-        return self._recorded[path]
-
-
-def _file_name(seq: int) -> str:
-    """By event number: a later file never takes the name of an earlier one."""
-    return f"pieces-{seq:012d}.parquet"
-
-
-def _noting(moved: list[int], first: Piece, rest: Iterable[Piece]) -> Iterator[Piece]:
-    for piece in chain((first,), rest):
-        if not moved or moved[-1] != piece.trajectory:
-            moved.append(piece.trajectory)
-        yield piece
-
-
 def _schema() -> "pa.Schema":
     import pyarrow as pa
 
     return pa.schema(
         [
             ("trajectory", pa.int64()),
+            ("name", pa.string()),
             ("start", pa.int32()),
-            ("spans", pa.string()),
+            ("description", pa.binary()),
             ("ids", pa.list_(pa.int32())),
             ("logprobs", pa.list_(pa.float32())),
             *((name, pa.binary()) for name in _BINARY),
@@ -185,29 +162,67 @@ def _schema() -> "pa.Schema":
     )
 
 
-def _write_file(path: Path, pieces: Iterator[Piece]) -> None:
+class _Row(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A piece as a row of Parquet."""
+
+    trajectory: int
+    name: str
+    start: int
+    description: bytes
+    ids: bytes
+    logprobs: bytes
+    mask: bytes | None
+    experts: bytes | None
+    values: bytes | None  # of a column
+    digest: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(len(array or b"") for array in (self.ids, self.logprobs, self.mask, self.experts, self.values))
+
+
+def _row(stored: StoredPiece) -> _Row:
+    piece = stored.piece
+    assert piece is not None, "what cannot be read is left out"
+    tokens = None if isinstance(piece, ColumnPiece) else piece
+    return _Row(
+        trajectory=stored.trajectory,
+        name=stored.name,
+        start=stored.start,
+        description=describe(piece),
+        ids=tokens.ids if tokens else b"",
+        logprobs=tokens.logprobs if tokens else b"",
+        mask=tokens.mask if tokens else None,
+        experts=tokens.experts if tokens else None,
+        values=piece.values.data if isinstance(piece, ColumnPiece) else None,
+        digest=stored.digest,
+    )
+
+
+def _write_file(path: Path, pieces: Iterator[StoredPiece]) -> None:
     import pyarrow.parquet as pq
 
     schema = _schema()
     with path.open("wb") as file:
         # numbers repeat too seldom for a dictionary; statistics are for finding a trajectory
         with pq.ParquetWriter(
-            file, schema, compression=_COMPRESSION, use_dictionary=["spans"], write_statistics=["trajectory"]
+            file, schema, compression=_COMPRESSION, use_dictionary=["name"], write_statistics=["trajectory"]
         ) as writer:
-            for group in _by_size(pieces):
+            for group in _by_size(map(_row, pieces)):
                 writer.write_table(_table(group, schema))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _table(pieces: list[Piece], schema: "pa.Schema") -> "pa.Table":
+def _table(rows: list[_Row], schema: "pa.Schema") -> "pa.Table":
     """From buffers: what takes objects of Python imports pandas, where it is installed, to ask about them."""
     import pyarrow as pa
 
     def numbers(values: npt.NDArray[Any], kind: "pa.DataType") -> "pa.Array":
         return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
 
-    def texts(values: list[bytes | None], kind: "pa.DataType") -> "pa.Array":
+    def texts(values: Sequence[bytes | None], kind: "pa.DataType") -> "pa.Array":
         present = np.packbits([value is not None for value in values], bitorder="little")
         offsets, data = _joined([value or b"" for value in values], 1)
         return pa.Array.from_buffers(kind, len(values), [pa.py_buffer(present), pa.py_buffer(offsets), data])
@@ -218,12 +233,13 @@ def _table(pieces: list[Piece], schema: "pa.Schema") -> "pa.Table":
         return pa.ListArray.from_arrays(numbers(offsets, pa.int32()), inner)
 
     columns = [
-        numbers(np.array([piece.trajectory for piece in pieces], np.int64), pa.int64()),
-        numbers(np.array([piece.start for piece in pieces], np.int32), pa.int32()),
-        texts([piece.spans.encode() for piece in pieces], pa.string()),
-        lists([piece.ids for piece in pieces], schema.field("ids").type, "<i4"),
-        lists([piece.logprobs for piece in pieces], schema.field("logprobs").type, "<f4"),
-        *(texts([getattr(piece, name) for piece in pieces], pa.binary()) for name in _BINARY),
+        numbers(np.array([row.trajectory for row in rows], np.int64), pa.int64()),
+        texts([row.name.encode() for row in rows], pa.string()),
+        numbers(np.array([row.start for row in rows], np.int32), pa.int32()),
+        texts([row.description for row in rows], pa.binary()),
+        lists([row.ids for row in rows], schema.field("ids").type, "<i4"),
+        lists([row.logprobs for row in rows], schema.field("logprobs").type, "<f4"),
+        *(texts([getattr(row, name) for row in rows], pa.binary()) for name in _BINARY),
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
@@ -237,12 +253,12 @@ def _joined(blobs: list[bytes], size: int) -> tuple[npt.NDArray[np.int32], "pa.B
     return offsets, pa.py_buffer(b"".join(blobs))
 
 
-def _by_size(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
+def _by_size(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
+    group: list[_Row] = []
     size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.ids) + len(piece.logprobs) + len(piece.mask or b"") + len(piece.experts or b"")
+    for row in rows:
+        group.append(row)
+        size += row.num_bytes
         if size >= _ROW_GROUP_BYTES:
             yield group
             group, size = [], 0
@@ -256,8 +272,11 @@ def _blobs(column: "pa.ListArray") -> list[bytes]:
     return [data[start * size : end * size] for start, end in pairwise(column.offsets.to_pylist())]
 
 
-def _pieces(rows: "pa.Table") -> Iterator[Piece]:
+def _pieces(rows: "pa.Table") -> Iterator[StoredPiece]:
     ids, logprobs = (_blobs(rows[name].combine_chunks()) for name in ("ids", "logprobs"))
-    plain = (rows[name].to_pylist() for name in ("trajectory", "start", "spans", *_BINARY))
-    for number, start, spans, *binary, tokens, scores in zip(*plain, ids, logprobs, strict=True):
-        yield Piece(number, start, spans, tokens, scores, *binary)
+    plain = (rows[name].to_pylist() for name in ("trajectory", "name", "start", "description", *_BINARY))
+    for number, name, start, description, mask, experts, values, digest, tokens, scores in zip(
+        *plain, ids, logprobs, strict=True
+    ):
+        arrays = b"".join(chain((tokens, scores), filter(None, (mask, experts, values))))
+        yield rebuilt(number, name, start, digest, description, arrays)

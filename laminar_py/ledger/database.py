@@ -4,6 +4,7 @@ Called by the ledger (its one writer) and by every reader. A file that cannot be
 line that names the file, what is wrong with it and what to do; so is one that another release laid out.
 """
 
+import os
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from urllib.parse import quote
 from laminar_py.config.section import ConfigError
 from laminar_py.records.digests import CHAIN_START
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 LEDGER_NAME = "ledger.sqlite"
 ARCHIVE_NAME = "archive"
+SEGMENTS_NAME = "segments"
 SEAL_NAME = "seal.json"
 
 _APPLICATION_ID = 0x6C616D69  # "lami", where SQLite files say whose they are
 _SCHEMA = Path(__file__).with_name("schema.sql")
+_MODES = 18, b"\x01\x01"  # place in the file of its modes of writing and reading, and those of one without a log
 _BUSY_S = 30.0  # a reader waits so long for the writer's checkpoint, the writer for a dying predecessor
 
 
@@ -33,9 +36,38 @@ def ledger_path(run: Path) -> Path:
     return run if run.is_file() else run / LEDGER_NAME
 
 
+def segments_path(run: Path) -> Path:
+    """Folder of the segments of this host that are of a run."""
+    return run / SEGMENTS_NAME
+
+
 def log_path(ledger: Path) -> Path:
     """The log of SQLite, where it writes before it folds into the file."""
     return ledger.with_name(f"{ledger.name}-wal")
+
+
+def is_copy(ledger: Path) -> bool:
+    """True for a copy of a ledger that is written elsewhere: such a file is replaced, and never changes."""
+    place, modes = _MODES
+    with ledger.open("rb") as file:
+        file.seek(place)
+        has_no_log = file.read(len(modes)) == modes
+    return has_no_log and not ledger.with_name(f"{ledger.name}-journal").is_file()  # else it is being laid out
+
+
+def write_copy(ledger: Path, copy: Path) -> None:
+    """Write what a ledger holds by now into a new file, without locks; return when it is on disk."""
+    copy.unlink(missing_ok=True)
+    uri = f"file:{quote(str(copy.resolve()))}?nolock=1"
+    with closing(open_reader(ledger)) as source, closing(sqlite3.connect(uri, uri=True)) as target:
+        target.execute("PRAGMA journal_mode = OFF")
+        source.backup(target)
+    place, modes = _MODES
+    with copy.open("r+b") as file:
+        file.seek(place)
+        file.write(modes)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def open_writer(path: Path) -> sqlite3.Connection:
@@ -80,7 +112,7 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
     """A read-only connection that sees one state of the ledger throughout, whatever is written meanwhile."""
     path = ledger_path(run)
-    with closing(open_reader(path, immutable=_is_closed(path))) as connection, _complaints(path):
+    with closing(open_reader(path, immutable=_is_fixed(path))) as connection, _complaints(path):
         connection.execute("BEGIN")
         yield connection
 
@@ -101,10 +133,13 @@ def _plain(sql: str) -> str:
     return " ".join(re.sub(r"--[^\n]*", "", sql).split())
 
 
-def _is_closed(ledger: Path) -> bool:
-    """True if it was sealed and nobody has written since."""
+def _is_fixed(ledger: Path) -> bool:
+    """True for a copy, and for what was sealed and nobody has written to since."""
+    if not os.access(ledger, os.R_OK):
+        return False
     log = log_path(ledger)
-    return (ledger.parent / SEAL_NAME).is_file() and not (log.is_file() and log.stat().st_size)
+    has_log = log.is_file() and log.stat().st_size > 0
+    return not has_log and (is_copy(ledger) or (ledger.parent / SEAL_NAME).is_file())
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:

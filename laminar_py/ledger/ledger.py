@@ -1,40 +1,40 @@
 """The record of a run: one SQLite file, written by the controller alone.
 
-`append` and `store_*` only touch memory and never wait; once a second what has gathered is written by a
-thread, in the order of the appends and in one transaction. A batch is cut between two turns of the event loop, so
-what is appended without an `await` in between is never split. Invariant (law 1): issued = consumed + dropped +
-live, in memory at every moment and on disk after every crash.
+Responses stand in it by reference. `append` and `store_*` only touch memory and never wait; once a second what has
+gathered is written by a thread, in the order of the appends and in one transaction. A batch is cut between two
+turns of the event loop, so what is appended without an `await` in between is never split. Invariant (law 1):
+issued = consumed + dropped + live, in memory at every moment and on disk after every crash.
 """
 
 import asyncio
+import shutil
 import sqlite3
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from laminar_py.ledger.archive import write_archive
+from laminar_py.ledger.archive import SETTLED
 from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer, reading
+from laminar_py.ledger.live import copy_ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock, Tally
-from laminar_py.ledger.payload import StoredRecording, stored_recordings
+from laminar_py.ledger.pieces import NO_COLUMN, PieceRow, piece_rows
 from laminar_py.ledger.recovery import unpublished
 from laminar_py.ledger.rows import Accounting, KindAccount, TrajectoryRow, read_accounting, read_rows
 from laminar_py.ledger.seal import seal_digest
-from laminar_py.ledger.writer import Segment, Stamped, Unwritten, Writer, end_of
-from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.columns import TokenValues
-from laminar_py.records.events import AnyEvent, SealBroken
+from laminar_py.ledger.writer import Stamped, Unwritten, Writer, end_of
+from laminar_py.records.events import AnyEvent, Archived, SealBroken, TokensLost
+from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.protocols import Clock
-from laminar_py.records.recordings import RoutedExperts, SamplingMask
 from laminar_py.records.spans import encode_spans
-from laminar_py.records.trajectory import Prompt, Span, Status, Trajectory
+from laminar_py.records.trajectory import Prompt, Span, Status
 from laminar_py.records.weights import Published
 
 FLUSH_S = 1.0
 ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
-_FORGET = 4096  # archived trajectories whose pieces one transaction deletes
+_FORGET = 4096  # trajectories whose references one transaction deletes
 
 
 class Ledger:
@@ -44,8 +44,11 @@ class Ledger:
     disk that cannot keep up therefore shows as slow commits, not as memory.
     """
 
-    def __init__(self, path: Path, *, host: str, clock: Clock) -> None:
+    def __init__(self, path: Path, *, host: str, clock: Clock, copy: Path | None = None) -> None:
         self._path = path
+        self._copy = copy  # in the run's folder, where the ledger itself lies elsewhere
+        self._run = (copy or path).parent
+        self._copying = threading.Lock()
         self._host = host
         self._clock = clock
         self._machine = Machine(recall=self._recall)
@@ -73,14 +76,15 @@ class Ledger:
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
         self._task.add_done_callback(self._ended)
-        seal = await asyncio.to_thread(seal_digest, self._path.parent)
+        seal = await asyncio.to_thread(seal_digest, self._run)
         if seal is not None:
             self.append(SealBroken(seal))
             await self.commit()
-            (self._path.parent / SEAL_NAME).unlink()
+            await self.copy()
+            (self._run / SEAL_NAME).unlink()
 
     async def close(self) -> None:
-        """Write what is left and close the file. Raises what ended the ledger early, if anything did."""
+        """Write what is left, also into the run's folder, and close. Raises what ended the ledger early."""
         self._closing = True
         self._wake.set()
         await asyncio.wait({self._task})
@@ -88,6 +92,9 @@ class Ledger:
         self._writer.close()
         if self._failure is not None:
             raise self._failure
+        if self._copy is not None:
+            await self.copy()
+            await asyncio.to_thread(shutil.rmtree, self._path.parent, ignore_errors=True)
 
     @property
     def newest_version(self) -> int:
@@ -133,56 +140,26 @@ class Ledger:
             self._batch.prompts.append(prompt)
             self._schedule()
 
-    def store_segment(
-        self,
-        trajectory_id: str,
-        start: int,
-        spans: tuple[Span, ...],
-        ids: IntArray,
-        logprobs: FloatArray,
-        *,
-        sampling_mask: SamplingMask | None = None,
-        routed_experts: RoutedExperts | None = None,
-    ) -> None:
-        """Keep response tokens [start, start + n) and their log-probabilities, which `spans` cover.
+    def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
+        """Keep where response tokens [start, end) lie, which `spans` cover, and whatever was recorded with them.
 
-        With them the n rows of their sampling mask, and experts, of whatever positions follow those stored; n may
-        be 0 with these. Raises `IllegalEventError` unless the trajectory runs and has `start` tokens so far.
+        Raises `IllegalEventError` unless the trajectory runs and has `start` tokens so far.
         """
         self._check_open()
-        assert len(ids) == len(logprobs), f"{trajectory_id}: {len(ids)} ids, {len(logprobs)} log-probabilities"
-        assert ids.dtype == np.int32, f"{trajectory_id}: ids are {ids.dtype}"
-        assert logprobs.dtype == np.float32, f"{trajectory_id}: log-probabilities are {logprobs.dtype}"
-        if sampling_mask is not None:
-            rows = len(sampling_mask.counts)
-            assert rows == len(ids), f"{trajectory_id}: {len(ids)} ids, a sampling mask of {rows}"
-        if not len(ids) and routed_experts is None:
-            return
-        row = self._machine.grow(trajectory_id, start, spans, len(ids))
+        row = self._machine.grow(trajectory_id, tokens.start, spans, tokens.end - tokens.start)
         self._dirty[row.id] = row
-        stamped = encode_spans(spans)
-        self._batch.segments.append(
-            Segment(
-                trajectory=row.number,
-                start=start,
-                spans=stamped,
-                ids=ids.tobytes(),
-                logprobs=logprobs.tobytes(),
-                sampling_mask=sampling_mask,
-                routed_experts=routed_experts,
-            )
-        )
+        at, what = tokens.at, (NO_COLUMN, "", tokens.start, tokens.end, encode_spans(spans), tokens.routed)
+        self._batch.pieces.append(PieceRow(row.number, *what, at.segment, at.offset, at.num_bytes, at.digest))
         self._schedule()
 
-    def store_columns(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> None:
-        """Keep the columns, [L] each, that a finished response was scored with."""
+    def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
+        """Keep where the columns lie that a finished response was scored with."""
         self._check_open()
         row = self._machine.live.get(trajectory_id)
         assert row is not None, f"columns of {trajectory_id}, which is not live"
-        for name, values in columns.items():
-            count = len(values.array)
-            assert count == row.length, f"{trajectory_id}: column {name} of {count}, {row.length} tokens"
-            self._batch.columns.append((row.number, name, values.dtype.value, values.data))
+        for name, column in columns.items():
+            at, where = column.at, (row.number, name, column.dtype.value, 0, row.length, "[]", 0)
+            self._batch.pieces.append(PieceRow(*where, at.segment, at.offset, at.num_bytes, at.digest))
         self._schedule()
 
     async def commit(self) -> None:
@@ -192,6 +169,11 @@ class Ledger:
         self._waiters.append(waiter)
         self._wake.set()
         await waiter
+
+    async def copy(self) -> None:
+        """Have the run's folder hold what is on disk by now, for all who read it there and go on from it."""
+        if self._copy is not None:
+            await asyncio.to_thread(self._copy_now, self._copy)
 
     # ---- out
 
@@ -206,29 +188,45 @@ class Ledger:
         """
         return sorted(self._machine.marks.unpublished.values(), key=lambda one: one.version)
 
-    async def join_recordings(self, trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:
-        """Trajectories with masks and experts, which are kept here alone, by id; those without are left out."""
+    async def settled_pieces(self, step: int) -> list[PieceRow]:
+        """References to all that nobody needs who goes back to `step` or a later one, by trajectory."""
         await self.commit()
-        recorded = await asyncio.to_thread(_read_recordings, self._path.parent, [one.id for one in trajectories])
-        return {
-            one.id: msgspec.structs.replace(
-                one, sampling_mask=recorded[one.id].sampling_mask, routed_experts=recorded[one.id].routed_experts
-            )
-            for one in trajectories
-            if one.id in recorded
-        }
+        return await asyncio.to_thread(_settled, self._path, step)
 
-    async def archive(self, step: int) -> int:
-        """Move to Parquet what no rollback to `step` or later can need; the number of trajectories moved."""
-        await self.commit()
-        written = await asyncio.to_thread(write_archive, self._path.parent, step)
-        if written is None:
-            return 0
-        self.append(written.event)
-        for first in range(0, len(written.trajectories), _FORGET):
-            self._batch.archived += written.trajectories[first : first + _FORGET]
+    @property
+    def seq(self) -> int:
+        """Number of the last event."""
+        seq: int = self._seq
+        return seq
+
+    async def archived(self, files: Sequence[Archived], numbers: Sequence[int]) -> None:
+        """Put files on record that have the pieces of trajectories, and forget where these were."""
+        for event in files:
+            self.append(event)
+        await self._forget(numbers)
+
+    async def lose(self, numbers: Collection[int], reason: str) -> None:
+        """Put on record that pieces of these trajectories can be read no more."""
+        if numbers:
+            ids = await asyncio.to_thread(_ids_of, self._path, numbers)
+            self.append(TokensLost(trajectory_ids=tuple(ids), reason=reason))
+            self._batch.lost += numbers
             await self.commit()
-        return len(written.trajectories)
+
+    async def holders(self, segments: Collection[str]) -> list[int]:
+        """Numbers of trajectories of which something is in one of these segments."""
+        await self.commit()
+        return await asyncio.to_thread(_holders, self._path, segments)
+
+    async def segments(self) -> set[str]:
+        """Segments that references lead to."""
+        await self.commit()
+        return await asyncio.to_thread(_segments, self._path)
+
+    async def _forget(self, numbers: Sequence[int]) -> None:
+        for first in range(0, len(numbers), _FORGET):
+            self._batch.forgotten += numbers[first : first + _FORGET]
+            await self.commit()
 
     # ---- behind
 
@@ -260,6 +258,10 @@ class Ledger:
                 if not waiter.done():  # done: its commit was cancelled
                     waiter.set_result(None)
 
+    def _copy_now(self, copy: Path) -> None:
+        with self._copying:  # one that was cancelled may still be at it
+            copy_ledger(self._path, copy)
+
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if task.cancelled():
             self._failure = RuntimeError(f"the writing of {self._path} was cancelled")
@@ -286,9 +288,28 @@ class Ledger:
         assert not self._closing, f"{self._path} is closed"
 
 
-def _read_recordings(run: Path, trajectory_ids: Sequence[str]) -> dict[str, StoredRecording]:
-    with reading(run) as connection:
-        return stored_recordings(connection, trajectory_ids)
+def _settled(ledger: Path, step: int) -> list[PieceRow]:
+    with reading(ledger) as connection:
+        return list(piece_rows(connection, f"({SETTLED}) AND segment != ''", (step,)))
+
+
+def _holders(ledger: Path, segments: Collection[str]) -> list[int]:
+    with reading(ledger) as connection:
+        found = connection.execute("SELECT DISTINCT trajectory, segment FROM piece WHERE segment != ''")
+        return sorted({number for number, segment in found if segment in segments})
+
+
+def _ids_of(ledger: Path, numbers: Collection[int]) -> list[str]:
+    with reading(ledger) as connection:
+        query = "SELECT id FROM trajectory WHERE number = ?"
+        return [id for number in numbers for (id,) in connection.execute(query, (number,))]
+
+
+def _segments(ledger: Path) -> set[str]:
+    with reading(ledger) as connection:
+        return {
+            segment for (segment,) in connection.execute("SELECT DISTINCT segment FROM piece WHERE segment != ''")
+        }
 
 
 def _restore(machine: Machine, connection: sqlite3.Connection) -> None:

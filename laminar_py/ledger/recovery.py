@@ -12,15 +12,16 @@ from itertools import chain, groupby
 from pathlib import Path
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.archive import StoredResponses
-from laminar_py.ledger.database import LedgerError, ledger_path, reading
-from laminar_py.ledger.payload import Payload
+from laminar_py.ledger.database import LedgerError, reading
+from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_prompts, read_rows
 from laminar_py.records.ages import WeightAges
-from laminar_py.records.columns import Dtype, TokenValues
-from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, RunStarted, Undone
+from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, RunStarted, Scored, Undone
 from laminar_py.records.outcomes import GroupRewards
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
+from laminar_py.records.pieces import ColumnRef, TokensRef
+from laminar_py.records.returns import Earned
+from laminar_py.records.spans import decode_spans, replace_spans
+from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span, Status
 from laminar_py.records.weights import Published
 
 
@@ -36,10 +37,12 @@ class LiveTrajectory:
     status: Status
     epoch: int
     replica: int | None  # the last one that had it
-    response: Payload  # everything stored so far, with the spans that hold
+    tokens: tuple[TokensRef, ...]  # of the response so far
+    spans: tuple[Span, ...]  # that hold
     finish_reason: FinishReason | None
     reward: float | None
-    columns: dict[str, TokenValues]  # [L] each, that it was scored with
+    columns: dict[str, ColumnRef]  # that it was scored with
+    earned: Earned | None  # where its tokens have rewards of their own
     advantage: float | None
     advantage_scale: float | None
     used_s: float = 0.0  # of generation, at its last interruption
@@ -70,16 +73,19 @@ def _wherever(checkpoint: Checkpointed) -> bool:
     return True
 
 
-def recover(run: Path, *, there: Callable[[Checkpointed], bool] = _wherever) -> Recovered:
+def recover(
+    run: Path, *, ledger: Path | None = None, there: Callable[[Checkpointed], bool] = _wherever
+) -> Recovered:
     """Read the state of a run that ended or was killed, to go on from the newest checkpoint that is `there`.
 
-    Raises `ConfigError` if the ledger cannot be read, or if no checkpoint of those on record is there.
+    Its `ledger` may lie elsewhere. Raises `ConfigError` if that cannot be read, if no checkpoint of those on
+    record is there, or if that one is older than what was archived.
     """
-    with reading(run) as connection:
+    with reading(ledger or run) as connection:
         checkpoint = newest_there(checkpoints_on_record(connection), there)
         step = checkpoint.step if checkpoint else 0
         events = tuple(rollback_events(connection, step, "controller_died"))
-        live = tuple(_live(ledger_path(run).parent, connection, step))
+        live = tuple(_live(connection, step))
         (incarnation, next_prompt, next_evaluation) = connection.execute(
             "SELECT (SELECT coalesce(max(incarnation), 0) + 1 FROM incarnation),"
             " (SELECT coalesce(max(prompt_index), -1) + 1 FROM trajectory WHERE kind = 'train'),"
@@ -231,12 +237,20 @@ def _used_s(connection: sqlite3.Connection) -> dict[str, float]:
     return {id: used_s or 0.0 for id, used_s in rows}
 
 
-def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
-    used_s, responses = _used_s(connection), StoredResponses(run, connection)
-    for row in read_rows(connection, f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}", (step,)):
-        columns = connection.execute(
-            "SELECT name, dtype, data FROM token_column WHERE trajectory = ?", (row.number,)
-        )
+def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
+    where = f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}"
+    used_s, earned = _used_s(connection), _earned(connection, where, step)
+    pieces: dict[int, list[PieceRow]] = {}
+    for piece in piece_rows(connection, where, (step,)):
+        pieces.setdefault(piece.trajectory, []).append(piece)
+    for row in read_rows(connection, where, (step,)):
+        own = pieces.get(row.number, [])
+        if row.length and not own:
+            raise LedgerError(
+                f"trajectory={row.id}: its {row.length} tokens are in the archive, as no checkpoint of its time"
+                " was kept; resume from a later one"
+            )
+        spans = spans_of(own) if row.spans is None else replace_spans(spans_of(own), decode_spans(row.spans))
         yield LiveTrajectory(
             id=row.id,
             group_id=row.group_id,
@@ -246,14 +260,28 @@ def _live(run: Path, connection: sqlite3.Connection, step: int) -> Iterator[Live
             status=Status.READY if row.status is Status.CONSUMED else row.status,
             epoch=row.epoch,
             replica=row.replica,
-            response=responses.of(row),
+            tokens=tokens_of(own),
+            spans=spans,
             finish_reason=row.finish_reason,
             reward=row.reward,
-            columns={name: TokenValues(Dtype(dtype), data) for name, dtype, data in columns},
+            columns=columns_of(own),
+            earned=earned.get(row.id),
             advantage=row.advantage,
             advantage_scale=row.advantage_scale,
             used_s=used_s.get(row.id, 0.0),
         )
+
+
+def _earned(connection: sqlite3.Connection, where: str, step: int) -> dict[str, Earned]:
+    """Process rewards in short, of trajectories that meet the condition, from the events of their scores."""
+    rows = connection.execute(
+        f"WITH wanted AS MATERIALIZED (SELECT id, first_seq FROM trajectory WHERE {where})"
+        " SELECT CAST(body AS BLOB) FROM event WHERE seq > (SELECT min(first_seq) FROM wanted) AND kind = 'scored'"
+        " AND subject IN (SELECT id FROM wanted) AND json_extract(body, '$.earned') IS NOT NULL",
+        (step,),
+    )
+    scored = (decode_event(body) for (body,) in rows)
+    return {one.trajectory_id: one.earned for one in scored if isinstance(one, Scored) and one.earned is not None}
 
 
 def _prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt:

@@ -19,6 +19,8 @@ import psutil
 from laminar_py.config.loading import dump_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.database import LEDGER_NAME, segments_path
+from laminar_py.records.disk import sync, write_file
 from laminar_py.records.events import Checkpointed
 
 _RUN = "run"  # file in the folder in shared memory
@@ -34,8 +36,10 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
-        self.ledger = path / "ledger.sqlite"
+        self.ledger = path / LEDGER_NAME  # which everybody reads
+        self.live_ledger = self.ledger  # which its owner reads and writes; see `live.settle`
         self.archive = path / "archive"
+        self.segments = segments_path(path)  # of this host
         self.metrics = path / "metrics.jsonl"
         self.fleet = path / "fleet.jsonl"
         self.summary = path / "summary.json"
@@ -68,13 +72,18 @@ class RunFolder:
 
     def shm(self, root: Path) -> Path:
         """Folder of this run's weight versions, with one folder per relay node below it."""
-        return root / f"laminar-{self.path.resolve().parent.name}-{self.name}-{self._identity()}"
+        return root / f"laminar-{self._identity()}"
+
+    def live_folder(self, disk: Path) -> Path:
+        """Folder of this run's live ledger on a disk of its controller's host."""
+        return disk / f"laminar-ledger-{self._identity()}"
 
     def _identity(self) -> str:
-        """Keeps runs of the same name in other folders apart."""
+        """Name of the run that keeps it apart from runs of the same name in other folders."""
         from hashlib import blake2b
 
-        return blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
+        place = self.path.resolve()
+        return f"{place.parent.name}-{self.name}-{blake2b(str(place).encode(), digest_size=4).hexdigest()}"
 
     def lock(self) -> None:
         """Own the run until this process ends. Raises HeldError if another does, ConfigError if nobody can."""
@@ -180,7 +189,9 @@ def new_run(config: RunConfig) -> RunFolder:
                 break
         for folder in (run.checkpoints, run.logs):
             folder.mkdir()
-        run.config.write_text(dump_config(config))
+        write_file(run.config, dump_config(config).encode())
+        for folder in (run.path, config.runs):
+            sync(folder)
     except OSError as error:
         raise ConfigError(
             f"runs={config.runs}: no run can be made there ({error}); make room, or name another folder"

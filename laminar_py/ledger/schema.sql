@@ -38,11 +38,11 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     last_seq INTEGER NOT NULL,
     epoch INTEGER NOT NULL,
     replica INTEGER,
-    length INTEGER NOT NULL,      -- response tokens stored
+    length INTEGER NOT NULL,      -- response tokens that a reference was stored of
     oldest_version INTEGER,
     newest_version INTEGER,
     spans TEXT,                   -- JSON [[version, start, end, kv_version], ...], once finished or restamped
-    restamped INTEGER,            -- leading tokens for which `spans` hold, and not those of their segments
+    restamped INTEGER,            -- leading tokens for which `spans` hold, and not those of their pieces
     finish_reason TEXT,
     digest TEXT,                  -- of the finished response
     queue_s REAL,
@@ -66,25 +66,20 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     ready_s REAL,                 -- its group was complete
     ended_s REAL                  -- consumed or dropped
 ) STRICT;
-CREATE TABLE segment (            -- appended as a response grows; moved to Parquet once it cannot be needed
+CREATE TABLE piece (              -- where the payload of a trajectory lies; deleted once it is in the archive
     trajectory INTEGER NOT NULL,
-    start INTEGER NOT NULL,
-    spans TEXT NOT NULL,
-    ids BLOB NOT NULL,            -- [n] little-endian int32
-    logprobs BLOB NOT NULL,       -- [n] little-endian float32
-    mask BLOB,                    -- sampling mask of n rows, as `recordings.pack_mask` has it; NULL: not recorded
-    experts BLOB,                 -- routed experts, as `recordings.pack_experts` has them, of positions of their own
+    name TEXT NOT NULL,           -- of a column, see `records.columns`; empty: response tokens
+    dtype TEXT NOT NULL,          -- of a column
+    start INTEGER NOT NULL,       -- response tokens [start, end)
+    end INTEGER NOT NULL,
+    spans TEXT NOT NULL,          -- of the tokens, as the engine had said; JSON
+    routed INTEGER NOT NULL,      -- leading positions of prompt and response whose experts are recorded with it
+    segment TEXT NOT NULL,        -- file, and where in it; `segments.frames` has the bytes. Empty: they are lost
+    offset INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
     digest BLOB NOT NULL
 ) STRICT;
-CREATE INDEX segment_of ON segment (trajectory);
-CREATE TABLE token_column (       -- numbers beside the tokens of a scored response, see `records.columns`
-    trajectory INTEGER NOT NULL,
-    name TEXT NOT NULL,
-    dtype TEXT NOT NULL,
-    data BLOB NOT NULL,           -- [L] little-endian numbers of that type
-    digest BLOB NOT NULL,
-    PRIMARY KEY (trajectory, name)
-) STRICT;
+CREATE INDEX piece_of ON piece (trajectory);
 
 CREATE TABLE incarnation (
     seq INTEGER PRIMARY KEY,

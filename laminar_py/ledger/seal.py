@@ -6,7 +6,6 @@ its chain, and then the seal with its digests, is found only by somebody who not
 Invariant: a run that was killed, or that goes on, has no seal.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,8 +14,20 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from laminar_py.ledger.database import ARCHIVE_NAME, LEDGER_NAME, SEAL_NAME, LedgerError, log_path, open_writer
+from laminar_py.ledger.database import (
+    ARCHIVE_NAME,
+    LEDGER_NAME,
+    SEAL_NAME,
+    LedgerError,
+    is_copy,
+    log_path,
+    open_reader,
+    open_writer,
+    segments_path,
+)
 from laminar_py.records.digests import DIGEST_BYTES, file_digest
+from laminar_py.records.disk import sync, write_file
+from laminar_py.segments.folder import segments_in
 
 RECORD = (LEDGER_NAME, "config.yaml", "metrics.jsonl", "fleet.jsonl", "summary.json")
 
@@ -44,21 +55,25 @@ def seal_run(run: Path) -> Seal:
     Raises `LedgerError` if a reader that does not end keeps the log from being folded.
     """
     ledger = run / LEDGER_NAME
-    with closing(open_writer(ledger)) as connection:
-        busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if busy:
-            raise LedgerError(f"ledger={ledger}: a reader holds it, so the run stays unsealed; end that reader")
+    if not is_copy(ledger):
+        _fold(ledger)
+    with closing(open_reader(ledger, immutable=True)) as connection:
         seq, head = connection.execute("SELECT seq, hash FROM head").fetchone()
     files = {name: SealedFile((run / name).stat().st_size, file_digest(run / name)) for name in _record(run)}
     open_seal = Seal(sealed=time.time(), seq=seq, head=head.hex(), files=files)
     seal = msgspec.structs.replace(open_seal, digest=_digest(open_seal))
     unfinished = run / f"{SEAL_NAME}.tmp"
-    with unfinished.open("wb") as file:
-        file.write(_written(seal))
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(unfinished, _written(seal))
     unfinished.replace(run / SEAL_NAME)
+    sync(run)
     return seal
+
+
+def _fold(ledger: Path) -> None:
+    with closing(open_writer(ledger)) as connection:
+        busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    if busy:
+        raise LedgerError(f"ledger={ledger}: a reader holds it, so the run stays unsealed; end that reader")
 
 
 def read_seal(run: Path) -> Seal | None:
@@ -101,8 +116,8 @@ def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
 
 def _record(run: Path) -> list[str]:
     """Names of the files of the record that are there."""
-    archive = sorted((run / ARCHIVE_NAME).glob("*.parquet"))
-    return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in archive]
+    payload = sorted((run / ARCHIVE_NAME).glob("*.parquet")) + segments_in(segments_path(run))
+    return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in payload]
 
 
 def _written(seal: Seal) -> bytes:

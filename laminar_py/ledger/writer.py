@@ -1,7 +1,8 @@
 """Puts what was appended on disk, a flush in one transaction. Called by the ledger, from one thread at a time.
 
-Invariant: the events of a batch, the rows they led to and the response pieces they speak of are all on disk
-or none of them is; and the hash of every event covers all events before it.
+Invariant: the events of a batch, the rows they led to and the references to pieces they speak of are all on disk
+or none of them is; and the hash of every event covers all events before it. A batch with one of `DURABLE` is there
+after a power cut, and so is all before it.
 """
 
 import sqlite3
@@ -10,11 +11,13 @@ from typing import get_args
 
 import msgspec
 
+from laminar_py.ledger.pieces import INSERT, PieceRow
 from laminar_py.ledger.rows import COLUMNS, TrajectoryRow
-from laminar_py.records.digests import column_digest, event_hash, prompt_digest, segment_digest
+from laminar_py.records.digests import event_hash, prompt_digest
 from laminar_py.records.events import (
     AnyEvent,
     Checkpointed,
+    Consumed,
     Evaluated,
     PartDied,
     PartStarted,
@@ -26,12 +29,12 @@ from laminar_py.records.events import (
     RolledBack,
     RunEnded,
     RunStarted,
+    SealBroken,
     Stepped,
     StepSkipped,
     VersionLoaded,
     VersionPublished,
 )
-from laminar_py.records.recordings import RoutedExperts, SamplingMask, pack_experts, pack_mask
 from laminar_py.records.trajectory import Prompt
 
 _UPSERT_TRAJECTORY = (
@@ -78,6 +81,8 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
         " :mean)",
     ),
 }
+DURABLE = (Stepped, Consumed, Checkpointed, SealBroken, RunEnded)
+"""Events whose batch is synced: weights are trained and files deleted on their word."""
 SIDE_TABLES = ("incarnation", "version", "step", "checkpoint", "evaluation")
 
 
@@ -90,25 +95,6 @@ class Stamped(msgspec.Struct, frozen=True, gc=False):
     event: AnyEvent
 
 
-class Segment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """Response tokens [start, start + n) on their way to disk; packing what was recorded is left to the writer."""
-
-    trajectory: int
-    start: int
-    spans: str  # JSON
-    ids: bytes
-    logprobs: bytes
-    sampling_mask: SamplingMask | None
-    routed_experts: RoutedExperts | None
-
-    def row(self) -> tuple[object, ...]:
-        """Columns of the table `segment`, the digest last."""
-        mask = None if self.sampling_mask is None else pack_mask(self.sampling_mask)
-        experts = None if self.routed_experts is None else pack_experts(self.routed_experts)
-        stored = self.trajectory, self.start, self.spans, self.ids, self.logprobs, mask, experts
-        return (*stored, segment_digest(*stored))
-
-
 @dataclass(slots=True, kw_only=True)
 class Unwritten:
     """Everything appended between two flushes; plain values, so that the event loop may go on changing rows."""
@@ -117,9 +103,9 @@ class Unwritten:
     rows: list[list[object]] = field(default_factory=list)  # trajectory rows as columns
     ends: list[tuple[object, ...]] = field(default_factory=list)  # of others, what `end_of` says
     prompts: list[Prompt] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    columns: list[tuple[int, str, str, bytes]] = field(default_factory=list)  # trajectory, name, dtype, numbers
-    archived: list[int] = field(default_factory=list)  # trajectories whose pieces are in Parquet now
+    pieces: list[PieceRow] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)  # trajectories whose pieces can be read no more
+    forgotten: list[int] = field(default_factory=list)  # trajectories whose references are needed no more
 
 
 class Writer:
@@ -136,6 +122,8 @@ class Writer:
         Then nothing of the batch is there.
         """
         connection = self._connection
+        durable = any(isinstance(stamped.event, DURABLE) for stamped in batch.events)
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         with connection:
             connection.execute("BEGIN IMMEDIATE")
             rows, head = self._chain(batch.events)
@@ -143,16 +131,12 @@ class Writer:
             connection.executemany(_UPSERT_TRAJECTORY, batch.rows)
             connection.executemany(_UPDATE_END, batch.ends)
             self._store_prompts(batch.prompts)
+            connection.executemany(INSERT, map(msgspec.structs.astuple, batch.pieces))
             connection.executemany(
-                "INSERT INTO segment VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [segment.row() for segment in batch.segments],
+                "UPDATE piece SET segment = '' WHERE trajectory = ?", [(number,) for number in batch.lost]
             )
             connection.executemany(
-                "INSERT INTO token_column VALUES (?, ?, ?, ?, ?)",
-                [(*column, column_digest(*column)) for column in batch.columns],
-            )
-            connection.executemany(
-                "DELETE FROM segment WHERE trajectory = ?", [(number,) for number in batch.archived]
+                "DELETE FROM piece WHERE trajectory = ?", [(number,) for number in batch.forgotten]
             )
             for stamped in batch.events:
                 apply_to_tables(connection, stamped.seq, stamped.event)

@@ -2,8 +2,9 @@
 
 Owned by the trainer. States of one: the learner copies (`begin`) -> its files are written -> complete on disk ->
 on record -> older ones deleted. There is one at a time. Invariant: the ledger speaks of a checkpoint only when all
-of it is on disk; so a death at any moment leaves the one before it, and what was consumed since can be undone
-(law 1). Each that is kept can be gone back to: what one of them may need is not archived.
+of it is on disk, and an older one is deleted only when that word is on disk too, also in the run's folder. So a
+death or a power cut at any moment leaves the one before it, and what was consumed since can be undone (law 1).
+Each that is kept can be gone back to: what one of them may need is not archived.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
     """Checkpoints that the ledger knows, the newest first, whether or not their folders are there."""
-    with reading(run.path) as connection:
+    with reading(run.live_ledger) as connection:
         return checkpoints_on_record(connection)
 
 
@@ -60,7 +61,8 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
 class Checkpoints:
     """Has the learner `save` into a folder, waits until that is `saved` and its version is `recorded`.
 
-    `settled(step)` is called when steps up to `step` can no longer be undone.
+    `settled(step)` is called when steps up to `step` can no longer be undone, `archive(step)` for what nobody
+    needs who goes back to `step` or a later one.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Checkpoints:
         saved: Callable[[], Awaitable[None]],
         recorded: Callable[[int], Awaitable[None]],
         settled: Callable[[int], None],
+        archive: Callable[[int], Awaitable[object]],
     ) -> None:
         self.last = incarnation.checkpoint  # on record
         self._run = incarnation.run
@@ -81,6 +84,7 @@ class Checkpoints:
         self._saved = saved
         self._recorded = recorded
         self._settled = settled
+        self._archive = archive
         self._kept = [self.last] if self.last else []  # the oldest first
         self._writing: asyncio.Task[None] | None = None
 
@@ -133,15 +137,16 @@ class Checkpoints:
         await self._saved()
         await self._recorded(version)
         path = str(folder.relative_to(self._run.path))
-        self.last = Checkpointed(
-            step=step, version=version, path=path, stall_s=stall_s, elapsed_s=self._clock.now() - began
-        )
-        self._ledger.append(self.last)
+        elapsed_s = self._clock.now() - began
+        done = Checkpointed(step=step, version=version, path=path, stall_s=stall_s, elapsed_s=elapsed_s)
+        self._ledger.append(done)
         await self._ledger.commit()
+        await self._ledger.copy()
+        self.last = done
         self._settled(step)
         self._kept = [*self._kept, self.last][-self._keep :]
         await asyncio.to_thread(self._delete_others)
-        await self._ledger.archive(self._kept[0].step)
+        await self._archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
         """Delete older checkpoints, and what a death left half written, unrecorded or half deleted.

@@ -30,8 +30,9 @@ from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.preflight.inputs import Inputs
 from laminar_py.records.events import Evaluated, RunEnded
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import Kind, Prompt, Trajectory
+from laminar_py.records.trajectory import Kind, Prompt
 from laminar_py.telemetry.fleet import note_placed, watch_fleet
 from laminar_py.telemetry.memory import watch_memory
 from laminar_py.telemetry.summary import Summary, summarise
@@ -39,6 +40,7 @@ from laminar_py.telemetry.view import View
 from laminar_py.telemetry.waits import Waits
 from laminar_py.workers.incarnation import open_incarnation
 from laminar_py.workers.learner import LearnerLink
+from laminar_py.workers.payload import PayloadHosts, take_up
 from laminar_py.workers.reference import ReferenceStage
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replicas import Replicas
@@ -51,31 +53,26 @@ class Controller:
     """Leader of a run from its start, or a resume, to its end."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        run: RunFolder,
-        *,
-        placement: Placement,
-        inputs: Inputs,
-        view: View,
-        resume: bool,
+        self, config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, view: View, resume: bool
     ) -> None:
-        goes_on = resume and run.has_ledger
-        self._recovered: Recovered | None = recover(run.path, there=run.has) if goes_on else None
-        self._evaluations = read_evaluations(run.path) if goes_on else []
+        goes_on, ledger = resume and run.has_ledger, run.live_ledger
+        self._recovered: Recovered | None = recover(run.path, ledger=ledger, there=run.has) if goes_on else None
+        self._evaluations = read_evaluations(ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
         self._incarnation, self._view, say = incarnation, view, view.notice
         self._trackers = Trackers(incarnation, resumed=goes_on)
-        self._reference = ReferenceStage(incarnation) if config.algorithm.refers_in_stage else None
+        self._payload = payload = PayloadHosts(incarnation)
+        refers = config.algorithm.refers_in_stage
+        self._reference = ReferenceStage(incarnation, payload=payload) if refers else None
         self._scheduler = scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=self._reference
         )
-        self._scoring = Scoring(incarnation, scheduler=scheduler, say=say, end=self._fail)
+        self._scoring = Scoring(incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail)
         self._relays = relays = Relays(incarnation)
-        self._learner = learner = LearnerLink(incarnation, relays=relays, show=view.progress)
+        self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
-        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays)
+        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
         self._migration = policies.make_migration(
             incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
         )
@@ -86,6 +83,7 @@ class Controller:
             incarnation,
             scheduler=scheduler,
             learner=learner,
+            payload=payload,
             evaluator=self._evaluator,
             versions=self._versions,
             show=self._stepped,
@@ -119,17 +117,19 @@ class Controller:
 
     async def _start_parts(self) -> None:
         """Have the processes of all parts spawned, relays and scorers up, and what was interrupted waiting."""
+        self._payload.stores.spawn()
         self._scoring.spawn()
         self._learner.spawn()
         self._replicas.spawn()
         if self._reference is not None:
             self._reference.spawn()
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._payload.stores.start())
             tasks.create_task(self._relays.start())
             tasks.create_task(self._scoring.start())
         if self._recovered is not None:
             await self._take_up_evaluations(self._recovered)
-            await self._scheduler.restore(self._recovered)
+            await take_up(self._recovered, self._payload, self._scheduler)
             self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
             self._recovered = None
 
@@ -137,7 +137,7 @@ class Controller:
         """Ask for the passes that were open again, and for none that is on record."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.take_up(
-            await asyncio.to_thread(open_passes, run.path),
+            await asyncio.to_thread(open_passes, run.live_ledger),
             results=self._evaluations,
             requests=recovered.eval_requests,
             now=Moment(version=-1, step=step, rl_s=self._incarnation.stats.rl_s),
@@ -150,6 +150,7 @@ class Controller:
         shm = run.shm(self._incarnation.config.relay.shm)
         return {
             "keep-relays": self._relays.keep(),
+            "keep-stores": self._payload.stores.keep(),
             "record-versions": self._versions.run(),
             "scoring": self._scoring.run(),
             "housekeeping": self._keep_house(),
@@ -164,7 +165,7 @@ class Controller:
         if self._reference is not None:
             await self._reference.start()
             wanted, deliver = self._scheduler.is_live, self._scheduler.closing.on_reference
-            yield "reference", self._reference.run(wanted=wanted, deliver=deliver)
+            yield "reference", self._reference.run(wanted=wanted, deliver=deliver, lose=self._scheduler.losses.of)
         if self._incarnation.config.repacks:
             speed = await self._replicas.speed()
             log.info("engine: %s", speed)
@@ -187,6 +188,7 @@ class Controller:
             self._evaluator.abandon()
             scheduler.end()
             await self._replicas.stop(evaluations=True)
+        await self._payload.close(scheduler)
         self._incarnation.ledger.append(
             RunEnded(self._incarnation.number, "finished" if finished else "interrupted")
         )
@@ -221,7 +223,7 @@ class Controller:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
-            self._replicas.dispatch()
+            self._replicas.wake()
             notes = [self._waits.line, self._scoring.failures.text]
             self._view.refresh(self._incarnation.stats, self._trainer.step, self._trainer.version, notes)
 
@@ -253,7 +255,7 @@ class Controller:
 
     # ---- between the parts
 
-    def _finished(self, trajectory: Trajectory, prompt: Prompt) -> None:
+    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """A trajectory is ready to be scored."""
         if trajectory.kind is Kind.TRAIN:
             self._migration.finished(trajectory)
@@ -276,5 +278,6 @@ class Controller:
         self._trainer.end(fault)
 
     def _stepped(self, row: StepRow) -> None:
+        self._replicas.wake()  # other groups may be issued now
         self._view.step(row)
         self._trackers.step(row)

@@ -24,11 +24,13 @@ from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.records.evaluations import EvalAnswer, pass_id
 from laminar_py.records.events import Evaluated, RunEnded, VersionPublished
-from laminar_py.records.trajectory import Prompt, Trajectory
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.trajectory import Prompt
 from laminar_py.records.weights import Published
 from laminar_py.telemetry.summary import EvaluationFigures, evaluation_figures, write_summary
 from laminar_py.telemetry.view import View
 from laminar_py.workers.incarnation import open_incarnation
+from laminar_py.workers.payload import PayloadHosts, take_up
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.weights import WeightFolder
@@ -60,7 +62,7 @@ class EvalController:
     def __init__(self, opened: Opened, source: EvalSource, *, view: View) -> None:
         run = opened.run
         goes_on = opened.resumed and run.has_ledger
-        self._recovered: Recovered | None = recover(run.path) if goes_on else None
+        self._recovered: Recovered | None = recover(run.path, ledger=run.live_ledger) if goes_on else None
         self._incarnation = incarnation = open_incarnation(
             opened.config, run, placement=opened.placement, inputs=opened.inputs, recovered=self._recovered
         )
@@ -72,10 +74,13 @@ class EvalController:
         self._scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=None, versions_return=True
         )
-        self._scoring = Scoring(incarnation, scheduler=self._scheduler, say=view.notice, end=self._fail)
+        self._payload = payload = PayloadHosts(incarnation)
+        self._scoring = Scoring(
+            incarnation, scheduler=self._scheduler, payload=payload, say=view.notice, end=self._fail
+        )
         self._relays = Relays(incarnation)
         self._weights = WeightFolder(incarnation, relays=self._relays)
-        self._replicas = Replicas(incarnation, scheduler=self._scheduler, relays=self._relays)
+        self._replicas = Replicas(incarnation, scheduler=self._scheduler, relays=self._relays, payload=payload)
 
     def interrupt(self) -> None:
         """Keep what there is, and end."""
@@ -96,6 +101,7 @@ class EvalController:
                 if not finished:
                     self._scheduler.end()
                     await self._replicas.stop(evaluations=True)
+                await self._payload.close(self._scheduler)
                 ledger.append(RunEnded(self._incarnation.number, "finished" if finished else "interrupted"))
                 await ledger.commit()
                 summary = self._summarise(finished=finished)
@@ -114,7 +120,7 @@ class EvalController:
 
     def _on_record(self, names: Sequence[str]) -> tuple[list[Evaluated], dict[str, Mapping[str, EvalAnswer]]]:
         """Passes that are done, and the answers of the others by pass."""
-        with reading(self._incarnation.run.path) as connection:
+        with reading(self._incarnation.run.live_ledger) as connection:
             done = evaluations_on_record(connection)
             known = {one.pass_id for one in done}
             ids = (pass_id(index, name) for index, name in enumerate(names))
@@ -122,10 +128,12 @@ class EvalController:
 
     async def _start_parts(self) -> None:
         """Spawn all processes."""
+        self._payload.stores.spawn()
         self._scoring.spawn()
         self._weights.spawn()
         self._replicas.spawn()
         async with asyncio.TaskGroup() as starting:
+            starting.create_task(self._payload.stores.start())
             starting.create_task(self._relays.start())
             starting.create_task(self._scoring.start())
 
@@ -142,14 +150,16 @@ class EvalController:
         ]
         await asyncio.sleep(0)  # until all have asked
         if self._recovered is not None:
-            await self._scheduler.restore(self._recovered)
+            await take_up(self._recovered, self._payload, self._scheduler)
             self._recovered = None
+        self._replicas.wake()
         return passes
 
     def _background(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
         """Work beside the passes."""
         works = {
             "keep-relays": self._relays.keep(),
+            "keep-stores": self._payload.stores.keep(),
             "scoring": self._scoring.run(),
             "housekeeping": self._keep_house(),
             "keep-replicas": self._replicas.keep(),
@@ -170,7 +180,7 @@ class EvalController:
         self._scheduler.published(published.version)
 
     def _digest_on_record(self) -> str | None:
-        with reading(self._incarnation.run.path) as connection:
+        with reading(self._incarnation.run.live_ledger) as connection:
             row = connection.execute("SELECT digest FROM version WHERE version = 0").fetchone()
         return None if row is None else str(row[0])
 
@@ -209,6 +219,8 @@ class EvalController:
         self._incarnation.ledger.append(result)
         self._done.append(result)
         self._view.notice(f"{name}: {result.figures.tell()}")
+        await self._incarnation.ledger.commit()
+        await self._incarnation.ledger.copy()
 
     async def _settle(self, passes: "Sequence[asyncio.Task[None]]") -> bool:
         """Until all passes are done, or it is to stop; False then."""
@@ -225,7 +237,7 @@ class EvalController:
         return False
 
     def _summarise(self, *, finished: bool) -> EvalSummary:
-        with reading(self._incarnation.run.path) as connection:
+        with reading(self._incarnation.run.live_ledger) as connection:
             evaluations = evaluation_figures(evaluations_on_record(connection))
         run = self._incarnation.run
         summary = EvalSummary(run=str(run.path), source=self._source, finished=finished, evaluations=evaluations)
@@ -239,14 +251,14 @@ class EvalController:
         clock, told_s, told = self._incarnation.clock, 0.0, ""
         while True:
             await self._scheduler.enforce_deadlines()
-            self._replicas.dispatch()
+            self._replicas.wake()
             line = self._scheduler.evaluations.progress
             if line != told and clock.now() - told_s > TELL_S:
                 told_s, told = clock.now(), line
                 self._view.notice(line)
             await asyncio.sleep(HOUSEKEEPING_S)
 
-    def _finished(self, trajectory: Trajectory, prompt: Prompt) -> None:
+    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Have an answer scored."""
         self._scoring.submit(trajectory, prompt)
 

@@ -18,12 +18,12 @@ from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.repack import NO_PLANNER
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.marker import write_file
 from laminar_py.ledger.recovery import is_finished
 from laminar_py.ledger.run_folder import RunFolder, new_run, runs_of
 from laminar_py.orchestrator.eval_controller import EvalController, EvalSource, EvalSummary
 from laminar_py.orchestrator.exports import export, run_of
 from laminar_py.orchestrator.launch import Opened, lead
+from laminar_py.records.disk import write_file
 from laminar_py.telemetry.tracking import flat_settings
 from laminar_py.telemetry.view import PlainView
 

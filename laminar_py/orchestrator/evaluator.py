@@ -189,6 +189,7 @@ class Evaluator:
             samples=self._config.sets[name].samples,
             answers=answers,
         )
+        self._replicas.wake()
         return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
 
     async def _finish(self, moment: Moment, name: str, asked: "asyncio.Future[Evaluation]") -> None:

@@ -7,12 +7,10 @@ response is seen every so often, a short one perhaps not before its end. Nothing
 from collections.abc import Mapping
 from heapq import nlargest
 
-import numpy as np
-
 from laminar_py.config.reward import RewardConfig
 from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.records.evaluations import set_of
-from laminar_py.records.scoring import PartialResponse
+from laminar_py.records.scoring import NO_IDS, PartialResponse, Unfinished
 from laminar_py.records.trajectory import Status
 
 AT_A_TIME = 8  # responses, some 100 kB of ids
@@ -24,10 +22,9 @@ class Foresight:
     def __init__(self, reward: RewardConfig) -> None:
         self._reward = reward
         self._shown: dict[str, int] = {}  # tokens, of live trajectories
-        self.is_wanted = reward.workers == 1 and any(term.looks_ahead for term in reward.terms)
-        """True where a term looks ahead, and the scorer that does is the one to get the finished response."""
+        self.is_wanted = reward.looks_ahead
 
-    def choose(self, live: Mapping[str, Lifecycle]) -> list[PartialResponse]:
+    def choose(self, live: Mapping[str, Lifecycle]) -> list[Unfinished]:
         """Beginnings of those that have grown most since they were shown, at most `AT_A_TIME`."""
         self._shown = {name: shown for name, shown in self._shown.items() if name in live}
         news = {
@@ -38,12 +35,15 @@ class Foresight:
         chosen = [live[name] for name in nlargest(AT_A_TIME, news, key=lambda name: news[name]) if news[name]]
         self._shown |= {lifecycle.id: lifecycle.length for lifecycle in chosen}
         return [
-            PartialResponse(
-                trajectory_id=lifecycle.id,
-                task=lifecycle.prompt.task,
-                set_name=set_of(lifecycle.group_id),
-                prompt_ids=lifecycle.prompt.ids,
-                response_ids=np.concatenate(lifecycle.ids),
+            Unfinished(
+                tokens=lifecycle.tokens,
+                response=PartialResponse(
+                    trajectory_id=lifecycle.id,
+                    task=lifecycle.prompt.task,
+                    set_name=set_of(lifecycle.group_id),
+                    prompt_ids=lifecycle.prompt.ids,
+                    response_ids=NO_IDS,
+                ),
             )
             for lifecycle in chosen
         ]

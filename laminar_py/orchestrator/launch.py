@@ -30,6 +30,7 @@ from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.live import own_disk, settle
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.orchestrator.controller import Controller
@@ -145,15 +146,18 @@ def lead(
     `begun` is a new run's folder that is locked already; without it one is made when all has its place. What does
     not train reads no problems to train on. Raises ConfigError and RunFailedError.
     """
+    disk = own_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check(config, trains=trains)
     if resume:
-        _take_up(resume, inputs, console, model=config.model.path)
+        _take_up(resume, inputs, console, model=config.model.path, disk=disk)
     with open_cluster(config.cluster.address):
         # what cannot be placed leaves no run behind
         placement = asyncio.run(place(config, resume=resume is not None))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
+        if run is not resume:
+            _settle_ledger(run, disk, console)
         console.print(f"run {run.path}: {what}")
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
         opened = Opened(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
@@ -163,16 +167,22 @@ def lead(
     return ending
 
 
-def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, model: Path) -> None:
+def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, model: Path, disk: Path | None) -> None:
     """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
+    _settle_ledger(run, disk, console)
     if run.has_ledger:
         refuse_other_rows(run, inputs.digests)
         refuse_other_prompts(run, inputs, model=model)
         tell_fallback(run, console)  # better refused now than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")
+
+
+def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
+    for line in settle(run, disk):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def tell_fallback(run: RunFolder, console: Console) -> None:
@@ -229,9 +239,12 @@ def _needs(run: RunFolder, reason: str) -> str:
     free = shutil.disk_usage(run.path).free / 2**20
     saved = [folder_bytes(folder) / 2**20 for folder in run.checkpoints.glob("*/")]
     checkpoint = f"{max(saved):,.0f} MiB for each checkpoint" if saved else "room for checkpoints"
+    disk = run.live_ledger.parent.parent  # the folder on it is gone once all is in the run's
+    is_elsewhere = run.live_ledger != run.ledger
+    beside = f", {shutil.disk_usage(disk).free / 2**20:,.0f} MiB in {disk}" if is_elsewhere else ""
     return (
-        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there, and it needs {checkpoint}"
-        " beside a ledger that grows; make room or make it writable, and go on with --resume"
+        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there{beside}, and it needs"
+        f" {checkpoint} beside a ledger that grows; make room or make it writable, and go on with --resume"
     )
 
 

@@ -15,7 +15,8 @@ from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.packing.stage import Packing
-from laminar_py.records.trajectory import Prompt, Trajectory
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.reference import ReferenceStage
@@ -27,7 +28,7 @@ COUNTERFACTUAL_SHARE = 8  # one in so many of what all replicas decode at a time
 def make_scheduler(
     incarnation: Incarnation,
     *,
-    submit_score: Callable[[Trajectory, Prompt], None],
+    submit_score: Callable[[FinishedTrajectory, Prompt], None],
     reference: ReferenceStage | None,
     versions_return: bool = False,
 ) -> TrajectoryScheduler:

@@ -19,7 +19,7 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
 
     Evaluation sets may come and go.
     """
-    started = last_start(run.path)
+    started = last_start(run.live_ledger)
     known = started.data if started else {}
     fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
     changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
@@ -34,7 +34,7 @@ def refuse_other_prompts(run: RunFolder, inputs: Inputs, *, model: Path) -> None
     """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows; `model` is
     `model.path`. Raises `ConfigError`."""
     evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
-    for known in known_prompts(run.path, most=MOST):
+    for known in known_prompts(run.live_ledger, most=MOST):
         now = inputs.stream.find(known.id) or evaluated.get(known.id)
         if now is not None and (field := _difference(known, now, model)) is not None:
             raise ConfigError(f"{field} than when {run.path} began; bring that back, or start a new run")

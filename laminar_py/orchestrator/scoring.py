@@ -13,12 +13,14 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.orchestrator.foresight import Foresight
 from laminar_py.orchestrator.policies import max_scored
 from laminar_py.records.evaluations import set_of
-from laminar_py.records.scoring import Score, ScoringRequest
-from laminar_py.records.trajectory import Prompt, Trajectory
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
+from laminar_py.records.trajectory import DropReason, Prompt
 from laminar_py.reward.failures import ScoreFailures
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.reward.trial import trials
 from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.scorers import Scorers
 from laminar_py.workers.servers import RewardServers
 
@@ -41,12 +43,13 @@ class Scoring:
         incarnation: Incarnation,
         *,
         scheduler: TrajectoryScheduler,
+        payload: PayloadHosts,
         say: Callable[[str], None],
         end: Callable[[str], None],
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
         self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step)
-        self._scorers = Scorers(incarnation)
+        self._scorers = Scorers(incarnation, payload=payload)
         self._servers = RewardServers(incarnation, tell=self._scorers.tell)
         self._scheduler = scheduler
         self._stats = incarnation.stats
@@ -92,21 +95,24 @@ class Scoring:
         """End what scorers hold."""
         await self._scorers.close()
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt) -> None:
+    def submit(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Take it up as soon as a scorer is free."""
         self._ready.submit(
-            ScoringRequest(
-                trajectory_id=trajectory.id,
-                prompt=prompt.text,
-                response="",
-                answer=prompt.answer,
-                task=prompt.task,
-                set_name=set_of(trajectory.group_id),
-                finish_reason=trajectory.finish_reason,
-                prompt_ids=prompt.ids,
-                response_ids=trajectory.response_ids,
-                logprobs=trajectory.logprobs,
-                fields_json=prompt.fields_json,
+            Unscored(
+                tokens=trajectory.tokens,
+                request=ScoringRequest(
+                    trajectory_id=trajectory.id,
+                    prompt=prompt.text,
+                    response="",
+                    answer=prompt.answer,
+                    task=prompt.task,
+                    set_name=set_of(trajectory.group_id),
+                    finish_reason=trajectory.finish_reason,
+                    prompt_ids=prompt.ids,
+                    response_ids=NO_IDS,
+                    logprobs=NO_LOGPROBS,
+                    fields_json=prompt.fields_json,
+                ),
             )
         )
 
@@ -131,7 +137,7 @@ class Scoring:
     def _try_next(self) -> None:
         """Have the reward tried once more; one at a time, since it may hang, and be told of at the first."""
         if self._trials:
-            self._ready.submit(self._trials[0].request)
+            self._ready.submit(Unscored(request=self._trials[0].request))
 
     def _wanted(self, trajectory_id: str) -> bool:
         return self._is_trial(trajectory_id) or self._scheduler.awaits_score(trajectory_id)
@@ -151,6 +157,9 @@ class Scoring:
         for score in scores:
             if self._is_trial(score.trajectory_id):
                 self._tried(score)
+                continue
+            if score.failure is DropReason.HOST_LOST:
+                await self._scheduler.losses.of({score.trajectory_id: score.detail})
                 continue
             lifecycle = self._scheduler.book.followed(score.trajectory_id)
             if lifecycle is not None:

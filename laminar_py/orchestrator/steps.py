@@ -6,13 +6,13 @@ from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.packing.packer import Packed, assign, step_terms
 from laminar_py.records.events import AnyEvent, Stepped, StepSkipped
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import Trajectory
 
 
 def pack_step(
-    config: RunConfig, batch: StepBatch, *, stand_ins: Mapping[str, Trajectory], attention_share: float
-) -> Packed:
+    config: RunConfig, batch: StepBatch, *, stand_ins: Mapping[str, FinishedTrajectory], attention_share: float
+) -> Packed[FinishedTrajectory]:
     """Microbatches of each rank; a trajectory that has a stand-in is trained on as that says."""
     algorithm = config.algorithm
     terms = step_terms(
@@ -40,7 +40,7 @@ def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: in
         step=row.step,
         incarnation=incarnation,
         num_trajectories=len(batch.trajectories),
-        num_tokens=sum(len(trajectory.response_ids) for trajectory in batch.trajectories),
+        num_tokens=sum(trajectory.length for trajectory in batch.trajectories),
         loss=row.loss,
         grad_norm=row.grad_norm,
         reward=row.reward,

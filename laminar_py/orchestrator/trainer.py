@@ -6,7 +6,8 @@ ledger, and what lies after the last checkpoint can be undone (law 1).
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -22,17 +23,27 @@ from laminar_py.orchestrator.refill import RefillWatch
 from laminar_py.orchestrator.steps import pack_step, step_events
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.packing.balance import attention_share
+from laminar_py.packing.packer import Packed
 from laminar_py.records.events import RolledBack
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import Trajectory
 from laminar_py.telemetry.stats import read_totals
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.learner import LearnerLink
+from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.specs import StepOutcome
 
 log = logging.getLogger(__name__)
 
 MAX_SKIPPED = 3  # steps in a row without an update, after which the run ends
+
+
+class BatchLostError(Exception):
+    """Tokens of a batch are gone; `lost` has what, by trajectory."""
+
+    def __init__(self, lost: Mapping[str, str]) -> None:
+        super().__init__(f"tokens of {len(lost)} trajectories of a batch are gone")
+        self.lost = lost
 
 
 class Trainer:
@@ -44,6 +55,7 @@ class Trainer:
         *,
         scheduler: TrajectoryScheduler,
         learner: LearnerLink,
+        payload: PayloadHosts,
         evaluator: Evaluator,
         versions: Versions,
         show: Callable[[StepRow], None],
@@ -52,8 +64,7 @@ class Trainer:
         self.stop = asyncio.Event()
         self.fault: str | None = None  # why the run ends before its time, if it fails
         self._failed = asyncio.Event()
-        self._config = incarnation.config
-        self._run = incarnation.run
+        self._config, self._run = incarnation.config, incarnation.run
         self._stream = incarnation.inputs.stream
         self._ledger = incarnation.ledger
         self._stats = incarnation.stats
@@ -69,6 +80,7 @@ class Trainer:
             saved=learner.saved,
             recorded=versions.on_record,
             settled=scheduler.consumption.checkpointed,
+            archive=partial(payload.archive, scheduler=scheduler),
         )
         self._show = show
         self._attention_share = 0.0
@@ -114,6 +126,10 @@ class Trainer:
             except PartDiedError as error:
                 await self._scheduler.consumption.put_back(batch)
                 await self._go_back(error)
+                continue
+            except BatchLostError as error:
+                await self._scheduler.consumption.put_back(batch)
+                await self._scheduler.losses.of(error.lost)
                 continue
             self._refill.see(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
             if self.stop.is_set() or self.step + bool(batch.groups) == self._config.steps:
@@ -181,29 +197,32 @@ class Trainer:
         self._scheduler.pause()
 
     async def _learn(self, batch: StepBatch) -> StepOutcome | None:
-        """Take an optimizer step; None if no group of the batch has signal. Raises PartDiedError."""
+        """Take an optimizer step; None if no group of the batch has signal.
+
+        Raises PartDiedError, or BatchLostError where tokens of it are gone, and nothing was learned.
+        """
         if not batch.trajectories:
             return None
         packed = pack_step(
             self._config,
             batch,
-            stand_ins=await self._stand_ins(batch),
+            stand_ins=batch.reweighted,
             attention_share=self._attention_share,
         )
-        step = self.step + 1
-        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
-        publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         self._stats.step_begins()
         try:
-            return await self._learner.step(packed, version=self._versions.number() if publishes else None)
+            return await self._learn_packed(packed)
         finally:
             self._stats.step_ends()
 
-    async def _stand_ins(self, batch: StepBatch) -> dict[str, Trajectory]:
-        """Stand-ins of trajectories that are reweighted, or of which something is recorded."""
-        if not self._config.rollout.record:
-            return batch.reweighted
-        return batch.reweighted | await self._ledger.join_recordings(batch.trajectories)
+    async def _learn_packed(self, packed: Packed[FinishedTrajectory]) -> StepOutcome:
+        lost = await self._learner.fetch(packed)
+        if lost:
+            raise BatchLostError(lost)
+        step = self.step + 1
+        unpublished = 1 + self._scheduler.book.ages.of(self.version)  # steps, with this one
+        publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
+        return await self._learner.step(packed.terms, version=self._versions.number() if publishes else None)
 
     async def _commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
         self.step += 1

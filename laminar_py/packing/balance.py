@@ -9,10 +9,11 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-import numpy as np
+from laminar_py.records.finished import Packable
 
-from laminar_py.records.trajectory import Trajectory
+PackedT = TypeVar("PackedT", bound=Packable)
 
 
 def sequence_cost(length: int, *, attention_share: float) -> float:
@@ -26,24 +27,24 @@ def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class Entry(Generic[PackedT]):
     """A trajectory that is to be packed, e.g. `Entry(trajectory, 441, 41)`; counted once, not at every look."""
 
-    trajectory: Trajectory
+    trajectory: PackedT
     num_tokens: int
-    num_trained: int  # where its loss mask is True
+    num_trained: int  # response tokens that something is to be learned of
 
 
-def make_entry(trajectory: Trajectory) -> Entry:
+def make_entry(trajectory: PackedT) -> Entry[PackedT]:
     """Count a trajectory's tokens."""
-    return Entry(trajectory, trajectory.num_tokens, int(np.count_nonzero(trajectory.loss_mask)))
+    return Entry(trajectory, trajectory.num_tokens, trajectory.num_trained)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bin:
+class Bin(Generic[PackedT]):
     """Trajectories that share a microbatch, e.g. `Bin(entries, 5, 4, 13)` of 3 and 2 tokens."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry[PackedT], ...]
     num_tokens: int
     num_trained: int
     squares: int  # sum of squared lengths
@@ -53,7 +54,7 @@ class Bin:
         return self.num_tokens + attention_share * self.squares
 
 
-def make_bin(entries: Iterable[Entry]) -> Bin:
+def make_bin(entries: Iterable[Entry[PackedT]]) -> Bin[PackedT]:
     """A bin of these trajectories."""
     members = tuple(entries)
     lengths = [entry.num_tokens for entry in members]
@@ -61,7 +62,7 @@ def make_bin(entries: Iterable[Entry]) -> Bin:
     return Bin(members, sum(lengths), trained, sum([length * length for length in lengths]))
 
 
-def fit(entries: Sequence[Entry], *, max_tokens: int) -> list[Bin]:
+def fit(entries: Sequence[Entry[PackedT]], *, max_tokens: int) -> list[Bin[PackedT]]:
     """Pack trajectories into bins. Raises ValueError for a sequence that is longer than `max_tokens`."""
     packed = best_fit([entry.num_tokens for entry in entries], max_tokens)
     return [make_bin([entries[i] for i in members]) for members in packed]
@@ -90,7 +91,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def deal(bins: Sequence[Bin], *, ranks: int, capacity: int, attention_share: float) -> list[list[Bin]]:
+def deal(
+    bins: Sequence[Bin[PackedT]], *, ranks: int, capacity: int, attention_share: float
+) -> list[list[Bin[PackedT]]]:
     """[n][ranks] bins: those of one index are alike in cost, and the cheapest index is levelled over the ranks.
 
     With a number of bins that `ranks` does not divide, that index would have empty ones: what its bins hold is

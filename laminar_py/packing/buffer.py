@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.finished import FinishedTrajectory
 
 
 @dataclass(order=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class ReadyGroup:
     oldest_version: int
     arrival: int
     group_id: str = field(compare=False)
-    members: list[Trajectory] = field(compare=False, default_factory=list)
+    members: list[FinishedTrajectory] = field(compare=False, default_factory=list)
     silent_tokens: tuple[int, ...] = field(compare=False, default=())  # trained tokens of each, without signal
     passes: int = field(compare=False, default=0)  # later groups were taken in its place so often
 
@@ -48,7 +48,7 @@ class Buffer:
     async def put(
         self,
         group_id: str,
-        members: list[Trajectory],
+        members: list[FinishedTrajectory],
         *,
         oldest_version: int,
         silent_tokens: tuple[int, ...] = (),

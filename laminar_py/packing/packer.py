@@ -1,13 +1,14 @@
 """Finished trajectories to varlen microbatches. Pure.
 
-The controller decides which trajectories share a microbatch (`assign`); the arrays are written by the rank that
-trains on them, one microbatch at a time (`microbatches`), since on the way they would be three times the bytes.
+The controller decides by their numbers which trajectories share a microbatch (`assign`); the rank that trains on
+them reads their tokens and writes the arrays, one microbatch at a time (`microbatches`).
 Invariants: no microbatch exceeds `max_tokens`; all ranks get equally many; every trained token stands in exactly
 one; loss weights of all microbatches together sum to 1 (less where staleness reweights, or responses of groups
 without signal are left out).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeAlias, TypeVar, overload
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.packing.balance import Bin, Entry, deal, fit, make_entry
+from laminar_py.packing.balance import Bin, Entry, PackedT, deal, fit, make_entry
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
@@ -30,7 +31,8 @@ Made = TypeVar("Made")
 
 STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
 
-Bundle: TypeAlias = list[Trajectory]  # of one microbatch; without any it is a microbatch that teaches nothing
+# of one microbatch; without any it is a microbatch that teaches nothing
+Bundle: TypeAlias = list[Trajectory]
 
 
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +63,7 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
             return max(1, self.num_trained)
         if self.aggregation is Aggregation.CONSTANT:
             return self.constant * self.num_trajectories
-        return max(1, int(np.count_nonzero(trajectory.loss_mask))) * self.num_trajectories
+        return max(1, trajectory.num_trained) * self.num_trajectories
 
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
         """[L] advantage of each response token, or one number for every token."""
@@ -86,14 +88,15 @@ class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
         return out
 
 
-class Packed(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Packed(Generic[PackedT]):
     """A step: for each rank its bundles, equally many, and the weights of their tokens."""
 
-    bundles: list[list[Bundle]]  # [ranks][n]
+    bundles: list[list[list[PackedT]]]  # [ranks][n]
     terms: StepTerms
 
-    def microbatches(self, rank: int) -> Sequence[MicroBatch]:
-        """Microbatches of a rank."""
+    def microbatches(self: "Packed[Trajectory]", rank: int) -> Sequence[MicroBatch]:
+        """Microbatches of a rank, of trajectories that have their tokens."""
         return microbatches(self.bundles[rank], self.terms)
 
 
@@ -123,13 +126,13 @@ def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> Sequence[MicroB
 
 
 def pack(
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[PackedT],
     *,
     max_tokens: int,
     ranks: int,
     aggregation: Aggregation,
     attention_share: float,
-) -> Packed:
+) -> Packed[PackedT]:
     """A step of trajectories that are all there. Raises ValueError for one above `max_tokens`."""
     bins = fit([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens)
     terms = step_terms(bins, aggregation=aggregation)
@@ -137,7 +140,7 @@ def pack(
 
 
 def step_terms(
-    bins: Sequence[Bin],
+    bins: Sequence[Bin[PackedT]],
     *,
     silent_tokens: Sequence[int] = (),
     aggregation: Aggregation,
@@ -168,7 +171,7 @@ def step_terms(
     )
 
 
-def _normalisation(entries: Sequence[Entry]) -> tuple[float, float]:
+def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
     """Mean of the step's advantages, and 1 over their deviation, each trained token counting once.
 
     REINFORCE++, Hu et al. 2025, eq. 10; where whole responses are scored, a token's return is its response's.
@@ -176,10 +179,7 @@ def _normalisation(entries: Sequence[Entry]) -> tuple[float, float]:
     trained = [entry for entry in entries if entry.num_trained]
     if not trained:
         return 0.0, 1.0
-    found = [
-        returns_of(entry.trajectory.advantage, entry.trajectory.columns, among=entry.trajectory.loss_mask)
-        for entry in trained
-    ]
+    found = [returns_of(entry.trajectory.advantage, entry.trajectory.earned) for entry in trained]
     counts = np.array([entry.num_trained for entry in trained], np.float64)
     means = np.array([item.mean for item in found])
     mean = float(np.average(means, weights=counts))
@@ -189,14 +189,14 @@ def _normalisation(entries: Sequence[Entry]) -> tuple[float, float]:
 
 
 def assign(
-    bins: Sequence[Bin],
+    bins: Sequence[Bin[PackedT]],
     terms: StepTerms,
     *,
     max_tokens: int,
     ranks: int,
     attention_share: float,
-    stand_ins: Mapping[str, Trajectory] | None = None,
-) -> Packed:
+    stand_ins: Mapping[str, PackedT] | None = None,
+) -> Packed[PackedT]:
     """Bins to ranks, the most costly first, balanced by FLOPs; at least one bundle each.
 
     `stand_ins` take the places of trajectories of the same id. Where there is too little for all ranks some

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from laminar_py.packing.balance import Bin
 from laminar_py.packing.buffer import Buffer, ReadyGroup
 from laminar_py.packing.stream import StreamPacker
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.finished import FinishedTrajectory
 
 CATCH_UP = 4  # groups staged with one that comes in, while fewer than a step are: no call takes long
 
@@ -56,13 +56,13 @@ class StagedGroups:
             self._add(self._buffer[self.num_staged])
             self.num_staged += 1
 
-    def shrunk(self, place: int, dropped: Iterable[Trajectory], *, gone: bool) -> None:
+    def shrunk(self, place: int, dropped: Iterable[FinishedTrajectory], *, gone: bool) -> None:
         """The group at this place has lost these members, and with them its place if it is `gone`."""
         if place < self.num_staged:
             self._remove(dropped)
             self.num_staged -= gone
 
-    def settle(self, chosen: Collection[ReadyGroup]) -> list[Bin]:
+    def settle(self, chosen: Collection[ReadyGroup]) -> list[Bin[FinishedTrajectory]]:
         """Bins of exactly these groups, which leave the buffer after this; then nothing is staged."""
         staged = self._buffer.first(self.num_staged)
         wanted, here = ({group.group_id for group in groups} for groups in (chosen, staged))
@@ -81,6 +81,6 @@ class StagedGroups:
         for trajectory in group.members:
             self._packer.add(trajectory)
 
-    def _remove(self, members: Iterable[Trajectory]) -> None:
+    def _remove(self, members: Iterable[FinishedTrajectory]) -> None:
         for trajectory in members:
             self._packer.remove(trajectory.id)

@@ -6,7 +6,7 @@ asks, only what is loose is left to pack, however large the step.
 """
 
 from laminar_py.packing.balance import Bin, Entry, fit, make_entry
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.finished import FinishedTrajectory
 
 WINDOW = 32  # bins: what is loose is packed when it could fill so many; choice enough, and little is left to do
 SLACK = 512  # a bin that lacks less than 1 / SLACK of its tokens is full
@@ -24,13 +24,13 @@ class StreamPacker:
 
     def clear(self) -> None:
         """Start over."""
-        self._full: dict[Bin, None] = {}
-        self._bin_of: dict[str, Bin] = {}  # of each sequence in a full one
-        self._loose: dict[str, Entry] = {}  # the others
+        self._full: dict[Bin[FinishedTrajectory], None] = {}
+        self._bin_of: dict[str, Bin[FinishedTrajectory]] = {}  # of each sequence in a full one
+        self._loose: dict[str, Entry[FinishedTrajectory]] = {}  # the others
         self._loose_tokens = 0
         self._pack_at = WINDOW * self._max_tokens
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, trajectory: FinishedTrajectory) -> None:
         """Add a sequence. Raises ValueError if it is longer than `max_tokens`."""
         id, entry = trajectory.id, make_entry(trajectory)
         if entry.num_tokens > self._max_tokens:
@@ -50,15 +50,15 @@ class StreamPacker:
                 self._loosen(entry)
         self._loose_tokens -= self._loose.pop(id).num_tokens
 
-    def bins(self) -> list[Bin]:
+    def bins(self) -> list[Bin[FinishedTrajectory]]:
         """Bins of all that is here."""
         return [*self._full, *self._pack_loose()]
 
-    def _loosen(self, entry: Entry) -> None:
+    def _loosen(self, entry: Entry[FinishedTrajectory]) -> None:
         self._loose[entry.trajectory.id] = entry
         self._loose_tokens += entry.num_tokens
 
-    def _pack_loose(self) -> list[Bin]:
+    def _pack_loose(self) -> list[Bin[FinishedTrajectory]]:
         return fit(list(self._loose.values()), max_tokens=self._max_tokens)
 
     def _keep_full(self) -> None:

@@ -1,29 +1,26 @@
-"""Digests that bind the ledger together: of responses, stored pieces, prompts, and the chain of events.
+"""Digests that bind the record together: of responses, prompts, files, and the chain of events.
 
-Called by the ledger's writer, by `control.lifecycle` when a response is finished, and by the audit, which
-computes each of them again. All are BLAKE3 cut to 16 bytes: enough against accident and casual edits.
+Called by the ledger's writer, by `control.lifecycle` when a response is finished, and by the audit, which computes
+each of them again; those of pieces are made where they are written (`segments.frames`). All are BLAKE3 cut to 16
+bytes: enough against accident and casual edits.
 """
 
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 from blake3 import blake3
-
-from laminar_py.records.codec import FloatArray, IntArray
 
 DIGEST_BYTES = 16
 CHAIN_START = bytes(DIGEST_BYTES)
 
 _event_head = struct.Struct("<qddIII").pack
-_segment_head = struct.Struct("<qqIIIqq").pack
-_column_head = struct.Struct("<qIIq").pack
 _prompt_head = struct.Struct("<qqIIIq").pack
 
 
-def response_digest(ids: IntArray | bytes, logprobs: FloatArray | bytes) -> str:
-    """Hex digest of a whole response: token ids [L] and their log-probabilities [L], or the bytes of both."""
-    assert len(ids) == len(logprobs), f"{len(ids)} ids but {len(logprobs)} log-probabilities"
-    return blake3(bytes(ids) + bytes(logprobs)).hexdigest(length=DIGEST_BYTES)
+def response_digest(pieces: Iterable[bytes]) -> str:
+    """Hex digest of a whole response, by the digests of its pieces in their order."""
+    return blake3(b"".join(pieces)).hexdigest(length=DIGEST_BYTES)
 
 
 def event_hash(
@@ -32,28 +29,6 @@ def event_hash(
     """Hash of one row of the event log, chained to the row before it."""
     head = _event_head(seq, wall, mono, len(host), len(kind), len(subject))
     return blake3(previous + head + f"{host}{kind}{subject}".encode() + body).digest(length=DIGEST_BYTES)
-
-
-def segment_digest(
-    trajectory: int,
-    start: int,
-    spans: str,
-    ids: bytes,
-    logprobs: bytes,
-    mask: bytes | None = None,
-    experts: bytes | None = None,
-) -> bytes:
-    """Digest of one stored piece of a response, as its row has it."""
-    masked, routed = -1 if mask is None else len(mask), -1 if experts is None else len(experts)
-    head = _segment_head(trajectory, start, len(spans), len(ids), len(logprobs), masked, routed)
-    whole = b"".join((head, spans.encode(), ids, logprobs, mask or b"", experts or b""))
-    return blake3(whole).digest(length=DIGEST_BYTES)
-
-
-def column_digest(trajectory: int, name: str, dtype: str, data: bytes) -> bytes:
-    """Digest of one stored column of a response, as its row has it."""
-    head = _column_head(trajectory, len(name), len(dtype), len(data))
-    return blake3(head + f"{name}{dtype}".encode() + data).digest(length=DIGEST_BYTES)
 
 
 def prompt_digest(id: str, text: str, ids: bytes, answer: str, task: str, fields: bytes) -> bytes:

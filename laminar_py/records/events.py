@@ -1,11 +1,12 @@
 """Events: the only input of the ledger. Every record here is one row of the event log.
 
-Events name trajectories, versions and parts by id and carry no payload; tokens go to the ledger's segments.
+Events name trajectories, versions and parts by id and carry no payload: of tokens the ledger has references.
 """
 
 import msgspec
 
 from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.returns import Earned
 from laminar_py.records.scoring import TermValue, said_by
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 
@@ -47,6 +48,13 @@ class Issued(Event, frozen=True, kw_only=True):
     kind: Kind
 
 
+class TokensLost(Event, frozen=True, kw_only=True):
+    """Tokens or columns of these trajectories can be read no more, and are in no archive."""
+
+    trajectory_ids: tuple[str, ...]
+    reason: str
+
+
 class Assigned(Event, frozen=True):
     """A replica owns it now, under `epoch`; `length` response tokens went along."""
 
@@ -67,7 +75,7 @@ class Interrupted(Event, frozen=True, kw_only=True):
 
 
 class Finished(Event, frozen=True, kw_only=True):
-    """The engine ended it. `digest` is `digests.response_digest` of its tokens."""
+    """The engine ended it. `digest` is `digests.response_digest` of its pieces."""
 
     trajectory_id: str
     epoch: int
@@ -92,10 +100,7 @@ class StreamCut(Event, frozen=True):
 
 
 class Restamped(Event, frozen=True):
-    """The engine's last word put a change of version at another token than its stream had.
-
-    `spans` cover the whole response so far, and hold.
-    """
+    """The engine's last word moved a change of version; `spans` cover the whole response so far, and hold."""
 
     trajectory_id: str
     spans: tuple[Span, ...]
@@ -117,6 +122,7 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     elapsed_s: float
     at_once: float = 1.0  # responses like this one that its scorer works on at the same time
     terms: list[TermValue] = []
+    earned: Earned | None = None  # where its tokens have rewards of their own
 
     @property
     def said(self) -> str:
@@ -265,10 +271,7 @@ class Stepped(Event, frozen=True, kw_only=True):
 
 
 class StepSkipped(Event, frozen=True):
-    """The loss or gradient was not finite in so many updates of `step`, which changed nothing.
-
-    Its trajectories are consumed as those of any step.
-    """
+    """So many updates of `step` were not finite and changed nothing; its trajectories are consumed anyway."""
 
     step: int
     incarnation: int
@@ -364,6 +367,7 @@ AnyEvent = (
     RunStarted
     | RunEnded
     | Issued
+    | TokensLost
     | Assigned
     | Interrupted
     | Finished

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
-from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
+from laminar_py.records.scoring import Score, Unfinished, Unscored
 
 
 class Clock(Protocol):
@@ -114,11 +114,11 @@ class ScorerHandle(Protocol):
         """Responses that it works on at the same time."""
         ...
 
-    async def submit(self, requests: Sequence[ScoringRequest]) -> None:
+    async def submit(self, responses: Sequence[Unscored]) -> None:
         """Hand responses over, each of which gets a score; a failure is a score with its reason."""
         ...
 
-    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Show it responses that still generate, for terms that work ahead; nothing comes back."""
         ...
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import EngineStatus, SamplingParams
-from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.pieces import TokensRef
 from laminar_py.records.trajectory import Break, FinishReason, Kind, Span
 
 
@@ -21,34 +21,48 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     kind: Kind
     prompt_ids: IntArray  # [P]
-    prefix_ids: IntArray  # [L so far]
     sampling: SamplingParams
     version: int | None = None
+    tokens: tuple[TokensRef, ...] = ()  # of the response so far, end to end
+    stores: dict[str, str] = {}  # addresses of the segments among these that are of other hosts
     used_s: float = 0.0  # seconds of generation on replicas that had it before
-    routed: int = 0  # leading positions whose experts are recorded already
     more_to_come: bool = False  # of its pass, for which the replica keeps its version
+
+    @property
+    def length(self) -> int:
+        """Response tokens so far."""
+        return self.tokens[-1].end if self.tokens else 0
+
+    @property
+    def routed(self) -> int:
+        """Leading positions whose experts are recorded already."""
+        return max((tokens.routed for tokens in self.tokens), default=0)
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one trajectory since the last report; `start` is their place in the response.
+    """News of one trajectory: what was stored of it since it was told of last, or how it ended.
 
-    `spans` may begin before `start`: then they replace what was said of those tokens (see `Delta.spans`).
+    `spans` may begin before `tokens`: then they replace what was said of those tokens (see `Delta.spans`).
     """
 
     trajectory_id: str
     epoch: int
-    start: int
-    ids: IntArray  # [n]
-    logprobs: FloatArray  # [n]
-    spans: tuple[Span, ...]  # cover [spans[0].start, start + n)
+    start: int  # response tokens that were told before
+    tokens: TokensRef | None = None  # from there on; None where there is nothing new
+    spans: tuple[Span, ...] = ()  # cover [spans[0].start, end)
     finish_reason: FinishReason | None = None
     wall_cut: bool = False  # ended by the cap on wall time
     queue_s: float = 0.0  # it waited here for its first tokens
     generate_s: float = 0.0  # since it came here
-    sampling_mask: SamplingMask | None = None  # n rows
-    routed_experts: RoutedExperts | None = None
     broken: Break | None = None
+    begun: int | None = None  # version of its first token, where somebody waits to know
     refusal: str = ""  # the engine's words, where it does not take the request
+    lost: str = ""  # what cannot be read of the response so far, so that nobody can go on with it
+
+    @property
+    def end(self) -> int:
+        """Response tokens that are told with it."""
+        return self.start if self.tokens is None else self.tokens.end
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +106,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     status: EngineStatus
     admissible: int  # new training trajectories it takes now, beyond those received
     received: int  # new ones that it has received in its life; those still under way are not in `admissible`
+    generated: int = 0  # training tokens since the last report
     progress: tuple[Progress, ...] = ()
     loads: tuple[WeightLoad, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more

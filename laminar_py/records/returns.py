@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +29,37 @@ def earlier_rewards(columns: Mapping[str, TokenValues]) -> Numbers | None:
     return earlier
 
 
+class Earned(msgspec.Struct, frozen=True, kw_only=True):
+    """Process rewards of one response in short: of what the tokens before each one earned, mean and variance.
+
+    E.g. of rewards [0, 1, 1], before whose tokens 0, 0 and 1 were earned: mean 1/3, last 1, gross 1.
+    """
+
+    mean: float  # over tokens
+    variance: float
+    last: float  # before the last token
+    gross: float  # all up to there without their signs, by which rounding is judged
+
+
+def earned_by(columns: Mapping[str, TokenValues], *, among: BoolArray | None = None) -> Earned | None:
+    """Process rewards in the columns of one response in short; None where there are none, or no token.
+
+    Mean and variance are over the tokens `among` [L], if given.
+    """
+    earlier = earlier_rewards(columns)
+    if earlier is None or not len(earlier):
+        return None
+    counted = earlier if among is None else earlier[among]
+    if not len(counted):
+        return None
+    return Earned(
+        mean=float(counted.mean()),
+        variance=float(counted.var()),
+        last=float(earlier[-1]),
+        gross=float(np.abs(np.diff(earlier)).sum()),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns:
     """Returns of one response's tokens, e.g. of rewards [0, 1]: total 1, mean 1, variance 0."""
@@ -42,23 +74,12 @@ class Returns:
         return replace(self, total=self.total - cost, mean=self.mean - cost)
 
 
-def returns_of(
-    total: float, columns: Mapping[str, TokenValues] | None = None, *, among: BoolArray | None = None
-) -> Returns:
-    """Returns of a response with the reward `total`, mean and variance over the tokens `among` [L], if given."""
-    earlier = earlier_rewards(columns or {})
-    if earlier is None or not len(earlier):
+def returns_of(total: float, earned: Earned | None = None) -> Returns:
+    """Returns of a response with the reward `total`, mean and variance over its tokens."""
+    if earned is None:
         return Returns(total=total, mean=total)
-    gross = float(np.abs(np.diff(earlier)).sum()) + abs(total - float(earlier[-1]))
-    counted = earlier if among is None else earlier[among]
-    if not len(counted):
-        return Returns(total=total, mean=total)
-    return Returns(
-        total=total,
-        mean=total - float(counted.mean()),
-        variance=float(counted.var()),
-        noise=ROUNDING * gross,
-    )
+    gross = earned.gross + abs(total - earned.last)
+    return Returns(total=total, mean=total - earned.mean, variance=earned.variance, noise=ROUNDING * gross)
 
 
 def differ(returns: Sequence[Returns]) -> bool:

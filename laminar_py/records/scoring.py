@@ -5,10 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.columns import TokenValues
+from laminar_py.records.pieces import ColumnRef, TokensRef
+from laminar_py.records.returns import Earned
 from laminar_py.records.trajectory import DropReason, FinishReason
+
+NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)  # of a response that is given by reference
 
 
 class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +39,19 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(self.fields_json, type=dict[str, Any])
 
 
+class Unscored(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished response on its way to a scorer, which reads `tokens`; without any the request has its own."""
+
+    request: ScoringRequest  # without ids and log-probabilities of the response
+    tokens: tuple[TokensRef, ...] = ()
+    stores: dict[str, str] = {}  # addresses of the segments among these that are of other hosts
+
+    @property
+    def id(self) -> str:
+        """Name of the trajectory."""
+        return self.request.trajectory_id
+
+
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a response that still generates, e.g. its first 200 tokens, with its prompt."""
 
@@ -43,6 +60,14 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     set_name: str = ""  # of an evaluation
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L] so far
+
+
+class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a response on its way to a scorer, which reads the tokens."""
+
+    response: PartialResponse  # without ids of the response
+    tokens: tuple[TokensRef, ...]
+    stores: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +113,7 @@ def said_by(terms: Iterable[TermValue]) -> str:
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of a response, its terms and its columns, or why there is none.
+    """The value of a response, its terms and where its columns lie, or why there is none.
 
     E.g. `Score(trajectory_id="g3.1", value=1.0)`, or `Score(trajectory_id="g3.1", value=None,
     failure=DropReason.REWARD_TIMEOUT)`. Process rewards are the column `TOKEN_REWARDS`, and `value` is their sum.
@@ -97,7 +122,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     trajectory_id: str
     value: float | None
     terms: list[TermValue] = []
-    columns: dict[str, TokenValues] = msgspec.field(default_factory=dict)
+    columns: dict[str, ColumnRef] = {}
+    earned: Earned | None = None  # in short, where its tokens have rewards of their own
     elapsed_s: float = 0.0
     at_once: float = 1.0  # responses like this one that the scorer works on at the same time
     failure: DropReason | None = None

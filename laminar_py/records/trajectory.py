@@ -1,16 +1,19 @@
 """Trajectories and prompts as they cross parts and processes, and the states of a trajectory. No behaviour.
 
 L is the number of response tokens of one trajectory, P of its prompt. Token ids and log-probabilities come from
-the engine and are never recomputed from text.
+the engine and are never recomputed from text. Decisions need counts and references (`records.finished`); who
+trains on a trajectory, or refers to it, has its tokens.
 """
 
 from enum import StrEnum
 
 import msgspec
+import numpy as np
 
 from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.columns import TokenValues
 from laminar_py.records.recordings import RoutedExperts, SamplingMask
+from laminar_py.records.returns import Earned, earned_by
 
 
 class Status(StrEnum):
@@ -53,6 +56,7 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"  # more tokens than a microbatch holds
     REFUSED = "refused"  # the engine does not take its request
     VERSION_LOST = "version_lost"  # no copy of its weights is left to continue under
+    HOST_LOST = "host_lost"  # its tokens are gone with the host that alone had them, or were changed there
     GROUP_DEADLINE = "group_deadline"  # its group closed without it
     GROUP_LOST = "group_lost"  # too few survivors in its group
     REWARD_FAILED = "reward_failed"  # the reward function raised
@@ -95,10 +99,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished sample, e.g. 41 tokens of "g3.1" with `spans=(Span(7, 0, 41),)`: all under version 7.
-
-    Masks and experts join it when it trains.
-    """
+    """A finished sample with its tokens, e.g. 41 of "g3.1" with `spans=(Span(7, 0, 41),)`: all under version 7."""
 
     id: str
     prompt_id: str
@@ -108,7 +109,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L]
     logprobs: FloatArray  # [L] of the behaviour policy, as sampled
-    loss_mask: BoolArray  # [L] False on tokens the environment wrote
+    loss_mask: BoolArray  # [L] False on tokens the environment wrote, and where nothing is to be learned of it
     spans: tuple[Span, ...]  # cover [0, L)
     finish_reason: FinishReason
     reward: float | None = None
@@ -123,6 +124,16 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         """Prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """Response tokens where the loss mask is True."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def earned(self) -> Earned | None:
+        """Process rewards before each token in short; None where the response is scored as a whole."""
+        return earned_by(self.columns, among=self.loss_mask)
 
     @property
     def oldest_version(self) -> int:

@@ -18,9 +18,10 @@ from laminar_py.config.repack import PLANNERS
 from laminar_py.control.moves import Round
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.events import Repacked
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import Move, Survey
-from laminar_py.records.trajectory import FinishReason, Trajectory
+from laminar_py.records.trajectory import FinishReason
 from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
@@ -76,10 +77,10 @@ class Migration:
         self._growth: float | None = None  # tokens that responses added on their way, lately at most
         self._previous_kv: dict[int, int] = {}  # tokens of each replica in the last round
 
-    def finished(self, trajectory: Trajectory) -> None:
+    def finished(self, trajectory: FinishedTrajectory) -> None:
         """Take in the length of a response that ended."""
         capped = trajectory.finish_reason is FinishReason.LENGTH
-        self._remaining.finished(len(trajectory.response_ids), capped=capped)
+        self._remaining.finished(trajectory.length, capped=capped)
 
     async def run(self, speed: EngineSpeed) -> None:
         """Rounds until cancelled."""

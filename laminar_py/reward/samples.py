@@ -9,7 +9,7 @@ import numpy as np
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
-from laminar_py.records.scoring import Score, ScoringRequest
+from laminar_py.records.scoring import Score, ScoringRequest, Unscored
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.scorer import Scorer
 
@@ -92,7 +92,7 @@ async def score_all(scorer: Scorer, requests: Iterable[ScoringRequest]) -> Async
             request = next(waiting, None)
             left = request is not None
             if request is not None:
-                scorer.submit([request])
+                scorer.submit([Unscored(request=request)])
                 in_hand += 1
         for score in await scorer.take(TAKE_S) if in_hand else []:
             in_hand -= 1

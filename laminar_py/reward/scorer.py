@@ -34,13 +34,24 @@ from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import Column, ColumnError
-from laminar_py.records.scoring import NoValueError, PartialResponse, Score, ScoringRequest, TryAgainError
+from laminar_py.records.pieces import PayloadLostError
+from laminar_py.records.returns import earned_by
+from laminar_py.records.scoring import (
+    NoValueError,
+    PartialResponse,
+    Score,
+    ScoringRequest,
+    TryAgainError,
+    Unfinished,
+    Unscored,
+)
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.limited import CALLS_AT_ONCE
 from laminar_py.reward.calls.pool import CallPool
 from laminar_py.reward.calls.process import CallSpec
 from laminar_py.reward.launched import LaunchedServers
 from laminar_py.reward.outcome import Outcome, checked, one_line, plain
+from laminar_py.reward.payload import ScoredPayload
 from laminar_py.reward.sums import add_up
 
 RETRY_S = 120.0  # a call is made again that long where it may succeed another time
@@ -55,7 +66,8 @@ log = logging.getLogger(__name__)
 
 class Scorer:
     """Scores by the terms of `reward`; `columns` are wanted of them, `decode` makes the text of ids.
-    Functions may not write below `record`. Terms that ask launched servers wait for them in `launched`.
+    Functions may not write below `record`. Terms that ask launched servers wait for them in `launched`. Tokens are
+    read and columns stored in `payload`; without one requests have their tokens, and nobody asks for columns.
 
     `async with` starts and ends what the terms need. Raises `ConfigError` where a term cannot be had.
     """
@@ -71,7 +83,9 @@ class Scorer:
         name: str,
         record: Path | None = None,
         launched: LaunchedServers | None = None,
+        payload: ScoredPayload | None = None,
     ) -> None:
+        self._payload = payload
         self._reward = reward
         self._columns = columns
         self._decode = decode
@@ -117,22 +131,22 @@ class Scorer:
         """Responses that it works on at the same time: as many as the widest term, others wait for theirs."""
         return min(CALLS_AT_ONCE, max(self._room.values()))
 
-    def submit(self, requests: Sequence[ScoringRequest]) -> None:
+    def submit(self, responses: Sequence[Unscored]) -> None:
         """Begin with these responses."""
-        for request in requests:
-            if (ahead := self._ahead.pop(request.trajectory_id, None)) is not None:
+        for unscored in responses:
+            name = unscored.request.trajectory_id
+            if (ahead := self._ahead.pop(name, None)) is not None:
                 ahead.cancel()
-            task = asyncio.create_task(self._score(request), name=f"score-{request.trajectory_id}")
-            self._running.add(task)
+            self._running.add(asyncio.create_task(self._score(unscored), name=f"score-{name}"))
 
-    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Work on what these have so far, of as many as there is room for. Raises what such a call raised."""
         for name in [name for name, task in self._ahead.items() if task.done()]:
             self._ahead.pop(name).result()
-        for response in responses:
-            if len(self._ahead) < AHEAD_AT_ONCE and response.trajectory_id not in self._ahead:
-                name = f"look-ahead-{response.trajectory_id}"
-                self._ahead[response.trajectory_id] = asyncio.create_task(self._look_ahead(response), name=name)
+        for unfinished in responses:
+            name = unfinished.response.trajectory_id
+            if len(self._ahead) < AHEAD_AT_ONCE and name not in self._ahead:
+                self._ahead[name] = asyncio.create_task(self._look_ahead(unfinished), name=f"look-ahead-{name}")
 
     async def take(self, wait_s: float) -> list[Score]:
         """Scores, as soon as there is one; none after `wait_s` seconds. Raises what a call raised."""
@@ -172,7 +186,16 @@ class Scorer:
         self._room[key] = pool.at_once
         return pool.call
 
-    async def _look_ahead(self, response: PartialResponse) -> None:
+    async def _look_ahead(self, unfinished: Unfinished) -> None:
+        assert self._payload is not None, "whoever shows beginnings of responses stores them"
+        try:
+            response = await self._payload.begun(unfinished)
+        except PayloadLostError as error:
+            log.info("%s: not ahead of its end: %s", unfinished.response.trajectory_id, error)
+            return
+        await self._work_ahead(response)
+
+    async def _work_ahead(self, response: PartialResponse) -> None:
         for term in self._reward.of_task(response.task, set_name=response.set_name):
             function = self._foresighted.get(term.model_dump_json())
             if function is None:
@@ -183,20 +206,38 @@ class Scorer:
                 except (NoValueError, TryAgainError) as error:
                     log.info("%s: not ahead of its end: %s", response.trajectory_id, error)
 
-    async def _score(self, request: ScoringRequest) -> None:
+    async def _score(self, unscored: Unscored) -> None:
         try:
-            request = msgspec.structs.replace(request, response=self._decode(request.response_ids))
-            outcomes = await self._outcomes(request)
-            score = add_up(
-                request.trajectory_id,
-                outcomes,
-                columns=() if request.set_name else self._columns,  # an evaluation trains nobody
-                length=len(request.response_ids),
-                at_once=self._width(outcomes),
-            )
+            score = await self._score_of(await self._complete(unscored))
             self._done.append(score)
+        except PayloadLostError as error:
+            lost = DropReason.HOST_LOST
+            name = unscored.request.trajectory_id
+            self._done.append(Score(trajectory_id=name, value=None, failure=lost, detail=str(error)))
         finally:
             self._news.set()
+
+    async def _complete(self, unscored: Unscored) -> ScoringRequest:
+        """The request with tokens and text. Raises `PayloadLostError`."""
+        request = unscored.request
+        if unscored.tokens:
+            assert self._payload is not None, f"{request.trajectory_id} is given by reference"
+            request = await self._payload.complete(unscored)
+        return msgspec.structs.replace(request, response=self._decode(request.response_ids))
+
+    async def _score_of(self, request: ScoringRequest) -> Score:
+        outcomes = await self._outcomes(request)
+        score, columns = add_up(
+            request.trajectory_id,
+            outcomes,
+            columns=() if request.set_name else self._columns,  # an evaluation trains nobody
+            length=len(request.response_ids),
+            at_once=self._width(outcomes),
+        )
+        if not columns or self._payload is None:
+            return score
+        stored = self._payload.store(request.trajectory_id, columns)
+        return msgspec.structs.replace(score, columns=stored, earned=earned_by(columns))
 
     async def _outcomes(self, request: ScoringRequest) -> list[tuple[TermConfig, Outcome]]:
         """Outcomes of the terms, asked at the same time but for those that wait for what another says."""

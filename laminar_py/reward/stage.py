@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
+from laminar_py.records.scoring import Score, Unfinished, Unscored
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Hand:
     """Responses that a scorer has: as many as it works on at a time, and `AHEAD_S` more where scores are quick."""
 
     def __init__(self, at_once: int) -> None:
-        self.requests: dict[str, ScoringRequest] = {}  # by trajectory
+        self.requests: dict[str, Unscored] = {}  # by trajectory
         self._at_once = at_once
         self._mean_s = AHEAD_S
 
@@ -69,7 +69,7 @@ class ScoringStage:
         self._deliver = deliver
         self._restart = restart
         self._one_by_one = one_by_one
-        self._waiting: deque[ScoringRequest] = deque()  # `submit` keeps it to what is wanted, which is bounded
+        self._waiting: deque[Unscored] = deque()  # `submit` keeps it to what is wanted, which is bounded
         self._since: dict[str, float] = {}  # what has no score yet, the oldest first, and when it came
         self._news = asyncio.Event()  # something waits, or a scorer has room
 
@@ -88,18 +88,16 @@ class ScoringStage:
         """Seconds since the oldest of those came, 0 without any."""
         return asyncio.get_running_loop().time() - next(iter(self._since.values())) if self._since else 0.0
 
-    def submit(self, request: ScoringRequest) -> None:
+    def submit(self, unscored: Unscored) -> None:
         """Score it as soon as a scorer has room."""
         if len(self._waiting) >= self._most:
             self._waiting = deque(waiting for waiting in self._waiting if self._is_wanted(waiting))
-            assert len(self._waiting) < self._most, (
-                f"{request.trajectory_id}: more than {self._most} wait for scores"
-            )
-        self._waiting.append(request)
-        self._since[request.trajectory_id] = asyncio.get_running_loop().time()
+            assert len(self._waiting) < self._most, f"{unscored.id}: more than {self._most} wait for scores"
+        self._waiting.append(unscored)
+        self._since[unscored.id] = asyncio.get_running_loop().time()
         self._news.set()
 
-    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Have scorers work ahead on responses that still generate, but not while they work one by one."""
         if not self._one_by_one():
             for scorer in self._scorers:
@@ -129,26 +127,26 @@ class ScoringStage:
         scorer, hand = self._scorers[index], self._hands[index]
         while True:
             while requests := self._take(hand):
-                hand.requests.update({request.trajectory_id: request for request in requests})
+                hand.requests.update({request.id: request for request in requests})
                 await scorer.submit(requests)
             self._news.clear()
             await self._news.wait()
 
-    def _take(self, hand: Hand) -> list[ScoringRequest]:
+    def _take(self, hand: Hand) -> list[Unscored]:
         """A fair share of what waits, so that slow rewards spread over the scorers."""
         fair = 1 + len(self._waiting) // len(self._scorers)
         room = 1 - len(hand.requests) if self._one_by_one() else min(hand.room, fair)
-        requests: list[ScoringRequest] = []
+        requests: list[Unscored] = []
         while self._waiting and len(requests) < room:
             request = self._waiting.popleft()
             if self._is_wanted(request):
                 requests.append(request)
         return requests
 
-    def _is_wanted(self, request: ScoringRequest) -> bool:
-        if self._wanted(request.trajectory_id):
+    def _is_wanted(self, unscored: Unscored) -> bool:
+        if self._wanted(unscored.id):
             return True
-        self._since.pop(request.trajectory_id, None)
+        self._since.pop(unscored.id, None)
         return False
 
     async def _drain(self, index: int) -> None:

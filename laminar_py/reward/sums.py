@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from laminar_py.config.reward import TermConfig
-from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, Source, token_values
+from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, Source, TokenValues, token_values
 from laminar_py.records.scoring import Score, TermValue
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.outcome import LARGEST, Outcome
@@ -20,10 +20,10 @@ def add_up(
     columns: Sequence[Column],
     length: int,
     at_once: float,
-) -> Score:
+) -> tuple[Score, dict[str, TokenValues]]:
     """Score of a response of `length` tokens, from a scorer that works on `at_once` like it at the same time.
 
-    The first term without a value leaves it without one.
+    With it columns [L] that its terms gave. The first term without a value leaves it without one.
 
     Where a term has a number for each token the sum has too, and those with one number are added at the last.
     `columns` are wanted of any of the terms.
@@ -33,27 +33,30 @@ def add_up(
         elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
         return Score(trajectory_id=trajectory_id, value=value, elapsed_s=elapsed_s, at_once=at_once, **fields)
 
+    def failed(reason: DropReason, detail: str) -> tuple[Score, dict[str, TokenValues]]:
+        return score(None, failure=reason, detail=detail), {}
+
     for term, outcome in outcomes:
         if outcome.failure is not None:
             name = f"{term.title}: " if len(outcomes) > 1 else ""
-            return score(None, failure=outcome.failure, detail=f"{name}{outcome.detail}")
+            return failed(outcome.failure, f"{name}{outcome.detail}")
     twice = _column_given_twice(outcomes)
     if twice is not None:
         detail = f"two terms gave the column {twice!r}; leave it to one of them"
-        return score(None, failure=DropReason.REWARD_FAILED, detail=detail)
+        return failed(DropReason.REWARD_FAILED, detail)
     given = {name: values for _, outcome in outcomes for name, values in outcome.columns.items()}
     missing = [c.name for c in columns if c.source is Source.SCORER and c.name not in given]
     if missing:
         detail = f"the reward function gave no column {missing[0]!r}, which the algorithm needs"
-        return score(None, failure=DropReason.REWARD_FAILED, detail=detail)
+        return failed(DropReason.REWARD_FAILED, detail)
     tokens = _token_rewards(outcomes, length) if TOKEN_REWARDS in given else None
     if tokens is not None:
         given[TOKEN_REWARDS] = token_values(tokens)
     value = float(tokens.sum()) if tokens is not None else sum(term.weight * _value(of) for term, of in outcomes)
     if not abs(value) <= LARGEST:
         detail = f"its terms add up to {value:g}; keep the sum below {LARGEST:g}"
-        return score(None, failure=DropReason.REWARD_FAILED, detail=detail)
-    return score(value, terms=_term_values(outcomes), columns=given)
+        return failed(DropReason.REWARD_FAILED, detail)
+    return score(value, terms=_term_values(outcomes)), given
 
 
 def _column_given_twice(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> str | None:

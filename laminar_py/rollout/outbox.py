@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.protocols import Clock
-from laminar_py.records.replica import Progress, ReplicaReport, WeightLoad
+from laminar_py.records.replica import Assignment, Progress, ReplicaReport, WeightLoad
 
 REPORT_INTERVAL_S = 0.1
 
@@ -23,6 +23,7 @@ class Outbox:
     progress: list[Progress] = field(default_factory=list)
     loads: list[WeightLoad] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # trajectories whose version is nowhere any more
+    generated: int = 0  # training tokens
     urgent: asyncio.Event = field(default_factory=asyncio.Event)  # something is to be told
     _awaited: asyncio.Event = field(default_factory=asyncio.Event)  # and somebody stands still until it is told
     _last_s: float = field(init=False)
@@ -45,6 +46,13 @@ class Outbox:
         self.urgent.clear()
         self._awaited.clear()
 
+    def begin(self, item: Assignment, version: int) -> None:
+        """Tell the version of a trajectory's first token."""
+        self.progress.append(
+            Progress(trajectory_id=item.trajectory_id, epoch=item.epoch, start=item.length, begun=version)
+        )
+        self.urgent.set()
+
     def at_once(self) -> None:
         """Let the next report go out without waiting for others to share it."""
         self.urgent.set()
@@ -61,6 +69,7 @@ class Outbox:
             progress=tuple(self.progress),
             loads=tuple(self.loads),
             lost=tuple(self.lost),
+            generated=self.generated,
         )
-        self.progress, self.loads, self.lost = [], [], []
+        self.progress, self.loads, self.lost, self.generated = [], [], [], 0
         return report

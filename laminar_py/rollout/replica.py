@@ -24,6 +24,7 @@ from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.loading import WeightLoader
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running
+from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,13 @@ class Replica:
         *,
         engine: InferenceEngine,
         weights: WeightSource,
+        store: ResponseStore,
         clock: Clock,
         on_new_weights: OnNewWeights,
         batch: int,
         max_batch: int,
         partial_interval_s: float,
+        tells_partials: bool = False,
         max_seconds: float | None = None,
         verify_every: int = 0,
         initial: Sequence[Assignment] = (),
@@ -53,7 +56,9 @@ class Replica:
         self._clock = clock
         self._policy = on_new_weights
         self._max_batch = max_batch
+        self._store = store
         self._partial_interval_s = partial_interval_s
+        self._tells_partials = tells_partials
         self._max_seconds = max_seconds
         self._initial = initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; bounded by what the controller sends
@@ -65,7 +70,7 @@ class Replica:
         self._told = asyncio.Event()  # set once the loss of the engine was raised
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock)
-        self._streams = Streams(engine, self._out, ended=self._weights_wanted.set, lost=self._lose)
+        self._streams = Streams(engine, self._out, store, ended=self._weights_wanted.set, lost=self._lose)
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 
     # ---- called by the controller
@@ -191,6 +196,7 @@ class Replica:
             tasks.create_task(self._follow_relay(), name="follow-relay")
             tasks.create_task(self._refresh_weights(), name="refresh-weights")
             tasks.create_task(self._watch_partials(), name="watch-partials")
+            tasks.create_task(self._keep_synced(), name="keep-synced")
 
     async def _watch_engine(self) -> None:
         with self._watching_for_loss():
@@ -226,7 +232,14 @@ class Replica:
             if self._max_seconds is not None:
                 with self._watching_for_loss():
                     await self._streams.cut_overdue(self._max_seconds)
-            self._streams.report_partials(self._partial_interval_s)
+            with self._watching_for_loss():
+                self._streams.note_partials(tells=self._tells_partials)
+                if self._tells_partials:
+                    self._out.urgent.set()
+
+    async def _keep_synced(self) -> None:
+        with self._watching_for_loss():
+            await self._store.keep_synced()
 
     # ---- weights
 
@@ -289,7 +302,7 @@ class Replica:
         if self._admission.state is not ReplicaState.LOST:
             log.error("replica %d lost its engine: %s", self.index, error)
         self._admission.lose(error)
-        self._streams.report_all()
+        self._streams.tell_all()
 
     def _look(self) -> EngineStatus:
         """Status of the engine; a lost one holds nothing."""

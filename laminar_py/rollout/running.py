@@ -1,24 +1,32 @@
-"""A trajectory on a replica: the tokens from there, and how much of them was reported. Owned by `replica`.
+"""A trajectory on a replica: the tokens from there, and how much of them was told. Owned by `replica`.
 
-Invariant: every token is reported once, in order, with the version that the engine stamped on it; so are its
-sampling mask and, stream by stream, the experts of every position, where they are recorded.
+Invariant: every token is told once, in order, with the version that the engine stamped on it; so are its sampling
+mask and, stream by stream, the experts of every position, where they are recorded.
 """
 
 import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
 import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.recordings import RoutedExperts, SamplingMask, join_experts, join_masks
+from laminar_py.records.pieces import Piece, TokensRef
+from laminar_py.records.recordings import (
+    RoutedExperts,
+    SamplingMask,
+    join_experts,
+    join_masks,
+    pack_experts,
+    pack_mask,
+)
 from laminar_py.records.replica import Assignment, Held, Progress
-from laminar_py.records.spans import add_span, covers, replace_spans, shift_spans
+from laminar_py.records.spans import add_span, clip_spans, covers, replace_spans, shift_spans
 from laminar_py.records.trajectory import Break, FinishReason, Span
 
 _NO_IDS = np.empty(0, np.int32)
-_NO_LOGPROBS = np.empty(0, np.float32)
 
 
 class StreamState(Enum):
@@ -36,16 +44,16 @@ class Running:
 
     assignment: Assignment
     submitted_s: float
-    prefix: IntArray  # [length reported]
-    length: int  # response tokens so far, the prefix included
-    reported_s: float
+    length: int  # response tokens so far
     stream: int  # place in the response of the present stream's first token
     routed: int  # leading positions whose experts are recorded
-    ids: list[IntArray] = field(default_factory=list)  # not reported yet
+    prefix: IntArray | None = None  # [length told], once it is read
+    ids: list[IntArray] = field(default_factory=list)  # not told yet
     logprobs: list[FloatArray] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # reach back where the engine corrected itself
     masks: list[SamplingMask] = field(default_factory=list)
     experts: list[RoutedExperts] = field(default_factory=list)
+    noted: int = 0  # of the deltas that were not told, those in the journal, the first of them
     first_token_s: float | None = None
     state: StreamState = StreamState.OUTSIDE
     wall_cut: bool = False
@@ -55,6 +63,7 @@ class Running:
         """Ask the engine, now or again: a new stream begins where the response stands."""
         item = self.assignment
         self.stream = self.length
+        assert self.prefix is not None, f"{item.trajectory_id} begins before what it has was read"
         so_far = np.concatenate([self.prefix, *self.ids])
         return GenerateRequest(
             rid=item.trajectory_id,
@@ -101,61 +110,94 @@ class Running:
             self.experts.append(experts)
             self.routed += experts.positions
 
-    def progress(
-        self, reason: FinishReason | None, now: float, *, broken: Break | None = None, refusal: str = ""
-    ) -> Progress:
-        """Everything not reported yet, which counts as reported from here on."""
-        ids = np.concatenate(self.ids) if self.ids else _NO_IDS
-        logprobs = np.concatenate(self.logprobs) if self.logprobs else _NO_LOGPROBS
+    @property
+    def told(self) -> int:
+        """Response tokens that were told."""
+        return self.length - sum(map(len, self.ids))
+
+    def note(self, now: float) -> Piece | None:
+        """Tokens that the journal has not got yet, which count as noted from here on; None if there are none."""
+        noted = self.told + sum(map(len, self.ids[: self.noted]))
+        if noted == self.length:
+            return None
+        piece = self._piece(noted, self.ids[self.noted :], self.logprobs[self.noted :], now)
+        masks = self.masks[self.noted :]
+        self.noted = len(self.ids)
+        return msgspec.structs.replace(piece, mask=pack_mask(join_masks(masks)) if masks else None)
+
+    def piece(self, now: float) -> Piece | None:
+        """Everything that was not told yet, None if that is nothing; it counts as told with its `progress`."""
+        if not self.ids and not self.experts:
+            return None
+        name, count = self.assignment.trajectory_id, self.length - self.told
         mask = join_masks(self.masks) if self.masks else None
-        name, rows = self.assignment.trajectory_id, len(ids) if mask is None else len(mask.counts)
-        assert rows == len(ids), f"{name}: {len(ids)} tokens with {rows} sampling masks"
-        first = now if self.first_token_s is None else self.first_token_s
-        progress = Progress(
-            trajectory_id=name,
+        rows = count if mask is None else len(mask.counts)
+        assert rows == count, f"{name}: {count} tokens with {rows} sampling masks"
+        piece = self._piece(self.told, self.ids, self.logprobs, now)
+        experts = pack_experts(join_experts(self.experts)) if self.experts else None
+        return msgspec.structs.replace(piece, mask=None if mask is None else pack_mask(mask), experts=experts)
+
+    def _piece(self, start: int, ids: list[IntArray], logprobs: list[FloatArray], now: float) -> Piece:
+        return Piece(
+            trajectory_id=self.assignment.trajectory_id,
             epoch=self.assignment.epoch,
-            start=self.length - len(ids),
-            ids=ids,
-            logprobs=logprobs,
-            spans=tuple(self.spans),
+            start=start,
+            spans=tuple(self.spans) if start == self.told else clip_spans(self.spans, start),
+            ids=b"".join(array.tobytes() for array in ids),
+            logprobs=b"".join(array.tobytes() for array in logprobs),
+            used_s=self.used_s(now),
+        )
+
+    def progress(
+        self,
+        tokens: TokensRef | None,
+        reason: FinishReason | None,
+        now: float,
+        *,
+        broken: Break | None = None,
+        refusal: str = "",
+    ) -> Progress:
+        """News of it, with the `tokens` of its `piece`, which was stored."""
+        start = self.told
+        if tokens is not None:
+            self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
+            self.ids, self.logprobs, self.masks, self.experts, self.noted = [], [], [], [], 0
+        spans, self.spans = tuple(self.spans), []
+        first = now if self.first_token_s is None else self.first_token_s
+        return Progress(
+            trajectory_id=self.assignment.trajectory_id,
+            epoch=self.assignment.epoch,
+            start=start,
+            tokens=tokens,
+            spans=spans,
             finish_reason=reason,
             wall_cut=self.wall_cut,
             queue_s=first - self.submitted_s,
             generate_s=now - self.submitted_s,
-            sampling_mask=mask,
-            routed_experts=join_experts(self.experts) if self.experts else None,
             broken=broken,
             refusal=refusal,
         )
-        self.prefix = np.concatenate([self.prefix, ids])
-        self.ids, self.logprobs, self.spans, self.masks, self.experts = [], [], [], [], []
-        self.reported_s = now
-        return progress
 
 
 def begin(assignment: Assignment, now: float) -> Running:
-    """An assignment as it is taken up."""
-    length = len(assignment.prefix_ids)
+    """An assignment as it is taken up; what it has of a response is read before it enters the engine."""
+    length = assignment.length
     return Running(
         assignment=assignment,
         submitted_s=now,
-        prefix=assignment.prefix_ids,
+        prefix=None if length else _NO_IDS,
         length=length,
-        reported_s=now,
         stream=length,
         routed=assignment.routed,
     )
 
 
-def handed_back(assignment: Assignment) -> Progress:
-    """The report of one that never started here."""
-    start = len(assignment.prefix_ids)
+def handed_back(assignment: Assignment, *, lost: str = "") -> Progress:
+    """News of one that never started here, with what is `lost` of it if that is why."""
     return Progress(
         trajectory_id=assignment.trajectory_id,
         epoch=assignment.epoch,
-        start=start,
-        ids=_NO_IDS,
-        logprobs=_NO_LOGPROBS,
-        spans=(),
-        finish_reason=FinishReason.ABORT,
+        start=assignment.length,
+        finish_reason=None if lost else FinishReason.ABORT,
+        lost=lost,
     )

@@ -7,20 +7,23 @@ Each is one task that follows one stream of the engine:
     INTERRUPTED -> OUTSIDE     they are loaded (`resubmit`)
     any -> ENDED               the engine's last word, a refusal, or an abort
 
-Invariant: every token is reported once, in order, with the version that the engine stamped on it. When the engine
-is lost, all that it gave is reported.
+Invariant: every token is told once, in order, with the version that the engine stamped on it. When the engine
+is lost, all that it gave is told.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from laminar_py.records.engine import PauseMode
+from laminar_py.records.engine import Delta, PauseMode
+from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.protocols import EngineLostError, InferenceEngine, RefusedError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Break, FinishReason, Kind
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import Running, StreamState, begin, handed_back
+from laminar_py.rollout.storing import ResponseStore
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ class Streams:
         self,
         engine: InferenceEngine,
         out: Outbox,
+        store: ResponseStore,
         *,
         ended: Callable[[], None],
         lost: Callable[[EngineLostError], None],
@@ -40,6 +44,7 @@ class Streams:
         self.serving = asyncio.Event()  # cleared while weights are loaded: nothing enters the engine
         self._engine = engine
         self._out = out
+        self._store = store
         self._left = ended
         self._lost = lost
 
@@ -114,21 +119,25 @@ class Streams:
             running.task.cancel()
         self._end(running, FinishReason.ABORT)
 
-    # ---- reporting them
+    # ---- telling of them
 
-    def report_partials(self, interval_s: float) -> None:
-        """Report what has waited for so long."""
+    def note_partials(self, *, tells: bool) -> None:
+        """Have the journal hold what running ones have got; or tell it, where somebody looks at it."""
         now = self._out.clock.now()
-        for running in self.running.values():
-            if running.ids and now - running.reported_s >= interval_s:
-                self._report(running, None)
-                self._out.urgent.set()
-
-    def report_all(self) -> None:
-        """Report everything that the engine gave."""
+        if not tells:
+            pieces = [running.note(now) for running in self.running.values()]
+            self._store.note([piece for piece in pieces if piece is not None])
+            return
         for running in self.running.values():
             if running.ids:
-                self._report(running, None)
+                self._tell(running, None)
+
+    def tell_all(self) -> None:
+        """Tell everything that the engine gave; what cannot be stored is not told."""
+        with contextlib.suppress(EngineLostError):
+            for running in self.running.values():
+                if running.ids:
+                    self._tell(running, None)
         self._out.urgent.set()
 
     # ---- one stream
@@ -139,46 +148,69 @@ class Streams:
         running.task = self._tasks.create_task(self._generate(running), name=name)
 
     async def _generate(self, running: Running) -> None:
+        name = running.assignment.trajectory_id
+        if running.prefix is None and not await self._read_prefix(running):
+            return
         await self.serving.wait()
         running.state = StreamState.IN_ENGINE
-        name = running.assignment.trajectory_id
         try:
             async for delta in self._engine.generate(running.request()):
                 if self.running.get(name) is running:  # else it was ended outside the engine
-                    running.take(delta, self._out.clock.now())
+                    self._take(running, delta)
                     if delta.finish_reason is not None:
                         self._stream_ended(running, delta.finish_reason)
         except EngineLostError as error:
             if self.running.get(name) is running:
-                self._report(running, None, broken=Break.CUT)
+                with contextlib.suppress(EngineLostError):  # nothing can be stored either
+                    self._tell(running, None, broken=Break.CUT)
             self._lost(error)
         except RefusedError as error:  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)
             if self.running.get(name) is running:
-                self._report(running, None, refusal=str(error))
+                self._tell(running, None, refusal=str(error))
                 self._remove(running)
+
+    async def _read_prefix(self, running: Running) -> bool:
+        """Read what it has of a response; False where that is lost, and it is handed back."""
+        try:
+            running.prefix = await self._store.read(running.assignment)
+        except PayloadLostError as error:
+            log.error("replica %d: %s: %s", self._out.index, running.assignment.trajectory_id, error)
+            self._out.progress.append(handed_back(running.assignment, lost=str(error)))
+            self._remove(running)
+        return running.prefix is not None
+
+    def _take(self, running: Running, delta: Delta) -> None:
+        item, is_first = running.assignment, running.first_token_s is None
+        running.take(delta, self._out.clock.now())
+        self._out.generated += len(delta.ids) if item.kind is Kind.TRAIN else 0
+        if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
+            self._out.begin(item, delta.version)  # the rest of its pass may follow to other replicas
 
     def _stream_ended(self, running: Running, reason: FinishReason) -> None:
         """Take in the engine's last word, after which a trajectory that new weights interrupted goes on."""
         overdue = running.wall_cut and running.length > 0
         if reason is FinishReason.ABORT and running.state is StreamState.INTERRUPTED and not overdue:
-            self._report(running, None, broken=Break.NEW_WEIGHTS)
+            self._tell(running, None, broken=Break.NEW_WEIGHTS)
         else:
             self._end(running, reason)
 
     def _end(self, running: Running, reason: FinishReason) -> None:
         running.wall_cut = running.wall_cut and reason is FinishReason.ABORT and running.length > 0
-        self._report(running, FinishReason.LENGTH if running.wall_cut else reason)
+        self._tell(running, FinishReason.LENGTH if running.wall_cut else reason)
         self._remove(running)
 
     def _remove(self, running: Running) -> None:
         running.state = StreamState.ENDED
+        self._store.forget(running.assignment.trajectory_id)
         del self.running[running.assignment.trajectory_id]
         self._left()
         self._out.urgent.set()
 
-    def _report(
+    def _tell(
         self, running: Running, reason: FinishReason | None, *, broken: Break | None = None, refusal: str = ""
     ) -> None:
         now = self._out.clock.now()
-        self._out.progress.append(running.progress(reason, now, broken=broken, refusal=refusal))
+        piece = running.piece(now)
+        tokens = None if piece is None else self._store.keep(piece)
+        self._out.progress.append(running.progress(tokens, reason, now, broken=broken, refusal=refusal))

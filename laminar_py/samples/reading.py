@@ -16,9 +16,9 @@ import msgspec
 
 from laminar_py.audit.queries import Filters, condition
 from laminar_py.audit.story import Story, read_story
-from laminar_py.ledger.archive import StoredResponses
 from laminar_py.ledger.database import ledger_path, reading
-from laminar_py.records.columns import Array, Dtype, TokenValues
+from laminar_py.ledger.responses import StoredResponses
+from laminar_py.records.columns import Array
 from laminar_py.records.events import Scored
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import Kind
@@ -76,12 +76,10 @@ def read_samples(run: Path, trajectory_ids: Sequence[str], *, model: Path | None
         asked = f"WHERE prompt_id IN ({', '.join('?' * len(prompts))}) ORDER BY number"
         for row in _rows(connection, asked, tuple(prompts)):
             by_prompt[row.prompt_id].append(row)
-        return [_full(connection, told, by_prompt[told.row.prompt_id], found) for told in stories]
+        return [_full(responses, told, by_prompt[told.row.prompt_id], found) for told in stories]
 
 
-def _full(
-    connection: sqlite3.Connection, told: Story, of_prompt: Sequence[SampleRow], model: RunModel
-) -> FullSample:
+def _full(responses: StoredResponses, told: Story, of_prompt: Sequence[SampleRow], model: RunModel) -> FullSample:
     """A sample, given every trajectory of its prompt."""
     ids = told.response.ids
     return FullSample(
@@ -95,9 +93,10 @@ def _full(
         logprobs=_finite(told.response.logprobs),
         spans=_spans(told),
         terms=_terms(told),
-        columns=_columns(connection, told.row.number),
+        columns=_columns(responses, told),
         siblings=[row for row in of_prompt if row.group_id == told.row.group_id],
         history=_visits(of_prompt, solved_at=model.solved_at),
+        lost=told.lost,
     )
 
 
@@ -144,10 +143,10 @@ def _terms(told: Story) -> list[TermValue]:
     return scores[-1].terms if scores else []
 
 
-def _columns(connection: sqlite3.Connection, number: int) -> dict[str, list[float | None]]:
-    query = "SELECT name, dtype, data FROM token_column WHERE trajectory = ? ORDER BY name"
-    found = connection.execute(query, (number,))
-    return {name: _finite(TokenValues(Dtype(dtype), data).array) for name, dtype, data in found}
+def _columns(responses: StoredResponses, told: Story) -> dict[str, list[float | None]]:
+    """Columns of a response, which say nothing where that is lost."""
+    found = {} if told.lost else responses.columns(told.row)
+    return {name: _finite(values.array) for name, values in found.items()}
 
 
 def _finite(values: Array) -> list[float | None]:

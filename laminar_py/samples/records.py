@@ -93,6 +93,7 @@ class FullSample(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, list[float | None]]  # numbers per token that are on record, by name, each [L]
     siblings: list[SampleRow]  # samples of its prompt in its group, itself among them, in the order of issue
     history: list[PromptVisit]  # visits of its prompt, its own among them, in the order of issue
+    lost: str = ""  # why its tokens cannot be read, in one line: then L is 0
 
     @property
     def text(self) -> str:

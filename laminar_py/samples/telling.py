@@ -49,7 +49,7 @@ def tell_prompt(sample: FullSample, *, whole: bool) -> Iterator[Text]:
 def tell_response(sample: FullSample, *, colour: Colour, whole: bool) -> Iterator[Text]:
     """Lines of the response; each change of version under it is a line between."""
     if not sample.spans:
-        yield _line("response: nothing yet", "dim")
+        yield _line(f"response: {sample.lost or 'nothing yet'}", "dim")
         return
     styles = _styles(sample, colour)
     body, places = Text(), [0]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
-from laminar_py.records.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Stats:
         *,
         step: int,
         version: int,
-        batch: list[Trajectory],
+        batch: list[FinishedTrajectory],
         staleness: list[int],
         metrics: StepMetrics | None,
         generated_tokens: int,
@@ -211,9 +211,9 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _count(self, batch: Sequence[Trajectory], learned: StepMetrics) -> None:
+    def _count(self, batch: Sequence[FinishedTrajectory], learned: StepMetrics) -> None:
         """Add what a step trained on to the totals."""
-        self.totals.trained_tokens += sum(len(trajectory.response_ids) for trajectory in batch)
+        self.totals.trained_tokens += sum(trajectory.length for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
 
     def _end_step(self, now: float) -> tuple[float, float]:

@@ -239,7 +239,7 @@ def summarise(
 ) -> Summary:
     """Write and return the summary of a run whose ledger is up to date; `sets` as the config names them."""
     totals = stats.totals
-    with reading(run.path) as connection:
+    with reading(run.live_ledger) as connection:
         evaluations = evaluations_on_record(connection)
         of_first = of_first_set(evaluations, sets)
         summary = Summary(

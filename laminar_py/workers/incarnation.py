@@ -38,11 +38,12 @@ def open_incarnation(
 ) -> Incarnation:
     """A run's first incarnation, or the next one after what was `recovered` from its ledger."""
     if recovered is not None and inputs.stream.learns:
-        for group in closed_groups(run.path):
+        for group in closed_groups(run.live_ledger):
             inputs.stream.tell(group)
     clock = SystemClock()
     checkpoint = recovered.checkpoint if recovered else None
-    ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)
+    copy = None if run.live_ledger == run.ledger else run.ledger
+    ledger = Ledger(run.live_ledger, host=socket.gethostname(), clock=clock, copy=copy)
     totals = read_totals(run.metrics, checkpoint.step if checkpoint else 0)
     return Incarnation(
         config=config,

@@ -10,15 +10,17 @@ from typing import TypeVar
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part, RayError, watched
 from laminar_py.cluster.ray_cluster import free_port, on_node
-from laminar_py.packing.packer import Packed
+from laminar_py.packing.packer import Packed, StepTerms
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
+from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.learner import LearnerActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.specs import LearnerSpec, LearnerStarted, StepOutcome, StepRequest
+from laminar_py.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 
 T = TypeVar("T")
 START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
@@ -31,8 +33,14 @@ class LearnerLink:
     """`world_size` learner processes that make every call together; the trainer says when they are replaced."""
 
     def __init__(
-        self, incarnation: Incarnation, *, relays: Relays, show: Callable[[LearnerProgress], None]
+        self,
+        incarnation: Incarnation,
+        *,
+        relays: Relays,
+        payload: PayloadHosts,
+        show: Callable[[LearnerProgress], None],
     ) -> None:
+        self._payload = payload
         self._config = incarnation.config
         self._run_dir = incarnation.run.path
         self._relays = relays
@@ -75,11 +83,14 @@ class LearnerLink:
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
         ranks_on = Counter(part.place.node for part in parts)
+        labels = [await self._payload.label(part.name, part.place.node) for part in parts]
         requests = [
             encode(
                 LearnerSpec(
                     config=self._config.model_dump_json(),
                     run_dir=str(self._run_dir),
+                    label=labels[rank],
+                    store_key=self._payload.key,
                     rank=rank,
                     rendezvous=rendezvous,
                     store=str(self._relays.store(0)),
@@ -111,12 +122,23 @@ class LearnerLink:
             raise PartDiedError(parts[0].name, f"its node {ip} does not answer: {error}") from error
         return f"tcp://{ip}:{port}"
 
-    async def step(self, packed: Packed, *, version: int | None) -> StepOutcome:
-        """Take an optimizer step and publish it as `version`, if that is set. Raises PartDiedError."""
-        # Megabytes for each rank: off the loop, where reports and scores go on coming in.
-        steps = [StepRequest(bundles, packed.terms, version) for bundles in packed.bundles]
-        requests = [await asyncio.to_thread(encode, step) for step in steps]
-        return await self._ask(StepOutcome, "step", requests)
+    async def fetch(self, packed: Packed[FinishedTrajectory]) -> dict[str, str]:
+        """Have each rank read the tokens of its next step; what is lost, by trajectory. Raises PartDiedError."""
+        requests = []
+        for part, bundles in zip(self._keeper.parts, packed.bundles, strict=True):
+            refs = (ref for bundle in bundles for one in bundle for ref in one.refs)
+            request = FetchRequest(bundles, self._payload.stores_for(refs, part.place.node))
+            requests.append(await asyncio.to_thread(encode, request))  # megabytes: off the loop
+        lost: dict[str, str] = {}
+        for answer in await self._together("fetch", requests):
+            assert isinstance(answer, bytes), "fetch answers bytes"
+            lost |= decode(dict[str, str], answer)
+        return lost
+
+    async def step(self, terms: StepTerms, *, version: int | None) -> StepOutcome:
+        """Take an optimizer step on what was fetched; publish it as `version`, if set. Raises PartDiedError."""
+        request = encode(StepRequest(terms, version))
+        return await self._ask(StepOutcome, "step", [request] * len(self._keeper.parts))
 
     async def publish(self, version: int) -> None:
         """Publish the weights as they are. Raises PartDiedError."""

@@ -7,19 +7,18 @@ over it (law 6).
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-
-import msgspec
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from laminar_py.cluster.part import Part, watched
 from laminar_py.packing.queue import PackQueue
-from laminar_py.records.codec import FloatArray, encode
-from laminar_py.records.recordings import Recording
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.codec import encode
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.pieces import ColumnRef
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
+from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.reference import ReferenceActor
-from laminar_py.workers.specs import ReferenceAnswer, ReferenceSpec
+from laminar_py.workers.specs import ReferenceAnswer, ReferenceRequest, ReferenceSpec
 
 NAME = "reference-0"
 START_S = 600.0  # while it imports and loads
@@ -29,7 +28,8 @@ WATCH_S = 5.0
 class ReferenceStage:
     """Packed passes over what was submitted, one after the other."""
 
-    def __init__(self, incarnation: Incarnation) -> None:
+    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
+        self._payload = payload
         self._incarnation = incarnation
         self._config = incarnation.config
         self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
@@ -45,7 +45,7 @@ class ReferenceStage:
         )
         self._keeper = Keeper(spec, incarnation)
 
-    def submit(self, trajectory: Trajectory) -> None:
+    def submit(self, trajectory: FinishedTrajectory) -> None:
         """Take it up as soon as the process is free."""
         self._queue.put(trajectory)
 
@@ -61,33 +61,32 @@ class ReferenceStage:
         await self._keeper.up()
 
     async def run(
-        self, *, wanted: Callable[[str], bool], deliver: Callable[[str, FloatArray], Awaitable[None]]
+        self,
+        *,
+        wanted: Callable[[str], bool],
+        deliver: Callable[[str, ColumnRef], Awaitable[None]],
+        lose: Callable[[Mapping[str, str]], Awaitable[None]],
     ) -> None:
-        """Serve until cancelled. Raises RunFailedError as `start` does."""
+        """Serve until cancelled; `lose` is told whose tokens are lost. Raises RunFailedError as `start` does."""
         while True:
-            bundle = await self._queue.take(wanted=wanted)
-            for trajectory, logprobs in zip(bundle, await self._logprobs(bundle), strict=True):
-                await deliver(trajectory.id, logprobs)
+            answer = await self._ask(await self._queue.take(wanted=wanted))
+            for trajectory_id, logprobs in answer.logprobs.items():
+                await deliver(trajectory_id, logprobs)
+            await lose(answer.lost)
 
-    async def _logprobs(self, bundle: Sequence[Trajectory]) -> list[FloatArray]:
-        """[L] of each, by a new process where one dies over them."""
-        request = await asyncio.to_thread(encode, await self._with_masks(bundle))
+    async def _ask(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
+        """Answer on these, by a new process where one dies over them."""
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
+            refs = (ref for one in bundle for ref in one.refs)
+            request = encode(ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node)))
             answer = part.ask(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
             return await watched(answer, self._watch(part))
 
         answer = await self._keeper.calling(call)
         self._incarnation.stats.referred(answer.elapsed_s)
-        return answer.logprobs
-
-    async def _with_masks(self, bundle: Sequence[Trajectory]) -> list[Trajectory]:
-        """With what they were drawn from, where that is recorded; a reference chooses its experts itself."""
-        if Recording.SAMPLING_MASK not in self._config.rollout.record:
-            return list(bundle)
-        complete = await self._incarnation.ledger.join_recordings(bundle)
-        return [msgspec.structs.replace(complete.get(one.id, one), routed_experts=None) for one in bundle]
+        return answer
 
     async def _start(self, parts: Sequence[Part]) -> None:
         self._starts += 1
@@ -95,7 +94,13 @@ class ReferenceStage:
         rendezvous = run.resolve() / f"rendezvous-{NAME}-{self._starts}"
         rendezvous.unlink(missing_ok=True)  # of one that was killed before the run was resumed
         config = self._config.model_dump_json()
-        spec = ReferenceSpec(config=config, run_dir=str(run), rendezvous=str(rendezvous))
+        spec = ReferenceSpec(
+            config=config,
+            run_dir=str(run),
+            rendezvous=str(rendezvous),
+            label=await self._payload.label(NAME, parts[0].place.node),
+            store_key=self._payload.key,
+        )
         await parts[0].call("start", encode(spec))
 
     async def _watch(self, part: Part) -> None:

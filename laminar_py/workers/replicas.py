@@ -1,29 +1,43 @@
 """The replicas' processes: reports in, assignments out, revival with what they had. Owned by the controller.
 
-Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights differ from another's
-under the same version counts as dead (law 3).
+Reports come in at any rate. One that may leave its replica without work is answered at once, all others of
+`DISPATCH_S` together. Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights
+differ from another's under the same version counts as dead (law 3).
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
+from laminar_py.cluster.placement import Plan
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.replica import ReplicaReport, Survey, WeightLoad
+from laminar_py.records.events import PartDied
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
+from laminar_py.workers.outgoing import Outgoing
+from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.specs import ReplicaSpec
+from laminar_py.workers.tick import Tick
+
+log = logging.getLogger(__name__)
 
 COLLECT_S = 1.0
+DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 CHECKSUMS_KEPT = 64
+REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
 
@@ -31,7 +45,16 @@ FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
 class Replicas:
     """Processes of the rollout replicas, and what goes between them and the scheduler."""
 
-    def __init__(self, incarnation: Incarnation, *, scheduler: TrajectoryScheduler, relays: Relays) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        scheduler: TrajectoryScheduler,
+        relays: Relays,
+        payload: PayloadHosts,
+    ) -> None:
+        self._payload = payload
+        self._labels: dict[int, str] = {}  # of the present segments of each replica
         self._incarnation = incarnation
         self._config = incarnation.config
         self._stats = incarnation.stats
@@ -40,6 +63,9 @@ class Replicas:
         self._restarting: set[int] = set()  # killed on purpose
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
         self._late_aborts: dict[int, list[str]] = {}  # of what a replica that starts is started with
+        self._plan: Plan | None = None  # that the scheduler has heard of
+        self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
+        self._outgoing = Outgoing()
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
 
     def spawn(self) -> None:
@@ -52,20 +78,47 @@ class Replicas:
         async with asyncio.TaskGroup() as tasks:
             for index, keeper in enumerate(self._keepers):
                 tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
+            tasks.create_task(self._tick.run(), name="dispatch")
+            tasks.create_task(self._outgoing.run(), name="send-to-replicas")
+
+    def wake(self) -> None:
+        """Have what the scheduler has for replicas handed out soon, when the caller is done with what it does."""
+        self._tick.wake()
 
     def dispatch(self) -> None:
-        """Hand out what the scheduler has for replicas now; one without a place counts for nobody."""
-        self._scheduler.views.planned(place is not None for place in self._incarnation.placement.plan.replicas)
-        for index, trajectory_ids in self._scheduler.deadlines.take_aborts().items():
+        """Hand out what the scheduler has for replicas now."""
+        self._tick.at_once()
+
+    def _hand_out(self) -> None:
+        self._heed_plan()
+        for index, trajectory_ids in self._scheduler.book.take_aborts().items():
             if self._keepers[index].is_up:
                 self._tell(index, "abort", trajectory_ids)
             else:
                 self._late_aborts.setdefault(index, []).extend(trajectory_ids)
         for index, assignments in self._scheduler.dispatcher.dispatch().items():
-            self._keepers[index].parts[0].send("submit", encode(assignments))
+            self._outgoing.put(self._keepers[index].parts[0], "submit", self._located(index, assignments))
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
             self._tell(index, "call_off", trajectory_ids)
+        self._note_work()
+
+    def _heed_plan(self) -> None:
+        """Let the scheduler know of a new plan; a replica without a place counts for nobody."""
+        plan = self._incarnation.placement.plan
+        if plan is not self._plan:
+            self._plan = plan
+            self._scheduler.views.planned(place is not None for place in plan.replicas)
+
+    def _note_work(self) -> None:
         self._stats.generating(self._scheduler.views.in_flight > 0)
+
+    def _located(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
+        """With addresses of what a replica's host has not got itself."""
+        node = self._keepers[index].parts[0].place.node
+        refs = [[one.at for one in assignment.tokens] for assignment in assignments]
+        stores = [self._payload.stores_for(mine, node) for mine in refs]
+        pairs = zip(assignments, stores, strict=True)
+        return [msgspec.structs.replace(item, stores=of) if of else item for item, of in pairs]
 
     # ---- repacking
 
@@ -94,7 +147,7 @@ class Replicas:
     def _tell(self, replica: int, method: str, trajectory_ids: Sequence[str]) -> None:
         """Tell a replica that is up; one that is not has nothing to give up and expects nothing."""
         if self._keepers[replica].is_up:
-            self._keepers[replica].parts[0].send(method, encode(list(trajectory_ids)))
+            self._outgoing.put(self._keepers[replica].parts[0], method, list(trajectory_ids))
 
     async def _ask(self, replica: int, method: str, *arguments: object, timeout_s: float | None = None) -> object:
         """An answer of its process; None from one that is dying, which its keeper notices as well."""
@@ -117,7 +170,7 @@ class Replicas:
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                keeper.parts[0].send("stop", evaluations)
+                self._outgoing.put(keeper.parts[0], "stop", evaluations)
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -152,14 +205,35 @@ class Replicas:
         )
 
     async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Have what it had go on elsewhere; None if it was ended on purpose."""
+        """Have what it had go on elsewhere; None if it was ended on purpose, or if its disk is full.
+
+        That ends no run: it is tried again, ever more rarely, while others go on.
+        """
         self._late_aborts.pop(index, None)
-        await self._scheduler.reports.on_replica_lost(index)
+        await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
+        if index not in self._restarting and StoreFullError.__name__ in error.reason:
+            log.error("%s", error)
+            self._incarnation.ledger.append(PartDied(error.part, error.reason))
+            return None
         if index not in self._restarting:
             return error
         self._restarting.discard(index)
         return None
+
+    async def _take_over(self, index: int) -> None:
+        """Have what a dead replica had wait for others, from where its segments and journals end."""
+        label, reports = self._labels.pop(index, None), self._scheduler.reports
+        self._scheduler.views.retire(index)  # it gets nothing while its journals are read
+        if label is None:  # it died over its start
+            await reports.on_replica_lost(index, reason=REPLICA_DIED)
+        elif await self._payload.is_lost(label):
+            await reports.on_replica_lost(index, reason=HOST_LOST)
+            await self._payload.lose_host_of(label, self._scheduler)
+        else:
+            answer = await self._payload.salvage(label, reports.running_on(index))
+            await reports.on_replica_lost(index, answer.found, reason=REPLICA_DIED)
+            await self._payload.salvaged(label, answer)
 
     async def _rest(self, failures: int) -> None:
         self.dispatch()
@@ -167,15 +241,19 @@ class Replicas:
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         relay = await self._relays.attach(index, parts[0].place)
+        self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
+        self._heed_plan()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
+            label=label,
+            store_key=self._payload.key,
             index=index,
             model_dir=str(self._config.model.path),
             relay=relay,
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
-            assignments=self._scheduler.dispatcher.for_starting(index),
+            assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
@@ -185,15 +263,24 @@ class Replicas:
         """Reports of a replica until it dies."""
         (part,) = parts
         if (aborted := self._late_aborts.pop(index, None)) is not None:
-            part.send("abort", encode(aborted))
+            self._outgoing.put(part, "abort", aborted)
         while True:
             report = await part.ask(ReplicaReport, "collect", COLLECT_S, self._relays.endpoint_for(index))
             if index in self._restarting:
                 raise PartDiedError(f"replica-{index}", "restarted")
-            await self._scheduler.reports.on_report(report)
-            self._stats.on_report(report)
-            self._compare(index, report.loads)
+            await self._take_in(report)
+
+    async def _take_in(self, report: ReplicaReport) -> None:
+        views, index = self._scheduler.views, report.replica
+        version = views.by_index[index].version
+        await self._scheduler.reports.on_report(report)
+        self._stats.on_report(report)
+        self._note_work()
+        self._compare(index, report.loads)
+        if views.by_index[index].idle or report.status.version != version:
             self.dispatch()
+        else:
+            self.wake()
 
     def _compare(self, index: int, loads: Sequence[WeightLoad]) -> None:
         """Engines that verified one version in one layout hold the same tensors. Raises PartDiedError if not."""

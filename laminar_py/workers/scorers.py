@@ -13,12 +13,14 @@ import msgspec
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
 from laminar_py.records.codec import encode
+from laminar_py.records.pieces import TokensRef
 from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
+from laminar_py.records.scoring import Score, Unfinished, Unscored
 from laminar_py.records.servers import PoolAddresses
 from laminar_py.reward.stage import ScorerDiedError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
+from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.scorer import ScorerActor
 from laminar_py.workers.specs import ScorerSpec
 
@@ -31,21 +33,27 @@ TAKE_S = 10.0  # after which a scorer that has no score says so
 class RemoteScorer:
     """A scoring process."""
 
-    def __init__(self, part: Part, at_once: int) -> None:
+    def __init__(self, part: Part, at_once: int, payload: PayloadHosts) -> None:
         self._part = part
+        self._payload = payload
         self.at_once = at_once
 
-    async def submit(self, requests: Sequence[ScoringRequest]) -> None:
+    async def submit(self, responses: Sequence[Unscored]) -> None:
         """Hand responses over. Raises `ScorerDiedError` if the process is gone."""
+        located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
         try:
-            for some in _by_size(requests):
+            for some in _by_size(located):
                 await self._part.call("submit", some)
         except PartDiedError as error:
             raise ScorerDiedError(str(error)) from error
 
-    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
+    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Show it the beginnings of responses; where the process is gone, nobody misses it."""
-        self._part.send("look_ahead", encode(list(responses)))
+        located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
+        self._part.send("look_ahead", encode(located))
+
+    def _stores(self, tokens: Sequence[TokensRef]) -> dict[str, str]:
+        return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
 
     async def take(self) -> list[Score]:
         """Scores that are there, once there are any. Raises `ScorerDiedError` if the process is gone or hangs."""
@@ -58,7 +66,7 @@ class RemoteScorer:
         return scores
 
 
-def _by_size(requests: Sequence[ScoringRequest]) -> Iterator[bytes]:
+def _by_size(requests: Sequence[Unscored]) -> Iterator[bytes]:
     """Messages of these: all in one, or so many in each that the last of them takes it to `MESSAGE_BYTES`."""
     some, size = list[msgspec.Raw](), 0
     for request in map(encode, requests):
@@ -74,8 +82,9 @@ def _by_size(requests: Sequence[ScoringRequest]) -> Iterator[bytes]:
 class Scorers:
     """Processes of the scoring stage."""
 
-    def __init__(self, incarnation: Incarnation) -> None:
+    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
         self._incarnation = incarnation
+        self._payload = payload
         workers = range(incarnation.config.reward.workers)
         self._at_once = [1 for _ in workers]
         self._addresses = PoolAddresses(0, {})
@@ -115,7 +124,7 @@ class Scorers:
 
     async def _scorer(self, index: int) -> ScorerHandle:
         (part,) = await self._keepers[index].up()
-        return RemoteScorer(part, self._at_once[index])
+        return RemoteScorer(part, self._at_once[index], self._payload)
 
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
@@ -129,7 +138,13 @@ class Scorers:
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         config, run = self._incarnation.config, self._incarnation.run
-        spec = ScorerSpec(config=config.model_dump_json(), run_dir=str(run.path), index=index)
+        spec = ScorerSpec(
+            config=config.model_dump_json(),
+            run_dir=str(run.path),
+            index=index,
+            label=await self._payload.label(f"scorer-{index}", parts[0].place.node),
+            store_key=self._payload.key,
+        )
         at_once = await parts[0].call("start", encode(spec))
         parts[0].send("reach", encode(self._addresses))
         assert isinstance(at_once, int)

@@ -2,9 +2,10 @@
 
 import msgspec
 
-from laminar_py.packing.packer import Bundle, StepTerms
-from laminar_py.records.codec import FloatArray
+from laminar_py.packing.packer import StepTerms
+from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepMetrics
+from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
 from laminar_py.telemetry.trackers import Opening
 
@@ -14,6 +15,13 @@ class PartStart(msgspec.Struct, frozen=True, kw_only=True):
 
     config: str  # RunConfig as JSON
     run_dir: str
+
+
+class PayloadStart(PartStart, frozen=True, kw_only=True):
+    """Base of what starts a part that reads or writes payload."""
+
+    label: str  # of its segments
+    store_key: str  # with which it reads from other hosts
 
 
 class RelaySpec(PartStart, frozen=True, kw_only=True):
@@ -30,7 +38,17 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
     secret_key: str
 
 
-class ReplicaSpec(PartStart, frozen=True, kw_only=True):
+class StoreSpec(PartStart, frozen=True, kw_only=True):
+    """Start of a host's store, e.g. `store-2` at 10.0.0.4. `port` 0: any."""
+
+    name: str
+    host: str
+    port: int
+    patience_s: float  # for whoever holds that port to let go of it; after that another is taken
+    key: str  # of all stores of the run, 64 hex digits
+
+
+class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of a replica; `assignments` are interrupted trajectories that it takes up before anything else."""
 
     index: int
@@ -42,7 +60,7 @@ class ReplicaSpec(PartStart, frozen=True, kw_only=True):
     secret: str | None = None  # that it opens its engine with
 
 
-class LearnerSpec(PartStart, frozen=True, kw_only=True):
+class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of a rank of the learner; `checkpoint` is a folder to go on from."""
 
     rank: int
@@ -73,10 +91,16 @@ class LearnerStarted(msgspec.Struct, frozen=True):
     num_layers: int
 
 
-class StepRequest(msgspec.Struct, frozen=True):
-    """Optimizer step on these microbatches of a rank; then published as `version`, if that is set."""
+class FetchRequest(msgspec.Struct, frozen=True):
+    """Trajectories of a rank's next step, whose tokens it reads; it answers what is lost, a `dict[str, str]`."""
 
-    bundles: list[Bundle]  # one for each microbatch
+    bundles: list[list[FinishedTrajectory]]  # one for each microbatch
+    stores: dict[str, str]  # addresses of segments that are of other hosts
+
+
+class StepRequest(msgspec.Struct, frozen=True):
+    """Optimizer step on what was fetched last; then published as `version`, if that is set."""
+
     terms: StepTerms
     version: int | None = None
 
@@ -89,7 +113,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
     stall_s: float  # that the learner stood still for it
 
 
-class ScorerSpec(PartStart, frozen=True, kw_only=True):
+class ScorerSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of a scoring process."""
 
     index: int
@@ -103,16 +127,24 @@ class ServerStart(PartStart, frozen=True, kw_only=True):
     host: str  # address that it listens on
 
 
-class ReferenceSpec(PartStart, frozen=True, kw_only=True):
+class ReferenceSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of the reference model's process."""
 
     rendezvous: str  # a file that does not exist yet, for a group of one
 
 
-class ReferenceAnswer(msgspec.Struct, frozen=True):
-    """Log-probabilities of some trajectories under the reference model."""
+class ReferenceRequest(msgspec.Struct, frozen=True):
+    """Trajectories for one packed pass of the reference model."""
 
-    logprobs: list[FloatArray]  # [L] of each
+    trajectories: list[FinishedTrajectory]
+    stores: dict[str, str]  # addresses of segments that are of other hosts
+
+
+class ReferenceAnswer(msgspec.Struct, frozen=True):
+    """References to the log-probabilities of some trajectories under the reference model."""
+
+    logprobs: dict[str, ColumnRef]  # by trajectory
+    lost: dict[str, str]  # what is lost of others
     elapsed_s: float
 
 

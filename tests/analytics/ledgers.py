@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from laminar_py.records.digests import response_digest
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -19,7 +18,7 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 from tests.builders import make_evaluated
-from tests.ledger.runs import begin, issue, open_ledger, run_to, score, tokens
+from tests.ledger.runs import begin, digest_of, issue, open_ledger, run_to, score
 
 UNFINISHED = {DropReason.GROUP_DEADLINE, DropReason.VERSION_LOST}
 UNSCORED = {DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.TOO_LONG}
@@ -32,7 +31,6 @@ def live(ledger, id, length, *, reward=1.0, to="ready"):
     if to == "running":
         return
     spans = (Span(0, 0, length),)
-    digest = response_digest(*tokens(id, 0, length))
     ledger.append(
         Finished(
             trajectory_id=id,
@@ -40,7 +38,7 @@ def live(ledger, id, length, *, reward=1.0, to="ready"):
             finish_reason=FinishReason.STOP,
             spans=spans,
             length=length,
-            digest=digest,
+            digest=digest_of(ledger, id),
             queue_s=0.1,
             generate_s=0.2,
         )

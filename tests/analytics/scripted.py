@@ -8,7 +8,6 @@ from unittest.mock import patch
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.records.digests import response_digest
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -24,7 +23,7 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 from tests.builders import make_prompt
-from tests.ledger.runs import tokens
+from tests.ledger.runs import digest_of, payload_of, store
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -61,9 +60,8 @@ class Script:
     def finish(self, second, id, *, length=5, version=0, queue_s=0.0, generate_s=1.0):
         """All its tokens come at once."""
         self._clock.second = second
-        spans, (ids, logprobs) = (Span(version, 0, length),), tokens(id, 0, length)
-        self._ledger.store_segment(id, 0, spans, ids, logprobs)
-        digest = response_digest(ids, logprobs)
+        spans = (Span(version, 0, length),)
+        store(self._ledger, id, 0, length, spans)
         self.at(
             second,
             Finished(
@@ -72,7 +70,7 @@ class Script:
                 finish_reason=FinishReason.STOP,
                 spans=spans,
                 length=length,
-                digest=digest,
+                digest=digest_of(self._ledger, id),
                 queue_s=queue_s,
                 generate_s=generate_s,
             ),
@@ -166,3 +164,4 @@ async def scripted(run, *overrides):
     finally:
         wall.stop()
         await ledger.close()
+        payload_of(ledger).writer.close()

@@ -14,6 +14,7 @@ from laminar_py.records import events as e
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
 from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
 from tests.builders import make_evaluated
+from tests.ledger.runs import payload_of, store
 
 GROUP, TOKEN_S, LEARN_S, MAX_STALENESS = 8, 0.02, 3.0, 4
 IDS = np.zeros(4096, np.int32)
@@ -137,7 +138,8 @@ class Simulation:
     def grow(self, id, start, end, version):
         if end > start:
             tokens = end - start
-            self.ledger.store_segment(id, start, (Span(version, start, end),), IDS[:tokens], LOGPROBS[:tokens])
+            spans = (Span(version, start, end),)
+            store(self.ledger, id, start, end, spans, ids=IDS[:tokens], logprobs=LOGPROBS[:tokens])
 
     def repack(self, source):
         version = self.served[source]
@@ -291,6 +293,7 @@ async def simulate(run, *, replicas=3, slots=32, steps=6, seed=0, close=True):
     if close:
         ledger.append(e.RunEnded(1, "finished"))
     await ledger.close()
+    payload_of(ledger).writer.close()
     write_rows(run / "metrics.jsonl", simulation.metrics)
     running = [len(ids) for ids in simulation.running]
     write_rows(run / "fleet.jsonl", [make_fleet_row(clock.at - 1000, running, [0.5] * replicas)])

@@ -37,7 +37,7 @@ async def test_a_run_that_keeps_the_laws_is_proved(tmp_path, laminar):
     )
     seal_run(tmp_path)
     code, out, _ = laminar("audit", tmp_path, "verify")
-    assert (code, out.splitlines()[0][:15]) == (0, "sealed: 2 files")
+    assert (code, out.splitlines()[0][:15]) == (0, "sealed: 3 files")
 
 
 async def test_a_broken_law_is_exit_code_1_and_a_line_for_each_breach(tmp_path, laminar):

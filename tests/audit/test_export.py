@@ -12,7 +12,18 @@ from laminar_py.audit.story import story
 from laminar_py.ledger.rows import COLUMNS
 from laminar_py.records.events import Dropped, Restamped
 from laminar_py.records.trajectory import DropReason, Span
-from tests.ledger.runs import begin, checkpoint, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from tests.ledger.runs import (
+    archive,
+    begin,
+    checkpoint,
+    consume,
+    finish,
+    issue,
+    make_ready,
+    open_ledger,
+    run_to,
+    tokens,
+)
 
 
 async def a_run(run):
@@ -27,7 +38,7 @@ async def a_run(run):
         ledger.append(Dropped("g1.0", DropReason.STALE))
         ledger.append_all(consume(1, 1, "g0.0"))
         ledger.append(checkpoint(1, 1))
-        await ledger.archive(1)
+        await archive(ledger, 1)
         issue(ledger, "g2.0", index=2)
         run_to(ledger, "g2.0", [(1, 0, 4)])
         issue(ledger, "g2.1", index=2)

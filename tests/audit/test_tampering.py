@@ -1,6 +1,7 @@
 """Single bytes of a closed run are changed at random, and every change is found.
 
-With a seal all are. Without one, all that change anything that can be read from the ledger: SQLite leaves bytes
+With a seal all are. Without one, all that change anything that can be read, from the ledger, from the archive, or
+from segments by reference: what has no reference is read by nobody, and SQLite leaves bytes
 unused (free pages, the space between cells of a page, counters of its header), and nothing depends on comments and
 spaces in the text of the schema.
 """
@@ -8,12 +9,15 @@ spaces in the text of the schema.
 import random
 import re
 import sqlite3
+import struct
 
 import pytest
 
 from laminar_py.audit.verify import prove, verify
 from laminar_py.audit.violations import Rule, Violation
-from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.archive import archive_files
+from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
+from laminar_py.ledger.pieces import piece_rows
 from laminar_py.ledger.seal import seal_run
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
@@ -25,10 +29,25 @@ from laminar_py.records.events import (
     VersionLoaded,
 )
 from laminar_py.records.trajectory import DropReason, Kind, Span
+from laminar_py.segments.folder import segments_in
+from laminar_py.segments.frames import frame_digest
 from tests.builders import make_evaluated
-from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger, run_to, score, tokens, undo_since
+from tests.ledger.runs import (
+    archive,
+    begin,
+    consume,
+    issue,
+    make_ready,
+    open_ledger,
+    run_to,
+    score,
+    store,
+    store_columns,
+    tokens,
+    undo_since,
+)
 
-SEALED, OPEN = 1000, 300  # changes
+SEALED, OPEN, PAYLOAD = 1000, 300, 100  # changes
 
 
 async def closed_run(run):
@@ -37,10 +56,13 @@ async def closed_run(run):
         begin(ledger, drain=False, max_staleness=3, versions=(0, 1))
         ledger.append(VersionLoaded(replica=0, version=1, digest="digest1", elapsed_s=0.1, checksum="aa-bb"))
         for index in range(6):
-            make_ready(ledger, f"g{index}.0", spans=((0, 0, 3), (1, 3, 7)), index=index, recorded=index < 2)
+            id = f"g{index}.0"
+            make_ready(ledger, id, spans=((0, 0, 3), (1, 3, 7)), index=index, recorded=index < 2)
+            if index in (0, 5):
+                store_columns(ledger, id, {"token_rewards": token_values(tokens(id, 0, 7)[1])})
         ledger.append_all(consume(1, 1, "g0.0", "g1.0", "g2.0"))
         ledger.append(Checkpointed(step=1, version=1, path="checkpoints/step-1", stall_s=0.1, elapsed_s=0.4))
-        await ledger.archive(1)
+        await archive(ledger, 1)
         ledger.append_all(consume(2, 1, "g3.0"))
         ledger.append_all(await undo_since(ledger, 1, reason="learner_died"))
         ledger.append(Dropped("g4.0", DropReason.STALE, "staleness 4"))
@@ -48,13 +70,26 @@ async def closed_run(run):
         run_to(ledger, "g9.0", [(1, 0, 4)], recorded=True)
         ledger.append(StreamCut("g9.0", 0, 4))
         ledger.append(Restamped("g9.0", (Span(0, 0, 1), Span(1, 1, 4))))
-        ledger.store_columns("g9.0", {"token_rewards": token_values(tokens("g9.0", 0, 4)[1])})
+        store_columns(ledger, "g9.0", {"token_rewards": token_values(tokens("g9.0", 0, 4)[1])})
         issue(ledger, "g9.1", index=9)
         ledger.append(Assigned("g9.1", 0, 1, 0))
         issue(ledger, "e0-heldout.0", kind=Kind.EVAL)
         run_to(ledger, "e0-heldout.0", [(1, 0, 7)])
         score(ledger, "e0-heldout.0", [(1, 0, 7)])
         ledger.append(make_evaluated(1.0, version=1, step=1, problems=1, length=7))
+
+
+def files_of(run):
+    """The ledger, the one file of the archive and the one segment."""
+    (archived,), (segment,) = archive_files(run), segments_in(segments_path(run))
+    return [run / LEDGER_NAME, archived, segment]
+
+
+def referred_bytes(run):
+    """Places in the one segment that references lead to; what was archived has none any more."""
+    with reading(run) as connection:
+        found = [row.ref for row in piece_rows(connection)]
+    return {place for ref in found for place in range(ref.offset, ref.offset + ref.num_bytes)}
 
 
 def changes(files, count, *, seed):
@@ -89,7 +124,7 @@ def findings(run):
 async def test_every_change_of_a_byte_of_a_sealed_run_is_found(tmp_path):
     await closed_run(tmp_path)
     seal_run(tmp_path)
-    files = [tmp_path / LEDGER_NAME, *(tmp_path / "archive").iterdir()]
+    files = files_of(tmp_path)
     for file, place, by in changes(files, SEALED, seed=1):
         flip(file, place, by)
         named = str(file.relative_to(tmp_path))
@@ -103,13 +138,14 @@ async def test_every_change_of_a_byte_of_a_sealed_run_is_found(tmp_path):
 
 async def test_without_a_seal_every_change_of_what_can_be_read_is_found(tmp_path):
     await closed_run(tmp_path)
-    files = [tmp_path / LEDGER_NAME, *(tmp_path / "archive").iterdir()]
+    files, referred = files_of(tmp_path), referred_bytes(tmp_path)
     whole, unused = readable(tmp_path), 0
     assert verify(tmp_path) == []
-    for file, place, by in changes(files, OPEN, seed=2):
+    for file, place, by in [*changes(files, OPEN, seed=2), *changes(files[1:], PAYLOAD, seed=3)]:
         flip(file, place, by)
         if not findings(tmp_path):
-            assert file.name == LEDGER_NAME, f"byte {place} of {file.name} ^ {by}"
+            where = f"byte {place} of {file.name} ^ {by}"
+            assert file.name == LEDGER_NAME or (file.suffix == ".segment" and place not in referred), where
             assert readable(tmp_path) == whole, f"byte {place} ^ {by} changes what is read, and is not found"
             unused += 1
         flip(file, place, by)
@@ -117,7 +153,7 @@ async def test_without_a_seal_every_change_of_what_can_be_read_is_found(tmp_path
     assert verify(tmp_path) == []
 
 
-@pytest.mark.parametrize("place", [10, 1161])  # in a list of tokens; in the types of the columns
+@pytest.mark.parametrize("place", [10, -400])  # in a column; in the types of the columns
 async def test_a_changed_byte_of_the_archive_is_a_finding_and_the_file_is_not_opened(tmp_path, monkeypatch, place):
     await closed_run(tmp_path)
     (file,) = (tmp_path / "archive").iterdir()
@@ -126,7 +162,7 @@ async def test_a_changed_byte_of_the_archive_is_a_finding_and_the_file_is_not_op
         raise AssertionError(f"{path} was opened, which can end the process")
 
     monkeypatch.setattr("laminar_py.audit.responses.file_pieces", never)
-    flip(file, place, 70)
+    flip(file, place % file.stat().st_size, 70)
     found = findings(tmp_path)
     assert any("was changed, so none of its 3 trajectories is read; restore it" in line for line in found), found
 
@@ -139,13 +175,40 @@ async def test_what_a_crash_left_in_the_archive_before_it_was_recorded_is_not_re
 
 
 async def test_tokens_with_log_probabilities_of_another_number_are_a_finding(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        issue(ledger, "g0.0")
+        ledger.append(Assigned("g0.0", 0, 1, 0))
+        with pytest.raises(AssertionError, match="16 bytes of logprobs"):
+            store(ledger, "g0.0", 0, 5, (Span(0, 0, 5),), logprobs=tokens("g0.0", 0, 4)[1])
+        store(ledger, "g0.0", 0, 5, (Span(0, 0, 5),))
+    assert findings(tmp_path) == []
+    forge_shorter(tmp_path)
+    found = findings(tmp_path)
+    assert any("36 bytes of arrays, 40 are described" in line for line in found), found
+
+
+def forge_shorter(run):
+    """Leave out the last log-probability of the one piece, with digests as they are to be then."""
+    (segment,) = segments_in(segments_path(run))
+    kind, size, length, _ = struct.unpack_from("<4sIQ16s", whole := segment.read_bytes())
+    body = whole[struct.calcsize("<4sIQ16s") :][: size + length - 4]
+    digest = frame_digest(body[:size], [body[size:]])
+    forged = struct.pack("<4sIQ16s", kind, size, length - 4, digest) + body
+    segment.write_bytes(forged)
+    connection = sqlite3.connect(run / LEDGER_NAME)
+    with connection:
+        connection.execute("UPDATE piece SET num_bytes = ?, digest = ?", (len(forged), digest))
+    connection.close()
+
+
+async def test_a_mark_of_loss_that_no_event_speaks_of_is_a_finding(tmp_path):
     await closed_run(tmp_path)
     connection = sqlite3.connect(tmp_path / LEDGER_NAME)
     with connection:
-        connection.execute("UPDATE segment SET logprobs = substr(logprobs, 1, length(logprobs) - 4)")
+        connection.execute("UPDATE piece SET segment = '' WHERE trajectory = 6")
     connection.close()
-    found = findings(tmp_path)
-    assert any("bytes of logprobs" in line for line in found), found
+    assert findings(tmp_path) == ["law 11: rows: g5.0: its tokens count as lost, and no event says so"]
 
 
 def seal_findings(run):

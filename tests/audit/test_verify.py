@@ -8,6 +8,7 @@ from laminar_py.audit.verify import verify
 from laminar_py.audit.violations import Rule
 from laminar_py.ledger.database import LEDGER_NAME, open_writer
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
+from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -21,7 +22,18 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.trajectory import DropReason, Kind, Span
 from tests.builders import make_experts, make_mask
-from tests.ledger.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from tests.ledger.runs import (
+    begin,
+    consume,
+    finish,
+    issue,
+    make_ready,
+    open_ledger,
+    run_to,
+    store,
+    store_columns,
+    tokens,
+)
 
 
 async def good_run(run):
@@ -35,6 +47,7 @@ async def good_run(run):
         ledger.append(consume(-1, 1, "e0.0")[1])
         issue(ledger, "g3.0", index=3)
         run_to(ledger, "g3.0", [(2, 0, 4)], recorded=True)
+        store_columns(ledger, "g3.0", {"token_rewards": token_values(tokens("g3.0", 0, 4)[1])})
 
 
 def edit(run, sql):
@@ -84,21 +97,29 @@ async def test_a_good_run_has_no_findings(tmp_path):
         ("DELETE FROM step", "rows", "step of event 26"),
         ("UPDATE prompt SET answer = '5' WHERE id = 'p1'", "rows", "prompt p1"),
         ("DELETE FROM prompt WHERE id = 'p1'", "rows", "g1.0"),
-        ("UPDATE segment SET ids = zeroblob(20) WHERE trajectory = 2", "spans", "g1.0"),
-        ("UPDATE segment SET logprobs = zeroblob(16) WHERE trajectory = 5", "spans", "g3.0"),
-        ("UPDATE segment SET spans = '[[1,0,5]]' WHERE trajectory = 2", "spans", "g1.0"),
-        ("DELETE FROM segment WHERE trajectory = 5", "spans", "g3.0"),
-        ("UPDATE segment SET mask = CAST(mask || 'x' AS BLOB) WHERE trajectory = 5", "spans", "g3.0"),
-        ("UPDATE segment SET mask = NULL WHERE trajectory = 5", "spans", "g3.0"),
-        ("UPDATE segment SET mask = x'00' WHERE trajectory = 5", "spans", "g3.0"),
-        ("UPDATE segment SET experts = CAST(experts || x'00' AS BLOB) WHERE trajectory = 5", "spans", "g3.0"),
-        ("UPDATE segment SET experts = NULL WHERE trajectory = 5", "spans", "g3.0"),
-        (
-            "UPDATE segment SET experts = CAST(substr(experts, 1, length(experts) - 1) || x'07' AS BLOB)"
-            " WHERE trajectory = 5",
-            "spans",
-            "g3.0",
-        ),
+        ("UPDATE piece SET segment = segment || 'x' WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET segment = '../../x' WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET segment = CAST(x'00' AS TEXT) WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET segment = '' WHERE trajectory = 2", "rows", "g1.0"),
+        ("UPDATE piece SET offset = offset + 1 WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET offset = -1 WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET num_bytes = num_bytes - 1 WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET num_bytes = 1 << 60 WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET digest = zeroblob(16) WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET spans = '[[1,0,5]]' WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET spans = '[[' WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET start = 1 WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET end = 6 WHERE trajectory = 5 AND name = ''", "spans", "g3.0"),
+        ("UPDATE piece SET routed = 0 WHERE trajectory = 5 AND name = ''", "spans", "g3.0"),
+        ("UPDATE piece SET dtype = 'int32' WHERE trajectory = 2", "spans", "g1.0"),
+        ("UPDATE piece SET trajectory = 99 WHERE trajectory = 2", "spans", "g1.0"),
+        ("DELETE FROM piece WHERE trajectory = 5 AND name = ''", "spans", "g3.0"),
+        ("UPDATE piece SET name = 'hints' WHERE trajectory = 5 AND name = ''", "rows", "column hints of g3.0"),
+        ("UPDATE piece SET name = 'hints' WHERE name = 'token_rewards'", "rows", "column hints of g3.0"),
+        ("UPDATE piece SET dtype = 'int32' WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
+        ("UPDATE piece SET end = 5 WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
+        ("UPDATE piece SET routed = 5 WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
+        ("UPDATE piece SET offset = 0 WHERE name = 'token_rewards'", "rows", "column token_rewards of g3.0"),
         ("UPDATE trajectory SET restamped = 5 WHERE id = 'g0.0'", "rows", "g0.0"),
     ],
 )
@@ -164,7 +185,7 @@ def restamped_elsewhere(ledger):
     issue(ledger, "g0.0")
     run_to(ledger, "g0.0", [(0, 0, 3)])
     ledger.append(Restamped("g0.0", (Span(1, 0, 3),)))
-    ledger.store_segment("g0.0", 3, (Span(1, 3, 5),), *tokens("g0.0", 3, 5))
+    store(ledger, "g0.0", 3, 5, (Span(1, 3, 5),))
     finish(ledger, "g0.0", [(1, 0, 3), (0, 3, 5)])
 
 
@@ -172,8 +193,8 @@ def store_with(ledger, **recorded):
     """READY, five tokens in two pieces, the first of them with this and the second with nothing."""
     issue(ledger, "g0.0")
     ledger.append(Assigned("g0.0", 0, 1, 0))
-    ledger.store_segment("g0.0", 0, (Span(0, 0, 3),), *tokens("g0.0", 0, 3), **recorded)
-    ledger.store_segment("g0.0", 3, (Span(0, 3, 5),), *tokens("g0.0", 3, 5))
+    store(ledger, "g0.0", 0, 3, (Span(0, 0, 3),), **recorded)
+    store(ledger, "g0.0", 3, 5, (Span(0, 3, 5),))
     finish(ledger, "g0.0", [(0, 0, 5)])
 
 
@@ -183,9 +204,8 @@ def half_masked(ledger):
 
 def masked_out(ledger):
     issue(ledger, "g0.0")
-    ids, logprobs = tokens("g0.0", 0, 5)
     ledger.append(Assigned("g0.0", 0, 1, 0))
-    ledger.store_segment("g0.0", 0, (Span(0, 0, 5),), ids, logprobs, sampling_mask=make_mask(ids[::-1]))
+    store(ledger, "g0.0", 0, 5, (Span(0, 0, 5),), sampling_mask=make_mask(tokens("g0.0", 0, 5)[0][::-1]))
     finish(ledger, "g0.0", [(0, 0, 5)])
 
 
@@ -296,9 +316,8 @@ def recorded_from_the_middle(ledger, *, hole):
     issue(ledger, "g0.0")
     run_to(ledger, "g0.0", [(0, 0, 2)])
     for start in (2, 3, 4):
-        ids, logprobs = tokens("g0.0", start, start + 1)
-        mask = None if hole and start == 3 else make_mask(ids)
-        ledger.store_segment("g0.0", start, (Span(0, start, start + 1),), ids, logprobs, sampling_mask=mask)
+        mask = None if hole and start == 3 else make_mask(tokens("g0.0", start, start + 1)[0])
+        store(ledger, "g0.0", start, start + 1, (Span(0, start, start + 1),), sampling_mask=mask)
     finish(ledger, "g0.0", [(0, 0, 5)])
 
 
@@ -318,7 +337,7 @@ async def test_experts_that_nobody_can_know_are_no_finding(tmp_path):
         issue(ledger, "g0.0")
         run_to(ledger, "g0.0", [(0, 0, 3)], recorded=True)
         mask = make_mask(tokens("g0.0", 3, 5)[0])
-        ledger.store_segment("g0.0", 3, (Span(0, 3, 5),), *tokens("g0.0", 3, 5), sampling_mask=mask)
+        store(ledger, "g0.0", 3, 5, (Span(0, 3, 5),), sampling_mask=mask)
         ledger.append(StreamCut("g0.0", 0, 5))
         finish(ledger, "g0.0", [(0, 0, 5)])
     assert verify(tmp_path) == []

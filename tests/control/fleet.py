@@ -14,13 +14,28 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.records.ages import WeightAges
+from laminar_py.records.columns import Dtype
 from laminar_py.records.engine import EngineStatus, SamplingParams
+from laminar_py.records.pieces import ColumnRef, Piece, PieceRef, TokensRef
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import Break, FinishReason, Span
-from tests.builders import make_prompt
+from laminar_py.segments.salvage import Salvaged
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
+from tests.builders import make_prompt, make_ref
 
-NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+REFERENCE = "reference-0-1-0.1"  # segment of the reference model's columns
+
+
+def segment_of(replica):
+    """The segment that a pretend replica writes to."""
+    return f"replica-{replica}-1-0.1"
+
+
+def make_tokens(start, end, *, replica=0, routed=0):
+    """Reference to response tokens that nobody wrote; no two have the same digest."""
+    digest = f"{replica}/{start}/{end}/{routed}".encode().ljust(16)[:16]
+    return TokensRef(start, end, PieceRef(segment_of(replica), start, 8 * (end - start), digest), routed)
 
 
 async def settle():
@@ -34,10 +49,7 @@ def broken_off(item, *, generate_s):
     return Progress(
         trajectory_id=item.trajectory_id,
         epoch=item.epoch,
-        start=len(item.prefix_ids),
-        ids=NO_IDS,
-        logprobs=NO_LOGPROBS,
-        spans=(),
+        start=item.length,
         broken=Break.NEW_WEIGHTS,
         generate_s=generate_s,
     )
@@ -52,13 +64,23 @@ def ages_of(versions):
     return ages
 
 
+def make_piece(item, start, end, spans):
+    """Response tokens of an assignment, each of which is its place."""
+    return Piece(
+        trajectory_id=item.trajectory_id,
+        epoch=item.epoch,
+        start=start,
+        spans=spans,
+        ids=np.arange(start, end, dtype=np.int32).tobytes(),
+        logprobs=np.full(end - start, -0.5, np.float32).tobytes(),
+    )
+
+
 class Log:
     """Keeps events in memory; `tests/orchestrator` uses the real ledger."""
 
     def __init__(self):
         self.events = []
-        self.masks = []  # of all segments
-        self.experts = []
 
     def append(self, event):
         self.events.append(event)
@@ -66,9 +88,8 @@ class Log:
     def store_prompt(self, prompt):
         pass
 
-    def store_segment(self, trajectory_id, start, spans, ids, logprobs, *, sampling_mask, routed_experts):
-        self.masks += [] if sampling_mask is None else [sampling_mask]
-        self.experts += [] if routed_experts is None else [routed_experts]
+    def store_tokens(self, trajectory_id, tokens, spans):
+        pass
 
     def store_columns(self, trajectory_id, columns):
         pass
@@ -85,7 +106,10 @@ class ManualClock:
 
 
 class Fleet:
-    """A scheduler, replicas with `versions[i]`, and what was assigned to them."""
+    """A scheduler, replicas with `versions[i]`, and what was assigned to them.
+
+    Where there is a folder for `segments` they write their tokens there, which are their places.
+    """
 
     def __init__(
         self,
@@ -99,6 +123,7 @@ class Fleet:
         max_staleness=None,
         policies=(),
         recorder=None,
+        segments=None,
         refers=False,
         length_cost=lambda length: 0.0,
         **settings,
@@ -111,6 +136,9 @@ class Fleet:
         self.versions = dict.fromkeys(range(replicas), 0)
         self.received = dict.fromkeys(range(replicas), 0)
         self.running = {index: {} for index in range(replicas)}
+        self.writers = {
+            index: SegmentWriter(segments, f"replica-{index}-1-0") for index in range(replicas if segments else 0)
+        }
         options = {"without_signal": WithoutSignal.TRAIN, "one_version": True, **settings}
         self.scheduler = TrajectoryScheduler(
             ControlSettings(
@@ -168,46 +196,60 @@ class Fleet:
         """The reference stage delivers all that it was given."""
         while self.unreferred:
             trajectory = self.unreferred.pop()
-            await self.scheduler.closing.on_reference(trajectory.id, np.full_like(trajectory.logprobs, -2.0))
+            await self.scheduler.closing.on_reference(
+                trajectory.id,
+                ColumnRef(Dtype.FLOAT32, make_ref(REFERENCE, digest=trajectory.id.encode().ljust(16))),
+            )
+
+    async def lose_replica(self, index, *, salvaged=()):
+        """A replica dies."""
+        await self.scheduler.reports.on_replica_lost(index, salvaged, reason="replica_died")
 
     async def grow(self, index, trajectory_id, *, tokens):
-        """A replica reports `tokens` more of a trajectory that goes on."""
+        """A replica tells `tokens` more of a trajectory that goes on, as where somebody looks ahead."""
         item = self.running[index][trajectory_id]
-        version = self.versions[index] if item.version is None else item.version
-        start = len(item.prefix_ids)
-        ids, logprobs = np.arange(tokens, dtype=np.int32), np.full(tokens, -0.5, np.float32)
-        spans = (Span(version, start, start + tokens),)
-        self.running[index][trajectory_id] = msgspec.structs.replace(
-            item, prefix_ids=np.concatenate([item.prefix_ids, ids])
-        )
+        piece, spans = self._generated(index, item, tokens)
+        self.running[index][trajectory_id] = msgspec.structs.replace(item, tokens=(*item.tokens, piece))
         await self.report(
             index,
             progress=[
                 Progress(
-                    trajectory_id=trajectory_id,
-                    epoch=item.epoch,
-                    start=start,
-                    ids=ids,
-                    logprobs=logprobs,
-                    spans=spans,
+                    trajectory_id=trajectory_id, epoch=item.epoch, start=item.length, tokens=piece, spans=spans
                 )
             ],
         )
+
+    def salvaged(self, index, trajectory_id, *, tokens, start=None, used_s=0.0):
+        """What the journal of a replica has of a trajectory, `tokens` from where it was told, or from `start`."""
+        item = self.running[index][trajectory_id]
+        piece, spans = self._generated(index, item, tokens, start)
+        return Salvaged(trajectory_id=trajectory_id, tokens=piece, spans=spans, used_s=used_s)
+
+    def _generated(self, index, item, tokens, start=None):
+        """Reference to so many tokens more, and their spans."""
+        if not tokens:
+            return None, ()
+        version = self.versions[index] if item.version is None else item.version
+        start = item.length if start is None else start
+        end = start + tokens
+        spans = (Span(version, start, end),)
+        if index not in self.writers:
+            return make_tokens(start, end, replica=index), spans
+        piece = make_piece(item, start, end, spans)
+        return tokens_ref(piece, self.writers[index].write(piece)), spans
 
     async def finish(
         self, index, trajectory_id, *, tokens=3, reason=FinishReason.STOP, epoch=None, generate_s=0.0, **report
     ):
         """A replica generates `tokens` more and ends the trajectory."""
         item = self.running[index].pop(trajectory_id)
-        version = self.versions[index] if item.version is None else item.version
-        start = len(item.prefix_ids)
+        piece, spans = self._generated(index, item, tokens)
         progress = Progress(
             trajectory_id=trajectory_id,
             epoch=item.epoch if epoch is None else epoch,
-            start=start,
-            ids=np.arange(tokens, dtype=np.int32),
-            logprobs=np.full(tokens, -0.5, np.float32),
-            spans=(Span(version, start, start + tokens),) if tokens else (),
+            start=item.length,
+            tokens=piece,
+            spans=spans,
             finish_reason=reason,
             generate_s=generate_s,
         )
@@ -215,21 +257,17 @@ class Fleet:
 
     async def refuse(self, index, trajectory_id):
         """The engine does not take it."""
+        await self._end(index, trajectory_id, refusal="too long")
+
+    async def miss(self, index, trajectory_id):
+        """A replica cannot read what a trajectory has of a response."""
+        await self._end(index, trajectory_id, lost="its segment is gone")
+
+    async def _end(self, index, trajectory_id, **words):
         item = self.running[index].pop(trajectory_id)
-        start = len(item.prefix_ids)
         await self.report(
             index,
-            progress=[
-                Progress(
-                    trajectory_id=trajectory_id,
-                    epoch=item.epoch,
-                    start=start,
-                    ids=NO_IDS,
-                    logprobs=NO_LOGPROBS,
-                    spans=(),
-                    refusal="too long",
-                )
-            ],
+            progress=[Progress(trajectory_id=trajectory_id, epoch=item.epoch, start=item.length, **words)],
         )
 
     async def finish_all(self, index, **report):

@@ -8,10 +8,15 @@ from laminar_py.records.replica import Assignment, ReplicaReport
 from laminar_py.records.spans import merge_spans
 from laminar_py.records.trajectory import Break, FinishReason, Span
 from laminar_py.rollout.running import begin
+from laminar_py.segments.journal import Journal
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.salvage import Salvage, SalvageRequest, salvage
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_experts, make_mask
-from tests.control.fleet import NO_IDS, NO_LOGPROBS, Fleet
+from tests.control.fleet import Fleet
 
 ID, PROMPT = "g0.0", 3
+NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 def token_ids(start, end):
@@ -23,15 +28,17 @@ class Streams:
     """Streams of `g0.0`, e.g. three tokens under versions 4, 4, 5, then `stop`: `await play([4, 4, 5])`.
 
     Versions are those that the stream said; `sure` are the engine's last words on them, where they differ. An
-    entry is a version, or a version and that of its KV cache.
+    entry is a version, or a version and that of its KV cache. Segments and journals are in `folder`.
     """
 
-    def __init__(self, *, recorder=None):
+    def __init__(self, folder, *, recorder=None):
         settings = {"one_version": False, "min_group_survivors": 1, "group_size": 1}
         self.fleet = Fleet(replicas=1, capacity=1, recorder=recorder, **settings)
         self.requests = []
         self.known = []  # what is to be known in the end, token by token
         self._running = None
+        self._folder = folder
+        self._segment, self._journal = SegmentWriter(folder, "replica-0"), Journal(folder, "replica-0")
 
     @property
     def lifecycle(self):
@@ -42,15 +49,21 @@ class Streams:
         """What is to be known in the end."""
         return spans_of(self.known)
 
-    async def play(self, said, *, sure=None, end="stop", report_after=None, recorded=True):
+    def response(self):
+        """What is known of the response, as it was stored."""
+        tokens = self.lifecycle.tokens
+        return PayloadReader(self._folder).load(one.at for one in tokens).response(tokens)
+
+    async def play(self, said, *, sure=None, end="stop", report_after=None, note_after=None, recorded=True):
         """Ends: `stop`; `abort` hands it back; `new_weights` resumes here; `cut`: the engine died.
 
-        `killed`: so did the replica, and what it had not reported is lost.
+        `killed`: so did the replica, and what it had neither reported nor noted in its journal is lost.
         """
         if self._running is None:
             await self.fleet.report(0)
             assignment = self.fleet.running[0].pop(ID)
             self._running = begin(decode(Assignment, encode(assignment)), 0.0)
+            self._running.prefix = self.response().ids
         request = self._running.request()
         self.requests.append(request)
         start = len(request.prefix_ids)
@@ -59,8 +72,11 @@ class Streams:
             self._take(place, place + 1, version, recorded)
             if place - start + 1 == report_after:
                 await self._report(None)
+            if place - start + 1 == note_after:
+                self._journal.write([piece for piece in [self._running.note(0.0)] if piece is not None])
         if end == "killed":
-            said = said[:report_after] if report_after in range(1, len(said) + 1) else []
+            kept = [after for after in (report_after, note_after) if after in range(1, len(said) + 1)]
+            said = said[: max(kept, default=0)]
         elif end != "cut":
             self._take_last(request, start + len(said), sure, end, recorded)
         self.known += said if sure is None or end in ("cut", "killed") else sure
@@ -96,7 +112,9 @@ class Streams:
     async def _report(self, end):
         reasons = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
         breaks = {"new_weights": Break.NEW_WEIGHTS, "cut": Break.CUT}
-        progress = self._running.progress(reasons.get(end), 0.0, broken=breaks.get(end))
+        piece = self._running.piece(0.0)
+        tokens = None if piece is None else tokens_ref(piece, self._segment.write(piece))
+        progress = self._running.progress(tokens, reasons.get(end), 0.0, broken=breaks.get(end))
         received = self.fleet.received[0]
         status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=0)
         report = ReplicaReport(replica=0, status=status, admissible=0, received=received, progress=(progress,))
@@ -106,7 +124,9 @@ class Streams:
         if end != "killed":
             await self._report(end)
         if end in ("cut", "killed"):
-            await self.fleet.scheduler.reports.on_replica_lost(0)
+            running = self.fleet.scheduler.reports.running_on(0)
+            request = encode(SalvageRequest("replica-0.*", "salvage-0", running))
+            await self.fleet.lose_replica(0, salvaged=decode(Salvage, salvage(str(self._folder), request)).found)
             self.fleet.received[0] = 0
         if end != "new_weights":
             self._running = None

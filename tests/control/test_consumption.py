@@ -296,7 +296,7 @@ async def lengths_through(fleet, *, steps, groups, ready, seed):
 
 
 def response_lengths(batches):
-    return [len(trajectory.response_ids) for batch in batches for trajectory in batch.trajectories]
+    return [trajectory.length for batch in batches for trajectory in batch.trajectories]
 
 
 def equally_distributed(some, all_of_them):

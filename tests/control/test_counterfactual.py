@@ -39,7 +39,7 @@ async def overdue(*, tokens=2, **settings):
 
 async def test_a_chosen_straggler_is_generated_to_its_end_and_scored_and_stays_dropped():
     fleet, name = await overdue()
-    assert fleet.scheduler.deadlines.take_aborts() == {}, "it goes on"
+    assert fleet.scheduler.book.take_aborts() == {}, "it goes on"
     assert not fleet.scheduler.is_live(name)
     await fleet.finish(0, name, tokens=5)
     assert not fleet.scheduler.views.by_index[0].in_flight
@@ -55,7 +55,7 @@ async def test_a_chosen_straggler_is_generated_to_its_end_and_scored_and_stays_d
 @pytest.mark.parametrize("settings", [{"counterfactual_share": 0.0}, {"max_counterfactual": 0}])
 async def test_without_a_share_or_a_place_a_straggler_is_aborted(settings):
     fleet, name = await overdue(**settings)
-    assert fleet.scheduler.deadlines.take_aborts() == {0: [name]}
+    assert fleet.scheduler.book.take_aborts() == {0: [name]}
     assert not fleet.scheduler.views.by_index[0].in_flight
 
 
@@ -88,7 +88,7 @@ async def test_a_score_is_awaited_of_live_and_counterfactual_trajectories_alone(
 
 
 async def lose_replica(fleet, name):
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
 
 
 async def hand_back(fleet, name):

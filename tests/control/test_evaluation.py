@@ -75,7 +75,7 @@ async def test_a_pass_that_is_asked_for_again_keeps_answers_and_goes_on_with_wha
     assert [trajectory.id for trajectory in fleet.unscored] == ["e0-aime.1.0"]
     await fleet.report(0)
     items = fleet.running[0]
-    assert {name: len(one.prefix_ids) for name, one in items.items()} == {"e0-aime.0.1": 3, "e0-aime.1.1": 0}
+    assert {name: one.length for name, one in items.items()} == {"e0-aime.0.1": 3, "e0-aime.1.1": 0}
     await answer_all(fleet, dict.fromkeys([*items, "e0-aime.1.0"], (0.0, "")))
     answers = (await asked).answers
     assert {name: answer.reward for name, answer in answers.items()} == {
@@ -188,7 +188,7 @@ async def test_a_replica_that_keeps_its_version_for_a_pass_is_given_nothing_newe
     (id,) = fleet.running[0]
     fleet.scheduler.views.returned(0, id)  # it has ended, and what it said is on its way
     assert fleet.scheduler.router.for_pinned(5) is None
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     await fleet.report(0)
     assert not fleet.scheduler.moves.take_called_off()
 
@@ -200,7 +200,7 @@ async def test_a_replica_that_starts_with_a_part_of_a_pass_keeps_its_version_for
     await fleet.report(0)
     (id,) = fleet.running[0]
     await fleet.grow(0, id, tokens=2)
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     (part,) = fleet.scheduler.dispatcher.for_starting(0)
     assert (part.version, part.more_to_come) == (0, True)
 

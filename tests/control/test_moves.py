@@ -35,7 +35,7 @@ async def test_it_goes_on_at_its_destination_with_its_prefix_under_its_version()
     assert not settled(fleet)
     await fleet.finish(0, name, tokens=2, reason=FinishReason.ABORT)
     item = fleet.running[1][name]
-    assert (item.version, item.epoch, len(item.prefix_ids)) == (0, 2, 5)
+    assert (item.version, item.epoch, item.length) == (0, 2, 5)
     assert settled(fleet)
     assert fleet.scheduler.moves.take_called_off() == {}
     reasons = [event.reason for event in fleet.log.events if isinstance(event, Interrupted)]
@@ -71,15 +71,15 @@ async def test_one_that_finishes_before_it_is_asked_stays_and_the_destination_is
 
 async def test_the_source_dies_and_its_last_report_goes_on_at_the_destination():
     fleet, name = await moving()
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     fleet.hand_out()
-    assert len(fleet.running[1][name].prefix_ids) == 3
+    assert fleet.running[1][name].length == 3
     assert settled(fleet)
 
 
 async def test_the_destination_dies_and_another_of_that_version_takes_it():
     fleet, name = await moving(replicas=3)
-    await fleet.scheduler.reports.on_replica_lost(1)
+    await fleet.lose_replica(1)
     await fleet.finish(0, name, tokens=1, reason=FinishReason.ABORT)
     owners = [index for index in (0, 2) if name in fleet.running[index]]
     assert len(owners) == 1
@@ -165,7 +165,7 @@ async def test_a_promised_replica_gets_no_work_of_another_version():
         return Router(fleet.scheduler.book).for_pinned(version)
 
     assert taking(1).index == 2
-    await fleet.scheduler.reports.on_replica_lost(2)
+    await fleet.lose_replica(2)
     assert fleet.scheduler.views.by_index[1].idle
     assert taking(1) is None, "replica 1 keeps its version for what moves there"
     fleet.scheduler.moves.end_all()

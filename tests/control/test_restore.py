@@ -5,28 +5,25 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from msgspec.structs import replace as replace_fields
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.section import ConfigError
 from laminar_py.control.recovery import check_scored
-from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.recovery import LiveTrajectory, Recovered
-from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, token_values
+from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype
 from laminar_py.records.events import Interrupted
+from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Progress
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Status
-from tests.builders import make_experts, make_mask, make_prompt
-from tests.control.fleet import Fleet, ages_of
+from tests.builders import make_prompt, make_ref
+from tests.control.fleet import Fleet, ages_of, make_tokens
 
-RESPONSE = Payload(ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32), spans=(Span(4, 0, 3),))
-NOTHING = Payload(ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=())
+HINTS = {"hints": ColumnRef(Dtype.INT32, make_ref("scorer-0-1-0.1"))}
 
 
-def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
+def left(name, status, *, reward=None, kind=Kind.TRAIN, length=3, version=4, routed=0):
     group, _, index = name.partition(".")
     over = status in (Status.FINISHED, Status.SCORED, Status.READY)
     reason = FinishReason.STOP if over else None
@@ -41,10 +38,12 @@ def left(name, status, *, reward=None, kind=Kind.TRAIN, response=RESPONSE):
         status=status,
         epoch=2,
         replica=replica,
-        response=response,
+        tokens=(make_tokens(0, length, routed=routed),) if length else (),
+        spans=(Span(version, 0, length),) if length else (),
         finish_reason=reason,
         reward=reward,
         columns={},
+        earned=None,
         advantage=0.5,
         advantage_scale=1.0,
     )
@@ -72,16 +71,16 @@ async def restored(*live, refilled=(), rewards=(math.inf, -math.inf), **settings
 
 
 async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
-    fleet = await restored(left("g1.0", Status.RUNNING), left("g1.1", Status.QUEUED, response=NOTHING))
+    fleet = await restored(left("g1.0", Status.RUNNING), left("g1.1", Status.QUEUED, length=0))
     fleet.scheduler.continue_live()
     (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert (assignment.trajectory_id, assignment.version, assignment.epoch) == ("g1.0", 4, 3)
-    assert assignment.prefix_ids.tolist() == [0, 1, 2]
+    assert assignment.tokens == left("g1.0", Status.RUNNING).tokens
 
 
 async def test_the_cap_on_seconds_does_not_start_over():
     used = replace(left("g1.0", Status.RUNNING), used_s=7.5)
-    fleet = await restored(used, left("g1.1", Status.QUEUED, response=NOTHING))
+    fleet = await restored(used, left("g1.1", Status.QUEUED, length=0))
     (interrupted,) = [event for event in fleet.log.events if isinstance(event, Interrupted)]
     assert interrupted.used_s == 7.5
     fleet.scheduler.continue_live()
@@ -98,10 +97,8 @@ async def test_refill_counts_on_and_judges_by_the_rewards_of_before():
     assert (event.num_taken, event.num_silent, event.num_worst, event.only_reward) == (0, 2, 2, None)
 
 
-async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
-    ids = RESPONSE.ids
-    kept = replace(RESPONSE, sampling_mask=make_mask(ids), routed_experts=make_experts(0, 5))
-    fleet = await restored(left("g1.0", Status.RUNNING, response=kept))
+async def test_a_running_one_goes_on_with_the_experts_it_has():
+    fleet = await restored(left("g1.0", Status.RUNNING, routed=5))
     fleet.scheduler.continue_live()
     (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert assignment.routed == 5
@@ -110,13 +107,12 @@ async def test_a_running_one_goes_on_with_the_masks_and_experts_it_has():
         trajectory_id="g1.0",
         epoch=3,
         start=3,
-        ids=ids[:1],
-        logprobs=RESPONSE.logprobs[:1],
+        tokens=make_tokens(3, 4, routed=6),
         spans=(Span(4, 3, 4),),
         finish_reason=FinishReason.STOP,
     )
-    lifecycle.grow(replace_fields(last, sampling_mask=make_mask(ids[:1]), routed_experts=make_experts(5, 6)))
-    assert lifecycle.routed == 6
+    lifecycle.grow(last)
+    assert lifecycle.assignment(None).routed == 6
 
 
 async def test_a_finished_one_is_scored_and_closes_its_group():
@@ -154,13 +150,9 @@ async def test_the_reference_is_asked_anew_before_the_learner_gets_what_was_fini
 
 
 async def test_what_was_scored_keeps_its_columns():
-    columns = {"hints": token_values(RESPONSE.ids)}
-    ready = [replace(left(f"g1.{index}", Status.READY, reward=index), columns=columns) for index in range(2)]
+    ready = [replace(left(f"g1.{index}", Status.READY, reward=index), columns=HINTS) for index in range(2)]
     fleet = await restored(*ready)
-    assert all(member.columns == columns for member in fleet.scheduler.consumption.buffer[0].members)
-
-
-HINTS = {"hints": token_values(RESPONSE.ids)}
+    assert all(member.columns == HINTS for member in fleet.scheduler.consumption.buffer[0].members)
 
 
 class Hinted(AlgorithmConfig):
@@ -174,7 +166,9 @@ class Hinted(AlgorithmConfig):
     [
         (left("g1.0", Status.READY, reward=1.0), False),
         (
-            replace(left("g1.0", Status.SCORED, reward=1.0), columns={"hints": token_values(RESPONSE.logprobs)}),
+            replace(
+                left("g1.0", Status.SCORED, reward=1.0), columns={"hints": ColumnRef(Dtype.FLOAT32, make_ref())}
+            ),
             False,
         ),
         (replace(left("g1.0", Status.SCORED, reward=1.0), columns=HINTS), True),

@@ -12,12 +12,14 @@ from laminar_py.config.rollout import WithoutSignal
 from laminar_py.config.staleness import Schedule, StalePolicy
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.ledger.machine import IllegalEventError
-from laminar_py.records.columns import TOKEN_REWARDS, token_values
+from laminar_py.records.columns import TOKEN_REWARDS, Dtype, token_values
 from laminar_py.records.estimates import set_figures
 from laminar_py.records.events import Consumed, Cut, Dropped, Issued, Ready
+from laminar_py.records.pieces import ColumnRef
+from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
-from tests.builders import make_prompt
+from tests.builders import make_prompt, make_ref
 from tests.control.fleet import Fleet, broken_off, settle
 
 
@@ -52,7 +54,7 @@ async def test_a_report_of_an_older_epoch_counts_for_nothing():
     await fleet.report(0)
     [owner] = [index for index in fleet.running if fleet.running[index]]
     name = next(iter(fleet.running[owner]))
-    await fleet.scheduler.reports.on_replica_lost(owner)
+    await fleet.lose_replica(owner)
     late = fleet.running[owner][name]
     await fleet.report(1 - owner)
     assert fleet.running[1 - owner][name].epoch == late.epoch + 1
@@ -66,7 +68,7 @@ async def test_what_a_dead_replica_had_goes_at_once_to_one_that_admits_nothing_m
     await fleet.report(1, admissible=4)
     displaced, before = set(fleet.running[0]), set(fleet.running[1])
     assert len(displaced) == len(before) == 4
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     fleet.hand_out()
     assert set(fleet.running[1]) == displaced | before
 
@@ -83,7 +85,7 @@ async def test_an_interrupted_trajectory_goes_on_from_its_prefix_under_its_versi
     await fleet.report(1 - owner)  # idle, and so may load version 0 for it
     place = next(index for index in fleet.running if name in fleet.running[index])
     assert fleet.running[place][name].version == 0
-    assert len(fleet.running[place][name].prefix_ids) == 5
+    assert fleet.running[place][name].length == 5
 
 
 async def test_a_lost_version_drops_the_trajectory_and_issues_its_prompt_anew():
@@ -151,9 +153,13 @@ async def test_signal_is_a_matter_of_token_rewards_where_there_are_any(rewards, 
     await fleet.finish_all(0, tokens=3)
     for trajectory in fleet.unscored:
         values = np.array(rewards[trajectory.sample_index], np.float32)
-        columns = {TOKEN_REWARDS: token_values(values)}
         await fleet.scheduler.closing.on_score(
-            Score(trajectory_id=trajectory.id, value=float(values.sum()), columns=columns)
+            Score(
+                trajectory_id=trajectory.id,
+                value=float(values.sum()),
+                columns={TOKEN_REWARDS: ColumnRef(Dtype.FLOAT32, make_ref())},
+                earned=earned_by({TOKEN_REWARDS: token_values(values)}),
+            )
         )
     assert sum(isinstance(event, Ready) for event in fleet.log.events) == ready
 
@@ -168,7 +174,7 @@ async def test_a_straggler_past_the_deadline_is_dropped_with_an_event_and_its_re
     fleet.clock.time = 11.0
     await fleet.scheduler.enforce_deadlines()
     assert names(fleet, Dropped) == [straggler]
-    assert fleet.scheduler.deadlines.take_aborts() == {0: [straggler]}
+    assert fleet.scheduler.book.take_aborts() == {0: [straggler]}
     assert len(fleet.scheduler.consumption.buffer) == 1
 
 
@@ -396,7 +402,7 @@ async def play(actions, without_signal, schedule):
         elif name == "kill":
             fleet.running[index].clear()
             fleet.received[index] = 0
-            await fleet.scheduler.reports.on_replica_lost(index)
+            await fleet.lose_replica(index)
         elif name == "lose" and running:
             fleet.running[index].pop(running[0])
             await fleet.report(index, lost=(running[0],))

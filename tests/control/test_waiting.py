@@ -3,14 +3,12 @@
 from collections import Counter
 from random import Random
 
-import numpy as np
 import pytest
 
 from laminar_py.control.routing import Router
-from laminar_py.ledger.payload import Payload
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.records.events import Dropped
-from laminar_py.records.trajectory import DropReason, Kind, Span, Status
+from laminar_py.records.trajectory import DropReason, Kind, Status
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet, ages_of
 from tests.control.test_restore import left
@@ -21,7 +19,7 @@ REPLICAS, BATCH, VERSIONS = 16, 128, 4
 async def test_what_a_dead_replica_had_is_not_given_to_one_that_is_starting():
     fleet = Fleet(replicas=2, group_size=2, capacity=1, max_staleness=2)
     await fleet.report(0)
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     fleet.hand_out()
     assert fleet.scheduler.views.in_flight == 0
     await fleet.report(1)
@@ -37,7 +35,7 @@ async def pinned_to_the_past():
     fleet.scheduler.published(1)
     fleet.versions[1] = 1
     await fleet.report(1, admissible=0)
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     return fleet
 
 
@@ -75,7 +73,7 @@ async def test_an_evaluation_goes_to_another_replica_if_its_own_has_no_place_any
     fleet.scheduler.evaluations.request([make_prompt()])
     await fleet.report(0)
     assert set(fleet.running[0]) == {"e0.0"}
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     fleet.scheduler.views.planned([False, True])
     await fleet.report(1)
     assert set(fleet.running[1]) == {"e0.0"}
@@ -93,13 +91,8 @@ async def resumed(*, per_version=REPLICAS * BATCH // VERSIONS):
     """A resumed run whose dead controller left so many running trajectories of each version."""
     fleet = Fleet(replicas=REPLICAS, batch_per_replica=BATCH, group_size=8)
     fleet.scheduler.pause()
-    ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
     live = [
-        left(
-            f"g{index // 8}.{index % 8}",
-            Status.RUNNING,
-            response=Payload(ids=ids, logprobs=logprobs, spans=(Span(index // per_version, 0, 3),)),
-        )
+        left(f"g{index // 8}.{index % 8}", Status.RUNNING, version=index // per_version)
         for index in range(VERSIONS * per_version)
     ]
     await fleet.scheduler.restore(
@@ -178,7 +171,7 @@ async def test_evaluations_of_a_version_are_divided_among_the_replicas_that_star
         assert sum(given) == 960
         assert min(given) > 0, "nobody starts idle"
         for replica in range(REPLICAS):
-            await fleet.scheduler.reports.on_replica_lost(replica)
+            await fleet.lose_replica(replica)
 
 
 async def test_replicas_that_start_are_given_every_version_whose_evaluation_was_deferred():

@@ -17,7 +17,6 @@ from laminar_py.learner.terms import estimate_partition
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import Packed, assign, step_terms
 from laminar_py.packing.packer import pack as pack_step
-from laminar_py.records.codec import decode, encode
 from tests.builders import make_trajectory
 from tests.learner.builders import (
     LENGTHS,
@@ -29,6 +28,7 @@ from tests.learner.builders import (
     pack,
     referred,
 )
+from tests.stored import at_ranks
 
 
 def gradients(learner, microbatches):
@@ -55,7 +55,7 @@ def test_packed_loss_and_gradients_equal_those_one_by_one(model_folder: Path, le
 def test_a_step_from_the_packer_over_the_wire_is_that_of_its_sequences_one_by_one(model_folder: Path, aggregation):
     items = [make_trajectory(f"g{i}.0", prompt=3, response=5 + 7 * i, seed=i, advantage=i - 2) for i in range(6)]
     packed = pack_step(items, max_tokens=64, ranks=1, aggregation=aggregation, attention_share=0.01)
-    batches = decode(Packed, encode(packed)).microbatches(0)
+    [batches] = at_ranks(packed)
     alone = Packed([[[item] for item in items]], packed.terms).microbatches(0)
     assert 1 < len(batches) < len(items)
     one = make_learner(model_folder).step(batches)

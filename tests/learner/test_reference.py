@@ -8,12 +8,12 @@ from laminar_py.config.algorithm import AlgorithmConfig, Divergence, ReferencePa
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import Packed, assign, step_terms
-from laminar_py.records.codec import decode, encode
+from laminar_py.packing.packer import assign, step_terms
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.recordings import SamplingMask
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, make_learner, make_model_folder, referred
+from tests.stored import at_ranks
 
 TEMPERATURE = 0.7
 CASES = {f"kl {kind}": AlgorithmConfig(kl_coef=0.3, kl_estimator=kind) for kind in Divergence} | {
@@ -38,11 +38,11 @@ def samples():
 
 
 def batches_of(items, algorithm, *, ranks=1):
-    """As they reach the learner, over the wire."""
+    """As they reach the learner, by reference and over the wire."""
     bins = fit([make_entry(item) for item in items], max_tokens=100)
     terms = step_terms(bins, aggregation=algorithm.aggregation, columns=algorithm.packed_columns)
     packed = assign(bins, terms, max_tokens=100, ranks=ranks, attention_share=0.0)
-    return [decode(Packed, encode(packed)).microbatches(rank) for rank in range(ranks)]
+    return at_ranks(packed)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from laminar_py.config.model import ModelConfig
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.sharding import shard
 from laminar_py.packing.balance import fit, make_entry
-from laminar_py.packing.packer import assign, step_terms
+from laminar_py.packing.packer import Packed, assign, step_terms
 from tests.builders import make_trajectory
 from tests.learner.builders import (
     SETTINGS,
@@ -162,7 +162,7 @@ def broken(packed):
         [[replace(item, advantage=math.nan) for item in bundle] for bundle in bundles]
         for bundles in packed.bundles
     ]
-    return replace(packed, bundles=spoilt)
+    return Packed(spoilt, packed.terms)
 
 
 def algorithms_main(rank: int, model_folder: Path, reference: Path, folder: Path) -> None:

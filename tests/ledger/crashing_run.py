@@ -1,17 +1,20 @@
 """A controller that never ends by itself, for the crash test: recovers, runs steps, says what is committed.
 
-Usage: python -m tests.ledger.crashing_run FOLDER. One line on stdout for each step that is on disk.
+Usage: python -m tests.ledger.crashing_run FOLDER [DISK]. One line on stdout for each step that is on disk; with a
+DISK its ledger lies there, as if FOLDER were on a file system over a network.
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
-from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.live import settle
 from laminar_py.ledger.recovery import recover
+from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Interrupted, VersionPublished
 from laminar_py.records.trajectory import Span, Status
 from tests.ledger.runs import (
+    archive,
     begin,
     checkpoint,
     consume,
@@ -21,24 +24,27 @@ from tests.ledger.runs import (
     open_ledger,
     recording,
     run_to,
-    tokens,
+    store,
 )
 
 
-async def run(folder: Path) -> None:
-    first = not (folder / LEDGER_NAME).exists()
-    recovered = None if first else recover(folder)
-    async with open_ledger(folder) as ledger:
+async def lead(folder: Path, disk: Path | None = None) -> None:
+    run = RunFolder(folder)
+    assert settle(run, disk) == []
+    recovered = recover(folder, ledger=run.live_ledger) if run.has_ledger else None
+    async with open_ledger(run.live_ledger.parent, copy=run.ledger if disk else None) as ledger:
         incarnation = recovered.incarnation if recovered else 1
         version = ledger.newest_version + 1
         begin(ledger, incarnation=incarnation, versions=(version,))
         if recovered:
             ledger.append_all(recovered.events)
+        await ledger.commit()
+        await ledger.copy()
         step = recovered.checkpoint.step if recovered and recovered.checkpoint else 0
         ready = [t.id for t in recovered.live if t.status is Status.READY] if recovered else []
         for trajectory in recovered.live if recovered else ():
             if trajectory.status is Status.RUNNING:
-                length = len(trajectory.response.ids)
+                length = trajectory.tokens[-1].end if trajectory.tokens else 0
                 ledger.append(
                     Interrupted(
                         trajectory_id=trajectory.id,
@@ -58,8 +64,7 @@ async def train(ledger, step, version, prompt, ready):
         issue(ledger, ids[3], index=index)
         run_to(ledger, ids[3], [(0, 0, 3)], recorded=True)
         await asyncio.sleep(0)
-        rest = recording(ids[3], 3, 5)
-        ledger.store_segment(ids[3], 3, (Span(0, 3, 5),), *tokens(ids[3], 3, 5), **rest)
+        store(ledger, ids[3], 3, 5, (Span(0, 3, 5),), **recording(ids[3], 3, 5))
         finish(ledger, ids[3], [(0, 0, 5)])
         step += 1
         used, ready = ready + ids, []
@@ -79,11 +84,13 @@ async def train(ledger, step, version, prompt, ready):
         if step % 5 == 0:
             ledger.append(checkpoint(step, version))
         await ledger.commit()
+        if step % 5 == 0:
+            await ledger.copy()
         sys.stdout.write(f"{step} {len(used)}\n")
         sys.stdout.flush()
         if step % 10 == 0:
-            await ledger.archive(step - 5)
+            await archive(ledger, step - 5)
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Path(sys.argv[1])))
+    asyncio.run(lead(*map(Path, sys.argv[1:])))

@@ -1,14 +1,21 @@
 """Small real runs for tests of the ledger and of its readers."""
 
 import asyncio
+from collections import defaultdict
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.bench.ledger.measure import archive_here
+from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
+from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import rollback_events
+from laminar_py.ledger.responses import StoredResponses
+from laminar_py.ledger.rows import read_rows
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.digests import response_digest
 from laminar_py.records.events import (
     Assigned,
@@ -22,7 +29,10 @@ from laminar_py.records.events import (
     Stepped,
     VersionPublished,
 )
+from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece
+from laminar_py.records.recordings import pack_experts, pack_mask
 from laminar_py.records.trajectory import FinishReason, Kind, Span
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_experts, make_mask, make_prompt
 
 
@@ -44,14 +54,96 @@ async def undo_since(ledger, step, *, reason):
 
 
 @asynccontextmanager
-async def open_ledger(run: Path):
-    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=Ticks())
+async def open_ledger(run: Path, copy: Path | None = None):
+    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=Ticks(), copy=copy)
     await ledger.start()
     try:
         async with asyncio.timeout(30):
             yield ledger
     finally:
         await ledger.close()
+        payload_of(ledger).writer.close()
+
+
+class RunPayload:
+    """Segments of a run, and digests of the tokens in them by trajectory: what a replica would know."""
+
+    def __init__(self, run):
+        self.writer = SegmentWriter(segments_path(run), "replica-0-1-0")
+        self.digests = defaultdict(list)
+
+
+@cache
+def _payload_in(run):
+    return RunPayload(run)
+
+
+def run_of(ledger):
+    """The folder of the run that a ledger records."""
+    return ledger._path.parent
+
+
+def payload_of(ledger):
+    """One writer for each run folder; `open_ledger` closes its file, and a later one makes another."""
+    return _payload_in(run_of(ledger))
+
+
+def store(
+    ledger, id, start, end, spans, *, ids=None, logprobs=None, sampling_mask=None, routed_experts=None, epoch=1
+):
+    """Response tokens [start, end): a piece in a segment, and its reference in the ledger."""
+    own_ids, own_logprobs = tokens(id, start, end)
+    piece = Piece(
+        trajectory_id=id,
+        epoch=epoch,
+        start=start,
+        spans=spans,
+        ids=(own_ids if ids is None else ids).tobytes(),
+        logprobs=(own_logprobs if logprobs is None else logprobs).tobytes(),
+        mask=None if sampling_mask is None else pack_mask(sampling_mask),
+        experts=None if routed_experts is None else pack_experts(routed_experts),
+    )
+    payload = payload_of(ledger)
+    ref = tokens_ref(piece, payload.writer.write(piece))
+    ledger.store_tokens(id, ref, spans)
+    payload.digests[id].append(ref.at.digest)
+    return ref
+
+
+def store_columns(ledger, id, columns):
+    """Columns of a response by name: pieces in a segment, and their references in the ledger."""
+    writer = payload_of(ledger).writer
+    ledger.store_columns(
+        id,
+        {
+            name: ColumnRef(values.dtype, writer.write(ColumnPiece(trajectory_id=id, name=name, values=values)))
+            for name, values in columns.items()
+        },
+    )
+
+
+def digest_of(ledger, id):
+    """Digest of the response that was stored of a trajectory."""
+    return response_digest(payload_of(ledger).digests[id])
+
+
+async def archive(ledger, step):
+    """Archive what nobody needs who goes back to `step`; how many trajectories."""
+    return await archive_here(ledger, run_of(ledger), step)
+
+
+async def write_archive(ledger, step, *, rows=None, part=0):
+    """A file of the archive, and no word of it in the ledger: as far as a controller came that died."""
+    rows = await ledger.settled_pieces(step) if rows is None else rows
+    request = ArchiveRequest(str(run_of(ledger)), file_name(ledger.seq, part), rows)
+    return decode(ArchiveAnswer, await asyncio.to_thread(archive_pieces, encode(request)))
+
+
+def read_response(run, id):
+    """The response of a trajectory, wherever its pieces are; `LedgerError` where they are lost."""
+    with reading(run) as connection:
+        (row,) = read_rows(connection, "id = ?", (id,))
+        return StoredResponses(run, connection).of(row)
 
 
 def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,), data=None):
@@ -110,7 +202,7 @@ def run_to(ledger, id, spans, *, replica=0, epoch=1, start=0, recorded=False):
     ledger.append(Assigned(id, replica, epoch, start))
     for span in (Span(*fields) for fields in spans):
         more = recording(id, span.start, span.end) if recorded else {}
-        ledger.store_segment(id, span.start, (span,), *tokens(id, span.start, span.end), **more)
+        store(ledger, id, span.start, span.end, (span,), epoch=epoch, **more)
 
 
 def recording(id, start, end, *, prompt=3):
@@ -130,7 +222,6 @@ def score(ledger, id, spans, *, epoch=1, reward=1.0):
     """SCORED, after `run_to` with all spans."""
     whole = tuple(Span(*span) for span in spans)
     length = whole[-1].end
-    digest = response_digest(*tokens(id, 0, length))
     ledger.append(
         Finished(
             trajectory_id=id,
@@ -138,7 +229,7 @@ def score(ledger, id, spans, *, epoch=1, reward=1.0):
             finish_reason=FinishReason.STOP,
             spans=whole,
             length=length,
-            digest=digest,
+            digest=digest_of(ledger, id),
             queue_s=0.1,
             generate_s=0.2,
         )

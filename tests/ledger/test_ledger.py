@@ -9,9 +9,10 @@ import pytest
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
-from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading
+from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine
+from laminar_py.ledger.pieces import piece_rows, stored_pieces
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -29,9 +30,11 @@ from laminar_py.records.events import (
     VersionPublished,
 )
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
-from tests.ledger.runs import Ticks, begin, consume, finish, issue, make_ready, open_ledger, run_to, tokens
+from laminar_py.segments.reader import PayloadReader
+from tests.builders import make_experts
+from tests.ledger.runs import Ticks, begin, consume, finish, issue, make_ready, open_ledger, run_to, store
 
-NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+NO_IDS = np.empty(0, np.int32)
 
 
 def query(run, sql):
@@ -218,10 +221,13 @@ async def test_pieces_of_a_response_must_join(tmp_path):
         run_to(ledger, "g0.0", [(0, 0, 3)])
         for start, spans in ((2, (Span(0, 2, 4),)), (4, (Span(0, 4, 6),)), (3, (Span(0, 3, 4),)), (3, ())):
             with pytest.raises(IllegalEventError, match=r"g0\.0"):
-                ledger.store_segment("g0.0", start, spans, *tokens("g0.0", start, start + 2))
-        ledger.store_segment("g0.0", 3, (), NO_IDS, NO_LOGPROBS)
-        ledger.store_segment("g0.0", 3, (Span(0, 3, 5),), *tokens("g0.0", 3, 5))
-    assert query(tmp_path, "SELECT start, length(ids) FROM segment") == [(0, 12), (3, 8)]
+                store(ledger, "g0.0", start, start + 2, spans)
+        store(ledger, "g0.0", 3, 3, (), routed_experts=make_experts(0, 5))
+        store(ledger, "g0.0", 3, 5, (Span(0, 3, 5),))
+    assert query(tmp_path, "SELECT start, end, routed FROM piece") == [(0, 3, 0), (3, 3, 5), (3, 5, 0)]
+    with reading(tmp_path) as connection:
+        pieces = list(stored_pieces(PayloadReader(segments_path(tmp_path)), piece_rows(connection)))
+    assert [(one.tokens.start, len(one.tokens.ids)) for one in pieces] == [(0, 12), (3, 0), (3, 8)]
 
 
 async def test_what_an_engine_corrected_cannot_finish_otherwise(tmp_path):

@@ -14,7 +14,6 @@ from laminar_py.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.machine import IllegalEventError
-from laminar_py.records.digests import response_digest
 from laminar_py.records.events import (
     Assigned,
     Consumed,
@@ -28,7 +27,7 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
 from tests.builders import make_prompt
-from tests.ledger.runs import Ticks, begin, tokens
+from tests.ledger.runs import Ticks, begin, digest_of, payload_of, store
 
 IDS = st.integers(0, 5).map(lambda i: f"g0.{i}")
 LEGAL = {  # what leads from where to where
@@ -81,9 +80,8 @@ class Histories(RuleBasedStateMachine):
     @rule(id=IDS, count=st.integers(1, 4))
     def grow(self, id, count):
         start = self.length[id]
-        piece = tokens(id, start, start + count)
         try:
-            self.ledger.store_segment(id, start, (Span(0, start, start + count),), *piece)
+            store(self.ledger, id, start, start + count, (Span(0, start, start + count),))
         except IllegalEventError:
             assert self.status.get(id) != "running"
         else:
@@ -105,7 +103,6 @@ class Histories(RuleBasedStateMachine):
     def event(self, name, id):
         length, epoch = self.length[id], self.epoch[id]
         spans = (Span(0, 0, length),) if length else ()
-        digest = response_digest(*tokens(id, 0, length))
         return {
             "assigned": Assigned(id, 0, epoch + 1, length),
             "interrupted": Interrupted(trajectory_id=id, epoch=epoch, length=length, reason="replica_died"),
@@ -115,7 +112,7 @@ class Histories(RuleBasedStateMachine):
                 finish_reason=FinishReason.STOP,
                 spans=spans,
                 length=length,
-                digest=digest,
+                digest=digest_of(self.ledger, id),
                 queue_s=0.1,
                 generate_s=0.2,
             ),
@@ -147,6 +144,7 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self):
         self.wait(self.ledger.close())
+        payload_of(self.ledger).writer.close()
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
         # the random consumption has no learner step behind it, which is the only thing to find

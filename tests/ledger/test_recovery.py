@@ -5,7 +5,7 @@ import pytest
 
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
-from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.ledger.database import LEDGER_NAME, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
@@ -22,6 +22,7 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.trajectory import DropReason, Kind, Span, Status
 from laminar_py.records.weights import Published
+from laminar_py.segments.reader import PayloadReader
 from tests.builders import make_experts, make_mask
 from tests.ledger.runs import (
     begin,
@@ -34,10 +35,17 @@ from tests.ledger.runs import (
     recording,
     run_to,
     score,
+    store,
+    store_columns,
     tokens,
     undo_since,
 )
 from tests.ledger.scans import scans_of_the_log, statements
+
+
+def response_of(run, live):
+    """The response that the references of a live trajectory lead to."""
+    return PayloadReader(segments_path(run)).load(one.at for one in live.tokens).response(live.tokens)
 
 
 async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
@@ -46,10 +54,10 @@ async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
         issue(ledger, "g3.1", index=3)
         run_to(ledger, "g3.1", [(0, 0, 3), (1, 3, 4), (1, 4, 9)], epoch=2)
     (live,) = recover(tmp_path).live
-    ids, logprobs = tokens("g3.1", 0, 9)
-    assert np.array_equal(live.response.ids, ids)
-    assert np.array_equal(live.response.logprobs, logprobs)
-    assert live.response.spans == (Span(0, 0, 3), Span(1, 3, 9))
+    response, (ids, logprobs) = response_of(tmp_path, live), tokens("g3.1", 0, 9)
+    assert np.array_equal(response.ids, ids)
+    assert np.array_equal(response.logprobs, logprobs)
+    assert live.spans == response.spans == (Span(0, 0, 3), Span(1, 3, 9))
     assert (live.status, live.epoch, live.sample_index, live.prompt.index) == (Status.RUNNING, 2, 1, 3)
     assert (live.prompt.text, live.prompt.ids.tolist()) == ("prompt 3", [2, 3, 4])
     async with open_ledger(tmp_path) as ledger:
@@ -124,9 +132,11 @@ async def test_a_partial_response_goes_on_with_its_masks_its_experts_and_correct
         issue(ledger, "g0.0")
         run_to(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)], recorded=True)
         ledger.append(Restamped("g0.0", (Span(0, 0, 4), Span(1, 4, 5, 0))))
-        ledger.store_segment("g0.0", 5, (Span(2, 5, 6),), *tokens("g0.0", 5, 6), **recording("g0.0", 5, 6))
-    response = recover(tmp_path).live[0].response
-    assert response.spans == (Span(0, 0, 4), Span(1, 4, 5, 0), Span(2, 5, 6))
+        store(ledger, "g0.0", 5, 6, (Span(2, 5, 6),), **recording("g0.0", 5, 6))
+    (live,) = recover(tmp_path).live
+    response = response_of(tmp_path, live)
+    assert live.spans == (Span(0, 0, 4), Span(1, 4, 5, 0), Span(2, 5, 6))
+    assert live.tokens[-1].routed == 8
     assert response.sampling_mask.ids.tolist() == make_mask(response.ids).ids.tolist()
     assert response.routed_experts == make_experts(0, 8)
     assert verify(tmp_path) == []
@@ -140,9 +150,15 @@ async def test_columns_come_back(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
         make_ready(ledger, "g0.0")
-        ledger.store_columns("g0.0", columns)
+        store_columns(ledger, "g0.0", columns)
     (live,) = recover(tmp_path).live
-    assert live.columns == columns
+    loaded = PayloadReader(segments_path(tmp_path)).load(column.at for column in live.columns.values())
+    found = {name: loaded.column(column) for name, column in live.columns.items()}
+    assert {name: piece.values for name, piece in found.items()} == columns
+    assert {name: piece.name for name, piece in found.items()} == {name: name for name in columns}
+    assert {name: column.dtype for name, column in live.columns.items()} == {
+        name: values.dtype for name, values in columns.items()
+    }
     assert (live.reward, live.advantage) == (1.0, 0.5)
 
 
@@ -169,7 +185,7 @@ async def test_what_was_consumed_after_the_checkpoint_is_ready_again(tmp_path):
     assert {t.id: t.status for t in recovered.live} == {
         e.trajectory_id: Status.READY for e in recovered.events[1:]
     }
-    assert all(len(t.response.ids) == 5 for t in recovered.live)
+    assert all(len(response_of(tmp_path, t).ids) == 5 for t in recovered.live)
 
 
 async def test_undone_trajectories_are_consumed_again_and_the_laws_hold(tmp_path):

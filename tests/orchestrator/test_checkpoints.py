@@ -1,12 +1,16 @@
 """Checkpoints beside the steps, with a real ledger and real folders: when one counts, and what a death leaves."""
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+import threading
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,15 +21,16 @@ from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.loading import load_config
 from laminar_py.learner.marker import MARKER, Architecture, complete
 from laminar_py.ledger.archive import archive_files, file_pieces
-from laminar_py.ledger.database import reading
-from laminar_py.ledger.payload import stored_recordings
+from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
 from laminar_py.orchestrator.launch import tell_fallback
 from laminar_py.records.events import RolledBack, Undone
+from laminar_py.segments.reader import PayloadReader
 from tests.control.fleet import settle
-from tests.ledger.runs import Ticks, begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.syncs import CALLS, without_sync
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
 
@@ -71,11 +76,11 @@ STEPS = 4
 
 
 @asynccontextmanager
-async def running(path, disk, *, keep=2, recorded=on_record):
-    """Checkpoints of a run, its ledger, and the steps that were settled."""
+async def running(path, disk, *, keep=2, recorded=on_record, live=None):
+    """Checkpoints of a run, its ledger, which may lie in another folder, and the steps that were settled."""
     (path / "checkpoints").mkdir(exist_ok=True)
     settled = []
-    async with open_ledger(path) as ledger:
+    async with open_ledger(live or path, copy=live and RunFolder(path).ledger) as ledger:
         begin(ledger, versions=range(STEPS + 1))
         config = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"])
         checkpoints = Checkpoints(
@@ -84,6 +89,7 @@ async def running(path, disk, *, keep=2, recorded=on_record):
             saved=disk.saved,
             recorded=recorded,
             settled=settled.append,
+            archive=partial(archive, ledger),
         )
         yield checkpoints, ledger, settled
 
@@ -220,7 +226,7 @@ async def test_only_the_last_ones_on_record_are_kept_and_what_is_a_users(tmp_pat
 
 
 async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_path):
-    """Masks and experts are learned from what is in the ledger."""
+    """Masks and experts are learned from what is in segments."""
     disk = Disk()
     async with running(tmp_path, disk) as (checkpoints, ledger, _):
         for step in range(1, STEPS + 1):
@@ -229,9 +235,8 @@ async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_pat
     shutil.rmtree(tmp_path / "checkpoints" / name(STEPS))
     (live,) = recover(tmp_path, there=RunFolder(tmp_path).has).live
     assert live.id == f"g{STEPS}.0"
-    with reading(tmp_path) as connection:
-        recorded = stored_recordings(connection, [live.id])[live.id]
-    assert len(recorded.sampling_mask.counts) == len(live.response.ids)
+    response = PayloadReader(segments_path(tmp_path)).load(one.at for one in live.tokens).response(live.tokens)
+    assert len(response.sampling_mask.counts) == len(response.ids) == live.tokens[-1].end > 0
     archived = [piece.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
     assert len(set(archived)) == STEPS - 1
 
@@ -268,29 +273,98 @@ async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_
         find_checkpoint(run)
 
 
-async def die_between(path: Path) -> None:
-    """In a process of its own: step 2's checkpoint is complete on disk, and that is its last moment."""
+def folders(path):
+    return sorted(folder.name for folder in (path / "checkpoints").iterdir())
+
+
+async def test_the_only_one_kept_goes_when_the_record_of_the_next_is_written_and_not_before(tmp_path):
+    disk, asked, go_on = Disk(), threading.Event(), threading.Event()
+    async with running(tmp_path, disk, keep=1) as (checkpoints, ledger, settled):
+        for step in (1, 2):
+            step_once(ledger, step)
+        await save(checkpoints, disk, 1)
+        write = ledger._writer.write
+
+        def slowly(batch):
+            asked.set()
+            go_on.wait(PATIENCE_S)
+            write(batch)
+
+        ledger._writer.write = slowly
+        second = asyncio.create_task(save(checkpoints, disk, 2))
+        await asyncio.to_thread(asked.wait, PATIENCE_S)
+        assert (folders(tmp_path), settled, checkpoints.last.step) == ([name(1), name(2)], [1], 1)
+        go_on.set()
+        await second
+        assert (folders(tmp_path), settled, checkpoints.last.step) == ([name(2)], [1, 2], 2)
+
+
+@pytest.mark.skipif(not CALLS, reason="the kernel's numbers are not known")
+async def test_the_only_one_kept_stays_where_the_record_of_the_next_cannot_be_synced(tmp_path):
     disk = Disk()
-    async with running(path, disk) as (checkpoints, ledger, _):
+    with suppress(sqlite3.OperationalError):  # the ledger's own end
+        async with running(tmp_path, disk, keep=1) as (checkpoints, ledger, settled):
+            for step in (1, 2):
+                step_once(ledger, step)
+            await save(checkpoints, disk, 1)
+            write = ledger._writer.write
+            ledger._writer.write = lambda batch: without_sync(write, batch)
+            make_ready(ledger, "g9.0", index=9)
+            await ledger.commit()  # no power cut need spare this
+            with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
+                await save(checkpoints, disk, 2)
+            assert (folders(tmp_path), settled, checkpoints.last.step) == ([name(1), name(2)], [1], 1)
+
+
+async def test_over_a_network_the_only_one_kept_stays_until_the_run_folder_knows_the_next(tmp_path, monkeypatch):
+    disk, run = Disk(), RunFolder(tmp_path / "run")
+    for folder in (run.path, tmp_path / "live"):
+        folder.mkdir()
+    async with running(run.path, disk, keep=1, live=tmp_path / "live") as (checkpoints, ledger, settled):
+        step_once(ledger, 1)
+        await save(checkpoints, disk, 1)
+        step_once(ledger, 2)
+        with monkeypatch.context() as broken:
+            broken.setattr("laminar_py.ledger.live.write_copy", unreachable)
+            with pytest.raises(OSError, match="stale file handle"):
+                await save(checkpoints, disk, 2)
+        assert (folders(run.path), settled, find_checkpoint(run).step) == ([name(1), name(2)], [1], 1)
+
+
+def unreachable(ledger, copy):
+    raise OSError(errno.ESTALE, "stale file handle")
+
+
+async def die_between(path: Path, moment: str) -> None:
+    """In a process of its own: step 2's checkpoint is complete, or on record too, and that is its last moment."""
+    disk = Disk()
+    async with running(path, disk, keep=1) as (checkpoints, ledger, _):
         for step in (1, 2):
             step_once(ledger, step)
             await checkpoints.begin(name(step), step=step, version=step)
-            if step == 2:
+            if step == 2 and moment == "complete":
                 write_checkpoint(disk.begun, step=2)
                 await ledger.commit()
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
+            if step == 2 and moment == "recorded":
+                checkpoints._delete_others = die
             disk.complete()
             await checkpoints.finish()
 
 
-def test_kill_9_between_the_files_and_the_record_goes_back_to_the_one_before(tmp_path):
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("moment", "step", "undone"), [("complete", 1, ["g2.0"]), ("recorded", 2, [])])
+def test_kill_9_goes_back_to_the_newest_on_record_and_that_is_there(tmp_path, moment, step, undone):
     script = f"import asyncio, pathlib; from {__name__} import die_between; "
-    script += f"asyncio.run(die_between(pathlib.Path({str(tmp_path)!r})))"
+    script += f"asyncio.run(die_between(pathlib.Path({str(tmp_path)!r}), {moment!r}))"
     died = subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False)
     assert died.returncode == -signal.SIGKILL
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [name(1), name(2)]
+    assert folders(tmp_path) == [name(1), name(2)]
     recovered = recover(tmp_path, there=RunFolder(tmp_path).has)
-    assert recovered.checkpoint.path == f"checkpoints/{name(1)}"
-    assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
-    assert [live.id for live in recovered.live] == ["g2.0"]
+    assert recovered.checkpoint.path == f"checkpoints/{name(step)}"
+    assert [event for event in recovered.events if isinstance(event, Undone)] == [Undone(id, 2) for id in undone]
+    assert [live.id for live in recovered.live] == undone
     assert verify(tmp_path) == []

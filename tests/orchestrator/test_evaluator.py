@@ -19,7 +19,7 @@ PATIENCE_S = 60.0
 SETS = "eval.sets={often: often.jsonl, rare: {path: rare.jsonl, every_steps: 4}}"
 
 
-def make_evaluator(fleet, *settings, replicas=None):
+def make_evaluator(fleet, *settings):
     """An evaluator of two sets of a problem each, what it publishes, and the versions that it has held."""
     held, published = [], []
 
@@ -34,7 +34,7 @@ def make_evaluator(fleet, *settings, replicas=None):
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=replicas,
+        replicas=SimpleNamespace(wake=lambda: None, restart=lambda: None),
         hold=hold,
         publish=published.append,
         say=None,
@@ -97,8 +97,7 @@ async def test_each_set_is_evaluated_at_its_own_interval_and_all_before_and_afte
 async def test_deferred_versions_are_held_and_evaluated_with_their_sets_when_rl_is_over():
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()
-    replicas = SimpleNamespace(restart=lambda: None)
-    evaluator, _, held = make_evaluator(fleet, "eval.every_steps=2", "eval.deferred=true", replicas=replicas)
+    evaluator, _, held = make_evaluator(fleet, "eval.every_steps=2", "eval.deferred=true")
     for step in range(1, 5):
         await evaluator.stepped(Moment(step, step, float(step)), last=False)
     assert held == [2, 4]

@@ -17,7 +17,8 @@ def foresight(**reward) -> Foresight:
 
 
 def shown(sight: Foresight, fleet: Fleet) -> dict[str, int]:
-    return {part.trajectory_id: len(part.response_ids) for part in sight.choose(fleet.scheduler.book.live)}
+    chosen = sight.choose(fleet.scheduler.book.live)
+    return {part.response.trajectory_id: part.tokens[-1].end for part in chosen}
 
 
 async def test_what_has_grown_is_shown_once_and_what_has_ended_never():
@@ -38,7 +39,7 @@ async def test_an_interrupted_response_is_shown_when_it_goes_on():
     await fleet.report(0)
     await fleet.grow(0, "g0.0", tokens=5)
     assert shown(sight, fleet) == {"g0.0": 5}
-    await fleet.scheduler.reports.on_replica_lost(0)
+    await fleet.lose_replica(0)
     assert shown(sight, fleet) == {}
     await fleet.report(0)
     await fleet.grow(0, "g0.0", tokens=1)

@@ -22,6 +22,7 @@ from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
 
 PATIENCE_S = 20
+LOST = object()  # value of a response that cannot be read
 STEP = 32
 
 
@@ -39,9 +40,9 @@ class Scorers:
     async def start(self):
         return [self]
 
-    async def submit(self, requests):
-        for request in requests:
-            self._scores.put_nowait(self._scored(request, self._reward(request)))
+    async def submit(self, responses):
+        for one in responses:
+            self._scores.put_nowait(self._scored(one.request, self._reward(one.request)))
 
     def tell(self, addresses):
         raise AssertionError("nothing is launched")
@@ -51,6 +52,9 @@ class Scorers:
         return [await self._scores.get()]
 
     def _scored(self, request, value):
+        if value is LOST:
+            lost = {"failure": DropReason.HOST_LOST, "detail": "its segment is gone"}
+            return Score(trajectory_id=request.trajectory_id, value=None, **lost)
         failure = DropReason.REWARD_FAILED if value is None else None
         detail = "" if failure is None else "KeyError: 4 (at mine.py:2)"
         return Score(trajectory_id=request.trajectory_id, value=value, failure=failure, detail=detail)
@@ -68,7 +72,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
     )
     told, ends = [], []
     fleet, scorers = Fleet(replicas=1, batch=8, capacity=64), Scorers(reward)
-    monkeypatch.setattr(scoring_module, "Scorers", lambda incarnation: scorers)
+    monkeypatch.setattr(scoring_module, "Scorers", lambda incarnation, payload: scorers)
     tokenizer = SimpleNamespace(encode=lambda text: np.empty(0, np.int32), eos_ids=(1,))
     incarnation = make_incarnation(
         config=config,
@@ -76,7 +80,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
         clock=SystemClock(),
     )
-    scoring = Scoring(incarnation, scheduler=fleet.scheduler, say=told.append, end=ends.append)
+    scoring = Scoring(incarnation, scheduler=fleet.scheduler, payload=None, say=told.append, end=ends.append)
     await scoring.start()
     task = asyncio.create_task(scoring.run())
     try:
@@ -132,6 +136,22 @@ async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run
         assert {event.reason for event in dropped} == {DropReason.REWARD_FAILED}, "each on record (law 6)"
 
 
+async def test_a_response_that_no_scorer_can_read_is_begun_anew_and_is_no_failure_of_the_reward(monkeypatch):
+    def reward(request):
+        return LOST if request.trajectory_id == "g0.0" else 1.0
+
+    async with scoring_of(monkeypatch, reward, prompts=[]) as (scoring, fleet, _, told, ends):
+        await fleet.report(0)
+        for index in range(4):
+            await fleet.finish(0, f"g0.{index}")
+        await score_all(scoring, fleet)
+        (dropped,) = [event for event in fleet.log.events if isinstance(event, Dropped)]
+        assert (dropped.trajectory_id, dropped.reason) == ("g0.0", DropReason.HOST_LOST)
+        assert dropped.detail == "its segment is gone"
+        assert "g0.4" in fleet.scheduler.book.live
+        assert (told, ends, scoring.failures.text) == ([], [], "")
+
+
 async def test_an_outage_keeps_what_waits_and_the_first_value_ends_its_rest(monkeypatch):
     monkeypatch.setattr(scoring_module, "OUTAGE_REST_S", 3600.0)
     async with scoring_of(monkeypatch, lambda request: 1.0, prompts=[]) as (scoring, fleet, scorers, _, _):
@@ -184,7 +204,7 @@ async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_pro
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=None,
+        replicas=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         say=None,
@@ -214,7 +234,7 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
     evaluator = Evaluator(
         incarnation,
         scheduler=fleet.scheduler,
-        replicas=None,
+        replicas=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         say=told.append,

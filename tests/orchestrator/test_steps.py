@@ -6,13 +6,13 @@ from laminar_py.config.loading import load_config
 from laminar_py.control.consumption import StepBatch
 from laminar_py.orchestrator.steps import pack_step
 from laminar_py.packing.buffer import ReadyGroup
-from laminar_py.packing.packer import fit, make_entry
-from tests.builders import make_trajectory
+from laminar_py.packing.packer import Packed, fit, make_entry
+from tests.builders import make_finished, make_trajectory
 from tests.runs.runs import REPO
 
 
 def test_what_has_no_signal_takes_its_part_of_a_step():
-    item = make_trajectory("a", response=4)
+    item = make_finished("a", response=4)
     groups = [
         ReadyGroup(oldest_version=0, arrival=0, group_id="g0", members=[item]),
         ReadyGroup(oldest_version=0, arrival=1, group_id="g1", silent_tokens=(3, 5)),
@@ -21,4 +21,6 @@ def test_what_has_no_signal_takes_its_part_of_a_step():
     batch = StepBatch(version=0, groups=groups, trajectories=[item], bins=bins, ages={0: 0})
     config = load_config(REPO / "configs/quickstart.yaml", ["algorithm.aggregation=token_mean"])
     packed = pack_step(config, batch, stand_ins={}, attention_share=0.0)
-    assert sum(one.loss_weights.sum() for one in packed.microbatches(0)) == pytest.approx(4 / 12)
+    assert packed.bundles == [[[item]]]
+    complete = Packed([[[make_trajectory("a", response=4)]]], packed.terms)
+    assert sum(one.loss_weights.sum() for one in complete.microbatches(0)) == pytest.approx(4 / 12)

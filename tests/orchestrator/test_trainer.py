@@ -12,7 +12,7 @@ from laminar_py.audit.verify import verify
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
-from laminar_py.ledger.database import SCHEMA_VERSION, reading
+from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.evaluator import Evaluator
@@ -25,11 +25,13 @@ from laminar_py.records.events import RunStarted
 from laminar_py.records.metrics import OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
 from laminar_py.records.weights import Published
+from laminar_py.segments.completion import complete_all
+from laminar_py.segments.reader import PayloadReader
 from laminar_py.telemetry.stats import Stats, read_totals
 from laminar_py.workers.specs import LearnerStarted, StepOutcome
 from laminar_py.workers.supervisor import Supervisor
 from tests.control.fleet import Fleet, settle
-from tests.ledger.runs import open_ledger
+from tests.ledger.runs import archive, open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
@@ -39,10 +41,16 @@ SMALL = ("schedule=sync", "rollout.prompts_per_step=2", "rollout.group_size=2", 
 
 
 class Learner:
-    """Takes steps that change nothing; the checkpoints named in `fails`, by number, fail with what is there."""
+    """Takes steps that change nothing; the checkpoints named in `fails`, by number, fail with what is there.
 
-    def __init__(self, fails, supervisor):
+    What it is to train on it reads.
+    """
+
+    def __init__(self, fails, supervisor, reader):
         self._supervisor = supervisor
+        self._reader = reader
+        self.trained = []  # ids of each step
+        self.lost = {}  # what is lost of trajectories, by id
         self.steps = self.saves = 0
         self._fails = fails
         self._folder = None
@@ -59,8 +67,15 @@ class Learner:
     async def replace(self, death):
         self._supervisor.died(death)
 
-    async def step(self, packed, *, version):
+    async def fetch(self, packed):
+        every = [one for bundles in packed.bundles for bundle in bundles for one in bundle]
+        complete, lost = complete_all(every, self._reader, stores={})
+        self.fetched = sorted(complete)
+        return lost | {id: why for id, why in self.lost.items() if id in complete}
+
+    async def step(self, terms, *, version):
         self.steps += 1
+        self.trained.append(self.fetched)
         return StepOutcome(StepMetrics(loss=0.1, grad_norm=0.2, elapsed_s=0.0), version, 0.0)
 
     async def publish(self, version):
@@ -82,8 +97,18 @@ class Learner:
         write_checkpoint(self._folder)
 
 
+class Archive:
+    """Stands for the hosts of segments, of which there is this one."""
+
+    def __init__(self, ledger):
+        self._ledger = ledger
+
+    async def archive(self, step, scheduler):
+        return await archive(self._ledger, step)
+
+
 @asynccontextmanager
-async def training(path, *settings, fails, admission):
+async def training(path, *settings, fails, admission, **options):
     """A trainer that has started, its learner and the fleet."""
     config = load_config(REPO / "configs/quickstart.yaml", [*SMALL, *settings])
     run, clock = RunFolder(path), SystemClock()
@@ -100,10 +125,13 @@ async def training(path, *settings, fails, admission):
                 max_staleness=None,
             )
         )
-        fleet = Fleet(replicas=1, group_size=2, batch=2, schedule=admission, recorder=ledger)
+        segments = segments_path(path)
+        fleet = Fleet(
+            replicas=1, group_size=2, batch=2, schedule=admission, recorder=ledger, segments=segments, **options
+        )
         fleet.scheduler.consumption.pack(packing(config))
         supervisor = Supervisor(record=ledger.append, max_restarts=3)
-        learner = Learner(fails, supervisor)
+        learner = Learner(fails, supervisor, PayloadReader(segments))
         incarnation = make_incarnation(
             config=config,
             run=run,
@@ -118,6 +146,7 @@ async def training(path, *settings, fails, admission):
             incarnation,
             scheduler=fleet.scheduler,
             learner=learner,
+            payload=Archive(ledger),
             evaluator=Evaluator(
                 incarnation, scheduler=fleet.scheduler, replicas=None, hold=None, publish=None, say=None
             ),
@@ -170,6 +199,25 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_pat
             await trainer.run()
         assert (trainer.step, learner.steps, learner.saves) == (2, 3, 4)
     assert recover(tmp_path, there=RunFolder(tmp_path).has).checkpoint.step == 2
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("lost", [["g0.1"], ["g0.0", "g0.1"]], ids=["one", "a group"])
+async def test_a_batch_of_which_tokens_are_lost_is_put_back_and_the_step_goes_on_with_the_rest(tmp_path, lost):
+    async with training(tmp_path, "steps=2", fails={}, admission="async") as (trainer, learner, fleet):
+        learner.lost = dict.fromkeys(lost, "its segment is gone")
+        async with generating(fleet), asyncio.timeout(PATIENCE_S):
+            await trainer.run()
+        assert (trainer.step, learner.steps) == (2, 2)
+        trained = set().union(*learner.trained)
+        assert not trained & set(lost)
+        assert {"g0.0", "g1.0", "g1.1"} - set(lost) <= trained
+        assert not {"g0.0", "g0.1"} & fleet.scheduler.book.live.keys()
+    with reading(tmp_path) as connection:
+        dropped = connection.execute("SELECT id, drop_reason FROM trajectory WHERE status = 'dropped'").fetchall()
+        (counted,) = connection.execute("SELECT count(*) FROM trajectory WHERE step = 1").fetchone()
+    assert dropped == [(id, "host_lost") for id in lost]
+    assert counted == len(learner.trained[0]), "what was put back is consumed once"
     assert verify(tmp_path) == []
 
 

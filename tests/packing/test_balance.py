@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.packing.balance import Entry, best_fit, deal, level, make_bin
-from tests.builders import make_trajectory
+from tests.builders import make_finished
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=80)
 SHARE = 0.001
 
 
 def make_bins(lengths, capacity):
-    entries = [Entry(make_trajectory(f"g{i}.0"), length, length) for i, length in enumerate(lengths)]
+    entries = [Entry(make_finished(f"g{i}.0"), length, length) for i, length in enumerate(lengths)]
     return [make_bin(entries[i] for i in members) for members in best_fit(lengths, capacity)]
 
 

@@ -9,11 +9,12 @@ from msgspec.structs import replace
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.packing.balance import fit, make_entry
 from laminar_py.packing.packer import Packed, StepTerms, assign, pack, step_terms
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
+from laminar_py.records.pieces import TokensRef
 from laminar_py.records.recordings import RoutedExperts
 from laminar_py.records.trajectory import Span
-from tests.builders import make_trajectory
+from tests.builders import make_ref, make_trajectory
+from tests.stored import at_ranks, by_reference
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 80)), min_size=1, max_size=40)
 FIELDS = ("input_ids", "position_ids", "labels", "loss_weights", "behaviour_logprobs", "advantages")
@@ -38,6 +39,44 @@ def test_every_trained_token_stands_in_one_microbatch_of_bounded_size(shapes, ra
     total = trained / len(shapes) if aggregation is Aggregation.CONSTANT else 1.0
     assert sum(float(b.loss_weights.sum()) for b in flat) == pytest.approx(total, rel=1e-5)
     assert sum(int((b.loss_weights > 0).sum()) for b in flat) == trained
+
+
+def referred_to(item):
+    """A trajectory as the controller has it."""
+    return by_reference(item, (TokensRef(0, len(item.response_ids), make_ref()),))
+
+
+def rewarded(item, seed):
+    """A trajectory whose tokens have rewards of their own."""
+    rewards = np.random.default_rng(seed).integers(-2, 3, len(item.response_ids)).astype(np.float32)
+    return replace(item, advantage=float(rewards.sum()), columns={TOKEN_REWARDS: token_values(rewards)})
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.sampled_from(list(Aggregation)), st.sets(st.integers(0, 39)))
+def test_a_trajectory_is_packed_alike_with_its_tokens_and_by_reference(shapes, ranks, aggregation, with_rewards):
+    items = trajectories(shapes, advantage=0.5)
+    items = [rewarded(item, place) if place in with_rewards else item for place, item in enumerate(items)]
+    steps = []
+    for given_as in (items, [referred_to(item) for item in items]):
+        bins = fit([make_entry(item) for item in given_as], max_tokens=128)
+        terms = step_terms(bins, aggregation=aggregation, normalises=True, constant=7)
+        packed = assign(bins, terms, max_tokens=128, ranks=ranks, attention_share=0.01)
+        steps.append(([[[one.id for one in bundle] for bundle in mine] for mine in packed.bundles], terms))
+    (ids, terms), (ids_by_reference, terms_by_reference) = steps
+    assert ids == ids_by_reference
+    assert terms == terms_by_reference
+
+
+def test_one_that_is_masked_is_weighted_alike_with_its_tokens_and_by_reference():
+    masked, trained = trajectories([(2, 5), (3, 7)])
+    masked = replace(rewarded(masked, 0), loss_mask=np.zeros(5, np.bool_))
+    counts = [
+        step_terms([*fit([make_entry(one) for one in both], max_tokens=64)], aggregation=Aggregation.TOKEN_MEAN)
+        for both in ([masked, trained], [referred_to(masked), referred_to(trained)])
+    ]
+    assert counts[0] == counts[1]
+    assert counts[0].num_trained == 7
 
 
 @settings(max_examples=30, deadline=None)
@@ -70,9 +109,8 @@ def test_arrays_stand_at_the_position_that_predicts_the_token():
 
 def test_arrays_are_the_same_after_the_way_to_a_rank():
     packed = pack_here(trajectories([(3, 40), (5, 70), (2, 9)]), ranks=2)
-    arrived = decode(Packed, encode(packed))
-    for rank in range(2):
-        for there, here in zip(arrived.microbatches(rank), packed.microbatches(rank), strict=True):
+    for rank, arrived in enumerate(at_ranks(packed)):
+        for there, here in zip(arrived, packed.microbatches(rank), strict=True):
             assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in FIELDS)
 
 
@@ -168,8 +206,8 @@ def test_a_column_stands_where_its_tokens_are_predicted_and_is_padded_elsewhere(
     bins = fit([make_entry(item)], max_tokens=64)
     column = Column(name="hints", dtype=Dtype.INT32, padding=-1)
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, columns=[column])
-    packed = decode(Packed, encode(assign(bins, terms, max_tokens=64, ranks=2, attention_share=0.0)))
-    found, nothing = (packed.microbatches(rank)[0].columns["hints"] for rank in range(2))
+    ranks = at_ranks(assign(bins, terms, max_tokens=64, ranks=2, attention_share=0.0))
+    found, nothing = (batch.columns["hints"] for [batch] in ranks)
     assert (found.dtype, found.tolist(), nothing.tolist()) == (np.int32, [-1, 1, 2, 3, -1], [-1])
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.packing.queue import PackQueue
-from tests.builders import make_trajectory
+from tests.builders import make_finished
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 def filled(lengths, *, max_tokens=64):
     queue = PackQueue(max_tokens=max_tokens)
     for index, length in enumerate(lengths):
-        queue.put(make_trajectory(f"g{index}.0", prompt=3, response=length))
+        queue.put(make_finished(f"g{index}.0", prompt=3, response=length))
     return queue
 
 
@@ -50,6 +50,6 @@ async def test_a_taker_waits_for_the_first_that_is_wanted():
     queue = filled([5])
     taker = asyncio.create_task(queue.take(wanted=lambda id: id == "g7.0"))
     await asyncio.sleep(0)
-    queue.put(make_trajectory("g7.0"))
+    queue.put(make_finished("g7.0"))
     [item] = await asyncio.wait_for(taker, 10)
     assert item.id == "g7.0"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from laminar_py.packing.buffer import Buffer
 from laminar_py.packing.stage import Packing, StagedGroups
-from tests.builders import make_trajectory
+from tests.builders import make_finished
 
 SIZE = 3
 ACTIONS = st.lists(
@@ -16,7 +16,7 @@ ACTIONS = st.lists(
 
 
 def members(index):
-    return [make_trajectory(f"g{index}.{k}", response=1 + (index + k) % 7) for k in range(index % 4)]
+    return [make_finished(f"g{index}.{k}", response=1 + (index + k) % 7) for k in range(index % 4)]
 
 
 def ids(bins):

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.packing.stream import WINDOW, StreamPacker
-from tests.builders import make_trajectory
+from tests.builders import make_finished
 
 CAP = 16  # so that a few hundred sequences fill many bins
 CHANGES = st.lists(st.tuples(st.booleans(), st.integers(2, CAP)), max_size=400)
 
 
 def sequence(index, num_tokens):
-    return make_trajectory(f"g{index}.0", prompt=1, response=num_tokens - 1)
+    return make_finished(f"g{index}.0", prompt=1, response=num_tokens - 1)
 
 
 def held(packer):

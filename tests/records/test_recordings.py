@@ -2,12 +2,14 @@
 
 import contextlib
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.pieces import Piece
 from laminar_py.records.recordings import (
     RoutedExperts,
     SamplingMask,
@@ -18,7 +20,8 @@ from laminar_py.records.recordings import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.replica import Progress
+from laminar_py.records.trajectory import Span
+from laminar_py.segments.frames import make_frame, read_frame
 from tests.builders import make_experts, make_mask
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8)
@@ -65,22 +68,24 @@ def test_bytes_that_are_no_recording_are_at_most_a_value_error(data):
 
 def test_what_is_recorded_crosses_a_process():
     ids = np.arange(5, dtype=np.int32)
-    progress = Progress(
+    experts = make_experts(0, 7)
+    piece = Piece(
         trajectory_id="g0.0",
         epoch=1,
         start=0,
-        ids=ids,
-        logprobs=np.zeros(5, np.float32),
-        spans=(),
-        finish_reason=None,
-        wall_cut=False,
-        queue_s=0.0,
-        generate_s=0.0,
-        sampling_mask=make_mask(ids),
+        spans=(Span(7, 0, 5),),
+        ids=ids.tobytes(),
+        logprobs=np.zeros(5, np.float32).tobytes(),
+        mask=pack_mask(make_mask(ids)),
+        experts=pack_experts(experts),
     )
-    received = decode(Progress, encode(progress))
-    assert rows_of(received.sampling_mask) == rows_of(make_mask(ids))
-    assert received.routed_experts is None
-    experts = make_experts(0, 7)
+    frame = make_frame(piece)
+    received = read_frame(memoryview(b"".join(frame.buffers)), frame.digest)
+    assert received == piece
+    assert rows_of(unpack_mask(received.mask)) == rows_of(make_mask(ids))
+    assert unpack_experts(received.experts) == experts
+    without = make_frame(msgspec.structs.replace(piece, mask=None, experts=None))
+    bare = read_frame(memoryview(b"".join(without.buffers)), without.digest)
+    assert (bare.mask, bare.experts) == (None, None)
     assert decode(RoutedExperts, encode(experts)) == experts
     assert experts.positions == 7

@@ -21,8 +21,9 @@ from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.learner.losses.advantages import group_advantages
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, segments_path
 from laminar_py.ledger.ledger import Ledger
+from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import (
     Interrupted,
@@ -38,6 +39,9 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
+from laminar_py.rollout.storing import ResponseStore
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.salvage import Salvage, SalvageRequest, salvage
 from tests.rollout.folders import Folders
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)
@@ -86,9 +90,12 @@ class House:
         self.random = random.Random(seed)
         self.clock = LoopClock()
         self.ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=self.clock)
+        self.segments = segments_path(run)
+        self.reader = PayloadReader(self.segments)
+        self._labels: dict[int, str] = {}  # of the replicas, as their segments have them
         self.weights = Folders([folder], keep=3)
         self.replicas: dict[int, Replica] = {}
-        self.kills = self.moved = 0
+        self.kills = self.moved = self.num_salvaged = 0
         self.trajectories = {}  # that finished
         self._moved_running = set()
         self._open_engine = open_engine
@@ -136,7 +143,7 @@ class House:
         self.ledger.append(event)
 
     def __getattr__(self, name):
-        return getattr(self.ledger, name)  # store_prompt, store_segment, ...
+        return getattr(self.ledger, name)  # store_prompt, store_tokens, ...
 
     # ---- life
 
@@ -166,6 +173,7 @@ class House:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._owner.values(), return_exceptions=True)
         await self.ledger.close()
+        self.reader.close()
 
     async def run_until(self, condition, *, kill_every_s=None):
         """Until then, with a random replica killed now and then."""
@@ -195,7 +203,7 @@ class House:
         return sum(len(replica.expected) for replica in self.replicas.values())
 
     def kill(self, index):
-        """Its process is gone, with all that it had not reported."""
+        """Its process is gone, with all that is not in its journal."""
         self.kills += 1
         self.append(PartDied(f"replica-{index}", "killed"))
         self.replicas.pop(index, None)
@@ -204,14 +212,16 @@ class House:
 
     async def _keep(self, index, *, after_death=False):
         if after_death:
-            await self.scheduler.reports.on_replica_lost(index)
+            await self.scheduler.reports.on_replica_lost(index, self._salvage(index), reason="replica_died")
             self._hand_out()
             await asyncio.sleep(self.random.uniform(0.5, 5.0))
         engine = await self._open_engine()
+        self._labels[index] = label = f"replica-{index}-1-{self.kills}"
         replica = Replica(
             index,
             engine=engine,
             weights=self.weights,
+            store=ResponseStore(self.segments, label, self.reader),
             clock=self.clock,
             on_new_weights=OnNewWeights.DRAIN,
             batch=BATCH,
@@ -230,6 +240,16 @@ class House:
         finally:
             running.cancel()
             await engine.close()
+
+    def _salvage(self, index):
+        """What a dead replica had of its trajectories and told nobody."""
+        running, label = self.scheduler.reports.running_on(index), self._labels.get(index)
+        if label is None:
+            return []
+        request = SalvageRequest(f"{label}.*", f"salvage-{label}", running)
+        found = decode(Salvage, salvage(str(self.segments), encode(request))).found
+        self.num_salvaged += len(found)
+        return found
 
     def _hand_out(self):
         for index, assignments in self.scheduler.dispatcher.dispatch().items():

@@ -73,6 +73,7 @@ def test_nor_when_replicas_die_at_any_moment_of_it(tmp_path, folder, seed):
     slow = seed != 1
     house = campaign(tmp_path, folder, moves=10_000 if slow else 500, seed=seed, kill_every_s=15.0)
     assert house.kills > 3
+    assert house.num_salvaged > 0
     assert verify(tmp_path) == []
     account = accounting(tmp_path).train
     assert set(account.dropped) <= {"version_lost"}
@@ -125,7 +126,8 @@ async def greedy_run(run, folder, open_engine, *, count, **settings):
             sampling=GREEDY,
         )
         unmoved = (await collect(engine, request)).ids
-        assert trajectory.response_ids.tolist() == unmoved, trajectory.id
+        response = house.reader.load(trajectory.refs).response(trajectory.tokens)
+        assert response.ids.tolist() == unmoved, trajectory.id
     await engine.close()
     assert verify(run) == []
 

@@ -3,8 +3,10 @@
 import msgspec
 import numpy as np
 
-from laminar_py.records.scoring import ScoringRequest
-from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.pieces import Piece, TokensRef
+from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, PartialResponse, ScoringRequest, Unfinished, Unscored
+from laminar_py.records.trajectory import FinishReason, Span
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 
 def make_request(response: str, *, index: int = 0, num_tokens: int = 1, **fields: object) -> ScoringRequest:
@@ -24,3 +26,38 @@ def make_request(response: str, *, index: int = 0, num_tokens: int = 1, **fields
 
 def make_requests(*responses: str) -> list[ScoringRequest]:
     return [make_request(response, index=index) for index, response in enumerate(responses)]
+
+
+def by_reference(request: ScoringRequest, writer: SegmentWriter, *cuts: int) -> Unscored:
+    """The request as it goes to a scorer, its tokens written in pieces that end at `cuts`."""
+    tokens = write(writer, request.trajectory_id, request.response_ids, request.logprobs, cuts)
+    bare = msgspec.structs.replace(request, response="", response_ids=NO_IDS, logprobs=NO_LOGPROBS)
+    return Unscored(request=bare, tokens=tokens)
+
+
+def beginning(index: int, ids: list[int], writer: SegmentWriter) -> Unfinished:
+    """A response "g0.<index>" that still generates and has these tokens."""
+    response = PartialResponse(
+        trajectory_id=f"g0.{index}", task="", prompt_ids=np.array([3], np.int32), response_ids=NO_IDS
+    )
+    array = np.array(ids, np.int32)
+    tokens = write(writer, response.trajectory_id, array, np.zeros(len(ids), np.float32))
+    return Unfinished(response=response, tokens=tokens)
+
+
+def write(
+    writer: SegmentWriter, name: str, ids: np.ndarray, logprobs: np.ndarray, cuts: tuple[int, ...] = ()
+) -> tuple[TokensRef, ...]:
+    """References to tokens, in pieces that end at `cuts`."""
+    pieces = [
+        Piece(
+            trajectory_id=name,
+            epoch=1,
+            start=start,
+            spans=(Span(0, start, end),),
+            ids=ids[start:end].tobytes(),
+            logprobs=logprobs[start:end].tobytes(),
+        )
+        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)
+    ]
+    return tuple(map(tokens_ref, pieces, writer.write_all(pieces)))

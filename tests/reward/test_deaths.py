@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import psutil
 
+from laminar_py.records.scoring import Unscored
 from tests.reward.requests import make_request
 from tests.reward.test_scorer import PATIENCE_S, scorer_of, with_ids
 
@@ -29,7 +30,8 @@ async def scores_of(folder, *, kills):
         for index in range(RESPONSES):
             fields = json.dumps({"tests": TESTS}).encode()
             program = PROGRAM.format(" + 1" * (index % 8 == 7), index)
-            scorer.submit([with_ids(make_request(program, index=index, fields_json=fields))])
+            request = with_ids(make_request(program, index=index, fields_json=fields))
+            scorer.submit([Unscored(request=request)])
         async with asyncio.timeout(PATIENCE_S):
             while len(found) < RESPONSES:
                 found |= {score.trajectory_id: (score.value, score.detail) for score in await scorer.take(1.0)}

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.records.columns import Dtype, TokenValues
+from laminar_py.records.columns import Dtype
+from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Prompt
 from laminar_py.reward.failures import FEWEST, LATE, MIXED_STEPS, NEARLY_ALL, OUTAGE_S, ScoreFailures
 from laminar_py.reward.trial import trials
+from tests.builders import make_ref
 
 STEP = 64
 
@@ -161,7 +163,7 @@ def test_equal_rewards_beside_some_time_outs_end_nothing() -> None:
 
 def test_equal_rewards_with_columns_beside_failures_end_nothing() -> None:
     failures = ScoreFailures("mine.py:score", step=STEP)
-    columns = {"teacher_logprobs": TokenValues(Dtype.FLOAT32, b"")}
+    columns = {"teacher_logprobs": ColumnRef(Dtype.FLOAT32, make_ref())}
     for value in [1.0, None] * 2 * STEP:
         score = msgspec.structs.replace(scored(value), columns={} if value is None else columns)
         failures.add(score, task="", trains=True, now_s=0.0)

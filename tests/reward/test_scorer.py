@@ -14,7 +14,7 @@ from laminar_py.config import reward as reward_config
 from laminar_py.config.reward import RewardConfig, RewardKind, TermConfig
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.records.columns import TOKEN_REWARDS, Column
+from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
 from laminar_py.records.scoring import (
     NoValueError,
     PartialResponse,
@@ -22,13 +22,19 @@ from laminar_py.records.scoring import (
     Score,
     ScoringRequest,
     TryAgainError,
+    Unfinished,
+    Unscored,
 )
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
+from laminar_py.reward.payload import ScoredPayload
 from laminar_py.reward.scorer import Scorer
-from tests.reward.requests import make_request
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SegmentWriter
+from tests.reward.requests import beginning, make_request
 
 PATIENCE_S = 60.0
+SEGMENTS = "segments"
 
 
 class Served(TermConfig):
@@ -46,6 +52,7 @@ async def scorer_of(
 ) -> AsyncIterator[Scorer]:
     config = RewardConfig.model_validate_json(msgspec.json.encode({"timeout_s": 30} | reward))
     decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+    reader = PayloadReader(folder / SEGMENTS)
     async with Scorer(
         config,
         sandbox=SandboxConfig(**(sandbox or {})),
@@ -53,8 +60,18 @@ async def scorer_of(
         decode=decode,
         folder=folder,
         name="scorer-0",
+        payload=ScoredPayload(reader, SegmentWriter(folder / SEGMENTS, "scorer-0")),
     ) as scorer:
         yield scorer
+    reader.close()
+
+
+def column(folder: Path, score: Score, name: str) -> Array:
+    """A column of a score of `scorer_of` that folder, as it lies there."""
+    ref = score.columns[name]
+    piece = PayloadReader(folder / SEGMENTS).load([ref.at]).column(ref)
+    assert (piece.trajectory_id, piece.name, piece.values.dtype) == (score.trajectory_id, name, ref.dtype)
+    return piece.values.array
 
 
 def with_ids(request: ScoringRequest) -> ScoringRequest:
@@ -63,13 +80,18 @@ def with_ids(request: ScoringRequest) -> ScoringRequest:
 
 
 async def score(scorer: Scorer, *requests: ScoringRequest) -> list[Score]:
+    """Scores in the order of the requests, which have tokens of their own."""
+    return await scores_of(scorer, *(Unscored(request=with_ids(request)) for request in requests))
+
+
+async def scores_of(scorer: Scorer, *requests: Unscored) -> list[Score]:
     """Scores in the order of the requests."""
-    scorer.submit([with_ids(request) for request in requests])
+    scorer.submit(requests)
     scores: dict[str, Score] = {}
     async with asyncio.timeout(PATIENCE_S):
         while len(scores) < len(requests):
             scores |= {score.trajectory_id: score for score in await scorer.take(1.0)}
-    return [scores[request.trajectory_id] for request in requests]
+    return [scores[request.id] for request in requests]
 
 
 class Many:
@@ -144,7 +166,7 @@ async def test_a_number_for_the_response_is_added_at_the_last_of_process_rewards
     use = [{"kind": "format", "pattern": "x", "weight": 4}, f"{tmp_path}/mine.py:score"]
     async with scorer_of(tmp_path, {"use": use}) as scorer:
         (found,) = await score(scorer, make_request("xy"))
-    assert (found.value, found.columns[TOKEN_REWARDS].array.tolist()) == (6.0, [1.0, 5.0])
+    assert (found.value, column(tmp_path, found, TOKEN_REWARDS).tolist()) == (6.0, [1.0, 5.0])
 
 
 async def test_a_column_that_no_term_gives_is_a_failed_reward_that_names_it(tmp_path):
@@ -250,7 +272,7 @@ async def test_a_slow_response_holds_none_of_the_others_up(tmp_path, monkeypatch
 
     serve(monkeypatch, slow)
     async with scorer_of(tmp_path, {"use": ["served"]}) as scorer:
-        scorer.submit([with_ids(make_request("slow", index=300))])
+        scorer.submit([Unscored(request=with_ids(make_request("slow", index=300)))])
         await score(scorer, *(make_request("x", index=index) for index in range(200)))
         assert await scorer.take(0.0) == []
         end.set()
@@ -297,9 +319,10 @@ async def test_a_request_has_the_problem_with_all_its_fields(tmp_path):
     assert found.value == 5.0, found.detail
 
 
-def partial(index: int) -> PartialResponse:
-    ids = np.ones(2, np.int32)
-    return PartialResponse(trajectory_id=f"g0.{index}", task="", prompt_ids=ids, response_ids=ids)
+def beginnings(folder: Path, *indices: int) -> list[Unfinished]:
+    """Responses of which one token is known."""
+    writer = SegmentWriter(folder / SEGMENTS, "replica-0-1-0")
+    return [beginning(index, [index + 1], writer) for index in indices]
 
 
 class Gate:
@@ -307,11 +330,22 @@ class Gate:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.ids: list[list[int]] = []
         self.given_up: list[str] = []
         self.open = asyncio.Event()
+        self._news = asyncio.Condition()
+
+    async def until_seen(self, count: int) -> list[str]:
+        """All that were seen, once they are so many."""
+        async with asyncio.timeout(PATIENCE_S), self._news:
+            await self._news.wait_for(lambda: len(self.seen) >= count)
+        return sorted(self.seen)
 
     async def look_ahead(self, response: PartialResponse) -> None:
-        self.seen.append(response.trajectory_id)
+        async with self._news:
+            self.seen.append(response.trajectory_id)
+            self.ids.append(response.response_ids.tolist())
+            self._news.notify_all()
         try:
             await self.open.wait()
         except asyncio.CancelledError:
@@ -327,25 +361,26 @@ async def one(request: ScoringRequest) -> float:
 async def test_few_unfinished_responses_are_worked_on_at_a_time_and_each_once(tmp_path, monkeypatch):
     gate = Gate()
     serve(monkeypatch, one, look_ahead=gate.look_ahead)
+    few = scorer_module.AHEAD_AT_ONCE
     async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
         for _ in range(2):
-            scorer.look_ahead([partial(index) for index in range(20)])
-            await asyncio.sleep(0)
-        assert gate.seen == [f"g0.{index}" for index in range(scorer_module.AHEAD_AT_ONCE)]
+            scorer.look_ahead(beginnings(tmp_path, *range(20)))
+            assert await gate.until_seen(few) == [f"g0.{index}" for index in range(few)]
         gate.open.set()
         (found,) = await score(scorer, make_request("x", index=99))
         assert found.value == 1.0
-        scorer.look_ahead([partial(7), partial(8)])
-        await asyncio.sleep(0)
-    assert gate.seen[scorer_module.AHEAD_AT_ONCE :] == ["g0.7", "g0.8"], "there is room again"
+        scorer.look_ahead(beginnings(tmp_path, 7, 8))
+        await gate.until_seen(few + 2)
+    assert sorted(gate.seen[few:]) == ["g0.7", "g0.8"], "there is room again"
+    assert sorted(gate.ids[:few]) == [[index + 1] for index in range(few)], "their tokens are read"
 
 
 async def test_a_response_that_ends_waits_for_nothing_that_was_done_ahead(tmp_path, monkeypatch):
     gate = Gate()
     serve(monkeypatch, one, look_ahead=gate.look_ahead)
     async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
-        scorer.look_ahead([partial(0), partial(1)])
-        await asyncio.sleep(0)
+        scorer.look_ahead(beginnings(tmp_path, 0, 1))
+        await gate.until_seen(2)
         (found,) = await score(scorer, make_request("x"))
         assert (found.value, gate.given_up) == (1.0, ["g0.0"])
 
@@ -356,7 +391,27 @@ async def test_a_mistake_in_what_is_done_ahead_is_ours_and_ends_it(tmp_path, mon
 
     serve(monkeypatch, one, look_ahead=broken)
     async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
-        scorer.look_ahead([partial(0)])
-        await asyncio.sleep(0)
+        scorer.look_ahead(beginnings(tmp_path, 0))
         with pytest.raises(TypeError, match="ours"):
+            await until_told(scorer)
+
+
+async def until_told(scorer: Scorer) -> None:
+    """Until something that was done ahead has failed."""
+    async with asyncio.timeout(PATIENCE_S):
+        while scorer._ahead:
             scorer.look_ahead([])
+            await asyncio.sleep(0.01)
+
+
+async def test_a_beginning_that_cannot_be_read_is_passed_over(tmp_path, monkeypatch):
+    gate = Gate()
+    serve(monkeypatch, one, look_ahead=gate.look_ahead)
+    lost, there = beginnings(tmp_path, 0), beginnings(tmp_path, 1)
+    (tmp_path / SEGMENTS / f"{lost[0].tokens[0].at.segment}.segment").unlink()
+    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
+        scorer.look_ahead([*lost, *there])
+        assert await gate.until_seen(1) == ["g0.1"]
+        gate.open.set()
+        await until_told(scorer)
+    assert gate.seen == ["g0.1"]

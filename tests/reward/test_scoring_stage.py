@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
 from laminar_py.records.protocols import ScorerHandle
-from laminar_py.records.scoring import PartialResponse, Score, ScoringRequest
+from laminar_py.records.scoring import NO_IDS, PartialResponse, Score, Unfinished, Unscored
 from laminar_py.reward.stage import MOST_IN_HAND, ScorerDiedError, ScoringStage
 from tests.reward.requests import make_requests
 
@@ -26,17 +25,17 @@ class GatedScorer:
         self._elapsed_s = elapsed_s
         self._scores: asyncio.Queue[Score] = asyncio.Queue()
 
-    async def submit(self, requests: Sequence[ScoringRequest]) -> None:
-        self.batches.append([request.response for request in requests])
+    async def submit(self, requests: Sequence[Unscored]) -> None:
+        self.batches.append([request.request.response for request in requests])
         await asyncio.sleep(0)  # as over a wire
         if "die" in self.batches[-1]:
             raise ScorerDiedError
         for request in requests:
-            score = Score(trajectory_id=request.trajectory_id, value=1.0, elapsed_s=self._elapsed_s)
+            score = Score(trajectory_id=request.id, value=1.0, elapsed_s=self._elapsed_s)
             self._scores.put_nowait(score)
 
-    def look_ahead(self, responses: Sequence[PartialResponse]) -> None:
-        self.seen += [response.trajectory_id for response in responses]
+    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
+        self.seen += [unfinished.response.trajectory_id for unfinished in responses]
 
     async def take(self) -> list[Score]:
         await self.gate.wait()
@@ -86,9 +85,13 @@ def make_stage(
     )
 
 
+def unscored(*responses: str) -> list[Unscored]:
+    return [Unscored(request=request) for request in make_requests(*responses)]
+
+
 @asynccontextmanager
 async def running(stage: ScoringStage, *responses: str) -> AsyncIterator[None]:
-    for request in make_requests(*responses):
+    for request in unscored(*responses):
         stage.submit(request)
     task = asyncio.create_task(stage.run())
     try:
@@ -136,7 +139,7 @@ async def test_what_waits_is_shared_among_scorers_that_have_room() -> None:
 async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() -> None:
     scorer, inbox = open_scorer(), Inbox()
     stage = make_stage([scorer], inbox, queue=3, wanted=lambda name: name not in ("g0.0", "g0.2"))
-    for request in make_requests(*"abcde"):  # of which a deadline dropped `a` and `c`
+    for request in unscored(*"abcde"):  # of which a deadline dropped `a` and `c`
         stage.submit(request)
     assert (stage.num_waiting, stage.num_unscored) == (3, 3), "b, d and e"
     async with running(stage):
@@ -197,7 +200,7 @@ async def test_a_scorer_rests_while_its_score_is_being_delivered() -> None:
 
 async def test_an_error_of_the_restart_ends_the_stage() -> None:
     stage = make_stage([GatedScorer()], Inbox())
-    stage.submit(make_requests("die")[0])
+    stage.submit(unscored("die")[0])
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(PATIENCE_S):
             await stage.run()
@@ -209,7 +212,7 @@ async def test_scorers_see_what_still_generates_unless_they_work_one_by_one(
     one_by_one: bool, seen: list[str]
 ) -> None:
     scorer = GatedScorer()
-    ids = np.ones(2, np.int32)
-    response = PartialResponse(trajectory_id="g1.0", task="", prompt_ids=ids, response_ids=ids)
-    make_stage([scorer], Inbox(), one_by_one=lambda: one_by_one).look_ahead([response])
+    response = PartialResponse(trajectory_id="g1.0", task="", prompt_ids=NO_IDS, response_ids=NO_IDS)
+    stage = make_stage([scorer], Inbox(), one_by_one=lambda: one_by_one)
+    stage.look_ahead([Unfinished(response=response, tokens=())])
     assert scorer.seen == seen

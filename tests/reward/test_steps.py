@@ -14,7 +14,7 @@ from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import steps as steps_module
 from laminar_py.reward.steps import StepsReward, StepsTerm, minimum_rewards, separated, step_ends
 from tests.reward.requests import make_request
-from tests.reward.test_scorer import score, scorer_of, with_ids
+from tests.reward.test_scorer import column, score, scorer_of, with_ids
 
 SEPARATOR = 7
 LABELS = [5, 6]
@@ -108,7 +108,7 @@ def good_with(*shares: float):
 async def test_each_step_is_rewarded_at_its_last_token(tmp_path, credit, total):
     async with scored_by(good_with(0.9, 0.2), tmp_path, credit=credit) as (scorer, sent):
         (found,) = await score(scorer, make_request("a\n\nbc"))
-    rewards = found.columns[TOKEN_REWARDS].array
+    rewards = column(tmp_path, found, TOKEN_REWARDS)
     assert rewards.nonzero()[0].tolist() == [2, 4]
     assert found.value == pytest.approx(total, abs=0.01)
     assert found.terms[0].text == "steps 0.900 0.200"

@@ -27,8 +27,9 @@ from laminar_py.engines.sglang import server as server_module
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.database import reading
-from laminar_py.records.columns import TOKEN_REWARDS, Dtype, TokenValues
-from laminar_py.records.returns import returns_of
+from laminar_py.ledger.responses import StoredResponses
+from laminar_py.records.columns import TOKEN_REWARDS
+from laminar_py.records.returns import earned_by, returns_of
 from laminar_py.records.scoring import PartialResponse
 from laminar_py.records.trajectory import Kind, Status
 from laminar_py.reward.steps import StepsTerm, open_steps, separated, step_ends
@@ -155,20 +156,20 @@ async def check_scores(prm: ModelServer, run: Path) -> None:
     decode = load_tokenizer(REPO / "experiments/quickstart/data/model").decode
     groups = defaultdict(list)
     with reading(run) as connection:
-        query = "SELECT trajectory, dtype, data FROM token_column WHERE name = ?"
-        columns = {n: TokenValues(Dtype(d), data) for n, d, data in connection.execute(query, (TOKEN_REWARDS,))}
+        responses = StoredResponses(run, connection)
         for row, prompt, payload in stored_responses(run, connection):
             if row.reward is None:
                 continue
             ends = step_ends(payload.ids, decode, ENDS)
             ends += [len(payload.ids) - 1] if ends[-1:] != [len(payload.ids) - 1] else []
-            given, scores = columns[row.number].array, prm.plain_scores(prompt.ids, payload.ids, ends)
+            columns = responses.columns(row)
+            given, scores = columns[TOKEN_REWARDS].array, prm.plain_scores(prompt.ids, payload.ids, ends)
             right = given[-1] - scores[-1]
             assert given[ends[:-1]] == pytest.approx(scores[:-1], abs=NEAR)
             assert min(abs(right), abs(right - 1)) < NEAR, "the exact answer counts at the last token"
             assert row.reward == pytest.approx(scores.sum() + round(right), abs=NEAR)
             if row.kind is Kind.TRAIN and row.advantage is not None:
-                groups[row.group_id].append((row, returns_of(row.reward, {TOKEN_REWARDS: columns[row.number]})))
+                groups[row.group_id].append((row, returns_of(row.reward, earned_by(columns))))
     trained = [rows for rows in groups.values() if any(row.status is Status.CONSUMED for row, _ in rows)]
     assert len(trained) == 40
     for rows in trained:

@@ -75,7 +75,7 @@ async def test_a_trajectory_of_a_dead_engine_goes_on_elsewhere_as_if_nothing_had
     assert 0 < len(partial) < 1500
     async with serving(folders) as (other, _):
         await other.until(lambda s: s.admissible > 0)
-        rest = assignment("a", length=1500, prefix=partial, temperature=0.0)
+        rest = assignment("a", length=1500, tokens=story.tokens["a"], temperature=0.0)
         other.ids["a"] += partial
         other.replica.submit([rest])
         await other.until(lambda s: "a" in s.ended)

@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from contextlib import asynccontextmanager
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -12,39 +13,51 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.engine import SamplingParams
+from laminar_py.records.pieces import Piece
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Break, FinishReason, Kind
+from laminar_py.records.trajectory import Break, FinishReason, Kind, Span
 from laminar_py.rollout.replica import Replica
+from laminar_py.rollout.storing import ResponseStore
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.learner.builders import make_model_folder
 from tests.rollout.folders import Folders
 
 PATIENCE_S = 60.0
+STARTS = count()
 
 
 class Story:
-    """What a replica reported, put together per trajectory."""
+    """What a replica reported, put together per trajectory; its tokens are in segments in `folder`."""
 
-    def __init__(self, replica):
+    def __init__(self, replica, folder, label):
         self.replica = replica
+        self.folder, self.label = folder, label
         self.task = asyncio.create_task(replica.run())
         self.ids = defaultdict(list)
+        self.tokens = defaultdict(tuple)  # where they lie
+        self.missing = {}
         self.spans = defaultdict(list)
         self.ended = {}
         self.loads, self.lost = [], []
         self.broken = defaultdict(list)
         self.refused = {}
         self.checksums = {}
-        self.admissible = 0
+        self.admissible = self.generated = 0
 
     async def take(self):
         report = await self.replica.collect(0.2)
         for item in report.progress:
             assert item.start == len(self.ids[item.trajectory_id]), "every token once, in order"
-            self.ids[item.trajectory_id] += item.ids.tolist()
+            if item.tokens is not None:
+                self.tokens[item.trajectory_id] += (item.tokens,)
+                self.ids[item.trajectory_id] += self.ids_of(item.tokens)
             self.spans[item.trajectory_id] += item.spans
             if item.broken is not None:
                 self.broken[item.broken].append(item.trajectory_id)
+            if item.lost:
+                self.missing[item.trajectory_id] = item.lost
             if item.refusal:
                 self.refused[item.trajectory_id] = item.refusal
             if item.finish_reason is not None:
@@ -53,12 +66,30 @@ class Story:
         self.lost += report.lost
         self.checksums |= {load.version: load.checksum for load in report.loads}
         self.admissible = report.admissible
+        self.generated += report.generated
         return report
 
     async def until(self, condition):
         async with asyncio.timeout(PATIENCE_S):
             while not condition(self):
                 await self.take()
+
+    def ids_of(self, tokens):
+        piece = PayloadReader(self.folder).load([tokens.at]).piece(tokens.at)
+        return np.frombuffer(piece.ids, np.int32).tolist()
+
+    def begun(self, name, ids):
+        """Where a response lies that another replica began with these ids."""
+        piece = Piece(
+            trajectory_id=name,
+            epoch=1,
+            start=0,
+            spans=(Span(0, 0, len(ids)),),
+            ids=np.array(ids, np.int32).tobytes(),
+            logprobs=np.zeros(len(ids), np.float32).tobytes(),
+        )
+        self.ids[name] = list(ids)
+        return (tokens_ref(piece, SegmentWriter(self.folder, "replica-9").write(piece)),)
 
     def versions(self, name):
         return {span.version for span in self.spans[name]}
@@ -72,13 +103,17 @@ def folders(tmp_path_factory):
 
 @asynccontextmanager
 async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, **options):
+    """A replica that tells partial responses, as where a reward looks ahead."""
     engine = LocalEngine(folders[0], max_batch=8, max_len=max_len, kv_capacity=8 * max_len)
     await engine.start()
     weights = Folders(folders)
+    segments, label = folders[0].parent / "segments", f"replica-0-1-{next(STARTS)}"
+    options = {"tells_partials": True, **options}
     replica = Replica(
         0,
         engine=engine,
         weights=weights,
+        store=ResponseStore(segments, label, PayloadReader(segments)),
         clock=SystemClock(),
         on_new_weights=policy,
         batch=batch,
@@ -86,7 +121,7 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
         partial_interval_s=0.05,
         **options,
     )
-    story = Story(replica)
+    story = Story(replica, segments, label)
     try:
         yield story, weights
     finally:
@@ -95,7 +130,7 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
         await engine.close()
 
 
-def assignment(name, *, length=30, version=None, prefix=(), kind=Kind.TRAIN, temperature=1.0):
+def assignment(name, *, length=30, version=None, tokens=(), kind=Kind.TRAIN, temperature=1.0):
     prompt = np.array([3, 4, 5], np.int32)
     sampling = SamplingParams(max_new_tokens=length, temperature=temperature, seed=abs(hash(name)) % 1000)
     return Assignment(
@@ -104,7 +139,7 @@ def assignment(name, *, length=30, version=None, prefix=(), kind=Kind.TRAIN, tem
         group_id=name,
         kind=kind,
         prompt_ids=prompt,
-        prefix_ids=np.array(prefix, np.int32),
+        tokens=tuple(tokens),
         sampling=sampling,
         version=version,
     )
@@ -215,8 +250,8 @@ async def test_a_mistake_of_our_own_in_an_engine_ends_the_replica_and_is_no_refu
 async def test_what_the_engine_refuses_is_reported_with_its_words_and_costs_nobody_else(folders):
     async with serving(folders, max_len=64) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        story.ids["long"] = list(range(2, 66))
-        story.replica.submit([assignment("long", prefix=story.ids["long"]), assignment("a")])
+        begun = story.begun("long", range(2, 66))
+        story.replica.submit([assignment("long", tokens=begun), assignment("a")])
         await story.until(lambda s: "a" in s.ended and s.refused)
         assert "rollout.max_len=64" in story.refused["long"]
         assert "long" not in story.ended
@@ -246,8 +281,7 @@ def lose(generate):
 async def test_a_pinned_trajectory_makes_an_idle_replica_load_its_version(folders):
     async with serving(folders) as (story, weights):
         await story.until(lambda s: s.loads == [0])
-        story.ids["mine"] = [7, 8, 9]
-        story.replica.submit([assignment("mine", version=4, prefix=(7, 8, 9))])
+        story.replica.submit([assignment("mine", version=4, tokens=story.begun("mine", (7, 8, 9)))])
         await story.until(lambda s: "mine" in s.ended)
         assert story.versions("mine") == {4}
         await weights.publish(5)
@@ -314,7 +348,7 @@ async def test_the_cap_on_wall_time_cuts_a_trajectory_and_keeps_what_it_has(fold
         assert 0 < len(story.ids["slow"]) < 4000
 
 
-async def test_running_trajectories_report_what_they_have_at_intervals(folders):
+async def test_running_trajectories_report_what_they_have_at_intervals_where_somebody_looks_ahead(folders):
     async with serving(folders) as (story, _):
         await story.until(lambda s: s.admissible > 0)
         story.replica.submit([assignment("a", length=3000)])
@@ -394,7 +428,7 @@ async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_t
         assert source.ended["a"].finish_reason is FinishReason.ABORT
         prefix = source.ids["a"]
         other.ids["a"] = list(prefix)
-        other.replica.submit([assignment("a", prefix=prefix, version=0, **greedy)])
+        other.replica.submit([assignment("a", tokens=source.tokens["a"], version=0, **greedy)])
         await other.until(lambda s: {"a", "whole"} <= s.ended.keys())
         assert len(prefix) < 900
         assert other.ids["a"] == other.ids["whole"]

@@ -4,30 +4,40 @@ import numpy as np
 import pytest
 
 from laminar_py.records.engine import Delta, SamplingParams
+from laminar_py.records.pieces import TokensRef
+from laminar_py.records.recordings import unpack_experts
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import FinishReason, Kind, Span
 from laminar_py.rollout.running import begin
-from tests.builders import make_experts, make_mask
+from tests.builders import make_experts, make_mask, make_ref
 
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 def running(*, prefix=0, routed=0):
-    ids = np.arange(prefix, dtype=np.int32)
+    """A trajectory that came with so many tokens, which have been read."""
     prompt = np.array([3, 4, 5], np.int32)
-    return begin(
+    item = begin(
         Assignment(
             trajectory_id="a",
             epoch=1,
             group_id="g",
             kind=Kind.TRAIN,
             prompt_ids=prompt,
-            prefix_ids=ids,
+            tokens=(TokensRef(0, prefix, make_ref(), routed),) if prefix else (),
             sampling=SamplingParams(max_new_tokens=9),
-            routed=routed,
         ),
         0.0,
     )
+    item.prefix = np.arange(prefix, dtype=np.int32)
+    return item
+
+
+def tell(item, reason=None):
+    """The piece that is stored of what was not told yet, and the report of it."""
+    piece = item.piece(2.0)
+    tokens = None if piece is None else TokensRef(piece.start, piece.end, make_ref())
+    return piece, item.progress(tokens, reason, 2.0)
 
 
 def take(item, *versions, **last):
@@ -55,32 +65,33 @@ def test_neighbours_are_one_span_if_version_and_kv_version_agree():
     item = running(prefix=2)
     take(item, 4, 4, (5, 4), (5, 4), 5)
     spans = (Span(4, 2, 4), Span(5, 4, 6, 4), Span(5, 6, 7))
-    assert item.progress(None, 2.0).spans == spans
+    piece, progress = tell(item)
+    assert piece.spans == progress.spans == spans
 
 
 def test_the_last_word_reaches_back_to_the_beginning_of_its_stream_and_no_further():
     item = running(prefix=2)
     item.request()
     take(item, 4, 4, spans=(Span(4, 0, 2),))
-    item.progress(None, 2.0)
+    tell(item)
     item.request()
     take(item, 5, 5)
-    assert item.progress(None, 2.0).spans == (Span(5, 4, 6),)
+    assert tell(item)[1].spans == (Span(5, 4, 6),)
     take(item, 6, spans=(Span(5, 0, 1), Span(6, 1, 3, 5)))
-    progress = item.progress(FinishReason.ABORT, 2.0)
-    assert (progress.start, len(progress.ids)) == (6, 1)
-    assert progress.spans == (Span(5, 4, 5), Span(6, 5, 7, 5))
+    piece, progress = tell(item, FinishReason.ABORT)
+    assert (progress.start, progress.end, piece.start, piece.end) == (6, 7, 6, 7)
+    assert piece.spans == progress.spans == (Span(5, 4, 5), Span(6, 5, 7, 5))
 
 
 def test_each_stream_asks_for_experts_from_where_the_one_before_ended():
     item = running(prefix=2, routed=3)
     assert item.request().routed == 3
     take(item, 4, 4, routed_experts=make_experts(3, 6))
-    progress = item.progress(None, 2.0)
-    assert progress.routed_experts == make_experts(3, 6)
+    piece, _ = tell(item)
+    assert unpack_experts(piece.experts) == make_experts(3, 6)
     request = item.request()
     assert (request.routed, len(request.prefix_ids)) == (6, 4)
-    assert item.progress(None, 2.0).routed_experts is None, "reported once"
+    assert item.piece(2.0) is None, "stored once"
 
 
 def test_a_stream_that_goes_on_before_a_report_continues_from_every_token():
@@ -88,9 +99,9 @@ def test_a_stream_that_goes_on_before_a_report_continues_from_every_token():
     take(item, 4, 4)
     assert item.request().prefix_ids.tolist() == [0, 7, 7]
     take(item, 5, spans=(Span(6, 0, 1),))
-    progress = item.progress(None, 2.0)
+    piece, progress = tell(item)
     assert progress.spans == (Span(4, 1, 3), Span(6, 3, 4))
-    assert (progress.start, progress.ids.tolist()) == (1, [7, 7, 7])
+    assert (progress.start, np.frombuffer(piece.ids, np.int32).tolist()) == (1, [7, 7, 7])
 
 
 def test_what_does_not_fit_the_stream_is_refused_by_name():
@@ -104,4 +115,22 @@ def test_what_does_not_fit_the_stream_is_refused_by_name():
         Delta(rid="a", ids=ids, logprobs=np.zeros(2, np.float32), version=4, sampling_mask=make_mask(ids)), 1.0
     )
     with pytest.raises(AssertionError, match="a: 3 tokens with 2 sampling masks"):
-        item.progress(None, 2.0)
+        item.piece(2.0)
+
+
+def test_what_is_noted_and_what_is_told_are_all_that_the_engine_gave_each_once():
+    item = running(prefix=2)
+    take(item, 4, 4)
+    first = item.note(1.0)
+    take(item, 5)
+    second = item.note(1.0)
+    assert [(piece.start, piece.end) for piece in (first, second)] == [(2, 4), (4, 5)]
+    assert (first.spans, second.spans) == ((Span(4, 2, 4),), (Span(5, 4, 5),))
+    assert item.note(1.0) is None, "noted once"
+    take(item, 5)
+    piece, progress = tell(item)
+    assert (piece.start, piece.end) == (2, 6), "to be told it need not have been noted, nor not"
+    assert progress.spans == (Span(4, 2, 4), Span(5, 4, 6))
+    assert item.note(1.0) is None, "what was told need not be noted"
+    take(item, 6)
+    assert (item.note(1.0).start, item.told) == (6, 6)

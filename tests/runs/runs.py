@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.segments.frames import whole_frames
 
 REPO = Path(__file__).parent.parent.parent
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
@@ -42,11 +44,12 @@ class TrainProcess:
         resume: bool = False,
         config: Path = REPO / "configs/quickstart.yaml",
         small: Sequence[str] | None = None,
+        laminar: Sequence[str] = (LAMINAR,),
     ):
         self.folder = folder
         given = [*SMALL, f"warm_start.cache={folder / 'warm'}"] if small is None else small
         where = ["name=small", f"runs={folder}"]
-        command = [LAMINAR, "train", str(config), *given, *where, *settings, *(["--resume"] if resume else [])]
+        command = [*laminar, "train", str(config), *given, *where, *settings, *(["--resume"] if resume else [])]
         self.process = subprocess.Popen(
             command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -90,6 +93,16 @@ class TrainProcess:
         """Exit code and output."""
         output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
+
+
+def journaled(run: Path) -> dict[str, set[int]]:
+    """Versions of the tokens that running trajectories have in journals, by trajectory."""
+    found: dict[str, set[int]] = {}
+    for path in (run / "segments").glob("*.journal"):
+        with suppress(FileNotFoundError):  # its replica has just deleted it
+            for piece in whole_frames(memoryview(path.read_bytes())):
+                found.setdefault(piece.trajectory_id, set()).update(span.version for span in piece.spans)
+    return found
 
 
 def quickstart_model() -> Path:

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import read_answers
+from laminar_py.ledger.responses import StoredResponses
+from laminar_py.ledger.rows import read_rows
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.estimates import set_figures
 from tests.learner.builders import make_learner
@@ -77,13 +79,8 @@ def model(tmp_path_factory) -> Path:
 def responses(run: Path) -> dict[str, bytes]:
     """Token ids of all answers; log-probabilities differ in their last bits where other ones ran beside."""
     with reading(run) as connection:
-        rows = connection.execute(
-            "SELECT id, ids FROM trajectory JOIN segment ON trajectory = number ORDER BY number, start"
-        ).fetchall()
-    joined: dict[str, bytes] = {}
-    for id, ids in rows:
-        joined[id] = joined.get(id, b"") + ids
-    return joined
+        stored = StoredResponses(run, connection)
+        return {row.id: stored.of(row).ids.tobytes() for row in read_rows(connection)}
 
 
 def num_begun(run: Path) -> int:

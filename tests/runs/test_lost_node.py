@@ -1,5 +1,6 @@
 """A node dies for good, and with it the only GPU that a replica can have: the run goes on with the other one."""
 
+import os
 from contextlib import suppress
 
 import pytest
@@ -10,7 +11,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import DropReason
 from tests.runs.fake_cluster import FakeCluster
-from tests.runs.runs import REPO, TrainProcess, forget_versions
+from tests.runs.runs import REPO, TrainProcess, forget_versions, journaled
 from tests.runs.test_train import starts_of
 
 TOKENS = (25, 300)  # of a response of replica 0, and of replica 1; 20 ms each
@@ -74,33 +75,62 @@ def installed(tmp_path, monkeypatch):
     (folder / "on_a_gpu.py").write_text(BACKEND)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: on-a-gpu\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[laminar_py.backends]\non_a_gpu = on_a_gpu:ON_A_GPU\n")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     yield
     forget_versions(tmp_path / "small-1")
 
 
 def num_behind(run):
     """How many responses replica 1 is in the midst of under a version that replica 0 has left."""
-    begun = "SELECT count(*) FROM trajectory WHERE status = 'running' AND replica = 1 AND newest_version < ?"
+    begun = "SELECT id FROM trajectory WHERE status = 'running' AND replica = 1"
     loaded = "SELECT max(body ->> 'version') FROM event WHERE kind = 'versionloaded' AND body ->> 'replica' = 0"
     with suppress(ConfigError), reading(run) as connection:
-        return connection.execute(begun, connection.execute(loaded).fetchone()).fetchone()[0]
+        running = {id for (id,) in connection.execute(begun)}
+        (newest,) = connection.execute(loaded).fetchone()
+        return sum(id in running and max(versions) < newest for id, versions in journaled(run).items())
 
 
-def test_a_run_goes_on_without_a_replica_whose_node_is_lost_for_good_and_drops_what_only_that_could_end(
-    tmp_path, installed
-):
+def interrupted(run, reason):
+    """Length on record of each trajectory that was interrupted for this reason."""
+    query = "SELECT body ->> 'trajectory_id', body ->> 'length' FROM event WHERE kind = 'interrupted'"
+    with reading(run) as connection:
+        return dict(connection.execute(f"{query} AND body ->> 'reason' = ?", (reason,)))
+
+
+def lose_node(tmp_path, *, with_its_disk):
+    """A run of which a node dies for good in the midst of responses of a version that no other replica serves."""
     with (
         FakeCluster(1, 1) as cluster,
         TrainProcess(tmp_path, *SETTINGS, f"cluster.address={cluster.address}") as train,
     ):
         train.wait_until(lambda: num_behind(train.run))
         cluster.kill(1)
+        for path in train.run.glob("segments/replica-1-*") if with_its_disk else ():
+            path.unlink()
         code, output = train.finish()
     assert code == 0, output
     assert len((train.run / "metrics.jsonl").read_text().splitlines()) == 8
-    lost = list(listing(train.run, Filters(reason=DropReason.VERSION_LOST)))
-    assert {row.replica for row in lost} == {1}
     assert len(starts_of(train.run)["replica-1"]) == 1
     assert verify(train.run) == []
     assert accounting(train.run).balanced
+    return train.run
+
+
+def lost_by(run, reason):
+    return {row.replica for row in listing(run, Filters(reason=reason))}
+
+
+def test_a_run_goes_on_without_a_node_and_drops_what_only_that_could_end(tmp_path, installed):
+    run = lose_node(tmp_path, with_its_disk=False)
+    kept = interrupted(run, "replica_died")
+    assert any(kept.values()), "the other host sees its journals, in the folder that they share"
+    assert lost_by(run, DropReason.VERSION_LOST) == {1}
+    assert not lost_by(run, DropReason.HOST_LOST)
+
+
+def test_what_ran_on_a_node_that_is_lost_with_its_disk_begins_anew(tmp_path, installed):
+    run = lose_node(tmp_path, with_its_disk=True)
+    stopped = interrupted(run, "host_lost")
+    assert stopped, "it ran something"
+    assert set(stopped.values()) == {0}, "its tokens were nowhere else"
+    assert not lost_by(run, DropReason.VERSION_LOST)

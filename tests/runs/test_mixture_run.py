@@ -7,8 +7,8 @@ from pathlib import Path
 
 from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.audit.verify import verify
-from laminar_py.ledger.archive import StoredResponses
 from laminar_py.ledger.database import reading
+from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import ALONE, REPO, TrainProcess
 

@@ -4,11 +4,11 @@ import numpy as np
 import yaml
 
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.records.digests import response_digest
 from laminar_py.records.events import Assigned, Consumed, Finished, Issued, Ready, Scored
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Span
 from tests.data.templates import make_tokenizer_folder
+from tests.ledger.runs import digest_of, store, store_columns
 
 HOSTILE = [
     "\x1b[31mred\x1b]0;title\x07\x9b2J",
@@ -59,7 +59,7 @@ def grow_sample(ledger, id, ids, *, start=0, version=0, replica=0, epoch=1):
     """RUNNING, with response tokens from `start` on."""
     ledger.append(Assigned(id, replica, epoch, start))
     span = Span(version, start, start + len(ids))
-    ledger.store_segment(id, start, (span,), ids, logprobs_of(ids))
+    store(ledger, id, start, span.end, (span,), ids=ids, logprobs=logprobs_of(ids), epoch=epoch)
 
 
 def logprobs_of(ids):
@@ -83,13 +83,13 @@ def end_sample(ledger, id, ids, spans, *, epoch=1, reward=1.0, verdict="", said=
             finish_reason=FinishReason.STOP,
             spans=tuple(spans),
             length=len(ids),
-            digest=response_digest(ids.tobytes(), logprobs_of(ids).tobytes()),
+            digest=digest_of(ledger, id),
             queue_s=0.1,
             generate_s=0.2,
         )
     )
     if columns:
-        ledger.store_columns(id, columns)
+        store_columns(ledger, id, columns)
     terms = [TermValue(name="math", value=reward, elapsed_s=0.25, text=verdict, said=said)]
     ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.3, terms=terms))
 

@@ -17,7 +17,7 @@ from laminar_py.records.events import Dropped, Ready, Restamped
 from laminar_py.records.trajectory import DropReason, Kind, Span, Status
 from laminar_py.samples.reading import list_samples, read_sample, read_samples
 from laminar_py.samples.records import FullSample, SampleOrder, TokenSpan
-from tests.ledger.runs import begin, checkpoint, consume, open_ledger
+from tests.ledger.runs import archive, begin, checkpoint, consume, open_ledger, store
 from tests.samples.runs import (
     HOSTILE,
     begin_sample,
@@ -171,7 +171,8 @@ async def test_a_sample_reads_the_same_from_sqlite_and_from_the_archive(run, mod
         begin(ledger, versions=(0, 1))
         begin_sample(ledger, "g0.0")
         grow_sample(ledger, "g0.0", ids[:5])
-        ledger.store_segment("g0.0", 5, (Span(1, 5, len(ids)),), ids[5:], logprobs_of(ids[5:]))
+        spans = (Span(1, 5, len(ids)),)
+        store(ledger, "g0.0", 5, len(ids), spans, ids=ids[5:], logprobs=logprobs_of(ids[5:]))
         ledger.append(Restamped("g0.0", (Span(0, 0, 4), Span(1, 4, len(ids)))))
         end_sample(ledger, "g0.0", ids, [Span(0, 0, 4), Span(1, 4, len(ids))])
         ledger.append(Ready("g0.0", 0.5))
@@ -179,10 +180,26 @@ async def test_a_sample_reads_the_same_from_sqlite_and_from_the_archive(run, mod
         ledger.append(checkpoint(1, 1))
         await ledger.commit()
         live = read_sample(run, "g0.0")
-        assert await ledger.archive(1) == 1
+        assert await archive(ledger, 1) == 1
     assert read_sample(run, "g0.0") == live
     assert live.text == "made by two versions"
     assert [(span.version, span.start) for span in live.spans] == [(0, 0), (1, 4)]
+
+
+async def test_a_response_that_is_lost_is_no_empty_one_and_costs_no_other(run, model):
+    async with open_ledger(run) as ledger:
+        begin(ledger)
+        write_sample(ledger, "g0.0", encode(model, "gone"), columns={"token_rewards": zeros(4)})
+        write_sample(ledger, "g0.1", encode(model, "here"))
+        await ledger.lose([1], "host 10.0.0.7 is gone")
+    gone, here = read_samples(run, ["g0.0", "g0.1"])
+    assert (gone.text, gone.ids, gone.spans, gone.columns) == ("", [], [], {})
+    assert gone.lost == "trajectory=g0.0: its tokens cannot be read (on record as lost)"
+    assert (here.text, here.lost) == ("here", "")
+
+
+def zeros(length):
+    return token_values(np.zeros(length, np.float32))
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -90,6 +90,7 @@ def test_each_change_of_version_is_a_line_at_its_token():
         "  d",
     ]
     assert respond(make_sample()) == ["response: nothing yet"]
+    assert respond(make_sample(lost="host 10.0.0.7 is gone")) == ["response: host 10.0.0.7 is gone"]
 
 
 def test_the_middle_of_a_long_text_is_left_out_and_the_version_behind_it_told():

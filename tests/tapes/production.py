@@ -12,6 +12,7 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.config.repack import PLANNERS
@@ -23,11 +24,11 @@ from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
-from laminar_py.ledger.database import LEDGER_NAME, reading
+from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import recover, unpublished
 from laminar_py.packing.balance import attention_share, fit, make_entry
-from laminar_py.packing.packer import assign, pack, step_terms
+from laminar_py.packing.packer import Packed, assign, pack, step_terms
 from laminar_py.packing.stage import Packing
 from laminar_py.packing.stream import StreamPacker
 from laminar_py.packing.window import choose
@@ -45,6 +46,7 @@ from laminar_py.records.estimates import set_figures
 from laminar_py.records.events import (
     Checkpointed,
     Evaluated,
+    Finished,
     PartDied,
     PartStarted,
     RolledBack,
@@ -53,12 +55,29 @@ from laminar_py.records.events import (
     Stepped,
     VersionPublished,
 )
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece, TokensRef
+from laminar_py.records.recordings import pack_experts, pack_mask, unpack_experts, unpack_mask
 from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey, WeightLoad
+from laminar_py.records.returns import earned_by
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import Break, DropReason, FinishReason, Kind, Prompt, Span, Trajectory
+from laminar_py.records.trajectory import (
+    Break,
+    DropReason,
+    FinishReason,
+    Kind,
+    Prompt,
+    Span,
+    Status,
+    Trajectory,
+)
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.planner import PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
+from laminar_py.segments.completion import complete_all
+from laminar_py.segments.payload import Payload
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.builders import make_experts, make_mask
 from tests.ledger.runs import undo_since
 from tests.tapes.plain import Given, Look, Said, Tape, Told, Verdict, number
@@ -71,7 +90,7 @@ ATTENTION_SHARE = 0.002
 SHORT = 5  # characters of a digest that a tape has
 TAGS = {"counterfactualscored": "probed"}  # words of the tapes for tags that are others
 DELAYED = frozenset({"repacked"})  # recorded by a task of its own
-UNTOLD = ("at_once", "terms")  # of a score: no decision follows from them
+UNTOLD = ("at_once", "terms", "earned")  # of a score: no decision follows from them that is on no tape
 
 
 class Clock:
@@ -132,17 +151,70 @@ def held_out(index: int) -> Prompt:
     return Prompt(id=f"h{index}", index=index, text=f"held out {index}", ids=ids, answer="7")
 
 
-def given(assignment: object) -> Given:
+class Store:
+    """Segments of a run: what replicas and scorers write there, and what is read of it."""
+
+    def __init__(self, run: Path) -> None:
+        self.reader = PayloadReader(segments_path(run))
+        self._writer = SegmentWriter(segments_path(run), "fleet")
+
+    def close(self) -> None:
+        """Close all files."""
+        self._writer.close()
+        self.reader.close()
+
+    def write(self, said: Said) -> TokensRef | None:
+        """Write the tokens that a replica has got, or experts alone; None where it has neither."""
+        if not said.count and said.experts is None:
+            return None
+        ids = token_ids(said.seed, said.start, said.count)
+        piece = Piece(
+            trajectory_id=said.id,
+            epoch=said.epoch,
+            start=said.start,
+            spans=_spans(said),
+            ids=ids.tobytes(),
+            logprobs=token_logprobs(said.seed, said.start, said.count).tobytes(),
+            mask=pack_mask(make_mask(ids)) if said.masked and said.count else None,
+            experts=None if said.experts is None else pack_experts(make_experts(*said.experts)),
+        )
+        return tokens_ref(piece, self._writer.write(piece))
+
+    def write_column(self, trajectory_id: str, name: str, values: TokenValues) -> ColumnRef:
+        """Write numbers of a response's tokens."""
+        piece = ColumnPiece(trajectory_id=trajectory_id, name=name, values=values)
+        return ColumnRef(values.dtype, self._writer.write(piece))
+
+    def piece(self, tokens: TokensRef) -> Piece:
+        """Tokens that were written."""
+        return self.reader.load([tokens.at]).piece(tokens.at)
+
+    def column(self, ref: ColumnRef) -> TokenValues:
+        """Numbers that were written."""
+        return self.reader.load([ref.at]).column(ref).values
+
+    def response(self, tokens: Sequence[TokensRef]) -> Payload:
+        """Response that these make."""
+        return self.reader.load(one.at for one in tokens).response(tokens)
+
+
+def content_digest(response: Payload) -> str:
+    """Digest that a tape has of a response: of its ids and log-probabilities, in however many pieces they lie."""
+    return blake3(response.ids.tobytes() + response.logprobs.tobytes()).hexdigest(length=16)
+
+
+def given(assignment: object, store: Store) -> Given:
     """An assignment in plain values."""
     sampling = assignment.sampling
+    prefix = store.response(assignment.tokens).ids
     return Given(
         assignment.trajectory_id,
         assignment.epoch,
         assignment.group_id,
         assignment.kind.value,
         len(assignment.prompt_ids),
-        len(assignment.prefix_ids),
-        crc32(assignment.prefix_ids.tobytes()),
+        len(prefix),
+        crc32(prefix.tobytes()),
         sampling.seed,
         sampling.max_new_tokens,
         sampling.temperature == 0.0,
@@ -152,40 +224,41 @@ def given(assignment: object) -> Given:
     )
 
 
-def progress(said: Said) -> Progress:
-    """Progress as a replica reports it."""
-    ids = token_ids(said.seed, said.start, said.count)
+def progress(said: Said, store: Store) -> Progress:
+    """Progress as a replica reports it, once its tokens are stored."""
     return Progress(
         trajectory_id=said.id,
         epoch=said.epoch,
         start=said.start,
-        ids=ids,
-        logprobs=token_logprobs(said.seed, said.start, said.count),
-        spans=tuple(Span(*span) for span in said.spans),
+        tokens=store.write(said),
+        spans=_spans(said),
         finish_reason=None if said.end is None else FinishReason(said.end),
         wall_cut=said.wall_cut,
         queue_s=said.queue_s,
         generate_s=said.generate_s,
-        sampling_mask=make_mask(ids) if said.masked and said.count else None,
-        routed_experts=None if said.experts is None else make_experts(*said.experts),
         broken=None if said.broken is None else Break(said.broken),
         refusal=said.refusal,
     )
 
 
-def report(told: Told) -> ReplicaReport:
+def report(told: Told, store: Store, *, generated: int) -> ReplicaReport:
     """Report of a replica."""
     return ReplicaReport(
         replica=told.replica,
         status=EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=told.version),
         admissible=told.admissible,
         received=told.received,
-        progress=tuple(progress(said) for said in told.said),
+        generated=generated,
+        progress=tuple(progress(said, store) for said in told.said),
         loads=tuple(
             WeightLoad(version, f"digest{version}", seconds, checksum) for version, seconds, checksum in told.loads
         ),
         lost=told.lost,
     )
+
+
+def _spans(said: Said) -> tuple[Span, ...]:
+    return tuple(Span(*span) for span in said.spans)
 
 
 def survey(look: Look) -> Survey:
@@ -215,6 +288,7 @@ class Left:
     """State that a dead controller left in a run folder."""
 
     def __init__(self, run: Path, *, loses_checkpoint: bool = False) -> None:
+        self._store = Store(run)
         self.state = recover(run)
         if loses_checkpoint and self.step:
             lost = self.step
@@ -254,7 +328,8 @@ class Left:
         for event in state.events:
             tape.write("to-append", *event_line(event))
         for entry in state.live:
-            response = entry.response
+            response = self._store.response(entry.tokens)
+            columns = [self._store.column(ref) for ref in entry.columns.values()]
             tape.write(
                 "left",
                 entry.id,
@@ -265,12 +340,12 @@ class Left:
                 entry.status.value,
                 len(response.ids),
                 crc32(response.ids.tobytes()),
-                [list(msgspec.structs.astuple(span)) for span in response.spans],
+                [list(msgspec.structs.astuple(span)) for span in entry.spans],
                 entry.epoch,
                 entry.replica,
                 entry.finish_reason.value if entry.finish_reason else None,
                 number(entry.reward),
-                next((len(values.array) for values in entry.columns.values()), None),
+                next((len(values.array) for values in columns), None),
                 number(entry.advantage),
                 number(entry.advantage_scale),
                 None if response.sampling_mask is None else len(response.sampling_mask.counts),
@@ -284,13 +359,19 @@ class Left:
 class Listener:
     """The recorder of the scheduler: all goes to the tape, and on to the real ledger."""
 
-    def __init__(self, ledger: Ledger, tape: Tape) -> None:
+    def __init__(self, ledger: Ledger, tape: Tape, store: Store) -> None:
         self.ledger = ledger
+        self.tokens_of: Callable[[str], Sequence[TokensRef]] = lambda id: ()  # where a live response lies
         self._tape = tape
+        self._store = store
 
     def append(self, event: msgspec.Struct) -> None:
         """Take an event."""
-        line = event_line(event)
+        told = event
+        if isinstance(event, Finished):
+            digest = content_digest(self._store.response(self.tokens_of(event.trajectory_id)))
+            told = msgspec.structs.replace(event, digest=digest)
+        line = event_line(told)
         (self._tape.later if line[0] in DELAYED else self._tape.write)(*line)
         self.ledger.append(event)
 
@@ -299,27 +380,26 @@ class Listener:
         self._tape.write("prompt", prompt.id, len(prompt.ids))
         self.ledger.store_prompt(prompt)
 
-    def store_segment(
-        self, trajectory_id, start, spans, ids, logprobs, *, sampling_mask=None, routed_experts=None
-    ) -> None:
-        """Take a piece of a response."""
+    def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
+        """Take where a piece of a response lies."""
+        piece = self._store.piece(tokens)
+        ids = np.frombuffer(piece.ids, np.int32)
+        experts = None if piece.experts is None else unpack_experts(piece.experts)
         self._tape.write(
             "segment",
             trajectory_id,
-            start,
+            tokens.start,
             [list(msgspec.structs.astuple(span)) for span in spans],
             len(ids),
             int(ids.sum()) % 9973,
-            None if sampling_mask is None else len(sampling_mask.ids),
-            None if routed_experts is None else [routed_experts.start, routed_experts.positions],
+            None if piece.mask is None else len(unpack_mask(piece.mask).ids),
+            None if experts is None else [experts.start, experts.positions],
         )
-        self.ledger.store_segment(
-            trajectory_id, start, spans, ids, logprobs, sampling_mask=sampling_mask, routed_experts=routed_experts
-        )
+        self.ledger.store_tokens(trajectory_id, tokens, spans)
 
-    def store_columns(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> None:
-        """Scores of tokens."""
-        (values,) = (values.array for values in columns.values())
+    def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
+        """Take where the scores of tokens lie."""
+        (values,) = (self._store.column(ref).array for ref in columns.values())
         self._tape.write("token-rewards", trajectory_id, len(values), number(float(values.sum())))
         self.ledger.store_columns(trajectory_id, columns)
 
@@ -347,8 +427,9 @@ class Replicas(Protocol):
 class Batch:
     """Groups that the learner took, and what they are packed to."""
 
-    def __init__(self, taken: object) -> None:
+    def __init__(self, taken: object, store: Store) -> None:
         self.taken = taken
+        self._store = store
 
     @property
     def is_empty(self) -> bool:
@@ -364,11 +445,20 @@ class Batch:
         tape.write("bins", bin_ids(taken.bins))
         if not self.is_empty:
             compares = plan.packs and plan.overlong is not None
-            _write_packed(
-                tape, plan, self._packed(plan), version=taken.version if plan.packs else 0, compares=compares
-            )
+            packed = self._fetched(self._packed(plan))
+            _write_packed(tape, plan, packed, version=taken.version if plan.packs else 0, compares=compares)
 
-    def _packed(self, plan: Plan) -> object:
+    def _fetched(self, packed: Packed[FinishedTrajectory]) -> Packed[Trajectory]:
+        """The same with tokens, as ranks read them; a tape has masks and experts where they are stored alone."""
+        every = [one for bundles in packed.bundles for bundle in bundles for one in bundle]
+        complete, lost = complete_all(every, self._store.reader, stores={})
+        assert not lost, lost
+        plain = {
+            id: msgspec.structs.replace(t, sampling_mask=None, routed_experts=None) for id, t in complete.items()
+        }
+        return Packed([[[plain[t.id] for t in one] for one in mine] for mine in packed.bundles], packed.terms)
+
+    def _packed(self, plan: Plan) -> Packed[FinishedTrajectory]:
         if not plan.packs:
             return pack(
                 self.taken.trajectories,
@@ -447,7 +537,8 @@ class Control:
         self._plan, self._tape, self._score, self._refer = plan, tape, score, refer
         self.clock = Clock()
         self.ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=self.clock)
-        self.listener = Listener(self.ledger, tape)
+        self.store = Store(run)
+        self.listener = Listener(self.ledger, tape, self.store)
         self.scheduler = TrajectoryScheduler(
             _settings(plan),
             prompt_at=prompt_at,
@@ -459,21 +550,22 @@ class Control:
             credit=Credit(group_advantages(Advantage(plan.advantage)), overlong_cost(plan.cap, plan.overlong)),
             clock=self.clock,
         )
+        self.listener.tokens_of = lambda id: self.scheduler.book.live[id].tokens
         if plan.packs:
             self.scheduler.consumption.pack(_packing(plan))
         self._repacker = Repacker(plan.cap)
         self._migration: Migration | None = None
         self._evaluations: dict[int, asyncio.Future] = {}
 
-    def _submit_score(self, trajectory: Trajectory, prompt: Prompt) -> None:
+    def _submit_score(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         if trajectory.kind is Kind.TRAIN:
             self._repacker.finished(trajectory)
             if self._migration is not None:
                 self._migration.finished(trajectory)
-        self._score(trajectory.id, len(trajectory.response_ids), prompt.id)
+        self._score(trajectory.id, trajectory.length, prompt.id)
 
-    def _submit_reference(self, trajectory: Trajectory) -> None:
-        self._refer(trajectory.id, len(trajectory.response_ids))
+    def _submit_reference(self, trajectory: FinishedTrajectory) -> None:
+        self._refer(trajectory.id, trajectory.length)
 
     # ---- life
 
@@ -512,6 +604,7 @@ class Control:
             self._tape.write("account", kind.issued, kind.consumed, plain(dropped), kind.live)
         await self.ledger.commit()
         await self.ledger.close()
+        self.store.close()
 
     def go_on(self) -> None:
         """Hand out training."""
@@ -525,17 +618,16 @@ class Control:
 
     def dispatch(self) -> dict[int, list[Given]]:
         """Assignments by replica."""
-        return {
-            replica: [given(a) for a in some] for replica, some in self.scheduler.dispatcher.dispatch().items()
-        }
+        handed = self.scheduler.dispatcher.dispatch()
+        return {replica: [given(item, self.store) for item in some] for replica, some in handed.items()}
 
     def adopt(self, replica: int) -> list[Given]:
         """Assignments for a replica that starts."""
-        return [given(assignment) for assignment in self.scheduler.dispatcher.for_starting(replica)]
+        return [given(item, self.store) for item in self.scheduler.dispatcher.for_starting(replica)]
 
     def aborts(self) -> dict[int, list[str]]:
         """Trajectories that were dropped and that replicas still run."""
-        return self.scheduler.deadlines.take_aborts()
+        return self.scheduler.book.take_aborts()
 
     def called_off(self) -> dict[int, list[str]]:
         """Trajectories that destinations need not expect any more."""
@@ -543,7 +635,22 @@ class Control:
 
     async def reported(self, told: Told) -> None:
         """Take in a report."""
-        await self.scheduler.reports.on_report(report(told))
+        await self.scheduler.reports.on_report(report(told, self.store, generated=self._generated(told)))
+
+    def _generated(self, told: Told) -> int:
+        """Training tokens that a replica says it generated: here those that are news of a live trajectory."""
+        lengths: dict[str, int] = {}
+        return sum(said.count for said in told.said if self._is_news(said, lengths))
+
+    def _is_news(self, said: Said, lengths: dict[str, int]) -> bool:
+        """True where it counts, after what the same report says of earlier tokens."""
+        lifecycle = self.scheduler.book.live.get(said.id)
+        if lifecycle is None or lifecycle.kind is not Kind.TRAIN or lifecycle.status is not Status.RUNNING:
+            return False
+        if (said.epoch, said.start) != (lifecycle.epoch, lengths.get(said.id, lifecycle.length)):
+            return False
+        lengths[said.id] = said.start + said.count
+        return True
 
     def started(self, replica: int) -> None:
         """Put down that a replica runs."""
@@ -552,7 +659,7 @@ class Control:
     async def lost(self, replica: int) -> None:
         """Take in that a replica died."""
         self.listener.append(PartDied(f"replica-{replica}", "killed"))
-        await self.scheduler.reports.on_replica_lost(replica)
+        await self.scheduler.reports.on_replica_lost(replica, reason="replica_died")
 
     def retire(self, replica: int) -> None:
         """Send nothing more to a replica."""
@@ -570,7 +677,7 @@ class Control:
 
     async def scored(self, verdict: Verdict) -> None:
         """Take in a score."""
-        columns = {}
+        columns: dict[str, TokenValues] = {}
         if verdict.by_token and verdict.value is not None:
             name = TEACHER_LOGPROBS if self._plan.teaches else TOKEN_REWARDS
             columns[name] = token_values(np.full(verdict.length, verdict.value / 4 - 0.5, np.float32))
@@ -583,7 +690,10 @@ class Control:
             Score(
                 trajectory_id=verdict.id,
                 value=value,
-                columns=columns,
+                columns={
+                    name: self.store.write_column(verdict.id, name, values) for name, values in columns.items()
+                },
+                earned=earned_by(columns),
                 elapsed_s=0.125,
                 failure=failure,
                 detail=detail,
@@ -592,7 +702,8 @@ class Control:
 
     async def referred(self, id: str, length: int) -> None:
         """Take in what the reference model found."""
-        await self.scheduler.closing.on_reference(id, np.full(length, -1.5, np.float32))
+        logprobs = token_values(np.full(length, -1.5, np.float32))
+        await self.scheduler.closing.on_reference(id, self.store.write_column(id, REFERENCE_LOGPROBS, logprobs))
 
     def wanted(self, id: str) -> list[bool]:
         """Say if it is live, and if its score would tell anything."""
@@ -649,7 +760,7 @@ class Control:
             taking.cancel()
             await asyncio.wait([taking])
             return None
-        return Batch(taking.result())
+        return Batch(taking.result(), self.store)
 
     async def put_back(self, batch: Batch) -> None:
         """Return a batch that the learner died over."""
@@ -658,7 +769,7 @@ class Control:
     def commit(self, batch: Batch, *, step: int, incarnation: int) -> None:
         """Commit a step."""
         self.scheduler.consumption.commit(batch.taken, step)
-        tokens = sum(len(trajectory.response_ids) for trajectory in batch.taken.trajectories)
+        tokens = sum(trajectory.length for trajectory in batch.taken.trajectories)
         count = len(batch.taken.trajectories)
         self.listener.append(
             Stepped(
@@ -756,7 +867,7 @@ class Control:
         newest = scheduler.book.newest_version
         return [
             scheduler.router.num_admitted > 0,
-            scheduler.book.versions_alive(),
+            len(self._versions_told()),
             len(scheduler.book.live),
             len(scheduler.book.groups),
             len(scheduler.consumption.buffer),
@@ -765,6 +876,11 @@ class Control:
             [admission.limit, admission.oldest(newest, scheduler.book.ages), admission.share(self._plan.replicas)],
             self.peers(),
         ]
+
+    def _versions_told(self) -> set[int]:
+        """Versions that live training trajectories are known to have tokens of."""
+        training = (one for one in self.scheduler.book.live.values() if one.kind is Kind.TRAIN)
+        return {span.version for lifecycle in training for span in lifecycle.spans}
 
     def siblings(self) -> object:
         """Lengths that are finished beside each one that goes on."""
@@ -838,9 +954,9 @@ class Repacker:
         self._remaining = RemainingTokens(cap)
         self._previous: dict[int, int] = {}
 
-    def finished(self, trajectory: Trajectory) -> None:
+    def finished(self, trajectory: FinishedTrajectory) -> None:
         """Learn from a response that ended."""
-        self.ended(len(trajectory.response_ids), capped=trajectory.finish_reason is FinishReason.LENGTH)
+        self.ended(trajectory.length, capped=trajectory.finish_reason is FinishReason.LENGTH)
 
     def ended(self, length: int, *, capped: bool) -> None:
         """Learn from a length."""

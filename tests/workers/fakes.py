@@ -3,9 +3,12 @@
 import asyncio
 import inspect
 from dataclasses import fields
+from itertools import count
 
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
+from laminar_py.segments.salvage import Salvage
+from laminar_py.segments.writer import part_of
 from laminar_py.workers import keeper as keeper_module
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.supervisor import Supervisor
@@ -17,6 +20,42 @@ def make_incarnation(**given):
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
     own = {"supervisor": supervisor, "number": 1, "kernel_kills": NoKills()}
     return Incarnation(**(absent | own | given))
+
+
+class Hosts:
+    """Stands for `PayloadHosts`: one host, unless a part with a label in `lost` was on one that is gone.
+
+    `found` is what journals of a dead part have; `discarded` are those that were.
+    """
+
+    key = "k"
+
+    def __init__(self):
+        self.lost, self.found, self.running, self.discarded = set(), [], {}, []
+        self._starts = count()
+
+    async def label(self, part, node):
+        return f"{part}-1-{next(self._starts)}"
+
+    def stores_for(self, refs, node):
+        return {}
+
+    async def is_lost(self, label):
+        return label in self.lost
+
+    async def salvage(self, label, running):
+        self.running[label] = running
+        return Salvage(self.found, [f"{label}.1.journal"])
+
+    async def salvaged(self, label, answer):
+        self.discarded += answer.journals
+
+    async def lose_host_of(self, label, scheduler):
+        gone = {segment for segment in scheduler.book.segments() if part_of(segment) == label}
+        await scheduler.losses.of_segments(gone, f"host of {label} is gone")
+
+    async def archive(self, step, scheduler):
+        return 0
 
 
 class NoKills:
@@ -60,7 +99,8 @@ class Process:
     def __init__(self, name, place, actor):
         self.name, self.place, self.actor = name, place, actor
         self.sent = asyncio.Queue()  # names and arguments of calls that nobody waits for
-        self._death = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._death = self._loop.create_future()
 
     async def call(self, method, *arguments, timeout_s=None):
         answer = asyncio.ensure_future(self._answer(method, arguments))
@@ -77,7 +117,8 @@ class Process:
     ask = Part.ask
 
     def send(self, method, *arguments):
-        self.sent.put_nowait((method, *arguments))
+        """Take a call, of any thread."""
+        self._loop.call_soon_threadsafe(self.sent.put_nowait, (method, *arguments))
 
     def die(self, reason="killed"):
         if not self._death.done():

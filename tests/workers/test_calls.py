@@ -3,29 +3,30 @@
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.placement import Needs, Node, Placement
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.packing.packer import Packed
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.scoring import Score, ScoringRequest
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.columns import Dtype
+from laminar_py.records.pieces import ColumnRef
+from laminar_py.records.scoring import Score, Unscored
 from laminar_py.records.weights import Published
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.telemetry.stats import Stats, Totals
 from laminar_py.workers.learner import LearnerLink
 from laminar_py.workers.reference import ReferenceStage
 from laminar_py.workers.scorers import Scorers
-from laminar_py.workers.specs import LearnerSpec, LearnerStarted, ReferenceAnswer
+from laminar_py.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, ReferenceAnswer, ReferenceRequest
 from laminar_py.workers.supervisor import Supervisor
-from tests.builders import make_trajectory
+from tests.builders import make_finished, make_ref
 from tests.reward.requests import make_requests
 from tests.runs.runs import REPO
-from tests.workers.fakes import Processes, make_incarnation
+from tests.workers.fakes import Hosts, Processes, make_incarnation
 
 PATIENCE_S = 10.0
 
@@ -63,28 +64,34 @@ class Actor:
 class Reference(Actor):
     async def logprobs(self, data):
         await self.work()
-        trajectories = decode(list[Trajectory], data)
-        return encode(ReferenceAnswer([np.full_like(one.logprobs, -2.0) for one in trajectories], 1.5))
+        names = [one.id for one in decode(ReferenceRequest, data).trajectories]
+        logprobs = {name: LOGPROBS for name in names if name != "g0.9"}
+        return encode(ReferenceAnswer(logprobs, dict.fromkeys(names - logprobs.keys(), "gone"), 1.5))
+
+
+LOGPROBS = ColumnRef(Dtype.FLOAT32, make_ref("reference-0-1-0.1"))
 
 
 async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_once(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Reference())
     shared = incarnation(tmp_path, reference=True)
-    stage, delivered = ReferenceStage(shared), asyncio.Queue()
+    stage, delivered, lost = ReferenceStage(shared, payload=Hosts()), asyncio.Queue(), asyncio.Queue()
 
     async def deliver(name, logprobs):
-        delivered.put_nowait((name, logprobs.tolist()))
+        delivered.put_nowait((name, logprobs))
 
     async with asyncio.timeout(PATIENCE_S):
         await stage.start()
-        running = asyncio.create_task(stage.run(wanted=lambda name: True, deliver=deliver))
-        stage.submit(make_trajectory("g0.0", response=2))
+        running = asyncio.create_task(stage.run(wanted=lambda name: True, deliver=deliver, lose=lost.put))
+        stage.submit(make_finished("g0.0", response=2))
+        stage.submit(make_finished("g0.9", response=2))
         first = await processes.next()
         await first.actor.asked.wait()
         first.die()
         second = await processes.next()
         second.actor.may_work.set()
-        assert await delivered.get() == ("g0.0", [-2.0, -2.0])
+        assert await delivered.get() == ("g0.0", LOGPROBS)
+        assert await lost.get() == {"g0.9": "gone"}
         running.cancel()
         await asyncio.wait([running])
     assert delivered.empty()
@@ -101,7 +108,7 @@ class Scoring(Actor):
         return 1
 
     async def submit(self, data):
-        self.names += [one.trajectory_id for one in decode(list[ScoringRequest], data)]
+        self.names += [one.id for one in decode(list[Unscored], data)]
         self.asked.set()
         self.come.set()
 
@@ -115,7 +122,8 @@ class Scoring(Actor):
 
 async def test_what_a_scorer_died_over_is_scored_once_by_another_while_others_go_on(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Scoring())
-    scorers, scored = Scorers(incarnation(tmp_path, "reward.workers=2")), asyncio.Queue()
+    scorers = Scorers(incarnation(tmp_path, "reward.workers=2"), payload=Hosts())
+    scored = asyncio.Queue()
 
     async def deliver(scores):
         for score in scores:
@@ -133,7 +141,7 @@ async def test_what_a_scorer_died_over_is_scored_once_by_another_while_others_go
         )
         running = asyncio.create_task(stage.run())
         for request in make_requests("a", "b"):
-            stage.submit(request)
+            stage.submit(Unscored(request=request))
         await first.actor.asked.wait()
         await second.actor.asked.wait()
         second.actor.may_work.set()
@@ -157,6 +165,10 @@ class Rank(Actor):
         await self.work()
         return encode(Published(version, "digest", 10, 0.0))
 
+    async def fetch(self, data):
+        found = decode(FetchRequest, data)
+        return encode({one.id: "gone" for bundle in found.bundles for one in bundle if one.id.endswith("9")})
+
 
 class Root:
     """The relays, of which the learner asks for the root."""
@@ -174,7 +186,7 @@ class Root:
 async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkpoint(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Rank())
     shared = incarnation(tmp_path, "learner.world_size=2", ranks=2)
-    learner = LearnerLink(shared, relays=Root(), show=lambda progress: None)
+    learner = LearnerLink(shared, relays=Root(), payload=Hosts(), show=lambda progress: None)
     async with asyncio.timeout(PATIENCE_S):
         learner.spawn()
         ranks = [await processes.next(), await processes.next()]
@@ -193,3 +205,14 @@ async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkp
     assert [rank.actor.spec.checkpoint for rank in (*ranks, *fresh)] == [None, None, "step-2-1.0", "step-2-1.0"]
     assert len({rank.actor.spec.rendezvous for rank in (*ranks, *fresh)}) == 2, "a meeting point of their own"
     assert shared.supervisor.restarts == {"learner-0": 1}
+
+
+async def test_each_rank_reads_the_tokens_of_its_own_bundles_and_what_is_lost_is_told_once(monkeypatch, tmp_path):
+    Processes(monkeypatch, lambda name: Rank())
+    shared = incarnation(tmp_path, "learner.world_size=2", ranks=2)
+    learner = LearnerLink(shared, relays=Root(), payload=Hosts(), show=lambda progress: None)
+    async with asyncio.timeout(PATIENCE_S):
+        learner.spawn()
+        await learner.start(None)
+        bundles = [[[make_finished("g0.0"), make_finished("g0.9")]], [[make_finished("g1.0")]]]
+        assert await learner.fetch(Packed(bundles, None)) == {"g0.9": "gone"}

@@ -13,14 +13,20 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import EngineStatus
+from laminar_py.records.events import Dropped
+from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import Assignment, ReplicaReport
+from laminar_py.records.trajectory import DropReason, Span
+from laminar_py.segments.salvage import Salvaged
 from laminar_py.telemetry.stats import Stats, Totals
+from laminar_py.workers import replicas as replicas_module
 from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.specs import ReplicaSpec
 from laminar_py.workers.supervisor import Supervisor
-from tests.control.fleet import Fleet
+from tests.builders import make_ref
+from tests.control.fleet import Fleet, make_tokens
 from tests.runs.runs import REPO
-from tests.workers.fakes import Processes, make_incarnation
+from tests.workers.fakes import Hosts, Processes, make_incarnation
 
 PATIENCE_S = 10.0
 NODES = (
@@ -74,6 +80,8 @@ class World:
         self.supervisor = Supervisor(record=lambda event: None, max_restarts=9)
 
         self.relay = "tcp://relay"
+        self.payload = Hosts()
+        self.recorded = []  # by the replicas themselves
 
         async def attach(replica, place):
             return self.relay
@@ -85,6 +93,7 @@ class World:
                 placement=self.placement,
                 supervisor=self.supervisor,
                 stats=Stats(SystemClock(), replicas=2, totals=Totals()),
+                ledger=SimpleNamespace(append=self.recorded.append),
             ),
             scheduler=self.scheduler,
             relays=SimpleNamespace(
@@ -92,6 +101,7 @@ class World:
                 endpoint_for=lambda replica: self.relay,
                 keys=SimpleNamespace(public="p", secret="s"),
             ),
+            payload=self.payload,
         )
 
     async def next(self):
@@ -142,6 +152,19 @@ async def test_what_a_dead_replica_had_is_done_by_another_and_a_process_takes_it
     assert world.scheduler.views.by_index[1].in_flight >= had
 
 
+async def test_before_the_next_tick_only_one_without_work_or_of_another_version_is_answered(monkeypatch, tmp_path):
+    monkeypatch.setattr(replicas_module, "DISPATCH_S", 100 * PATIENCE_S)
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):  # which had no work
+        first.actor.report(received=8, admissible=64)
+        for _ in range(3):  # it is asked for the next one once this is taken in
+            await first.actor.relays.get()
+        await asyncio.sleep(0)
+        assert first.sent.empty()
+        second.actor.report(received=8, version=1)
+        assert len(await sent(first, "submit")) + len(await sent(second, "submit")) == 12 * 4
+
+
 async def test_a_replica_without_room_counts_for_nobody_until_there_is_some(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     views = world.scheduler.views
@@ -176,7 +199,7 @@ async def test_replicas_that_die_together_are_all_replaced_and_what_they_had_goe
 async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_is_up(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     aborts = {}
-    monkeypatch.setattr(world.scheduler.deadlines, "take_aborts", lambda: {0: aborts.pop(0)} if aborts else {})
+    monkeypatch.setattr(world.scheduler.book, "take_aborts", lambda: {0: aborts.pop(0)} if aborts else {})
     async with kept(world) as (first, _):
         world.may_start.clear()
         first.die()
@@ -186,6 +209,55 @@ async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_
         assert third.sent.empty()
         world.may_start.set()
         assert await sent(third, "abort") == ["g0.0"]
+
+
+async def test_what_the_journal_of_a_dead_replica_has_goes_on_elsewhere_and_the_journal_goes(
+    monkeypatch, tmp_path
+):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        label = (await first.actor.spec).label
+        name, *_ = had = sorted(world.scheduler.views.by_index[0].in_flight)
+        world.payload.found = [
+            Salvaged(trajectory_id=name, tokens=make_tokens(0, 5), spans=(Span(0, 0, 5),), used_s=1.0)
+        ]
+        first.die()
+        third = await world.next()
+        assert world.payload.running[label].keys() == set(had)
+        assert world.payload.discarded == [f"{label}.1.journal"]
+        moved = {item.trajectory_id: item.length for item in await sent(second, "submit")}
+        assert moved == {one: 5 * (one == name) for one in had}
+        assert (await third.actor.spec).label != label
+
+
+async def test_what_only_the_host_of_a_dead_replica_had_is_lost_with_it(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        label = (await first.actor.spec).label
+        (name, *others) = sorted(world.scheduler.views.by_index[0].in_flight)
+        lifecycle = world.scheduler.book.live[name]
+        lifecycle.tokens, lifecycle.spans = (TokensRef(0, 2, make_ref(f"{label}.1")),), (Span(0, 0, 2),)
+        world.payload.lost.add(label)
+        first.die("its node is gone")
+        moved = ids(await sent(second, "submit"))
+        await world.next()
+        assert label not in world.payload.running, "nobody is there to read its journal"
+        assert name not in world.scheduler.book.live
+        assert moved >= set(others)
+        dropped = [event for event in world.fleet.log.events if isinstance(event, Dropped)]
+        assert [(event.trajectory_id, event.reason) for event in dropped] == [(name, DropReason.HOST_LOST)]
+
+
+async def test_a_replica_whose_disk_is_full_is_tried_again_and_ends_no_run(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        had = set(world.scheduler.views.by_index[0].in_flight)
+        first.die("StoreFullError: segments=there: cannot be written (No space left on device); make room")
+        third = await world.next()
+        assert third.name == first.name
+        assert ids(await sent(second, "submit")) == had
+    assert world.supervisor.total_restarts == 0
+    assert [event.part for event in world.recorded] == ["replica-0"]
 
 
 @pytest.mark.parametrize("evaluations", [True, False])

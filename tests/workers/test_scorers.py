@@ -1,11 +1,14 @@
 """A scoring process as a scorer: what is sent to it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from laminar_py.records.codec import decode
-from laminar_py.records.scoring import ScoringRequest
+from laminar_py.records.scoring import Unscored
 from laminar_py.workers.scorers import MESSAGE_BYTES, RemoteScorer
 from tests.reward.requests import make_requests
+from tests.workers.fakes import Hosts
 
 
 class Recorder:
@@ -13,6 +16,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.sent = []
+        self.place = SimpleNamespace(node=None)
 
     async def call(self, name: str, message: bytes) -> None:
         assert name == "submit"
@@ -32,7 +36,7 @@ class Recorder:
 async def test_large_responses_go_in_messages_of_a_few(sizes, messages):
     part = Recorder()
     requests = make_requests(*("x" * size for size in sizes))
-    await RemoteScorer(part, 1).submit(requests)
-    sent = [decode(list[ScoringRequest], message) for message in part.sent]
+    await RemoteScorer(part, 1, Hosts()).submit([Unscored(request=request) for request in requests])
+    sent = [decode(list[Unscored], message) for message in part.sent]
     assert [len(some) for some in sent] == messages
-    assert [request.response for some in sent for request in some] == [request.response for request in requests]
+    assert [one.request.response for some in sent for one in some] == [one.response for one in requests]

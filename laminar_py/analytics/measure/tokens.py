@@ -15,7 +15,7 @@ from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import DropReason, Status
 
 _DROPS = {  # loss: reasons; those without signal are told apart by their reward
-    "generated again": (DropReason.VERSION_LOST, DropReason.REFUSED),
+    "generated again": (DropReason.VERSION_LOST, DropReason.REFUSED, DropReason.HOST_LOST),
     "group deadline": (DropReason.GROUP_DEADLINE,),
     "group lost": (DropReason.GROUP_LOST,),
     "scoring failed": (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT),

@@ -247,6 +247,7 @@ class TextView(msgspec.Struct, frozen=True, kw_only=True):
     siblings: list[SampleRow]
     history: list[PromptVisit]
     visits: int  # of which `history` shows at most `texts.MOST_VISITS`
+    lost: str = ""
 
 
 class TextList(msgspec.Struct, frozen=True):

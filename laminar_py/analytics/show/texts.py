@@ -141,6 +141,7 @@ def view_sample(sample: FullSample) -> TextView:
         siblings=sample.siblings,
         history=_thin(sample.history, sample.row.group_id),
         visits=len(sample.history),
+        lost=sample.lost,
     )
 
 

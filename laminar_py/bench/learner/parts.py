@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from laminar_py.config.lora import LoraConfig
 from laminar_py.config.model import ModelConfig
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.packing.packer import pack
+from laminar_py.packing.packer import microbatches, pack
 from laminar_py.records.batch import MicroBatch
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
 
@@ -40,7 +39,7 @@ def pack_here(items: Sequence[Trajectory], *, max_tokens: int = MAX_TOKENS) -> l
         attention_share=0.0,
     )
     if alone:
-        return [msgspec.structs.replace(step, bundles=[[[item]]]).microbatches(0)[0] for item in items]
+        return [microbatches([[item]], step.terms)[0] for item in items]
     return list(step.microbatches(0))
 
 

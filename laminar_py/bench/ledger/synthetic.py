@@ -6,6 +6,7 @@ and two pieces; 256 of them a step, three steps' worth live, a version a step. D
 
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from laminar_py.ledger.ledger import Ledger
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import Checkpointed, RunStarted, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.pieces import Piece
 from laminar_py.records.replica import Progress
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Span
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 GROUP = 8
 STEP = 32  # groups
@@ -42,8 +45,9 @@ class LiveGroup:
 class SyntheticRun:
     """Appends to `ledger` what a run would; each call of `advance` is a learner step."""
 
-    def __init__(self, ledger: Ledger, *, seed: int = 0) -> None:
+    def __init__(self, ledger: Ledger, segments: Path, *, seed: int = 0) -> None:
         self._ledger = ledger
+        self._segment = SegmentWriter(segments, "replica-0-1-0")
         self._rng = np.random.default_rng(seed)
         self._live: deque[LiveGroup] = deque()
         self._issued = 0
@@ -172,13 +176,21 @@ class SyntheticRun:
     def _generate(self, member: Lifecycle, version: int, ids: IntArray, logprobs: FloatArray) -> Progress:
         """Store a piece of a response; it may be the last one."""
         start, spans = member.length, (Span(version, member.length, member.length + len(ids)),)
-        self._ledger.store_segment(member.id, start, spans, ids, logprobs)
+        piece = Piece(
+            trajectory_id=member.id,
+            epoch=member.epoch,
+            start=start,
+            spans=spans,
+            ids=ids.tobytes(),
+            logprobs=logprobs.tobytes(),
+        )
+        tokens = tokens_ref(piece, self._segment.write(piece))
+        self._ledger.store_tokens(member.id, tokens, spans)
         progress = Progress(
             trajectory_id=member.id,
             epoch=member.epoch,
             start=start,
-            ids=ids,
-            logprobs=logprobs,
+            tokens=tokens,
             spans=spans,
             finish_reason=FinishReason.STOP,
             queue_s=0.5,

@@ -6,8 +6,8 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.relay.cores import num_cores
 from laminar_py.workers.processes.one_thread import OneThread
-from laminar_py.workers.processes.setup import PartActor, compute_on, learner_threads, open_part
-from laminar_py.workers.specs import LearnerSpec, StepRequest
+from laminar_py.workers.processes.setup import PartActor, compute_on, learner_threads, open_part, open_reader
+from laminar_py.workers.specs import FetchRequest, LearnerSpec, StepRequest
 
 
 def _import_learner() -> None:
@@ -38,11 +38,15 @@ class LearnerActor(PartActor):
         config = open_part(spec, f"learner-{spec.rank}")
         compute_on(learner_threads(config, num_cores=num_cores(), ranks_here=spec.ranks_here))
         allow_many_files()
-        self._part = LearnerPart(config, spec, self._note)
+        self._part = LearnerPart(config, spec, reader=open_reader(spec), note=self._note)
         return encode(self._part.started())
 
     def _note(self, progress: LearnerProgress) -> None:
         self._progress = progress
+
+    def fetch(self, data: bytes) -> bytes:
+        """Read the tokens of a `FetchRequest`; what is lost, a `dict[str, str]`."""
+        return self._one.run(lambda: encode(self._part.fetch(decode(FetchRequest, data))))
 
     def step(self, data: bytes) -> bytes:
         """Take an optimizer step and begin its publication; `StepOutcome`."""

@@ -22,18 +22,29 @@ from laminar_py.learner.distributed import join_group
 from laminar_py.learner.emulated import EmulatedLearner
 from laminar_py.learner.step import Learner
 from laminar_py.learner.warm_start import Example, cache_key, warm_start
-from laminar_py.packing.packer import microbatches
+from laminar_py.packing.packer import Bundle, microbatches
 from laminar_py.records.metrics import LearnerProgress
 from laminar_py.records.weights import Published
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.wire.transport import RelayKeys
-from laminar_py.workers.specs import LearnerSpec, LearnerStarted, StepOutcome, StepRequest
+from laminar_py.segments.completion import complete_all
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, StepOutcome, StepRequest
 
 
 class LearnerPart:
     """A rank of the learner, ready to step."""
 
-    def __init__(self, config: RunConfig, spec: LearnerSpec, note: Callable[[LearnerProgress], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: LearnerSpec,
+        *,
+        reader: PayloadReader,
+        note: Callable[[LearnerProgress], None],
+    ) -> None:
+        self._reader = reader
+        self._bundles: list[Bundle] = []  # of the next step
         self._learner: Learner | EmulatedLearner
         if config.emulation is None:
             self._learner, self._started = _real_learner(config, spec, note)
@@ -54,9 +65,17 @@ class LearnerPart:
         """Sizes of the model."""
         return self._started
 
+    def fetch(self, request: FetchRequest) -> dict[str, str]:
+        """Read the tokens of the next step; what is lost, by trajectory."""
+        wanted = [one for bundle in request.bundles for one in bundle]
+        complete, lost = complete_all(wanted, self._reader, stores=request.stores)
+        self._bundles = [[complete[one.id] for one in bundle if one.id in complete] for bundle in request.bundles]
+        return lost
+
     def step(self, request: StepRequest) -> StepOutcome:
-        """Take an optimizer step, then publish the new weights as the version asked for, if any."""
-        metrics = self._learner.step(microbatches(request.bundles, request.terms))
+        """Take an optimizer step on what was fetched; then publish the weights as a version, if asked for."""
+        bundles, self._bundles = self._bundles, []
+        metrics = self._learner.step(microbatches(bundles, request.terms))
         stall_s = 0.0 if request.version is None else self.publish(request.version)
         return StepOutcome(metrics, request.version, stall_s)
 

@@ -1,10 +1,9 @@
 """The process of the reference model."""
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.trajectory import Trajectory
 from laminar_py.workers.processes.one_thread import OneThread
-from laminar_py.workers.processes.setup import PartActor, compute_on, open_part
-from laminar_py.workers.specs import ReferenceSpec
+from laminar_py.workers.processes.setup import PartActor, compute_on, open_part, open_reader, open_writer
+from laminar_py.workers.specs import ReferenceRequest, ReferenceSpec
 
 
 class ReferenceActor(PartActor):
@@ -22,8 +21,11 @@ class ReferenceActor(PartActor):
         from laminar_py.workers.processes.reference_part import ReferencePart
 
         compute_on(1)
-        self._part = ReferencePart(open_part(spec, "reference-0"), rendezvous=spec.rendezvous)
+        config = open_part(spec, "reference-0")
+        self._part = ReferencePart(
+            config, rendezvous=spec.rendezvous, reader=open_reader(spec), writer=open_writer(spec)
+        )
 
     def logprobs(self, data: bytes) -> bytes:
-        """`ReferenceAnswer` for a list of `Trajectory`."""
-        return self._one.run(lambda: encode(self._part.logprobs(decode(list[Trajectory], data))))
+        """`ReferenceAnswer` to a `ReferenceRequest`."""
+        return self._one.run(lambda: encode(self._part.logprobs(decode(ReferenceRequest, data))))

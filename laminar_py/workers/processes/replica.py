@@ -15,7 +15,7 @@ from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
-from laminar_py.workers.processes.setup import PartActor, open_part
+from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.workers.specs import ReplicaSpec
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class ReplicaActor(PartActor):
         from laminar_py.relay.subscriber import Subscriber
         from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
+        from laminar_py.rollout.storing import ResponseStore
 
         spec = decode(ReplicaSpec, data)
         config = open_part(spec, f"replica-{spec.index}")
@@ -49,11 +50,13 @@ class ReplicaActor(PartActor):
             spec.index,
             engine=engine,
             weights=self._weights,
+            store=ResponseStore(open_folder(spec), spec.label, open_reader(spec)),
             clock=SystemClock(),
             on_new_weights=OnNewWeights(rollout.on_new_weights),
             batch=rollout.batch_per_replica,
             max_batch=rollout.max_batch,
             partial_interval_s=rollout.partial_interval_s,
+            tells_partials=config.reward.looks_ahead,
             max_seconds=rollout.max_seconds,
             verify_every=rollout.engine.verify_every,
             initial=spec.assignments,

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.scoring import PartialResponse, ScoringRequest
+from laminar_py.records.scoring import Unfinished, Unscored
 from laminar_py.records.servers import PoolAddresses
 from laminar_py.reward.launched import LaunchedServers
-from laminar_py.workers.processes.setup import PartActor, open_part
+from laminar_py.workers.processes.setup import PartActor, open_part, open_reader, open_writer
 from laminar_py.workers.specs import ScorerSpec
 
 
@@ -20,6 +20,7 @@ class ScorerActor(PartActor):
     async def start(self, data: bytes) -> int:
         """Start what the terms of the reward need; answers how many responses it works on at a time."""
         from laminar_py.data.tokenizer import load_tokenizer
+        from laminar_py.reward.payload import ScoredPayload
         from laminar_py.reward.scorer import Scorer
 
         spec = decode(ScorerSpec, data)
@@ -34,6 +35,7 @@ class ScorerActor(PartActor):
             record=Path(spec.run_dir),
             name=name,
             launched=self._launched,
+            payload=ScoredPayload(open_reader(spec), open_writer(spec)),
         )
         await self._scorer.__aenter__()  # until `stop`; what it holds ends with the process too
         return self._scorer.at_once
@@ -43,12 +45,12 @@ class ScorerActor(PartActor):
         self._launched.update(decode(PoolAddresses, data))
 
     async def submit(self, data: bytes) -> None:
-        """Begin with a list of `ScoringRequest`."""
-        self._scorer.submit(decode(list[ScoringRequest], data))
+        """Begin with a list of `Unscored`."""
+        self._scorer.submit(decode(list[Unscored], data))
 
     async def look_ahead(self, data: bytes) -> None:
-        """Work ahead on a list of `PartialResponse`."""
-        self._scorer.look_ahead(decode(list[PartialResponse], data))
+        """Work ahead on a list of `Unfinished`."""
+        self._scorer.look_ahead(decode(list[Unfinished], data))
 
     async def take(self, wait_s: float) -> bytes:
         """A list of `Score`, empty after `wait_s` seconds without any."""

@@ -14,8 +14,12 @@ from pathlib import Path
 from laminar_py.cluster.memory import kernel_kills
 from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
+from laminar_py.ledger.database import segments_path
 from laminar_py.sandbox.inside import kernel
-from laminar_py.workers.specs import PartStart
+from laminar_py.segments.fetch import StoreClient
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SegmentWriter
+from laminar_py.workers.specs import PartStart, PayloadStart
 
 
 class PartActor:
@@ -46,6 +50,21 @@ def open_part(spec: PartStart, name: str) -> RunConfig:
     """Config of the run whose part this process is; logs go into the run's folder from here on."""
     log_to(spec.run_dir, name)
     return read_config(spec.config)
+
+
+def open_reader(spec: PayloadStart) -> PayloadReader:
+    """Reader of payload, from this host's segments and from stores of others."""
+    return PayloadReader(open_folder(spec), fetch=StoreClient(bytes.fromhex(spec.store_key)))
+
+
+def open_writer(spec: PayloadStart) -> SegmentWriter:
+    """Writer of payload on this host."""
+    return SegmentWriter(open_folder(spec), spec.label)
+
+
+def open_folder(spec: PayloadStart) -> Path:
+    """Folder of this host's segments."""
+    return segments_path(Path(spec.run_dir))
 
 
 def log_to(run_dir: str, part: str) -> None:

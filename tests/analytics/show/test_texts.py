@@ -70,14 +70,20 @@ async def test_what_cannot_be_read_leaves_a_report_with_the_reason(run):
     assert "cannot be read" in found.trouble
 
 
-async def test_a_response_with_a_gap_leaves_those_before_it_and_is_no_bad_question(run):
+async def test_a_response_with_a_gap_costs_no_other_and_is_shown_with_the_reason(run):
+    whole = embedded(run)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
-        connection.execute("DELETE FROM segment WHERE trajectory = 1 AND start = 0")
-    assert "are missing" in embed_texts(run).trouble
+        connection.execute("DELETE FROM piece WHERE trajectory = 1 AND name = '' AND start = 0")
+    assert embed_texts(run).trouble == ""
+    found = embedded(run)
+    assert [view for view in found if not view["lost"]] == [one for one in whole if one["row"]["id"] != "g0.0"]
+    (gap,) = (view for view in found if view["lost"])
+    assert (gap["row"]["id"], gap["words"], gap["columns"]) == ("g0.0", [], {})
+    assert gap["lost"].startswith("trajectory=g0.0: ")
     async with TestClient(TestServer(make_app(Reader(run), host="127.0.0.1", token=None))) as client:
         answer = await client.get("/sample.json?id=g0.0")
-        assert answer.status == 503
-        assert "are missing" in await answer.text()
+        assert answer.status == 200
+        assert (await answer.json())["lost"] == gap["lost"]
         assert (await client.get("/sample.json?id=g0.1")).status == 200
 
 

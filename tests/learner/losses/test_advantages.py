@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from laminar_py.config.algorithm import Advantage
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.records.columns import TOKEN_REWARDS, token_values
-from laminar_py.records.returns import Returns, differ, returns_of
+from laminar_py.records.returns import Returns, differ, earned_by, returns_of
 
 
 def advantages(kind, rewards):
@@ -22,7 +22,7 @@ def advantages(kind, rewards):
 def by_token(rewards) -> Returns:
     """Returns of a response whose tokens have these rewards."""
     values = np.asarray(rewards, np.float32)
-    return returns_of(float(values.sum(dtype=np.float64)), {TOKEN_REWARDS: token_values(values)})
+    return returns_of(float(values.sum(dtype=np.float64)), earned_by({TOKEN_REWARDS: token_values(values)}))
 
 
 def of_tokens(kind, group):
@@ -137,8 +137,8 @@ def test_a_reward_on_the_last_token_is_the_reward_of_the_response(kind: Advantag
 
 def test_what_differs_by_rounding_is_no_signal_and_moves_nothing():
     """A thousandth of ten thousand, as which float32 has token rewards."""
-    column = {TOKEN_REWARDS: token_values(np.array([0, 10_000], np.float32))}
-    group = [returns_of(10_000.0, column), returns_of(10_000.001, column)]
+    earned = earned_by({TOKEN_REWARDS: token_values(np.array([0, 10_000], np.float32))})
+    group = [returns_of(10_000.0, earned), returns_of(10_000.001, earned)]
     assert not differ(group)
     found, _ = group_advantages(Advantage.GROUP_STD)(group)
     assert np.abs(found).max() == 0.0

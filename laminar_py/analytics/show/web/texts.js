@@ -261,7 +261,8 @@ class Texts {
     byId("texts-one").hidden = false;
     byId("texts-head").replaceChildren(element("b", oneLine(row.id)), element("span", this.facts(view), "note"));
     byId("texts-prompt").replaceChildren(...shown(view.prompt));
-    byId("texts-ids").textContent = view.ids_only ? `Tokens are shown as ids: ${oneLine(view.ids_only)}` : "";
+    const ids = view.ids_only ? `Tokens are shown as ids: ${oneLine(view.ids_only)}` : "";
+    byId("texts-ids").textContent = view.lost ? `No response: ${oneLine(view.lost)}` : ids;
     fillSelect(byId("texts-colour"), [["version", "weight version"], ["logprob", "log-probability"], ...Object.keys(view.columns).map((name) => [name, oneLine(name)]), ["none", "none"]]);
     this.tokens.show(view, byId("texts-colour").value);
     this.drawLegend();

@@ -1,0 +1,179 @@
+"""Pieces of a run's trajectories wherever they are: references in SQLite, and the pieces that these lead to.
+
+Written by the ledger, read by recovery, archive and audit. SQLite has where a piece lies, the segments of this
+host have its bytes; what a checkpoint no longer needs is in the archive instead (`ledger.archive`).
+"""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import msgspec
+
+from laminar_py.records.columns import Dtype
+from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
+from laminar_py.records.spans import clip_spans, decode_spans, encode_spans, replace_spans
+from laminar_py.records.trajectory import Span
+from laminar_py.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import tokens_ref
+
+AT_ONCE = 256  # pieces that are read together
+NO_COLUMN = ""  # name of response tokens
+LOST = "on record as lost"
+
+
+class PieceRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A reference as the table `piece` has it; the fields are its columns, in order."""
+
+    trajectory: int
+    name: str  # of a column; empty: response tokens
+    dtype: str
+    start: int
+    end: int
+    spans: str  # JSON
+    routed: int  # leading positions whose experts are recorded with it
+    segment: str  # empty: it is on record as lost
+    offset: int
+    num_bytes: int
+    digest: bytes
+
+    @property
+    def ref(self) -> PieceRef:
+        """Reference to the piece."""
+        return PieceRef(self.segment, self.offset, self.num_bytes, self.digest)
+
+
+COLUMNS = PieceRow.__struct_fields__
+INSERT = f"INSERT INTO piece VALUES ({', '.join('?' * len(COLUMNS))})"
+
+
+class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A piece of trajectory number `trajectory`, byte for byte as stored.
+
+    `fault` says why it cannot be read, or in what its reference is wrong about it.
+    """
+
+    trajectory: int
+    name: str
+    start: int
+    digest: bytes
+    piece: AnyPiece | None
+    fault: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """True where its loss is on record."""
+        return self.fault == LOST
+
+    @property
+    def tokens(self) -> Piece:
+        """Response tokens. Raises `PayloadLostError` where they cannot be read."""
+        if not isinstance(self.piece, Piece):
+            raise PayloadLostError(self.fault or "a column, where tokens were to be")
+        return self.piece
+
+    @property
+    def is_intact(self) -> bool:
+        """True if nobody changed it, nor its reference."""
+        if self.piece is None or self.fault:
+            return False
+        return self.digest == frame_digest(describe(self.piece), arrays_of(self.piece))
+
+
+def rebuilt(
+    trajectory: int, name: str, start: int, digest: bytes, description: Buffer, arrays: Buffer
+) -> StoredPiece:
+    """A piece of its parts, whether or not these are as they were written."""
+    piece: AnyPiece | None = None
+    fault = ""
+    try:
+        piece = rebuild(description, arrays)
+    except PayloadLostError as error:
+        fault = str(error)
+    return StoredPiece(trajectory=trajectory, name=name, start=start, digest=digest, piece=piece, fault=fault)
+
+
+def piece_rows(
+    connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
+) -> Iterator[PieceRow]:
+    """References of trajectories that meet the SQL condition: by trajectory, its tokens in order, then columns."""
+    cursor = connection.execute(
+        f"SELECT {', '.join(f'p.{column}' for column in COLUMNS)} FROM piece p JOIN trajectory ON number ="
+        f" p.trajectory WHERE {where} ORDER BY p.trajectory, p.name, p.start, p.rowid",
+        values,
+    )
+    return (PieceRow(*row) for row in cursor)
+
+
+def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[StoredPiece]:
+    """The pieces of references, in their order, some at a time."""
+    while block := list(islice(rows, AT_ONCE)):
+        loaded = reader.load(row.ref for row in block if row.segment)
+        for row in block:
+            piece: AnyPiece | None = None
+            fault = "" if row.segment else LOST
+            if not fault:
+                try:
+                    piece = loaded.piece(row.ref)
+                    fault = "" if _is_said(row, piece) else "not what its reference says"
+                except PayloadLostError as error:
+                    fault = str(error)
+            yield StoredPiece(
+                trajectory=row.trajectory,
+                name=row.name,
+                start=row.start,
+                digest=row.digest,
+                piece=piece,
+                fault=fault,
+            )
+
+
+def _is_said(row: PieceRow, piece: AnyPiece) -> bool:
+    """True where a piece is as its reference says, down to its spans."""
+    said = row.name, row.dtype, row.start, row.end, row.spans, row.routed
+    if isinstance(piece, ColumnPiece):
+        return said == (piece.name, piece.values.dtype.value, 0, len(piece.values.array), "[]", 0)
+    tokens = tokens_ref(piece, row.ref)
+    spans = encode_spans(clip_spans(piece.spans, piece.start))
+    return said == (NO_COLUMN, "", tokens.start, tokens.end, spans, tokens.routed)
+
+
+def is_whole(tokens: Sequence[StoredPiece], length: int) -> bool:
+    """True where pieces can be read and make a response of `length` tokens."""
+    end = 0
+    for one in tokens:
+        if not isinstance(one.piece, Piece) or one.piece.start != end:
+            return False
+        end = one.piece.end
+    return end == length
+
+
+def tokens_of(rows: Sequence[PieceRow]) -> tuple[TokensRef, ...]:
+    """References to the response of one trajectory, among all of it."""
+    return tuple(TokensRef(row.start, row.end, row.ref, row.routed) for row in rows if row.name == NO_COLUMN)
+
+
+def columns_of(rows: Sequence[PieceRow]) -> dict[str, ColumnRef]:
+    """References to the columns of one trajectory, by their names."""
+    return {row.name: ColumnRef(Dtype(row.dtype), row.ref) for row in rows if row.name != NO_COLUMN}
+
+
+def spans_of(rows: Sequence[PieceRow]) -> tuple[Span, ...]:
+    """Spans with which the tokens of one trajectory were stored."""
+    spans: tuple[Span, ...] = ()
+    for row in rows:
+        if row.name == NO_COLUMN:
+            spans = replace_spans(spans, decode_spans(row.spans))
+    return spans
+
+
+def split(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
+    """Response tokens of one trajectory, and its columns; what a crash left twice once."""
+    once = list({(piece.name, piece.start, piece.digest): piece for piece in pieces}.values())
+    return [one for one in once if one.name == NO_COLUMN], [one for one in once if one.name != NO_COLUMN]
+
+
+def column_values(pieces: Sequence[StoredPiece]) -> dict[str, ColumnPiece]:
+    """Columns among pieces of one trajectory that can be read, by name."""
+    return {one.name: one.piece for one in pieces if isinstance(one.piece, ColumnPiece)}

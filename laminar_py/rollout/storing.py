@@ -1,0 +1,85 @@
+"""Storage of a replica's responses: what it has of them goes to segment and journal, what it goes on with is read.
+
+Owned by `replica`; used by `streams`. Invariant: what is told of a response lies in a segment already, and what is
+not told is in the journal an interval later, so that a death of the process costs no more than that.
+"""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from laminar_py.records.codec import IntArray
+from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
+from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.replica import Assignment
+from laminar_py.segments.journal import Journal
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SegmentWriter, tokens_ref
+
+LEAST_FREE = 16 * 2**20  # bytes of the disk without which no replica begins
+SYNC_S = 5.0  # after so long what was written is on disk, for what a loss of power must not take
+
+
+class StoreFullError(EngineLostError):
+    """A folder of segments that cannot be written: the replica is of no use there."""
+
+
+class ResponseStore:
+    """Segment and journal of one replica in `folder`, and a reader for the responses that it goes on with.
+
+    Raises `StoreFullError` where nothing can be written, also when it is made.
+    """
+
+    def __init__(self, folder: Path, part: str, reader: PayloadReader) -> None:
+        self._folder = folder
+        self._segment = SegmentWriter(folder, part)
+        self._journal = Journal(folder, part)
+        self._reader = reader
+        with self._writing():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        if free < LEAST_FREE:
+            raise StoreFullError(f"segments={folder}: {free / 2**20:.0f} MiB are free there; make room")
+
+    def keep(self, piece: Piece) -> TokensRef:
+        """Write a piece that is to be told."""
+        with self._writing():
+            return tokens_ref(piece, self._segment.write(piece))
+
+    def note(self, pieces: Sequence[Piece]) -> None:
+        """Write what running trajectories have got and nobody is told yet."""
+        with self._writing():
+            self._journal.write(pieces)
+
+    def forget(self, trajectory_id: str) -> None:
+        """Note that a trajectory has left, and all of it was told."""
+        self._journal.forget(trajectory_id)
+
+    async def read(self, assignment: Assignment) -> IntArray:
+        """Response tokens that an assignment goes on from. Raises `PayloadLostError`."""
+        return await asyncio.to_thread(self._read, assignment)
+
+    async def keep_synced(self) -> None:
+        """Bring what was written to the disk now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(SYNC_S)
+            with self._writing():
+                await asyncio.to_thread(self._segment.sync)
+
+    def _read(self, assignment: Assignment) -> IntArray:
+        loaded = self._reader.load((one.at for one in assignment.tokens), stores=assignment.stores)
+        ids = loaded.response(assignment.tokens).ids
+        if len(ids) != assignment.length:
+            raise PayloadLostError(f"{len(ids)} tokens of {assignment.length}")
+        return ids
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreFullError(
+                f"segments={self._folder}: cannot be written ({error.strerror}); make room"
+            ) from None

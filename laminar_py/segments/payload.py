@@ -1,0 +1,69 @@
+"""Responses as arrays, joined from their pieces. Called by whoever needs the tokens themselves. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.pieces import Piece
+from laminar_py.records.recordings import (
+    RoutedExperts,
+    SamplingMask,
+    join_experts,
+    join_masks,
+    unpack_experts,
+    unpack_mask,
+)
+from laminar_py.records.spans import replace_spans
+from laminar_py.records.trajectory import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """A whole response, e.g. of version 7: `Payload(ids=ids, logprobs=logprobs, spans=(Span(7, 0, 41),))`."""
+
+    ids: IntArray  # [L]
+    logprobs: FloatArray  # [L]
+    spans: tuple[Span, ...]  # cover [0, L), no two neighbours say the same
+    sampling_mask: SamplingMask | None = None  # L rows, none of a token: the whole vocabulary
+    routed_experts: RoutedExperts | None = None  # from position 0 on
+
+
+def join(pieces: Iterable[Piece]) -> Payload:
+    """The response that pieces of one trajectory make, in their order; ValueError names a gap, or a piece whose
+    log-probabilities are not of its tokens.
+    """
+    ids: list[bytes] = []
+    logprobs: list[bytes] = []
+    spans: tuple[Span, ...] = ()
+    masks: list[SamplingMask] = []
+    experts: list[RoutedExperts] = []
+    length, masked = 0, False
+    for piece in pieces:
+        if piece.start != length:
+            raise ValueError(f"tokens [{length}, {piece.start}) are missing or stored twice")
+        if len(piece.ids) != len(piece.logprobs):
+            raise ValueError(f"the piece from token {length} on has {len(piece.logprobs)} bytes of logprobs")
+        ids.append(piece.ids)
+        logprobs.append(piece.logprobs)
+        spans = replace_spans(spans, piece.spans)
+        masked = masked or piece.mask is not None
+        masks.append(mask_of(piece))
+        length = piece.end
+        if piece.experts is not None:
+            experts.append(unpack_experts(piece.experts))
+    return Payload(
+        ids=np.frombuffer(b"".join(ids), np.int32),
+        logprobs=np.frombuffer(b"".join(logprobs), np.float32),
+        spans=spans,
+        sampling_mask=join_masks(masks) if masked else None,
+        routed_experts=join_experts(experts) if experts else None,
+    )
+
+
+def mask_of(piece: Piece) -> SamplingMask:
+    """Mask of a piece; one without was drawn from the whole vocabulary."""
+    if piece.mask is None:
+        return SamplingMask(np.zeros(piece.end - piece.start, np.int32), np.empty(0, np.int32))
+    return unpack_mask(piece.mask)

@@ -1,0 +1,260 @@
+"""Payload of a run: which host has which segment, what is saved of the dead, archived and deleted.
+
+Owned by the controller, which decides by references and sees no token. Parts write to segments under a label that
+they are started with, so the name of a segment says which process wrote it, and on which host. Invariant: a
+segment is deleted only when no reference leads to it, on record or in memory, and its writer has gone on to
+another one.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import count
+
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.part import RayError, RayTaskError
+from laminar_py.cluster.ray_cluster import on_node
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
+from laminar_py.ledger.pieces import PieceRow
+from laminar_py.ledger.recovery import LiveTrajectory, Recovered
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.pieces import PieceRef
+from laminar_py.records.trajectory import Status
+from laminar_py.segments.folder import SegmentFile, discard, labels_here, segment_files, segments_here
+from laminar_py.segments.salvage import Known, Salvage, Salvaged, SalvageRequest, salvage
+from laminar_py.segments.writer import part_of
+from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.stores import Stores
+
+log = logging.getLogger(__name__)
+
+SETTLES_S = 60.0  # a segment that got nothing for so long, and is not the newest of its part, gets nothing more
+ROWS_AT_ONCE = 50_000  # references of one file of the archive
+
+
+class PayloadHosts:
+    """Hosts of a run's segments, by the labels of the parts that write them."""
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self.key = secrets.token_hex(32)
+        self.stores = Stores(incarnation, key=self.key)
+        self._incarnation = incarnation
+        self._placement = incarnation.placement
+        self._ledger = incarnation.ledger
+        self._folder = str(incarnation.run.segments)
+        self._nodes: dict[str, str] = {}  # Ray node of each label
+        self._present: dict[str, str] = {}  # label of each part that runs, or ran last
+        self._starts = count()
+
+    # ---- where things are
+
+    async def label(self, part: str, node: str | None) -> str:
+        """A label for a part that starts on a node, e.g. `replica-3-2-17`: the 17th start of incarnation 2.
+
+        Others can read what it writes, since the store of its host is up. Raises PartDiedError if that is gone.
+        """
+        if self._placement.spread and node is not None:
+            await self.stores.up(node)
+        label = f"{part}-{self._incarnation.number}-{next(self._starts)}"
+        self._nodes[label], self._present[part] = node or self._here, label
+        return label
+
+    def stores_for(self, refs: Iterable[PieceRef], node: str | None) -> dict[str, str]:
+        """Addresses of those segments that a reader on this node has not got itself."""
+        if not self._placement.spread:
+            return {}
+        elsewhere = {ref.segment for ref in refs if self._node_of(ref.segment) != (node or self._here)}
+        return {segment: self.stores.address(self._node_of(segment)) for segment in elsewhere}
+
+    async def find(self, recovered: Recovered) -> dict[str, str]:
+        """Look for the segments of earlier incarnations; what is gone of live trajectories, by their ids."""
+        there: dict[str, int] = {}
+        for node in self._all_nodes:
+            for file in await self._files_on(node) or ():
+                there.setdefault(file.name, file.num_bytes)
+                self._nodes.setdefault(part_of(file.name), node)
+        for node in set(self._nodes.values()):
+            self.stores.need(node)
+        return {entry.id: why for entry in recovered.live if (why := _missing(entry, there))}
+
+    # ---- after deaths
+
+    async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
+        """Tokens of these that a dead part had and nobody was told; none where its host does not answer."""
+        return await self._salvage(self._nodes[label], f"{label}.*", running)
+
+    async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
+        """Tokens of all that ran when the last controller died, likewise."""
+        running = {
+            entry.id: Known(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
+            for entry in live
+            if entry.status is Status.RUNNING
+        }
+        answers = [await self._salvage(node, "*", running) for node in self._all_nodes]
+        return [one for answer in answers for one in answer.found]
+
+    async def salvaged(self, label: str, answer: Salvage) -> None:
+        """Delete the journals of a dead part, once what they had is on record."""
+        if answer.journals:
+            await self._ledger.commit()
+            await self._discard(self._nodes[label], answer.journals)
+
+    async def is_lost(self, label: str) -> bool:
+        """True where the host of a dead part is gone as well, and with it what the part wrote.
+
+        A folder that hosts share outlives each of them: the controller's host takes over what it sees there.
+        """
+        await self._placement.refresh()
+        node = self._nodes[label]
+        if self._placement.is_alive(node):
+            return False
+        seen = decode(list[str], await self._on(self._here, labels_here, self._folder) or encode([]))
+        for other in [name for name in seen if self._nodes.get(name) == node]:
+            self._nodes[other] = self._here
+        return self._nodes[label] == node
+
+    async def lose_host_of(self, label: str, scheduler: TrajectoryScheduler) -> None:
+        """Drop what only the host of a part had."""
+        node = self._nodes[label]
+        known = await self._ledger.segments() | scheduler.book.segments()
+        gone = {segment for segment in known if self._node_of(segment) == node}
+        await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
+
+    # ---- what nobody needs any more
+
+    async def archive(self, step: int, scheduler: TrajectoryScheduler) -> int:
+        """Move to the archive what no rollback to `step` or later can need; the number of trajectories moved."""
+        by_node: dict[str, list[PieceRow]] = {}
+        for row in await self._ledger.settled_pieces(step):
+            by_node.setdefault(self._node_of(row.segment), []).append(row)
+        files = [(node, rows) for node, mine in by_node.items() for rows in _at_most(mine, ROWS_AT_ONCE)]
+        seq = self._ledger.seq
+        answers = await asyncio.gather(
+            *(self._archive(node, file_name(seq, place), rows) for place, (node, rows) in enumerate(files))
+        )
+        written = [answer for answer in answers if answer is not None]
+        unreadable = {number: why for answer in written for number, why in answer.unreadable.items()}
+        asked = [
+            (answer, {row.trajectory for row in rows}) for answer, (_, rows) in zip(answers, files, strict=True)
+        ]
+        moved = set[int]().union(*(numbers for answer, numbers in asked if answer is not None))
+        moved = moved.difference(unreadable, *(numbers for answer, numbers in asked if answer is None))
+        await self._ledger.archived([one.event for one in written], sorted(moved))
+        if unreadable:
+            first = next(iter(unreadable.values()))
+            log.error("pieces of %d trajectories cannot be read: %s", len(unreadable), first)
+            await self._ledger.lose(unreadable.keys(), first)
+        await self._tidy(scheduler)
+        return len(moved)
+
+    async def close(self, scheduler: TrajectoryScheduler) -> None:
+        """Delete journals, and look for what is gone: all that ran has ended, and was told."""
+        for node in self._all_nodes:
+            await self._discard(node, ["*.journal"])
+        self._present.clear()
+        await self._tidy(scheduler)
+
+    async def _tidy(self, scheduler: TrajectoryScheduler) -> None:
+        """Delete segments to which no reference leads; what is gone of others is lost."""
+        needed = await self._ledger.segments() | scheduler.book.segments()
+        there: dict[str, list[SegmentFile]] = {}
+        for node in self._all_nodes:
+            if (files := await self._files_on(node)) is not None:
+                there[node] = files
+        known = {file.name for files in there.values() for file in files}
+        gone = {segment for segment in needed - known if self._node_of(segment) in there}
+        await self._lose(gone, f"segment {min(gone, default='')} is gone from its host", scheduler)
+        for node, files in there.items():
+            idle = [file.name for file in files if file.name not in needed and self._is_ended(file, files)]
+            await self._discard(node, segment_files(idle))
+
+    def _is_ended(self, file: SegmentFile, files: Sequence[SegmentFile]) -> bool:
+        """True for a segment that gets no more, and of which nobody is about to tell; `files` are of its host."""
+        label = part_of(file.name)
+        *_, newest = (other.name for other in files if part_of(other.name) == label)  # as they were made
+        return label not in self._present.values() or (file.name != newest and file.age_s > SETTLES_S)
+
+    async def _lose(self, segments: Collection[str], reason: str, scheduler: TrajectoryScheduler) -> None:
+        """Put on record that these segments are gone, and drop what is live of them."""
+        if segments:
+            log.error("%s, %d in all", reason, len(segments))
+            await scheduler.losses.of_segments(segments, reason)
+            await self._ledger.lose(await self._ledger.holders(segments), reason)
+
+    # ---- on hosts
+
+    @property
+    def _here(self) -> str:
+        here = self._placement.here.node
+        assert here is not None, "the controller is on a node"
+        return here
+
+    @property
+    def _all_nodes(self) -> list[str]:
+        """The controller's node, where all else may have been once, and all others that are alive."""
+        return self._placement.alive if self._placement.spread else [self._here]
+
+    def _node_of(self, segment: str) -> str:
+        return self._nodes.get(part_of(segment), self._here)
+
+    async def _files_on(self, node: str) -> list[SegmentFile] | None:
+        """Segments of a host; None where it does not answer."""
+        answer = await self._on(node, segments_here, self._folder)
+        return None if answer is None else decode(list[SegmentFile], answer)
+
+    async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known]) -> Salvage:
+        if not running:
+            return Salvage([], [])
+        try:
+            request = SalvageRequest(pattern, await self.label("salvage", node), dict(running))
+        except PartDiedError:
+            return Salvage([], [])
+        answer = await self._on(node, salvage, self._folder, encode(request))
+        return Salvage([], []) if answer is None else decode(Salvage, answer)
+
+    async def _archive(self, node: str, name: str, rows: Sequence[PieceRow]) -> ArchiveAnswer | None:
+        request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))
+        answer = await self._on(node, archive_pieces, encode(request))
+        return None if answer is None else decode(ArchiveAnswer, answer)
+
+    async def _discard(self, node: str, names: Sequence[str]) -> None:
+        if names:
+            await self._on(node, discard, self._folder, encode(list(names)))
+
+    async def _on(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes | None:
+        """Answer of a function on a host; None where that is gone, or cannot do it."""
+        try:
+            return await on_node(node, function, *arguments)
+        except (RayTaskError, OSError) as error:
+            log.error("%s on %s: %s", function.__name__, self._placement.ip(node), error)
+        except RayError as error:
+            log.warning("%s: no answer from %s: %s", function.__name__, self._placement.ip(node), error)
+        return None
+
+
+async def take_up(recovered: Recovered, payload: PayloadHosts, scheduler: TrajectoryScheduler) -> None:
+    """Have the scheduler go on with what a dead controller left, but for what is gone meanwhile."""
+    gone = await payload.find(recovered)
+    await scheduler.restore(recovered, salvaged=await payload.salvage_all(recovered.live))
+    await scheduler.losses.of(gone)
+
+
+def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:
+    """Name of what is gone of a trajectory; "" where all is there."""
+    for ref in (*(one.at for one in entry.tokens), *(column.at for column in entry.columns.values())):
+        if there.get(ref.segment, 0) < ref.offset + ref.num_bytes:
+            return f"{ref.segment} is on no host, or ends before byte {ref.offset + ref.num_bytes}"
+    return ""
+
+
+def _at_most(rows: Sequence[PieceRow], size: int) -> Iterable[Sequence[PieceRow]]:
+    """Rows in parts of about a size, each trajectory whole in one of them."""
+    first = 0
+    while first < len(rows):
+        end = min(first + size, len(rows))
+        while end < len(rows) and rows[end].trajectory == rows[end - 1].trajectory:
+            end += 1
+        yield rows[first:end]
+        first = end

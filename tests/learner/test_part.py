@@ -1,0 +1,144 @@
+"""A rank of the learner: it reads the tokens of a step by reference, and steps on nothing else."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from laminar_py.config.algorithm import Aggregation
+from laminar_py.config.loading import load_config
+from laminar_py.learner.distributed import leave_group
+from laminar_py.learner.step import Learner
+from laminar_py.packing.packer import Packed, pack
+from laminar_py.records.codec import decode, encode
+from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SEGMENT, SegmentWriter
+from laminar_py.workers.processes.learner_part import LearnerPart
+from laminar_py.workers.specs import FetchRequest, LearnerSpec, StepOutcome, StepRequest
+from tests.builders import make_trajectory
+from tests.learner.builders import full_parameters
+from tests.runs.runs import REPO
+from tests.stored import store
+
+
+@pytest.fixture
+def rank(model_folder, tmp_path):
+    """One that is alone, with the segments in `tmp_path`."""
+    config = load_config(REPO / "configs/quickstart.yaml", [f"model.path={model_folder}", "warm_start=null"])
+    keys = RelayKeys.generate()
+    spec = LearnerSpec(
+        config=config.model_dump_json(),
+        run_dir=str(tmp_path),
+        label="learner-0-1-0",
+        store_key="",
+        rank=0,
+        rendezvous=str(tmp_path / "rendezvous"),
+        store=str(tmp_path / "store"),
+        chunk_bytes=4096,
+        public_key=keys.public,
+        secret_key=keys.secret,
+        ranks_here=1,
+    )
+    try:
+        part = LearnerPart(config, spec, reader=PayloadReader(tmp_path), note=lambda progress: None)
+        part.config = config
+        yield part
+    finally:
+        leave_group()
+
+
+def items():
+    return [make_trajectory(f"g{i % 2}.{i}", response=5 + 7 * i, seed=i, advantage=i - 2) for i in range(6)]
+
+
+def stored(folder, given):
+    """The same by reference, each in a segment of its own."""
+    return [
+        store(item, SegmentWriter(folder, f"replica-{place}-1-0"), cuts=[2]) for place, item in enumerate(given)
+    ]
+
+
+def packed(given):
+    return pack(given, max_tokens=64, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
+
+
+def fetch(part, step, stores=None):
+    """As its process has the request."""
+    return part.fetch(decode(FetchRequest, encode(FetchRequest(step.bundles[0], stores or {}))))
+
+
+def take(part, terms, version=None):
+    """A step, as its process has the request and gives the answer."""
+    outcome = part.step(decode(StepRequest, encode(StepRequest(terms, version))))
+    return decode(StepOutcome, encode(outcome))
+
+
+def alone(part):
+    """A learner with the same settings, which is given tokens."""
+    config = part.config
+    return Learner(
+        config.model,
+        config.learner,
+        config.algorithm,
+        temperature=config.rollout.sampling.temperature,
+        seed=config.seed,
+        num_steps=config.steps,
+    )
+
+
+def test_a_step_on_what_was_fetched_is_that_on_trajectories_with_their_tokens(rank, tmp_path):
+    given = items()
+    step, plain = packed(stored(tmp_path, given)), packed(given)
+    assert len(step.bundles[0]) > 1
+    other = alone(rank)
+    expected = other.step(plain.microbatches(0))
+    assert fetch(rank, step) == {}
+    outcome = take(rank, step.terms)
+    assert (outcome.version, outcome.stall_s) == (None, 0.0)
+    assert (outcome.metrics.loss, outcome.metrics.grad_norm) == (expected.loss, expected.grad_norm)
+    for name, tensor in full_parameters(other).items():
+        assert torch.equal(full_parameters(rank._learner)[name], tensor), name
+
+
+def test_what_is_lost_is_told_by_trajectory_and_the_step_changes_nothing_until_it_is_asked_for(rank, tmp_path):
+    step = packed(stored(tmp_path, items()))
+    before = full_parameters(rank._learner)
+    for place in (1, 4):
+        next(tmp_path.glob(f"replica-{place}*{SEGMENT}")).unlink()
+    lost = fetch(rank, step)
+    assert sorted(lost) == ["g0.4", "g1.1"]
+    assert all("No such file" in why for why in lost.values())
+    after = full_parameters(rank._learner)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_after_a_loss_the_next_fetch_is_all_that_is_learned_of(rank, tmp_path):
+    """A batch that lost some is put back, and comes again without them."""
+    given = items()
+    finished = stored(tmp_path, given)
+    next(tmp_path.glob(f"replica-0-*{SEGMENT}")).unlink()
+    assert list(fetch(rank, packed(finished))) == ["g0.0"]
+    again, plain = packed(finished[1:]), packed(given[1:])
+    assert fetch(rank, again) == {}
+    expected = alone(rank).step(plain.microbatches(0))
+    metrics = take(rank, again.terms).metrics
+    assert (metrics.loss, metrics.grad_norm) == (expected.loss, expected.grad_norm)
+    assert metrics.work.num_tokens == sum(item.num_tokens for item in given[1:])
+
+
+def test_a_step_is_published_as_its_version_if_that_is_asked_for(rank, tmp_path):
+    step = packed(stored(tmp_path, items()))
+    assert fetch(rank, step) == {}
+    assert take(rank, step.terms, version=1).version == 1
+    assert rank.completed(1).version == 1
+
+
+def test_masked_trajectories_take_part_and_teach_nothing(rank, tmp_path):
+    finished = stored(tmp_path, items())
+    masked = [replace(one, num_trained=0) for one in finished]
+    bundles = packed(finished).bundles[0]
+    by_id = {one.id: one for one in masked}
+    step = Packed([[[by_id[one.id] for one in bundle] for bundle in bundles]], packed(masked).terms)
+    assert fetch(rank, step) == {}
+    metrics = take(rank, step.terms).metrics
+    assert (metrics.loss, metrics.grad_norm) == (0.0, 0.0)

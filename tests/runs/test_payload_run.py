@@ -1,0 +1,77 @@
+"""Whole runs whose replicas die, disks fill and segments are deleted: tokens are kept, or lost by name."""
+
+import os
+import resource
+import signal
+
+import pytest
+
+from laminar_py.audit.queries import Filters, accounting, listing
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.database import reading
+from laminar_py.records.trajectory import DropReason
+from tests.runs.runs import TrainProcess, forget_versions, journaled
+from tests.runs.test_emulated_run import CONFIG, SETTINGS
+from tests.runs.test_lost_node import interrupted
+from tests.runs.test_train import starts_of
+
+SLOW = (*SETTINGS, "emulation.compression=4", "repack.planner=none", "learner.checkpoint_every=2")
+FEW_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def no_versions_left_behind(tmp_path):
+    yield
+    forget_versions(tmp_path / "small-1")
+
+
+def pid_of(train, part):
+    """Process of a part, once it has something in its journal."""
+    train.wait_until(lambda: len(journaled(train.run)) > 0 and list(train.run.glob(f"segments/{part}-*.journal")))
+    return starts_of(train.run)[part][-1]
+
+
+def assert_whole(run):
+    assert verify(run) == []
+    assert accounting(run).balanced
+
+
+def events(run, kind):
+    with reading(run) as connection:
+        return [body for (body,) in connection.execute("SELECT body FROM event WHERE kind = ?", (kind,))]
+
+
+def test_what_a_killed_replica_had_begun_goes_on_where_its_journal_ends(tmp_path):
+    with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
+        os.kill(pid_of(train, "replica-1"), signal.SIGKILL)
+        code, output = train.finish()
+    assert code == 0, output
+    kept = interrupted(train.run, "replica_died")
+    assert any(length > 0 for length in kept.values()), "nobody was told of these tokens"
+    assert_whole(train.run)
+    assert not list(train.run.glob("segments/*.journal"))
+
+
+def test_a_replica_whose_disk_is_full_is_replaced_and_costs_nobody_else(tmp_path):
+    with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
+        resource.prlimit(pid_of(train, "replica-1"), resource.RLIMIT_FSIZE, (FEW_BYTES, FEW_BYTES))
+        code, output = train.finish()
+    assert code == 0, output
+    assert any("StoreFullError" in body for body in events(train.run, "partdied"))
+    assert '"restarts": {}' in (train.run / "summary.json").read_text(), "a full disk is no death that counts"
+    assert not list(listing(train.run, Filters(reason=DropReason.HOST_LOST)))
+    assert_whole(train.run)
+
+
+def test_what_lay_in_deleted_segments_is_dropped_by_name_and_its_prompts_are_issued_anew(tmp_path):
+    with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
+        pid_of(train, "replica-1")
+        segments = train.wait_until(lambda: list(train.run.glob("segments/replica-1-*.segment")))
+        for segment in segments:
+            segment.unlink()
+        code, output = train.finish()
+    assert code == 0, output
+    assert list(listing(train.run, Filters(reason=DropReason.HOST_LOST)))
+    assert events(train.run, "tokenslost")
+    assert len((train.run / "metrics.jsonl").read_text().splitlines()) == 4, "all steps are made"
+    assert_whole(train.run)

@@ -1,0 +1,289 @@
+"""The store over real sockets: who is let in, what is given, and what each may take of it."""
+
+import os
+import socket
+import time
+from contextlib import suppress
+from http.client import HTTPConnection, IncompleteRead
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_py.records.codec import encode
+from laminar_py.records.pieces import PieceRef
+from laminar_py.segments import wire
+from laminar_py.segments.store import BadRequestError, PieceStore, StoreLimits, check_request, listen
+from laminar_py.segments.writer import SegmentWriter, new_name
+from tests.segments.pieces import KEY, PATIENCE_S, random_piece, served
+
+NAME = "replica-3.18f2a4c1b.9e41"
+
+
+def want(*pieces):
+    """Request for pieces, each of a segment's name, an offset, and a size."""
+    return wire.make_request([PieceRef(*piece, b"") for piece in pieces])
+
+
+def ask(store, body, *, key=KEY, path=wire.ROUTE, method="POST", headers=None):
+    """Status and body of an answer; a body that is no bytes is encoded."""
+    data = body if isinstance(body, bytes) else encode(body)
+    connection = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
+    signed = {wire.SIGNATURE: wire.request_signature(key, data)}
+    connection.request(method, path, data, headers if headers is not None else signed)
+    response = connection.getresponse()
+    answer = response.read()
+    connection.close()
+    return response.status, answer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A segment that is there, by name, beside what nobody may have."""
+    (tmp_path / "segments").mkdir()
+    (tmp_path / "segments" / f"{NAME}.segment").write_bytes(bytes(range(100)))
+    (tmp_path / "segments" / f"{NAME}.journal").write_bytes(b"secret")
+    (tmp_path / "secret.1.abcd.segment").write_bytes(b"secret")
+    return tmp_path / "segments"
+
+
+@pytest.fixture
+def store(folder):
+    with served(folder) as store:
+        yield store
+
+
+def test_bytes_come_in_the_order_in_which_they_are_asked_for(store):
+    wanted = want((NAME, 90, 10), (NAME, 0, 3), (NAME, 1, 1))
+    assert ask(store, wanted) == (200, bytes([*range(90, 100), 0, 1, 2, 1]))
+
+
+def test_names_that_writers_give_are_names_that_stores_know():
+    for part in ("replica-3", "scorer-0", "reference-0", "replica-3-1-17"):
+        assert check_request(encode(want((new_name(part), 0, 1))))
+
+
+@pytest.mark.parametrize(
+    ("key", "headers"),
+    [
+        (bytes(32), None),
+        (KEY, {}),
+        (KEY, {wire.SIGNATURE: ""}),
+        (KEY, {wire.SIGNATURE: "0" * 64}),
+        (KEY, {"Authorization": f"Bearer {KEY.hex()}"}),
+        (KEY, {wire.SIGNATURE: "\xff\xfe"}),
+    ],
+    ids=["another-key", "no-signature", "an-empty-one", "a-wrong-one", "the-key-itself", "no-text"],
+)
+def test_without_the_key_nothing_is_read(store, key, headers):
+    status, answer = ask(store, want((NAME, 0, 3)), key=key, headers=headers)
+    assert status == 401
+    assert answer == b"X-Laminar-Signature is not of this request and the run's key"
+
+
+def test_a_signature_opens_no_other_request(store):
+    headers = {wire.SIGNATURE: wire.request_signature(KEY, encode(want((NAME, 0, 3))))}
+    assert ask(store, want((NAME, 0, 4)), headers=headers)[0] == 401
+
+
+@pytest.mark.parametrize("key", [b"", b"guess", bytes(31)])
+def test_a_key_that_can_be_guessed_is_refused_at_construction(tmp_path, key):
+    with pytest.raises(ValueError, match=f"key: {len(key)} bytes"):
+        PieceStore(tmp_path, key=key)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\xff" * 1000,
+        b"\x91" * 100_000,
+        b"{}",
+        [],
+        {"segments": [NAME], "pieces": [[0, 0, 1]]},
+        [[NAME], []],
+        [[], [[0, 0, 1]]],
+        [[NAME], [[0, 0]]],
+        [[NAME], [[0, 0, 1]] * (wire.MOST_PIECES + 1)],
+        [[NAME] * (wire.MOST_SEGMENTS + 1), [[0, 0, 1]]],
+        *([[NAME], [piece]] for piece in ([1, 0, 1], [-1, 0, 1], [0, -1, 1], [0, 0, -1], [0, 0, 0], [0, 0.5, 1])),
+        *([[NAME], [piece]] for piece in ([0, 2**63, 1], [0, 2**64 - 1, 2**64 - 1], [0, 0, None])),
+        *([[name], [[0, 0, 1]]] for name in (f"../{NAME}", "../secret.1.abcd", "/etc/passwd", "..", "", 7)),
+        *([[name], [[0, 0, 1]]] for name in (f"{NAME}\n", f"{NAME}\0", f"{NAME}.journal", f"{NAME}.segment")),
+        *([[name], [[0, 0, 1]]] for name in ("REPLICA.1.abcd", "é.1.abcd", f"{'a' * 65}.1.abcd")),
+    ],
+)
+def test_a_bad_request_is_answered_with_one_line(store, body):
+    status, answer = ask(store, body)
+    assert status == 400
+    assert answer.startswith(b"no request: ")
+    assert b"\n" not in answer
+    assert len(answer) < 300
+    assert ask(store, want((NAME, 0, 1)))[0] == 200, "it serves on"
+
+
+@given(data=st.binary(max_size=200))
+def test_no_bytes_raise_anything_but_a_refusal(data):
+    with suppress(BadRequestError):
+        assert check_request(data)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "line"),
+    [
+        (want((NAME, 100, 1)), "ends before byte 101"),
+        (want((NAME, 0, 3), (NAME, 0, 101)), "ends before byte 101"),
+        (want((NAME, 2**62, 2**62)), "ends before byte 9223372036854775808"),
+        (want(("replica-4.1.abcd", 0, 1)), "No such file or directory"),
+        (want(("link.1.abcd", 0, 1)), "Too many levels of symbolic links"),
+        (want(("folder.1.abcd", 0, 1)), "no regular file"),
+        (want(("pipe.1.abcd", 0, 1)), "no regular file"),
+    ],
+)
+def test_what_is_not_there_is_told_from_all_else(store, folder, wanted, line):
+    (folder / "link.1.abcd.segment").symlink_to(folder.parent / "secret.1.abcd.segment")
+    (folder / "folder.1.abcd.segment").mkdir()
+    os.mkfifo(folder / "pipe.1.abcd.segment")
+    status, answer = ask(store, wanted)
+    assert (status, answer.decode()) == (wire.LOST, f"{wanted.segments[0]}: {line}")
+
+
+def test_several_pieces_have_a_bound_and_one_has_none(store):
+    many = want((NAME, 0, wire.ANSWER_BYTES), (NAME, 0, 1))
+    assert ask(store, many)[0] == 413
+    assert ask(store, want((NAME, 0, 2 * wire.ANSWER_BYTES)))[0] == wire.LOST, "it would be read"
+
+
+def test_a_body_that_is_too_large_is_not_read(store):
+    with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
+        head = f"POST {wire.ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\n\r\n"
+        stranger.sendall(head.encode())
+        answer = stranger.recv(10_000).decode()
+    assert answer.startswith("HTTP/1.1 413")
+    assert answer.endswith(f"{2**40} bytes; a request has at most {wire.BODY_BYTES}")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", wire.ROUTE), ("PUT", wire.ROUTE), ("DELETE", wire.ROUTE), ("POST", "/other")]
+)
+def test_there_is_one_route_and_it_reads(store, method, path):
+    assert ask(store, want((NAME, 0, 1)), method=method, path=path)[0] == 404
+
+
+def test_a_body_without_its_length_is_refused(store):
+    with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
+        stranger.sendall(f"POST {wire.ROUTE} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        assert stranger.recv(1000).startswith(b"HTTP/1.1 411")
+
+
+def test_no_http_at_all_is_answered_without_a_traceback(store, caplog):
+    with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
+        stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00\xfc\r\n\r\n" * 10)
+        answer = stranger.recv(10_000)
+    assert answer.startswith(b"HTTP/1.0 400")
+    assert b"Traceback" not in answer
+    assert ask(store, want((NAME, 0, 1)))[0] == 200
+
+
+def is_closed(connection):
+    """True once the other side has ended it."""
+    connection.settimeout(PATIENCE_S)
+    with suppress(ConnectionError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+def test_connections_that_do_not_show_the_key_in_time_are_closed(folder):
+    with served(folder, limits=StoreLimits(hello_s=0.2)) as store:
+        head = f"POST {wire.ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n"
+        for sent in ("", "P", head, f"{head}\r\nhalf"):
+            with socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) as stranger:
+                stranger.sendall(sent.encode())
+                assert is_closed(stranger)
+        assert ask(store, want((NAME, 0, 1)))[0] == 200
+
+
+def test_connections_beyond_the_bound_are_closed_and_others_served_on(folder):
+    with served(folder, limits=StoreLimits(connections=3)) as store:
+        kept = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
+        body = encode(want((NAME, 0, 1)))
+        for _ in range(2):
+            kept.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+            assert kept.getresponse().read() == b"\0"
+        strangers = [socket.create_connection(("127.0.0.1", store.port), PATIENCE_S) for _ in range(6)]
+        assert all(is_closed(one) for one in strangers[2:])
+        kept.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+        assert kept.getresponse().read() == b"\0"
+        for one in (*strangers, kept):
+            one.close()
+
+
+def test_a_client_that_does_not_read_loses_its_turn_and_others_get_theirs(tmp_path):
+    ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=2_000_000))
+    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
+    with served(tmp_path, limits=StoreLimits(answers=1, turn_s=PATIENCE_S, answer_s=0.5)) as store:
+        slow = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
+        slow.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+        time.sleep(0.1)  # so that it is the first
+        status, answer = ask(store, want((ref.segment, 0, 100)))
+        assert (status, len(answer)) == (200, 100)
+        assert is_closed(slow.sock)
+        slow.close()
+
+
+def test_when_all_turns_are_taken_others_are_told_to_ask_again(tmp_path):
+    ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=2_000_000))
+    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
+    with served(tmp_path, limits=StoreLimits(answers=1, turn_s=0.1, answer_s=PATIENCE_S)) as store:
+        slow = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
+        slow.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+        time.sleep(0.1)
+        assert ask(store, body) == (503, b"1 answers are under way; ask again")
+        slow.close()
+
+
+async def test_a_store_listens_on_loopback_unless_told_otherwise():
+    listener = await listen()
+    assert listener.getsockname()[0] == "127.0.0.1"
+    with listener, pytest.raises(OSError, match="in use"):
+        await listen(port=listener.getsockname()[1], patience_s=0.2)
+
+
+def test_what_is_deleted_under_way_comes_to_its_end(tmp_path):
+    writer = SegmentWriter(tmp_path, "replica-0")
+    ref = writer.write(random_piece(tokens=1_000_000))
+    data = (tmp_path / f"{ref.segment}.segment").read_bytes()
+    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
+    with served(tmp_path) as store:
+        connection = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
+        connection.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+        response = connection.getresponse()
+        (tmp_path / f"{ref.segment}.segment").unlink()
+        assert response.read() == data
+        connection.close()
+        assert ask(store, body)[0] == wire.LOST
+
+
+def test_a_segment_that_becomes_shorter_under_way_ends_its_answer_and_nothing_else(tmp_path, caplog):
+    ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=4_000_000))
+    body = encode(want((ref.segment, ref.offset, ref.num_bytes)))
+    with served(tmp_path) as store:
+        connection = HTTPConnection("127.0.0.1", store.port, timeout=PATIENCE_S)
+        connection.request("POST", wire.ROUTE, body, {wire.SIGNATURE: wire.request_signature(KEY, body)})
+        response = connection.getresponse()
+        os.truncate(tmp_path / f"{ref.segment}.segment", 1000)
+        with pytest.raises((IncompleteRead, ConnectionError)):
+            response.read()
+        connection.close()
+        assert ask(store, want((ref.segment, 0, 1000)))[0] == 200
+    assert "an answer ended before its end: [Errno 14] Bad address" in caplog.text
+
+
+def test_the_longest_request_that_a_client_makes_is_one_that_stores_take():
+    names = [f"{'a' * 64}.{'f' * 16}.{index:04x}" for index in range(wire.MOST_SEGMENTS)]
+    pieces = [(names[index % len(names)], 2**40, 2**13) for index in range(wire.MOST_PIECES)]
+    body = encode(want(*pieces))
+    assert len(body) <= wire.BODY_BYTES
+    assert check_request(body) == want(*pieces)

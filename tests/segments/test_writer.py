@@ -1,0 +1,181 @@
+"""Writers: each reference can be read, files end at their size, and a full disk costs no frame that was whole."""
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_py.segments.frames import make_frame, whole_frames
+from laminar_py.segments.journal import Journal
+from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.writer import SegmentWriter, new_name, part_of, write_whole
+from tests.segments.pieces import make_piece, random_piece
+
+DISK_BYTES = 256 * 2**10
+
+
+def read(folder, refs):
+    """The pieces of these, by a reader of its own."""
+    reader = PayloadReader(folder)
+    loaded = reader.load(refs)
+    found = [loaded.piece(ref) for ref in refs]
+    reader.close()
+    return found
+
+
+def frames_in(folder, pattern="*"):
+    """Pieces of all files, from their beginnings on; the files must end with a whole frame."""
+    found = []
+    for path in sorted(folder.glob(pattern)):
+        data = path.read_bytes()
+        there = list(whole_frames(memoryview(data)))
+        assert sum(make_frame(piece).num_bytes for piece in there) == len(data), f"{path} has a torn end"
+        found += there
+    return found
+
+
+def test_each_reference_can_be_read_as_soon_as_there_is_one(tmp_path):
+    writer = SegmentWriter(tmp_path / "new", "replica-3")
+    written, refs = [], []
+    for count in (1, 2, 0, 5):
+        pieces = [make_piece(f"g{len(written)}.{place}", tokens=3 * place) for place in range(count)]
+        refs += writer.write_all(pieces)
+        written += pieces
+        assert read(tmp_path / "new", refs) == written
+    assert frames_in(tmp_path / "new") == written
+    assert {part_of(ref.segment) for ref in refs} == {"replica-3"}
+
+
+def test_a_file_that_has_reached_its_size_gets_no_more_and_a_batch_is_never_split(tmp_path):
+    writer = SegmentWriter(tmp_path, "replica-3", roll_bytes=1000)
+    batches = [[make_piece(f"g{batch}.{place}", tokens=20) for place in range(4)] for batch in range(6)]
+    refs = [writer.write_all(batch) for batch in batches]
+    assert all(len({ref.segment for ref in batch}) == 1 for batch in refs)
+    assert len({batch[0].segment for batch in refs}) == 3
+    names = list(dict.fromkeys(batch[0].segment for batch in refs))
+    assert names == sorted(names), "names have the order of their making"
+    writer.sync()
+    writer.close()
+    last = writer.write(make_piece())
+    assert last.segment not in names, "what comes after the end is in another file"
+    assert read(tmp_path, [*chain(*refs), last]) == [*chain(*batches), make_piece()]
+
+
+def test_a_segment_is_its_owners_alone(tmp_path):
+    SegmentWriter(tmp_path / "segments", "replica-3").write(make_piece())
+    (segment,) = (tmp_path / "segments").iterdir()
+    assert (segment.stat().st_mode & 0o777, segment.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@given(sizes=st.lists(st.integers(0, 30), max_size=1500), most=st.integers(1, 40))
+def test_buffers_are_written_whole_however_little_the_kernel_takes_at_once(sizes, most):
+    buffers = [os.urandom(size) for size in sizes]
+    taken = bytearray()
+
+    def writev(file, rest):
+        assert len(rest) <= 1024, "the kernel takes no more"
+        data = b"".join(rest)[:most]
+        taken.extend(data)
+        return len(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "writev", writev)
+        write_whole(7, buffers)
+    assert taken == b"".join(buffers)
+
+
+def test_no_two_names_are_the_same():
+    names = {new_name("replica-3") for _ in range(1000)}
+    assert len(names) == 1000
+
+
+def test_a_thread_may_bring_to_disk_what_another_writes(tmp_path):
+    writer = SegmentWriter(tmp_path, "replica-3", roll_bytes=500)
+    with ThreadPoolExecutor(1) as pool:
+        refs = []
+        for _ in range(300):
+            syncing = pool.submit(writer.sync)
+            refs += [writer.write(make_piece(tokens=20)) for _ in range(3)]
+            syncing.result()
+    writer.close()
+    assert len(read(tmp_path, refs)) == 900
+    assert not [link for link in os.listdir("/proc/self/fd") if _leads_into(link, tmp_path)], "all are closed"
+
+
+def _leads_into(link, folder):
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{link}").startswith(str(folder))
+    return False
+
+
+@contextmanager
+def small_disk(folder):
+    """A file system of `DISK_BYTES`, for root."""
+    folder.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(options, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_on_a_full_disk_a_batch_is_taken_back_and_frames_lie_end_to_end(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        writer = SegmentWriter(disk, "replica-3")
+        written = [random_piece(f"g0.{place}", tokens=5000) for place in range(4)]
+        refs = writer.write_all(written)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left on device"):
+                writer.write_all([random_piece(tokens=5000) for _ in range(4)])
+            assert frames_in(disk) == read(disk, refs) == written
+        written.append(make_piece())
+        refs.append(writer.write(written[-1]))
+        assert frames_in(disk) == read(disk, refs) == written
+        writer.close()
+
+
+def test_on_a_full_disk_a_journal_keeps_whole_entries_and_goes_on_when_there_is_room(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        (disk / "other").write_bytes(bytes(DISK_BYTES // 2))
+        journal = Journal(disk, "replica-3")
+        first, large, last = make_piece("a"), random_piece("b", tokens=25_000), make_piece("c")
+        journal.write([first])
+        with pytest.raises(OSError, match="No space left on device"):
+            journal.write([large])
+        (disk / "other").unlink()
+        journal.write([large, last])
+        assert frames_in(disk, "*.journal") == [first, large, last]
+        journal.close()
+
+
+def test_a_write_that_a_limit_cuts_short_is_taken_back(tmp_path):
+    code = f"""
+        import resource, signal
+        from pathlib import Path
+        from laminar_py.segments.writer import SegmentWriter
+        from tests.segments.pieces import make_piece, random_piece
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        writer = SegmentWriter(Path({str(tmp_path)!r}), "replica-3")
+        writer.write(make_piece("a"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, {resource.RLIM_INFINITY}))
+        try:
+            writer.write_all([make_piece("b"), random_piece("c", tokens=5000)])
+        except OSError as error:
+            print(error.strerror)
+        writer.write(make_piece("d"))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "File too large\n"
+    assert frames_in(tmp_path) == [make_piece("a"), make_piece("d")]

@@ -1,0 +1,133 @@
+"""Stores on the nodes of a real Ray cluster: one a host, each of which comes back, until its host is gone."""
+
+import asyncio
+import secrets
+import signal
+import socket
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.placement import Needs, Placement
+from laminar_py.cluster.ray_cluster import nodes
+from laminar_py.config.loading import parse_config
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.segments.fetch import StoreClient
+from laminar_py.segments.frames import read_frame
+from laminar_py.segments.wire import split_address
+from laminar_py.segments.writer import SegmentWriter
+from laminar_py.workers import stores as stores_module
+from laminar_py.workers.stores import Stores
+from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
+from tests.segments.pieces import random_piece
+from tests.workers.fakes import make_incarnation
+
+PATIENCE_S = 60.0
+KEY = secrets.token_hex(32)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two hosts, of which the second dies in the last test."""
+    with joined(two := FakeCluster(0, 1)):
+        yield two
+
+
+@pytest.fixture(autouse=True)
+def _quick_to_notice(monkeypatch):
+    monkeypatch.setattr(stores_module, "PING_S", 0.1)
+
+
+def make_stores(folder, placement):
+    (folder / "logs").mkdir(exist_ok=True)
+    settings = {"name": "t", "steps": 1, "data": {"train": "t"}, "reward": {"use": ["t.py:t"]}}
+    config = parse_config({**settings, "model": {"path": str(folder)}})
+    incarnation = make_incarnation(config=config, run=RunFolder(folder), placement=placement)
+    return Stores(incarnation, key=KEY)
+
+
+@asynccontextmanager
+async def kept(folder, placement):
+    """Stores of this placement, up and watched."""
+    stores = make_stores(folder, placement)
+    async with asyncio.timeout(PATIENCE_S):
+        stores.spawn()
+        await stores.start()
+        keeping = asyncio.create_task(stores.keep())
+        try:
+            yield stores
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+            for keeper in stores._keepers.values():
+                keeper.kill()
+
+
+def spread():
+    return Placement(Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0), nodes)
+
+
+async def kill(stores, node):
+    process = psutil.Process(await stores._keepers[node].parts[0].call("pid"))
+    process.send_signal(signal.SIGKILL)
+    await asyncio.to_thread(process.wait)
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_a_store_that_is_killed_comes_back_on_its_port_and_who_fetches_notices_nothing(tmp_path):
+    placement = spread()
+    async with kept(tmp_path, placement) as stores:
+        hosts = [place.node for place in placement.plan.replicas]
+        addresses = [stores.address(node) for node in hosts]
+        assert len(set(addresses)) == 2
+        piece = random_piece(tokens=3000)
+        ref = SegmentWriter(RunFolder(tmp_path).segments, "replica-0-1-0").write(piece)
+        client = StoreClient(bytes.fromhex(KEY))
+        for address in addresses:
+            assert read_frame(memoryview(client(address, [ref])[0]), ref.digest) == piece
+        await kill(stores, hosts[1])
+        got = await asyncio.to_thread(client, addresses[1], [ref])
+        assert read_frame(memoryview(got[0]), ref.digest) == piece
+        assert await stores.up(hosts[1]) == stores.address(hosts[1]) == addresses[1]
+        client.close()
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_where_its_port_stays_taken_a_store_has_another_which_is_told_from_then_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores_module, "PORT_SHARE", 0.0)
+    placement = spread()
+    async with kept(tmp_path, placement) as stores:
+        node = placement.plan.replicas[1].node
+        before = stores.address(node)
+        await kill(stores, node)
+        with socket.create_server(split_address(before)):
+            while stores.address(node) == before:
+                await stores._changed.wait()
+        assert await stores.up(node) != before
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_a_run_on_one_host_has_no_store(tmp_path):
+    placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0), lambda: nodes()[:1])
+    async with kept(tmp_path, placement) as stores:
+        (node,) = placement.plan.nodes
+        stores.need(node)
+        assert (stores._keepers, stores.address(node)) == ({}, "")
+        with pytest.raises(PartDiedError, match="has none"):
+            await stores.up(node)
+
+
+async def test_a_store_ends_with_its_host_and_counts_no_more_deaths(tmp_path, cluster):
+    placement = spread()
+    async with kept(tmp_path, placement) as stores:
+        lost = cluster.id_of(1)
+        address = stores.address(lost)
+        cluster.kill(1)
+        await asyncio.to_thread(wait_for_a_death, 1)
+        while lost in stores._keepers:
+            await stores._changed.wait()
+        assert stores.address(lost) == address, "readers are told that it is away"
+        with pytest.raises(PartDiedError, match="store-"):
+            await stores.up(lost)
