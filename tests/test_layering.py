@@ -21,12 +21,13 @@ RULES = {  # room: the rooms that it may import
     "engines": "config records",
     "rollout": "config records repack segments",
     "relay": "config records",
+    "link": "records relay",
     "learner": "config packing records",
     "telemetry": "config ledger records",
     "cluster": "config records relay",
     "preflight": "cluster config data engines records relay reward sandbox telemetry",
-    "workers": "cluster config control data engines learner ledger packing preflight records relay repack reward"
-    " rollout sandbox segments telemetry",
+    "workers": "cluster config control data engines learner ledger link packing preflight records relay repack"
+    " reward rollout sandbox segments telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
     " telemetry workers",
     "audit": "config ledger records segments",
@@ -40,7 +41,7 @@ FLOORS = {  # room: its sub-rooms in order, each of which may import those befor
 TOP = {"bench", "cli"}  # these may import anything of the package, and nobody imports them
 LIBRARIES = {  # heavy library: where it may be imported
     "ray": ("cluster/",),
-    "zmq": ("relay/wire/transport.py",),
+    "zmq": ("relay/wire/",),
     "torch": (
         "engines/local/",
         "learner/",

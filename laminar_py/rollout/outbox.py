@@ -11,7 +11,7 @@ from laminar_py.records.engine import EngineStatus
 from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import Assignment, Progress, ReplicaReport, WeightLoad
 
-REPORT_INTERVAL_S = 0.1
+GATHER_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Outbox:
 
     index: int
     clock: Clock
+    gather_s: float = GATHER_S  # in which news gathers for a report
     progress: list[Progress] = field(default_factory=list)
     loads: list[WeightLoad] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # trajectories whose version is nowhere any more
@@ -41,7 +42,7 @@ class Outbox:
             async with asyncio.timeout(timeout_s):
                 await self.urgent.wait()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._last_s + REPORT_INTERVAL_S - self.clock.now()):
+            async with asyncio.timeout(self._last_s + self.gather_s - self.clock.now()):
                 await self._awaited.wait()
         self.urgent.clear()
         self._awaited.clear()

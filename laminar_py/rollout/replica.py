@@ -22,7 +22,7 @@ from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
 from laminar_py.rollout.loading import WeightLoader
-from laminar_py.rollout.outbox import Outbox
+from laminar_py.rollout.outbox import GATHER_S, Outbox
 from laminar_py.rollout.running import Running
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
@@ -49,6 +49,7 @@ class Replica:
         max_seconds: float | None = None,
         verify_every: int = 0,
         initial: Sequence[Assignment] = (),
+        gather_s: float = GATHER_S,
     ) -> None:
         self.index = index
         self._engine = engine
@@ -69,8 +70,8 @@ class Replica:
         self._weights_kept = asyncio.Lock()  # held while weights change, or must not
         self._told = asyncio.Event()  # set once the loss of the engine was raised
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
-        self._out = Outbox(index=index, clock=clock)
-        self._streams = Streams(engine, self._out, store, ended=self._weights_wanted.set, lost=self._lose)
+        self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
+        self._streams = Streams(engine, self._out, store, ended=self._one_left, lost=self._lose)
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 
     # ---- called by the controller
@@ -141,6 +142,10 @@ class Replica:
             self._lose(error)
             await self._told.wait()
             raise
+
+    def report_soon(self) -> None:
+        """Have the next report go out without waiting for more to share it."""
+        self._out.at_once()
 
     # ---- called for repacking
 
@@ -240,6 +245,12 @@ class Replica:
     async def _keep_synced(self) -> None:
         with self._watching_for_loss():
             await self._store.keep_synced()
+
+    def _one_left(self) -> None:
+        """A trajectory has left; one that has nothing to do any more says so at once."""
+        self._weights_wanted.set()
+        if not self._running:
+            self._out.at_once()
 
     # ---- weights
 

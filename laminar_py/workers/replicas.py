@@ -1,39 +1,46 @@
 """The replicas' processes: reports in, assignments out, revival with what they had. Owned by the controller.
 
-Reports come in at any rate. One that may leave its replica without work is answered at once, all others of
-`DISPATCH_S` together. Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights
-differ from another's under the same version counts as dead (law 3).
+Reports come in over the link at any rate. One that may leave its replica without work is answered at once, all
+others of `DISPATCH_S` together. Ray starts a process and tells of its end, and nothing in between.
+Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights differ from another's
+under the same version counts as dead (law 3).
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 
 from laminar_py.cluster.errors import PartDiedError
-from laminar_py.cluster.part import Part
+from laminar_py.cluster.part import Part, watched
 from laminar_py.cluster.placement import Plan
+from laminar_py.cluster.ray_cluster import LOOPBACK
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.records.codec import decode, encode
+from laminar_py.link.hub import Line, ReplicaHub
+from laminar_py.link.messages import Abort, Attach, CallOff, GiveUp, Order, Stop, Submit
+from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
+from laminar_py.relay.wire.post import Post
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout.outbox import GATHER_S
 from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
-from laminar_py.workers.outgoing import Outgoing
 from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.specs import ReplicaSpec
+from laminar_py.workers.specs import Pace, ReplicaSpec
 from laminar_py.workers.tick import Tick
 
 log = logging.getLogger(__name__)
 
-COLLECT_S = 1.0
 DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
+REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, as far as a replica may be kept waiting
+MOST_GATHER_S, MOST_QUIET_S = 0.5, 5.0
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 CHECKSUMS_KEPT = 64
@@ -62,14 +69,22 @@ class Replicas:
         self._relays = relays
         self._restarting: set[int] = set()  # killed on purpose
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
-        self._late_aborts: dict[int, list[str]] = {}  # of what a replica that starts is started with
         self._plan: Plan | None = None  # that the scheduler has heard of
         self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
-        self._outgoing = Outgoing()
+        self._hub: ReplicaHub | None = None
+        self._lines: dict[int, Line] = {}  # of the replicas that run, or start
+        self._relay_told: dict[Line, str] = {}  # endpoint that each pulls from, as far as it was told
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
+        placement = self._incarnation.placement
+        here = placement.here.node
+        self._hub = ReplicaHub(
+            Post(self._relays.keys, placement.ip(here) if here and placement.spread else LOOPBACK),
+            take=self._take_in,
+            patience_s=self._config.supervisor.heartbeat_timeout_s,
+        )
         for keeper in self._keepers:
             keeper.spawn()
 
@@ -79,7 +94,7 @@ class Replicas:
             for index, keeper in enumerate(self._keepers):
                 tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
             tasks.create_task(self._tick.run(), name="dispatch")
-            tasks.create_task(self._outgoing.run(), name="send-to-replicas")
+            tasks.create_task(self._open_hub.run(), name="link")
 
     def wake(self) -> None:
         """Have what the scheduler has for replicas handed out soon, when the caller is done with what it does."""
@@ -92,14 +107,12 @@ class Replicas:
     def _hand_out(self) -> None:
         self._heed_plan()
         for index, trajectory_ids in self._scheduler.book.take_aborts().items():
-            if self._keepers[index].is_up:
-                self._tell(index, "abort", trajectory_ids)
-            else:
-                self._late_aborts.setdefault(index, []).extend(trajectory_ids)
+            self._tell(index, Abort(list(trajectory_ids)))
         for index, assignments in self._scheduler.dispatcher.dispatch().items():
-            self._outgoing.put(self._keepers[index].parts[0], "submit", self._located(index, assignments))
+            for located in self._located(index, assignments):
+                self._tell(index, Submit([located]))
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
-            self._tell(index, "call_off", trajectory_ids)
+            self._tell(index, CallOff(list(trajectory_ids)))
         self._note_work()
 
     def _heed_plan(self) -> None:
@@ -126,36 +139,38 @@ class Replicas:
         """Speed of the engines, by the first replica that is up; it has nothing to do yet."""
         while True:
             for replica in range(len(self._keepers)):
-                answer = await self._ask(replica, "speed", timeout_s=SPEED_S)
-                if isinstance(answer, bytes):
-                    return decode(EngineSpeed, answer)
+                speed = await self._speed_of(replica)
+                if speed is not None:
+                    return speed
             await asyncio.sleep(RETRY_S)  # all are starting
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        answer = await self._ask(replica, "survey")
-        return decode(Survey, answer) if isinstance(answer, bytes) else None
+        line = self._lines.get(replica)
+        return None if line is None else await line.look()
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
-        return await self._ask(replica, "expect", version, encode(list(trajectory_ids))) is True
+        line = self._lines.get(replica)
+        return line is not None and await line.expect(version, trajectory_ids)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self._tell(replica, "give_up", trajectory_ids)
+        self._tell(replica, GiveUp(list(trajectory_ids)))
 
-    def _tell(self, replica: int, method: str, trajectory_ids: Sequence[str]) -> None:
-        """Tell a replica that is up; one that is not has nothing to give up and expects nothing."""
-        if self._keepers[replica].is_up:
-            self._outgoing.put(self._keepers[replica].parts[0], method, list(trajectory_ids))
+    def _tell(self, replica: int, order: Order) -> None:
+        """Tell a replica that runs, or starts; another has nothing that an order could be about."""
+        line = self._lines.get(replica)
+        if line is not None:
+            line.put(order)
 
-    async def _ask(self, replica: int, method: str, *arguments: object, timeout_s: float | None = None) -> object:
-        """An answer of its process; None from one that is dying, which its keeper notices as well."""
+    async def _speed_of(self, replica: int) -> EngineSpeed | None:
+        """None of one that is dying, which its keeper notices as well."""
         keeper = self._keepers[replica]
         if not keeper.is_up:
             return None
         try:
-            return await keeper.parts[0].call(method, *arguments, timeout_s=timeout_s)
+            return await keeper.parts[0].ask(EngineSpeed, "speed", timeout_s=SPEED_S)
         except PartDiedError:
             return None
 
@@ -170,7 +185,7 @@ class Replicas:
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                self._outgoing.put(keeper.parts[0], "stop", evaluations)
+                self._tell(index, Stop(evaluations))
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -209,7 +224,7 @@ class Replicas:
 
         That ends no run: it is tried again, ever more rarely, while others go on.
         """
-        self._late_aborts.pop(index, None)
+        self._close_line(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
         if index not in self._restarting and StoreFullError.__name__ in error.reason:
@@ -242,6 +257,9 @@ class Replicas:
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
+        self._close_line(index)  # of a start that failed
+        self._lines[index] = line = self._open_hub.open(label, index)
+        self._relay_told[line] = relay
         self._heed_plan()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
@@ -251,6 +269,8 @@ class Replicas:
             index=index,
             model_dir=str(self._config.model.path),
             relay=relay,
+            hub=self._open_hub.endpoint,
+            pace=_pace(self._config.rollout.replicas),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
@@ -260,37 +280,71 @@ class Replicas:
         await parts[0].call("start", encode(spec), timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
-        """Reports of a replica until it dies."""
+        """Until a replica ends, or is of no use any more. Raises PartDiedError."""
         (part,) = parts
-        if (aborted := self._late_aborts.pop(index, None)) is not None:
-            self._outgoing.put(part, "abort", aborted)
-        while True:
-            report = await part.ask(ReplicaReport, "collect", COLLECT_S, self._relays.endpoint_for(index))
-            if index in self._restarting:
-                raise PartDiedError(f"replica-{index}", "restarted")
-            await self._take_in(report)
+        await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, self._lines[index]))
 
-    async def _take_in(self, report: ReplicaReport) -> None:
-        views, index = self._scheduler.views, report.replica
-        version = views.by_index[index].version
-        await self._scheduler.reports.on_report(report)
-        self._stats.on_report(report)
+    async def _take_in(self, reports: Sequence[tuple[Line, ReplicaReport]]) -> None:
+        """Take the reports of a moment in, and answer those at once who may have nothing to do."""
+        is_urgent = False
+        for line, report in reports:
+            views, index = self._scheduler.views, line.replica
+            version = views.by_index[index].version
+            if index in self._restarting:
+                continue  # what it had is taken over from where it lies
+            await self._scheduler.reports.on_report(report)
+            self._stats.on_report(report)
+            self._compare(line, report.loads)
+            self._keep_attached(line)
+            is_urgent |= views.by_index[index].idle or report.status.version != version
         self._note_work()
-        self._compare(index, report.loads)
-        if views.by_index[index].idle or report.status.version != version:
+        if is_urgent:
             self.dispatch()
         else:
             self.wake()
 
-    def _compare(self, index: int, loads: Sequence[WeightLoad]) -> None:
-        """Engines that verified one version in one layout hold the same tensors. Raises PartDiedError if not."""
+    def _keep_attached(self, line: Line) -> None:
+        """Tell a replica where its relay is now; one whose relay has gone to another host cannot go on."""
+        try:
+            relay = self._relays.endpoint_for(line.replica)
+        except PartDiedError as error:
+            line.lose(error.reason)
+            return
+        if relay != self._relay_told[line]:
+            self._relay_told[line] = relay
+            line.put(Attach(relay))
+
+    def _close_line(self, index: int) -> None:
+        line = self._lines.pop(index, None)
+        if line is not None:
+            del self._relay_told[line]
+            self._open_hub.close(line)
+
+    @property
+    def _open_hub(self) -> ReplicaHub:
+        assert self._hub is not None, "there is a link after `spawn`"
+        return self._hub
+
+    def _compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:
+        """Engines that verified one version in one layout hold the same tensors; one that does not is lost."""
         for load in loads:
             if load.checksum is None:
                 continue
             layout = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, index))
+            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
             if agreed != load.checksum:
-                reason = f"its weights of version {load.version} differ from those of replica-{first}"
-                raise PartDiedError(f"replica-{index}", reason)
+                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
         for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
             del self._checksums[key]
+
+
+async def _until_lost(name: str, line: Line) -> None:
+    raise PartDiedError(name, await line.lost)
+
+
+def _pace(replicas: int) -> Pace:
+    """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace."""
+    return Pace(
+        gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
+        quiet_s=min(MOST_QUIET_S, max(1.0, replicas / QUIET_PER_S)),
+    )

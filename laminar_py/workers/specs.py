@@ -48,12 +48,21 @@ class StoreSpec(PartStart, frozen=True, kw_only=True):
     key: str  # of all stores of the run, 64 hex digits
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How often a replica reports: news gathers for `gather_s`; without any it says that it is there."""
+
+    gather_s: float
+    quiet_s: float
+
+
 class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     """Start of a replica; `assignments` are interrupted trajectories that it takes up before anything else."""
 
     index: int
     model_dir: str
     relay: str  # endpoint
+    hub: str  # endpoint that it reports to
+    pace: Pace
     public_key: str
     secret_key: str
     assignments: list[Assignment] = []

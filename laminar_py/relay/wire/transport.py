@@ -229,6 +229,10 @@ class Wire:
         At most `max_queue` records wait for a connection that does not read. Raises `ConfigError` if the address
         cannot be had, `PortInUseError` if that is because another process has its port.
         """
+        return Listener(self.bind(host, port, max_queue=max_queue, max_frame_bytes=CONTROL_BYTES))
+
+    def bind(self, host: str, port: int, *, max_queue: int, max_frame_bytes: int) -> zmq.asyncio.Socket:
+        """The socket of `listen`, for records of another kind."""
         if self._keys is None and not is_local(host):
             raise ConfigError(f"relay.host={host}: without keys a node listens on 127.0.0.1 only; give it keys")
         if self._authenticator is None and self._keys is not None:
@@ -236,7 +240,7 @@ class Wire:
             self._authenticator = AsyncioAuthenticator(self._context)
             self._authenticator.start()
             self._authenticator.configure_curve_callback(credentials_provider=_OneKey(self._keys.public))
-        socket = self._socket(zmq.ROUTER, server=True, max_frame_bytes=CONTROL_BYTES)
+        socket = self._socket(zmq.ROUTER, server=True, max_frame_bytes=max_frame_bytes)
         socket.set(zmq.SNDHWM, max_queue)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a lost connection is an error, not a silent drop
         try:
@@ -244,13 +248,17 @@ class Wire:
         except zmq.ZMQError as error:
             socket.close()
             raise _bind_error(host, port, error) from error
-        return Listener(socket)
+        return socket
 
     def connect(self, endpoint: str, *, max_frame_bytes: int) -> Link:
         """A link to the node at `endpoint`, which need not be there yet."""
+        return Link(self.dealer(max_frame_bytes=max_frame_bytes), endpoint)
+
+    def dealer(self, *, max_frame_bytes: int) -> zmq.asyncio.Socket:
+        """The socket of `connect`, not connected yet, for records of another kind."""
         socket = self._socket(zmq.DEALER, server=False, max_frame_bytes=max_frame_bytes)
         socket.set(zmq.IMMEDIATE, 1)  # no queue towards a peer that is not there: it may come back with new state
-        return Link(socket, endpoint)
+        return socket
 
     def _socket(self, kind: int, *, server: bool, max_frame_bytes: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)

@@ -14,7 +14,6 @@ from laminar_py.config.run import RunConfig
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.replica import Assignment
 from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.workers.specs import ReplicaSpec
 
@@ -29,7 +28,9 @@ class ReplicaActor(PartActor):
 
     async def start(self, data: bytes) -> None:
         """Wire engine, relay subscriber and replica."""
+        from laminar_py.link.replica_link import ReplicaLink
         from laminar_py.relay.subscriber import Subscriber
+        from laminar_py.relay.wire.post import Peer, peer_wire
         from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
         from laminar_py.rollout.storing import ResponseStore
@@ -60,9 +61,18 @@ class ReplicaActor(PartActor):
             max_seconds=rollout.max_seconds,
             verify_every=rollout.engine.verify_every,
             initial=spec.assignments,
+            gather_s=spec.pace.gather_s,
         )
         self._config = config
+        link = ReplicaLink(
+            Peer(peer_wire(keys), spec.hub, spec.label),
+            spec.label,
+            self._replica,
+            attach=self._weights.attach,
+            quiet_s=spec.pace.quiet_s,
+        )
         self._task = asyncio.create_task(self._replica.run(), name="replica")
+        self._link = asyncio.create_task(link.run(), name="link")
 
     async def speed(self) -> bytes:
         """`EngineSpeed` of its engine, which is measured unless it is known."""
@@ -79,46 +89,15 @@ class ReplicaActor(PartActor):
 
         return encode(await engine_speed(config, measure))
 
-    async def submit(self, data: bytes) -> None:
-        """Hand assignments over."""
-        self._replica.submit(decode(list[Assignment], data))
-
-    async def abort(self, data: bytes) -> None:
-        """End these trajectories."""
-        await self._replica.abort(decode(list[str], data))
-
-    async def survey(self) -> bytes:
-        """`Survey` of what it runs."""
-        return encode(await self._replica.survey())
-
-    async def expect(self, version: int, data: bytes) -> bool:
-        """True where it keeps that version until these trajectories have come."""
-        return self._replica.expect(version, decode(list[str], data))
-
-    async def call_off(self, data: bytes) -> None:
-        """Expect these trajectories no more."""
-        self._replica.call_off(decode(list[str], data))
-
-    async def give_up(self, data: bytes) -> None:
-        """End these trajectories, which go on elsewhere, and report them at once."""
-        await self._replica.give_up(decode(list[str], data))
-
-    async def stop(self, evaluations: bool) -> None:
-        """Interrupt all training, and evaluations too; partial responses are reported."""
-        await self._replica.stop(evaluations=evaluations)
-
-    async def collect(self, timeout_s: float, relay: str) -> bytes:
-        """The next `ReplicaReport`; raises what ended the replica, if anything did. Its relay is there now."""
-        self._weights.attach(relay)
-        report = asyncio.create_task(self._replica.collect(timeout_s), name="collect")
-        await asyncio.wait([report, self._task, self._listening], return_when=asyncio.FIRST_COMPLETED)
+    async def ended(self) -> None:
+        """Return never: raises what ended the replica, once its last report was told."""
+        tasks = {self._link, self._task, self._listening}
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         with _telling_bugs(self._config):
-            for task in (self._task, self._listening):
+            for task in (self._task, self._listening, self._link):
                 if task.done():
-                    report.cancel()
                     log.error("%s ended", task.get_name(), exc_info=task.exception())
                     task.result()
-            return encode(await report)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,251 @@
+"""The controller's end of the link: reports of all replicas come in on one socket, and orders go out.
+
+Owned by `workers.replicas`. A line is one life of a replica:
+
+    open -> lost    it was silent for too long, or its owner has no more use for it (`lose`)
+    open -> closed  its process has ended (`close`)
+
+Invariant: each report of an open line is taken in once, in order, and told only then; orders reach the replica
+once, in the order in which they were put, or are lost with its process. What comes from a line that was closed
+counts for nothing. Work grows with what is said, not with the number of replicas.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+
+import msgspec
+
+from laminar_py.link.messages import Answer, Down, Expect, Look, Order, Up
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.replica import ReplicaReport, Survey
+from laminar_py.relay.wire.post import MOST_BYTES, Post
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks for lines that are silent, or that have not heard
+MOST_BEHIND_S = 5.0  # that a look is put off while there is more to take in
+RESEND_S = 2.0  # after which orders that were not heard are sent again
+MOST_REPORTS = 64  # taken in before the event loop goes on with other work
+MOST_REST_S = 0.02  # in which reports gather, where there are many
+FRAME_BYTES = MOST_BYTES // 8  # of orders in one frame, unless one alone is larger
+
+
+class Line:
+    """The controller's end of one replica's life; `lost` has the reason once it is of no use any more."""
+
+    def __init__(self, hub: "ReplicaHub", label: str, replica: int) -> None:
+        self.replica = replica
+        self.label = label
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.told = 0  # reports that were taken in
+        self._hub = hub
+        self._heard = 0  # orders
+        self._sent = 0
+        self._unheard: deque[tuple[int, bytes]] = deque()
+        self._number = 0  # of the last order
+        self._ids = count()
+        self._asked: dict[int, asyncio.Future[Answer | None]] = {}
+
+    def put(self, order: Order) -> None:
+        """Have the replica do something; it goes out at the end of this turn of the event loop."""
+        self._number += 1
+        self._unheard.append((self._number, encode(order)))
+        self._hub.has_word(self)
+
+    async def look(self) -> Survey | None:
+        """What it has at this moment; None if its process ends first."""
+        id = next(self._ids)
+        answer = await self._ask(id, Look(id))
+        return None if answer is None else answer.survey
+
+    async def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
+        """True if it promises to keep `version` until these have come or are called off."""
+        id = next(self._ids)
+        answer = await self._ask(id, Expect(id, version, list(trajectory_ids)))
+        return answer is not None and answer.promised
+
+    def lose(self, reason: str) -> None:
+        """Have its owner end it."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
+
+    # ---- what the hub calls
+
+    def hear(self, up: Up) -> ReplicaReport | None:
+        """Take the replica's word; its report, if that is new."""
+        self._heard = max(self._heard, min(up.heard, self._sent))
+        while self._unheard and self._unheard[0][0] <= self._heard:
+            self._unheard.popleft()
+        if up.report is None:
+            return None
+        self._hub.has_word(self)  # it waits to be told, also of one that came twice
+        if up.number != self.told + 1:
+            return None
+        self.told = up.number
+        for answer in up.answers:
+            asked = self._asked.pop(answer.id, None)
+            if asked is not None and not asked.done():
+                asked.set_result(answer)
+        return up.report
+
+    def words(self, *, again: bool) -> list[Down]:
+        """What is to be said now; with `again` all that was not heard."""
+        if again:
+            self._sent = self._heard
+        orders = [(number, order) for number, order in self._unheard if number > self._sent]
+        self._sent = self._number
+        downs, some, size = list[Down](), list[bytes](), 0
+        for number, order in orders:
+            if some and size + len(order) > FRAME_BYTES:
+                downs.append(self._down(number - len(some), some))
+                some, size = [], 0
+            some.append(order)
+            size += len(order)
+        return [*downs, self._down(self._number + 1 - len(some), some)]
+
+    def close(self) -> None:
+        """Whoever waits for an answer gets none."""
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_result(None)
+        self._asked.clear()
+        self._unheard.clear()
+
+    @property
+    def waits(self) -> bool:
+        """True while orders are out that were not heard."""
+        return bool(self._unheard)
+
+    def _down(self, first: int, orders: Sequence[bytes]) -> Down:
+        return Down(self.told, first, tuple(map(msgspec.Raw, orders)))
+
+    async def _ask(self, id: int, question: Look | Expect) -> Answer | None:
+        answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self._asked[id] = answer
+        self.put(question)
+        try:
+            return await answer
+        finally:
+            self._asked.pop(id, None)
+
+
+class ReplicaHub:
+    """All lines; `take` has the new reports of a moment. A line that is silent for `patience_s` is lost."""
+
+    def __init__(
+        self,
+        post: Post,
+        *,
+        take: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
+        patience_s: float,
+    ) -> None:
+        self._post = post
+        self._take = take
+        self._patience_s = patience_s
+        self._loop = asyncio.get_running_loop()
+        self._lines: dict[bytes, Line] = {}
+        self._last_s: dict[Line, float] = {}  # when each was heard of last, the longest ago first
+        self._sent_s: dict[Line, float] = {}  # when orders were sent that are not heard, the longest ago first
+        self._to_say: dict[Line, None] = {}
+        self._due = False  # what is to be said goes out at the end of this turn of the loop
+        self._looked_s = 0.0
+
+    @property
+    def endpoint(self) -> str:
+        """Where replicas connect to."""
+        return self._post.endpoint
+
+    def open(self, label: str, replica: int) -> Line:
+        """The line of a replica that is about to start under this label."""
+        line = Line(self, label, replica)
+        self._lines[label.encode()] = line
+        return line
+
+    def close(self, line: Line) -> None:
+        """Hear no more of it."""
+        self._lines.pop(line.label.encode(), None)
+        for of in (self._last_s, self._sent_s, self._to_say):
+            of.pop(line, None)
+        line.close()
+
+    def has_word(self, line: Line) -> None:
+        """Say what a line has to say at the end of this turn of the event loop."""
+        self._to_say[line] = None
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._say)
+
+    async def run(self) -> None:
+        """Serve until cancelled; the socket is closed then."""
+        try:
+            while True:
+                if await self._post.wait(LOOK_S):
+                    began = self._loop.time()
+                    await self._receive()
+                    await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more gathers meanwhile
+                self._look()
+        finally:
+            self._post.close()
+
+    async def _receive(self) -> None:
+        """Take in what there is, a bounded part of it."""
+        reports: list[tuple[Line, ReplicaReport]] = []
+        now = self._loop.time()
+        for sender, frame in self._post.drain(MOST_REPORTS):
+            line = self._lines.get(sender)
+            up = None if line is None else _decode(frame)
+            if line is None or up is None or up.label != line.label:
+                continue
+            _move_to_end(self._last_s, line, now)
+            report = line.hear(up)
+            if not line.waits:
+                self._sent_s.pop(line, None)
+            if report is not None:
+                reports.append((line, report))
+        if reports:
+            await self._take(reports)
+
+    def _look(self) -> None:
+        """Lose lines that are silent, and say again what was not heard. Called when all that came is taken in."""
+        now = self._loop.time()
+        behind = self._post.has_more and now < self._looked_s + MOST_BEHIND_S
+        if behind or now < self._looked_s + LOOK_S:
+            return
+        if now > self._looked_s + self._patience_s / 2 and self._looked_s:
+            self._last_s = dict.fromkeys(self._last_s, now)  # this process stood still, not they
+        self._looked_s = now
+        while self._last_s and (oldest := next(iter(self._last_s.items())))[1] < now - self._patience_s:
+            del self._last_s[oldest[0]]
+            oldest[0].lose(f"no word of it in {self._patience_s:g} s")
+        while self._sent_s and (late := next(iter(self._sent_s.items())))[1] < now - RESEND_S:
+            self._send(late[0], again=True)
+
+    def _say(self) -> None:
+        self._due = False
+        lines, self._to_say = self._to_say, {}
+        for line in lines:
+            self._send(line, again=False)
+
+    def _send(self, line: Line, *, again: bool) -> None:
+        """Send what a line has to say; where its connection is down, that is said again once it is back."""
+        downs = line.words(again=again)
+        for down in downs:
+            self._post.send(line.label.encode(), encode(down))
+        if downs[-1].orders:
+            _move_to_end(self._sent_s, line, self._loop.time())
+
+
+def _move_to_end(times: dict[Line, float], line: Line, now: float) -> None:
+    times.pop(line, None)
+    times[line] = now
+
+
+def _decode(frame: memoryview) -> Up | None:
+    try:
+        return decode(Up, frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("dropped a frame of %d bytes: %s", len(frame), error)
+        return None

@@ -1,0 +1,174 @@
+"""A replica's end of the link: its reports go out, one at a time, and orders come in.
+
+Owned by the replica's process. A report is sent until the controller says that it was told; what happens meanwhile
+gathers for the next, so reports become fewer as the controller has more to do. Invariant: orders are obeyed once,
+in the order in which they were given, by calls that begin in that order.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from laminar_py.link.messages import (
+    Abort,
+    Answer,
+    Attach,
+    CallOff,
+    Down,
+    Expect,
+    GiveUp,
+    Look,
+    Order,
+    Stop,
+    Submit,
+    Up,
+)
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
+from laminar_py.relay.wire.post import Peer
+
+log = logging.getLogger(__name__)
+
+FIRST_RESEND_S, RESEND_S = 0.05, 1.0  # after which a report that was not told is sent again: at first, at last
+
+
+class Commanded(Protocol):
+    """A replica, as the link needs it (`rollout.replica.Replica`)."""
+
+    def submit(self, assignments: Sequence[Assignment]) -> None:
+        """Start these."""
+        ...
+
+    async def abort(self, trajectory_ids: Sequence[str]) -> None:
+        """End these."""
+        ...
+
+    async def give_up(self, trajectory_ids: Sequence[str]) -> None:
+        """End these, and report them at once."""
+        ...
+
+    def call_off(self, names: Sequence[str]) -> None:
+        """Expect these no more."""
+        ...
+
+    async def stop(self, *, evaluations: bool) -> None:
+        """Interrupt all training, and evaluations too."""
+        ...
+
+    async def survey(self) -> Survey:
+        """All that it has now."""
+        ...
+
+    def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
+        """Promise to keep a version, or not."""
+        ...
+
+    def report_soon(self) -> None:
+        """Have the next report go out at once."""
+        ...
+
+    async def collect(self, timeout_s: float) -> ReplicaReport:
+        """The next report."""
+        ...
+
+
+class ReplicaLink:
+    """Carries one life of a replica, under the label of its segments."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        label: str,
+        replica: Commanded,
+        *,
+        attach: Callable[[str], None],
+        quiet_s: float,
+    ) -> None:
+        self._peer = peer
+        self._label = label
+        self._replica = replica
+        self._attach = attach
+        self._quiet_s = quiet_s
+        self._number = 0  # of the last report
+        self._told = 0
+        self._heard = 0
+        self._was_told = asyncio.Event()
+        self._answers: list[Answer] = []
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises what ended the replica, after its last report was told."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._listen(tasks), name="orders")
+                tasks.create_task(self._tell(), name="reports")
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._peer.close()
+
+    async def _tell(self) -> None:
+        while True:
+            report = await self._replica.collect(self._quiet_s)
+            answers, self._answers = self._answers, []
+            self._number += 1
+            await self._tell_one(report, tuple(answers))
+
+    async def _tell_one(self, report: ReplicaReport, answers: tuple[Answer, ...]) -> None:
+        """Send a report until it is told."""
+        wait_s = FIRST_RESEND_S
+        while self._told < self._number:
+            self._was_told.clear()
+            sent = self._peer.send(encode(Up(self._label, self._number, self._heard, report, answers)))
+            wait_s = min(RESEND_S, 2 * wait_s) if not sent else RESEND_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._was_told.wait()
+
+    async def _listen(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            frame = await self._peer.receive()
+            try:
+                down = decode(Down, frame)
+            except msgspec.DecodeError as error:
+                log.warning("dropped a frame of %d bytes: %s", len(frame), error)
+                continue
+            self._told = max(self._told, down.told)
+            if self._told >= self._number:
+                self._was_told.set()
+            for number, order in enumerate(down.orders, down.first):
+                if number == self._heard + 1:
+                    self._heard = number
+                    self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
+            if down.orders:
+                self._peer.send(encode(Up(self._label, self._number, self._heard)))
+
+    def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
+        replica = self._replica
+        match order:
+            case Submit(assignments):
+                replica.submit(assignments)
+            case Abort(trajectory_ids):
+                tasks.create_task(replica.abort(trajectory_ids))
+            case GiveUp(trajectory_ids):
+                tasks.create_task(replica.give_up(trajectory_ids))
+            case CallOff(names):
+                replica.call_off(names)
+            case Stop(evaluations):
+                tasks.create_task(replica.stop(evaluations=evaluations))
+            case Attach(relay):
+                self._attach(relay)
+            case Look(id):
+                tasks.create_task(self._survey(id, replica.survey()))
+            case Expect(id, version, trajectory_ids):
+                self._answer(Answer(id, promised=replica.expect(version, trajectory_ids)))
+
+    async def _survey(self, id: int, survey: Awaitable[Survey]) -> None:
+        self._answer(Answer(id, survey=await survey))
+
+    def _answer(self, answer: Answer) -> None:
+        self._answers.append(answer)
+        self._replica.report_soon()
