@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.config.cluster import Device
@@ -91,7 +92,7 @@ class Needs:
         return f"the learner's {self.ranks * self.rank_gpus}{reference}{servers}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Every part's place; relay 0 is the root.
 
@@ -104,7 +105,7 @@ class Plan:
     reference: Place | None = None  # where it is a stage
     servers: tuple[Place | None, ...] = ()  # as in `Needs.servers`
 
-    @property
+    @cached_property
     def nodes(self) -> frozenset[str]:
         """Ray nodes in use."""
         parts = (*self.learner, *self.replicas, *self.servers, self.reference)
@@ -334,6 +335,7 @@ class Placement:
         self._see = see
         self._known = {node.id: node for node in see()}
         self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
+        self._here = next((node.id for node in self._known.values() if node.here), None)
         self.plan = make_plan(needs, list(self._known.values()))
         self._looking = asyncio.Lock()
         self._looked = -math.inf  # when the last look began, on the loop's clock
@@ -372,7 +374,8 @@ class Placement:
     @property
     def spread(self) -> bool:
         """True where parts, the controller among them, are on more than one node."""
-        return len(self.plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
+        nodes = self.plan.nodes
+        return len(nodes) + (self._here is not None and self._here not in nodes) > 1
 
     @property
     def alive(self) -> list[str]:

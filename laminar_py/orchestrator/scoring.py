@@ -28,6 +28,7 @@ from laminar_py.workers.servers import RewardServers
 log = logging.getLogger(__name__)
 
 OUTAGE_REST_S = 5.0  # of a scorer between responses in an outage
+SCORES_AT_ONCE = 16  # taken in before the event loop goes on with other work
 LOOK_S = 1.0  # between two looks at what still generates
 
 
@@ -156,7 +157,9 @@ class Scoring:
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
-        for score in scores:
+        for place, score in enumerate(scores, 1):
+            if place % SCORES_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if self._is_trial(score.trajectory_id):
                 self._tried(score)
                 continue

@@ -116,6 +116,8 @@ class Replicas:
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
             self._tell(index, CallOff(list(trajectory_ids)))
         self._note_work()
+        if self._scheduler.dispatcher.has_more:
+            self._tick.wake()
 
     def _heed_plan(self) -> None:
         """Let the scheduler know of a new plan; a replica without a place counts for nobody."""

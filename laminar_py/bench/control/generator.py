@@ -1,8 +1,8 @@
 """Load generators: many emulated replicas in one process, and scorers that read and do not judge.
 
-Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the emulated
-engine: it writes real segments and speaks over a link of its own. What replicas share here is the process, its
-subscriber and the context of its sockets. Segments are not synced, since one disk stands for those of 128 hosts.
+Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the
+emulated engine: it writes real segments and speaks over a link of its own. What replicas share here is the process,
+its subscriber and the context of its sockets. Segments are not synced, since one disk stands for 128 hosts'.
 """
 
 import asyncio
@@ -75,6 +75,10 @@ class SharedWeights:
         self._subscriber = subscriber
         self._pulling = asyncio.Lock()
         self._pulled: PulledVersion | None = None
+
+    async def latest(self) -> int:
+        """See `Subscriber.latest`."""
+        return await self._subscriber.latest()
 
     async def wait_newer(self, version: int) -> int:
         """See `Subscriber.wait_newer`."""
