@@ -69,7 +69,9 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     room = prompt_room(config)
     limits = {of.source.field: room[""] for of in problems.train}
     limits |= {of.source.field: room[name] for name, of in problems.sets.items()}
-    shown = read_warm_start(config, encoder)
+    shown = read_warm_start(config, encoder, limited=False)
+    if config.warm_start is not None:
+        limits["warm_start.data"] = config.warm_start.tokens_per_step
     faults = _reward_faults(config.reward, problems)
     _show(problems, encoder, level=config.data.level, limits=limits, demonstrations=shown, faults=faults)
 
@@ -117,7 +119,8 @@ def _show(
 ) -> None:
     """Print figures of all sources, and end with exit code 1 where a run would refuse them.
 
-    `limits` are tokens of a prompt, by field of the config, and `faults` what is known of them already.
+    `limits` are tokens of a prompt or a demonstration, by field of the config, and `faults` what is known of them
+    already.
     """
     from laminar_py.data.survey import demonstration_figures, source_figures
     from laminar_py.data.unknown import unknown_words
@@ -128,7 +131,8 @@ def _show(
         for of in problems.all
     }
     if demonstrations is not None:
-        figures[demonstrations.source.field] = demonstration_figures(demonstrations.all)
+        field = demonstrations.source.field
+        figures[field] = demonstration_figures(demonstrations, max_tokens=limits.get(field))
     console.print(_table(figures))
     for field, shown in figures.items():
         _say_counts(f"{field}: fields", shown.fields)
@@ -136,20 +140,26 @@ def _show(
         _say_counts(f"{field}: levels", shown.levels)
     for field, words in unknown_words(problems.all, demonstrations, encoder=encoder).items():
         number = f"{words.number:,} words become" if words.number > 1 else "1 word becomes"
-        told = f"{number} the tokenizer's unknown token, first {words.first!r} in {words.place}"
+        told = f"{number} the tokenizer's unknown token, the first {words.first!r} in {words.place}"
         say(f"{field}: {told}", style="yellow")
     say(shown_prompt(problems.all[0][0], encoder.tokenizer))
+    asked = {of.source.field for of in problems.all}
     long = [
-        f"{field}: {shown.num_too_long} prompts have more than the {limits[field]} tokens that rollout.max_len"
-        " leaves for one"
-        for field, shown in figures.items()
-        if shown.num_too_long
+        _too_long(field, of, limits[field], field in asked) for field, of in figures.items() if of.num_too_long
     ]
     refusals = [*long, *_leaks(problems), *faults]
     for refusal in refusals:
         say(refusal, style="red")
     if refusals:
         raise typer.Exit(1)
+
+
+def _too_long(field: str, figures: "SourceFigures", limit: int, prompts: bool) -> str:
+    """Line on what is too long in a source of prompts, or of demonstrations."""
+    kind = "prompt" if prompts else "demonstration"
+    have = f"{figures.num_too_long:,} {kind}s have" if figures.num_too_long > 1 else f"1 {kind} has"
+    bound = "that rollout.max_len leaves beside a whole response" if prompts else "of warm_start.tokens_per_step"
+    return f"{field}: {have} more than the {limit:,} tokens {bound}, the first in {figures.first_too_long}"
 
 
 def _leaks(problems: "Problems") -> Iterator[str]:

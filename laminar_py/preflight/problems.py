@@ -64,15 +64,17 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
     return Problems(train, sets)
 
 
-def read_warm_start(config: RunConfig, encoder: PromptEncoder) -> Demonstrations | None:
-    """Read the demonstrations of a run; None without a warm start. Raises `ConfigError`."""
+def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool) -> Demonstrations | None:
+    """Read the demonstrations of a run; None without a warm start. Raises `ConfigError`.
+
+    `limited` refuses those that are longer than a step of the warm start.
+    """
     settings = config.warm_start
     if settings is None:
         return None
     source = DataSource("warm_start.data", settings.data)
-    return Demonstrations(
-        source, read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
-    )
+    limit = settings.tokens_per_step if limited else None
+    return Demonstrations(source, read_demonstrations(source, encoder=encoder, max_tokens=limit))
 
 
 def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
