@@ -32,8 +32,8 @@ def clean(
 ) -> None:
     """List what stopped runs keep in this host's shared memory; --free deletes it.
 
-    A stopped run can be resumed all the same: from its checkpoint, and responses under way begin anew. A run whose
-    folder is not there was deleted, or lies on a disk that is not mounted now: --gone says that it was deleted.
+    A stopped run can be resumed all the same: from its checkpoint, with responses under way begun anew. A run
+    whose folder is not there was deleted, or lies on a disk that is not mounted; --gone says that it was deleted.
     """
     found = list(_folders(shm))
     folders = [one for one in found if only is None or one[1].path == only.resolve()]
@@ -53,7 +53,7 @@ def clean(
     if not folders:
         say(f"no run has left anything in {shm}" if only is None else f"{only} has left nothing in {shm}")
     elif not (free or gone):
-        say("laminar clean --free deletes those of stopped runs, --gone those of runs that were deleted")
+        say("laminar clean --free deletes those of stopped runs, --gone those of runs whose folder is not there")
 
 
 def _tell_runs(found: Sequence[tuple[Path, RunFolder]]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
@@ -29,14 +29,20 @@ CONFIGS = (".yaml", ".yml")
 
 
 def data(
-    what: Annotated[str, typer.Argument(help="YAML of a run; or a file, folder or hub name, with --model")],
+    what: Annotated[
+        str, typer.Argument(help="YAML file of a run; or, with --model, a file, a folder or a name on the hub")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings of the run, e.g. data.order=signal")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Model folder, whose tokenizer and template are used")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder: its tokenizer and chat template are used")
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of a folder or of a data set on the hub")] = "train",
     subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub")] = None,
-    column: Annotated[list[str] | None, typer.Option(help="Our field and its column: prompt=question")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="A field of ours and the column that has it, e.g. prompt=question")
+    ] = None,
 ) -> None:
     """Show problems as the model will get them: lengths, fields, tasks, levels, one prompt rendered, duplicates,
     leaks between training and evaluation, and what is too long."""
@@ -136,7 +142,8 @@ def _show(
     console.print(_table(figures))
     for field, shown in figures.items():
         _say_counts(f"{field}: fields", shown.fields)
-        _say_counts(f"{field}: tasks", {task or "(none)": number for task, number in shown.tasks.items()})
+        named = {task or "(none)": number for task, number in shown.tasks.items()}
+        _say_counts(f"{field}: tasks", {} if list(shown.tasks) == [""] else named)
         _say_counts(f"{field}: levels", shown.levels)
     for field, words in unknown_words(problems.all, demonstrations, encoder=encoder).items():
         number = f"{words.number:,} words become" if words.number > 1 else "1 word becomes"
@@ -175,7 +182,7 @@ def _leaks(problems: "Problems") -> Iterator[str]:
 
 def _table(figures: "dict[str, SourceFigures]") -> Table:
     columns = ("problems", "tokens p50", "p95", "most", "too long", "duplicates")
-    table = Table("source", *columns)
+    table = Table(Column("source", overflow="fold"), *columns)
     for field, of in figures.items():
         numbers = (of.num_problems, *of.tokens, of.num_too_long, of.num_duplicates)
         table.add_row(escape(field), *(f"{number:,}" for number in numbers))

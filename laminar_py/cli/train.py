@@ -54,8 +54,8 @@ def train(
 ) -> None:
     """Train a model; everything the run leaves is in runs/<name>-<n>/.
 
-    With --resume a run goes on with the settings that it began with, and those that are given as key=value; a line
-    says what the file has otherwise by now.
+    With --resume a run goes on with the settings that it began with and those given as key=value; a line names
+    what has changed in the file since.
     """
     changes = overrides or []
     settings = load_config(config, changes)

@@ -79,7 +79,7 @@ def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool)
 
 def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
     """Lines with a prompt as the model gets it, control characters visible, and what ends a response to it."""
-    ends = ", ".join(f"{id} {tokenizer.word(id)!r}" for id in tokenizer.eos_ids)
+    ends = " or ".join(f"{tokenizer.word(id)!r} (id {id})" for id in tokenizer.eos_ids)
     text = prompt.text[:SHOWN_CHARS] + ("..." if len(prompt.text) > SHOWN_CHARS else "")
     indented = "\n".join(f"  {visible(line)}" for line in text.split("\n"))
     return f"prompt {prompt.id}, {len(prompt.ids)} tokens; a response ends with {ends}\n{indented}"

@@ -83,7 +83,7 @@ def test_counts_of_tasks_are_bounded(tmp_path):
 
 def test_the_rendered_prompt_is_shown_with_what_ends_a_response(tmp_path):
     _, output = shown(config(tmp_path))
-    assert "prompt p0, 46 tokens; a response ends with 4 '<|im_end|>', 2 '</s>'" in output
+    assert "prompt p0, 46 tokens; a response ends with '<|im_end|>' (id 4) or '</s>' (id 2)" in output
     assert "  <|im_start|>system\n  You are helpful.<|im_end|>\n  <|im_start|>user\n  a<|im_end|>\n" in output
 
 
@@ -94,7 +94,7 @@ def test_a_file_alone_is_shown_with_a_model(tmp_path):
     code, output = shown(tmp_path / "t.parquet", "--model", model, *mapping)
     assert code == 0
     assert "data: levels 0 2, 1 1" in output
-    assert "prompt p0, 5 tokens; a response ends with 2 '</s>'\n  2+2=\n" in output
+    assert "prompt p0, 5 tokens; a response ends with '</s>' (id 2)\n  2+2=\n" in output
 
 
 @pytest.mark.parametrize(
