@@ -94,7 +94,7 @@ def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
     """Say in a line which words the tokenizer does not have: a task for which that is well is a task too."""
     if found:
         first = next(iter(found.values()))
-        seen = ", ".join(f"{words.number:,} in {field} (seen {words.rows})" for field, words in found.items())
+        seen = ", ".join(f"{words.number:,} in {field} ({words.rows} looked at)" for field, words in found.items())
         log.warning(
             "model.path=%s: its tokenizer lacks some words, and reads each as its unknown token: %s; the first is"
             " %r in %s; add them to the tokenizer (`laminar data` counts those of all rows)",

@@ -135,8 +135,8 @@ def test_words_that_the_tokenizer_does_not_have_are_counted_in_a_line(tmp_path, 
     end = ("warm_start=null", "relay.shm=/nowhere", f"runs={tmp_path / 'runs'}")
     in_process(monkeypatch, capsys, *end, f"data.train={path}")
     (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
-    assert "does not have 1 of the words in prompts and demonstrations" in line
-    assert f"first 'Z' in data.train={path}:2" in line
+    assert "reads each as its unknown token: 1 in data.train (all its rows looked at); the first" in line
+    assert f"the first is 'Z' in data.train={path}:2" in line
 
 
 ASSERTS = {"entry_point": "f", "asserts": "assert f(2 == 4"}
