@@ -1,7 +1,7 @@
 """The record of a run: one SQLite file, written by the controller alone.
 
-Responses stand in it by reference. `append` and `store_*` only touch memory and never wait; 2.5 times a second what has
-gathered is written by a thread, in the order of the appends and in one transaction. A batch is cut between two
+Responses stand in it by reference. `append` and `store_*` only touch memory and never wait; `FLUSH_S` later what
+has gathered is written by a thread, in the order of the appends and in one transaction. A batch is cut between two
 turns of the event loop, so what is appended without an `await` in between, or `together`, is never split.
 Invariant (law 1): issued = consumed + dropped + live, in memory at every moment and on disk after every crash.
 """

@@ -76,7 +76,7 @@ class EvalController:
         )
         self._payload = payload = PayloadHosts(incarnation)
         self._scoring = Scoring(
-            incarnation, scheduler=self._scheduler, payload=payload, say=view.notice, end=self._fail
+            incarnation, scheduler=self._scheduler, payload=payload, say=view.notice, end=self._fail, trains=False
         )
         self._relays = Relays(incarnation)
         self._weights = WeightFolder(incarnation, relays=self._relays)

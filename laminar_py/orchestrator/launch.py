@@ -149,7 +149,7 @@ def lead(
     disk = own_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check(config, trains=trains)
     if resume:
-        _take_up(resume, inputs, console, model=config.model.path, disk=disk)
+        _take_up(resume, inputs, console, config=config, disk=disk)
     with open_cluster(config.cluster.address):
         # what cannot be placed leaves no run behind
         placement = asyncio.run(place(config, resume=resume is not None))
@@ -167,14 +167,14 @@ def lead(
     return ending
 
 
-def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, model: Path, disk: Path | None) -> None:
+def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunConfig, disk: Path | None) -> None:
     """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
     _settle_ledger(run, disk, console)
     if run.has_ledger:
         refuse_other_rows(run, inputs.digests)
-        refuse_other_prompts(run, inputs, model=model)
+        refuse_other_prompts(run, inputs, config)
         tell_fallback(run, console)  # better refused now than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")

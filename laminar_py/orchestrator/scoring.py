@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.orchestrator.foresight import Foresight
 from laminar_py.orchestrator.policies import max_scored
@@ -35,7 +36,8 @@ LOOK_S = 1.0  # between two looks at what still generates
 class Scoring:
     """Scoring stage, its processes, and the servers that they ask where the run launches some.
 
-    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. In an outage
+    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. An evaluation
+    alone has nothing that `trains`. In an outage
     each scorer tries one response, which is dropped where that fails, and rests; all others wait, and the first
     value ends the rest of all scorers.
     """
@@ -49,9 +51,10 @@ class Scoring:
         say: Callable[[str], None],
         end: Callable[[str], None],
         actor: type = ScorerActor,
+        trains: bool = True,
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
-        self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step)
+        self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step, trains=trains)
         self._scorers = Scorers(incarnation, payload=payload, actor=actor)
         self._servers = RewardServers(incarnation, tell=self._scorers.tell)
         self._scheduler = scheduler
@@ -168,7 +171,7 @@ class Scoring:
                 continue
             lifecycle = self._scheduler.book.followed(score.trajectory_id)
             if lifecycle is not None:
-                self._note(score, task=lifecycle.prompt.task, trains=lifecycle.trains)
+                self._note(score, lifecycle)
             await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.trains and score.value is not None:
                 self._stats.scored(score.value, score.terms, lifecycle.length)
@@ -180,8 +183,14 @@ class Scoring:
             async with asyncio.timeout(OUTAGE_REST_S):
                 await self._scored.wait()
 
-    def _note(self, score: Score, *, task: str, trains: bool) -> None:
-        line = self.failures.add(score, task=task, trains=trains, now_s=self._clock.now())
+    def _note(self, score: Score, of: Lifecycle) -> None:
+        line = self.failures.add(
+            score,
+            task=of.prompt.task,
+            trains=of.trains,
+            own_reward=set_of(of.group_id) in self._reward.by_set,
+            now_s=self._clock.now(),
+        )
         if line is not None:
             self._tell(line)
         if (fault := self.failures.fault) is not None:

@@ -1,8 +1,8 @@
 """Load generators: many emulated replicas in one process, and scorers that read and do not judge.
 
 Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the
-emulated engine: it writes real segments and speaks over a link of its own. What replicas share here is the process,
-its subscriber and the context of its sockets. Segments are not synced, since one disk stands for 128 hosts'.
+emulated engine: it writes real segments and speaks over a link of its own. What replicas share here is the
+process, its subscriber and the context of its sockets. Segments are not synced: one disk stands for 128 hosts'.
 """
 
 import asyncio
