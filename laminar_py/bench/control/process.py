@@ -24,7 +24,7 @@ USE_S = 1.0  # between looks at processor and memory
 NUM_GENERATORS = 2
 
 
-class Samples(msgspec.Struct):
+class ProcessSamples(msgspec.Struct):
     """Samples of the process, each with its time on this host's monotonic clock."""
 
     delays: list[tuple[float, float]] = []  # seconds by which a timer of the event loop was late
@@ -45,10 +45,10 @@ class Samples(msgspec.Struct):
                 self.uses.append((now, times.user + times.system, process.memory_info().rss))
 
 
-class Sampled:
+class SampledLeader:
     """A controller, and samples of its process while it leads."""
 
-    def __init__(self, controller: Controller, samples: Samples) -> None:
+    def __init__(self, controller: Controller, samples: ProcessSamples) -> None:
         self._controller = controller
         self._samples = samples
 
@@ -69,9 +69,9 @@ def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
     """Lead the run; the samples are in the folder then."""
     config = write_inputs(folder, replicas=replicas, rate=rate, steps=steps)
     console = Console(file=sys.stderr)
-    samples = Samples()
+    samples = ProcessSamples()
 
-    def make(opened: Opened) -> Sampled:
+    def make(opened: Opened) -> SampledLeader:
         controller = Controller(
             opened.config,
             opened.run,
@@ -81,7 +81,7 @@ def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
             resume=False,
             kinds=PartKinds(replica=Generators(NUM_GENERATORS).make, scorer=ReadingScorerActor),
         )
-        return Sampled(controller, samples)
+        return SampledLeader(controller, samples)
 
     lead(config, make, what=f"{replicas} emulated replicas", resume=None, console=console)
     (folder / SAMPLES).write_bytes(msgspec.json.encode(samples))
