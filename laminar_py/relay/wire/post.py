@@ -1,9 +1,10 @@
 """One socket for the short messages of many peers, each of which has a name of its own. Used by `link`.
 
 Frames are taken in many at a time, without a wait for each: asyncio takes ten times as long over a message as the
-socket itself. Invariant: as in `transport`; no send waits.
+socket itself. Invariant: as in `transport`; no send waits, and none costs whoever waits for a frame its wake-up.
 """
 
+import asyncio
 import errno
 
 import zmq
@@ -59,6 +60,8 @@ class Post:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             return False
+        finally:
+            _wake(self._socket)
         return True
 
     def close(self) -> None:
@@ -84,6 +87,7 @@ class Peer:
     async def receive(self) -> memoryview:
         """The next frame."""
         frame: zmq.Frame = await self._socket.recv(copy=False)
+        await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         return frame.buffer
 
     def send(self, frame: bytes) -> bool:
@@ -92,8 +96,15 @@ class Peer:
             self._plain.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
+        finally:
+            _wake(self._socket)
         return True
 
     def close(self) -> None:
         """End the connection."""
         self._socket.close()
+
+
+def _wake(socket: zmq.asyncio.Socket) -> None:
+    """Have those who wait for a frame look: libzmq tells once that one has come, and a send may be what hears it."""
+    socket.get(zmq.EVENTS)
