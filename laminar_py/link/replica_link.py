@@ -7,11 +7,8 @@ in the order in which they were given, by calls that begin in that order.
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
-
-import msgspec
 
 from laminar_py.link.messages import (
     Abort,
@@ -30,8 +27,7 @@ from laminar_py.link.messages import (
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.relay.wire.post import Peer
-
-log = logging.getLogger(__name__)
+from laminar_py.relay.wire.transport import read_record
 
 FIRST_RESEND_S, RESEND_S = 0.05, 1.0  # after which a report that was not told is sent again: at first, at last
 
@@ -130,11 +126,8 @@ class ReplicaLink:
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            frame = await self._peer.receive()
-            try:
-                down = decode(Down, frame)
-            except msgspec.DecodeError as error:
-                log.warning("dropped a frame of %d bytes: %s", len(frame), error)
+            down = read_record(Down, await self._peer.receive())
+            if down is None:
                 continue
             self._told = max(self._told, down.told)
             if self._told >= self._number:
@@ -142,32 +135,36 @@ class ReplicaLink:
             for number, order in enumerate(down.orders, down.first):
                 if number == self._heard + 1:
                     self._heard = number
-                    self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
+                    await self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
             if down.orders:
                 self._peer.send(encode(Up(self._label, self._number, self._heard)))
 
-    def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
+    async def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
+        """Begin what is ordered; it may go on beside what comes next."""
         replica = self._replica
         match order:
             case Submit(assignments):
                 replica.submit(assignments)
-            case Abort(trajectory_ids):
-                tasks.create_task(replica.abort(trajectory_ids))
-            case GiveUp(trajectory_ids):
-                tasks.create_task(replica.give_up(trajectory_ids))
             case CallOff(names):
                 replica.call_off(names)
-            case Stop(evaluations):
-                tasks.create_task(replica.stop(evaluations=evaluations))
             case Attach(relay):
                 self._attach(relay)
-            case Look(id):
-                tasks.create_task(self._survey(id, replica.survey()))
             case Expect(id, version, trajectory_ids):
                 self._answer(Answer(id, promised=replica.expect(version, trajectory_ids)))
+            case Abort() | GiveUp() | Stop() | Look():
+                tasks.create_task(self._carry_out(order))
+                await asyncio.sleep(0)  # it begins now
 
-    async def _survey(self, id: int, survey: Awaitable[Survey]) -> None:
-        self._answer(Answer(id, survey=await survey))
+    async def _carry_out(self, order: Abort | GiveUp | Stop | Look) -> None:
+        match order:
+            case Abort(trajectory_ids):
+                await self._replica.abort(trajectory_ids)
+            case GiveUp(trajectory_ids):
+                await self._replica.give_up(trajectory_ids)
+            case Stop(evaluations):
+                await self._replica.stop(evaluations=evaluations)
+            case Look(id):
+                self._answer(Answer(id, survey=await self._replica.survey()))
 
     def _answer(self, answer: Answer) -> None:
         self._answers.append(answer)

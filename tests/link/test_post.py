@@ -26,7 +26,7 @@ def ends():
 
 async def met(post, peer):
     """Once both ends know each other."""
-    while not peer.send(b"hello"):
+    while not peer.send(b"hello"):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert await post.wait(PATIENCE_S)
     assert post.drain(1)[0][0] == b"me"

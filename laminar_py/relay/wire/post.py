@@ -106,5 +106,5 @@ class Peer:
 
 
 def _wake(socket: zmq.asyncio.Socket) -> None:
-    """Have those who wait for a frame look: libzmq tells once that one has come, and a send may be what hears it."""
+    """Have those look who wait for a frame: libzmq tells once that one came, perhaps to a send."""
     socket.get(zmq.EVENTS)
