@@ -15,7 +15,8 @@ import msgspec
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Label = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+MOST_LABEL = 100  # characters, and bytes: what a peer may be named
+Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_LABEL)]
 
 
 class Command(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):

@@ -224,7 +224,7 @@ class Replicas:
 
         That ends no run: it is tried again, ever more rarely, while others go on.
         """
-        self._close_line(index)
+        await self._close_line(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
         if index not in self._restarting and StoreFullError.__name__ in error.reason:
@@ -257,7 +257,7 @@ class Replicas:
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
-        self._close_line(index)  # of a start that failed
+        await self._close_line(index)  # of a start that failed
         self._lines[index] = line = self._open_hub.open(label, index)
         self._relay_told[line] = relay
         self._heed_plan()
@@ -281,8 +281,9 @@ class Replicas:
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Until a replica ends, or is of no use any more. Raises PartDiedError."""
-        (part,) = parts
-        await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, self._lines[index]))
+        (part,), line = parts, self._lines[index]
+        self._open_hub.begin(line)
+        await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, line))
 
     async def _take_in(self, reports: Sequence[tuple[Line, ReplicaReport]]) -> None:
         """Take the reports of a moment in, and answer those at once who may have nothing to do."""
@@ -314,11 +315,11 @@ class Replicas:
             self._relay_told[line] = relay
             line.put(Attach(relay))
 
-    def _close_line(self, index: int) -> None:
+    async def _close_line(self, index: int) -> None:
         line = self._lines.pop(index, None)
         if line is not None:
+            await self._open_hub.close(line)
             del self._relay_told[line]
-            self._open_hub.close(line)
 
     @property
     def _open_hub(self) -> ReplicaHub:
