@@ -32,7 +32,7 @@ from laminar_py.records.spans import encode_spans
 from laminar_py.records.trajectory import Prompt, Span, Status
 from laminar_py.records.weights import Published
 
-FLUSH_S = 1.0
+FLUSH_S = 0.4
 ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
 _FORGET = 4096  # trajectories whose references one transaction deletes
 

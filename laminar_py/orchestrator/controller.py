@@ -12,6 +12,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.placement import Placement
@@ -39,8 +40,10 @@ from laminar_py.telemetry.summary import Summary, summarise
 from laminar_py.telemetry.view import View
 from laminar_py.telemetry.waits import Waits
 from laminar_py.workers.incarnation import open_incarnation
+from laminar_py.workers.keeper import MakePart
 from laminar_py.workers.learner import LearnerLink
 from laminar_py.workers.payload import PayloadHosts, take_up
+from laminar_py.workers.processes.scorer import ScorerActor
 from laminar_py.workers.reference import ReferenceStage
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replicas import Replicas
@@ -49,11 +52,27 @@ from laminar_py.workers.trackers import Trackers
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class PartKinds:
+    """Processes of a run that a benchmark puts others in the place of."""
+
+    replica: MakePart | None = None
+    scorer: type = ScorerActor
+
+
 class Controller:
     """Leader of a run from its start, or a resume, to its end."""
 
     def __init__(
-        self, config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, view: View, resume: bool
+        self,
+        config: RunConfig,
+        run: RunFolder,
+        *,
+        placement: Placement,
+        inputs: Inputs,
+        view: View,
+        resume: bool,
+        kinds: PartKinds = PartKinds(),
     ) -> None:
         goes_on, ledger = resume and run.has_ledger, run.live_ledger
         self._recovered: Recovered | None = recover(run.path, ledger=ledger, there=run.has) if goes_on else None
@@ -68,11 +87,15 @@ class Controller:
         self._scheduler = scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=self._reference
         )
-        self._scoring = Scoring(incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail)
+        self._scoring = Scoring(
+            incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail, actor=kinds.scorer
+        )
         self._relays = relays = Relays(incarnation)
         self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
-        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
+        self._replicas = replicas = Replicas(
+            incarnation, scheduler=scheduler, relays=relays, payload=payload, make=kinds.replica
+        )
         self._migration = policies.make_migration(
             incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
         )

@@ -14,7 +14,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from laminar_py.cluster.errors import PartDiedError, RunFailedError, for_memory
 from laminar_py.cluster.part import Part
@@ -22,6 +22,16 @@ from laminar_py.cluster.placement import Place
 from laminar_py.workers.incarnation import Incarnation
 
 T = TypeVar("T")
+
+
+class MakePart(Protocol):
+    """What makes a process, as `Part` does."""
+
+    def __call__(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+        """The running process."""
+        ...
+
+
 RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
 MAX_PATIENCE = 15  # times that
 STARVED = 2  # deaths for want of memory, which another start does not mend
@@ -52,6 +62,7 @@ class PartSpec:
     rest: Callable[[int], Awaitable[None]] = back_off  # between a death and the next process
     first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
     on_record: bool = True  # True where its starts are events of the run
+    make: "MakePart | None" = None  # in place of a process of its own
     spares_memory: str = ""
     """Settings to change where memory runs out, which ends the run at the second time; empty: as other deaths."""
     forgives_s: float = math.inf  # that it is up, after which an earlier death for want of memory counts no more
@@ -78,8 +89,9 @@ class Keeper:
             spec = self._spec
             places = [place for place in spec.places() if place is not None]
             if len(places) == len(spec.names):
+                make = spec.make or Part
                 self.parts = [
-                    Part(name, spec.actor, concurrency=spec.concurrency, timeout_s=spec.timeout_s, place=place)
+                    make(name, spec.actor, concurrency=spec.concurrency, timeout_s=spec.timeout_s, place=place)
                     for name, place in zip(spec.names, places, strict=True)
                 ]
         return bool(self.parts)

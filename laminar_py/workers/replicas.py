@@ -29,7 +29,7 @@ from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.outbox import GATHER_S
 from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
-from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
+from laminar_py.workers.keeper import RETRY_S, Keeper, MakePart, PartSpec, back_off
 from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
 REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, as far as a replica may be kept waiting
-MOST_GATHER_S, MOST_QUIET_S = 0.5, 5.0
+MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 CHECKSUMS_KEPT = 64
@@ -59,8 +59,10 @@ class Replicas:
         scheduler: TrajectoryScheduler,
         relays: Relays,
         payload: PayloadHosts,
+        make: MakePart | None = None,
     ) -> None:
         self._payload = payload
+        self._make = make
         self._labels: dict[int, str] = {}  # of the present segments of each replica
         self._incarnation = incarnation
         self._config = incarnation.config
@@ -215,6 +217,7 @@ class Replicas:
             settle=partial(self._settle, index),
             rest=self._rest,
             first_starts=FIRST_STARTS,
+            make=self._make,
             spares_memory="lower rollout.kv_capacity, rollout.max_batch or rollout.replicas",
             forgives_s=FORGIVES_S,
         )

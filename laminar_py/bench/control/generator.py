@@ -1,0 +1,235 @@
+"""Load generators: many emulated replicas in one process, and scorers that read and do not judge.
+
+Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the emulated
+engine: it writes real segments and speaks over a link of its own. What replicas share here is the process, its
+subscriber and the context of its sockets. Segments are not synced, since one disk stands for those of 128 hosts.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+
+from laminar_py.cluster.part import Part, remote
+from laminar_py.cluster.placement import Place
+from laminar_py.config.engine import EngineLaunch
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
+from laminar_py.engines.emulated.backend import open_engine
+from laminar_py.engines.model_sizes import read_sizes
+from laminar_py.link.replica_link import ReplicaLink
+from laminar_py.records.clock import SystemClock
+from laminar_py.records.codec import decode, encode
+from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
+from laminar_py.records.protocols import PulledVersion
+from laminar_py.records.scoring import Score, Unscored
+from laminar_py.relay.subscriber import Subscriber
+from laminar_py.relay.wire.post import Peer, peer_wire
+from laminar_py.relay.wire.transport import RelayKeys
+from laminar_py.rollout.replica import Replica
+from laminar_py.rollout.storing import ResponseStore
+from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
+from laminar_py.workers.specs import ReplicaSpec, ScorerSpec
+
+ENDED = "ended"  # name of the files with what each generator saw end
+DELTA_S = 2.0  # between what an engine gives of a response; each is an entry of a journal
+CALLS = 4096
+
+
+class Unsynced(ResponseStore):
+    """Segments that are written and not brought to the disk; when each response ended is noted."""
+
+    def __init__(self, folder: Path, part: str, reader: object, ended: "Ended") -> None:
+        super().__init__(folder, part, reader)  # type: ignore[arg-type]
+        self._ended = ended
+
+    def keep(self, piece: Piece) -> TokensRef:
+        """Write a piece that is to be told."""
+        self._ended.note(piece.trajectory_id)
+        return super().keep(piece)
+
+    async def keep_synced(self) -> None:
+        """Until cancelled."""
+        await asyncio.Event().wait()
+
+
+class Ended:
+    """When responses ended, on the clock of this host, written to a file now and then."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+        self._lines: list[str] = []
+
+    def note(self, trajectory_id: str) -> None:
+        """It has ended, or was broken off, now."""
+        self._lines.append(f"{trajectory_id} {time.monotonic():.4f}\n")
+        if len(self._lines) >= 500:
+            self._file.writelines(self._lines)
+            self._file.flush()
+            self._lines.clear()
+
+
+class SharedWeights:
+    """`protocols.WeightSource` of all replicas of one process, over one subscriber."""
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+        self._pulling = asyncio.Lock()
+        self._pulled: PulledVersion | None = None
+
+    async def wait_newer(self, version: int) -> int:
+        """See `Subscriber.wait_newer`."""
+        return await self._subscriber.wait_newer(version)
+
+    async def pull(self, version: int | None = None) -> PulledVersion:
+        """That version, or the newest; what others pulled a moment ago is given again."""
+        async with self._pulling:
+            newest = await self._subscriber.latest()
+            wanted = newest if version is None else version
+            if self._pulled is None or self._pulled.version != wanted:
+                self._pulled = await self._subscriber.pull(version)
+            return self._pulled
+
+    def release(self) -> None:
+        """Nothing: others may read it."""
+
+
+class GeneratorActor(PartActor):
+    """A process that hosts replicas."""
+
+    async def start(self, data: bytes) -> None:
+        """Start one more replica."""
+        spec = decode(ReplicaSpec, data)
+        if not hasattr(self, "_config"):
+            self._open(spec)
+            self._first = await self._replica(self._config, spec)
+            replica = self._first
+        else:
+            replica = await self._replica(self._config, spec)
+        link = ReplicaLink(
+            Peer(self._wire, spec.hub, spec.label),
+            spec.label,
+            replica,
+            attach=self._subscriber.attach,
+            quiet_s=spec.pace.quiet_s,
+        )
+        self._tasks += [asyncio.create_task(replica.run()), asyncio.create_task(link.run())]
+
+    async def speed(self) -> bytes:
+        """`EngineSpeed` of the first."""
+        rollout = self._config.rollout
+        speed, _ = await self._first.measure_speed(
+            vocab=read_sizes(self._config.model.path).vocab_size,
+            max_len=rollout.max_len,
+            sampling=rollout.sampling.params(),
+        )
+        return encode(speed)
+
+    async def ended(self) -> None:
+        """Return never; raises what ended any of them."""
+        await asyncio.sleep(1.0)
+        while True:
+            await asyncio.sleep(5.0)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+
+    def _open(self, spec: ReplicaSpec) -> None:
+        self._config = open_part(spec, f"generator-{spec.index}")
+        keys = RelayKeys(spec.public_key, spec.secret_key)
+        self._subscriber = Subscriber(spec.relay, name=f"generator-{spec.index}", keys=keys)
+        self._weights = SharedWeights(self._subscriber)
+        self._wire = peer_wire(keys)
+        self._tasks = [asyncio.create_task(self._subscriber.run(), name="subscriber")]
+        self._reader = open_reader(spec)
+        self._ended = Ended(Path(spec.run_dir) / "logs" / f"{ENDED}-{spec.index}")
+
+    async def _replica(self, config: RunConfig, spec: ReplicaSpec) -> Replica:
+        rollout = config.rollout
+        launch = EngineLaunch(Path(spec.model_dir), Path(spec.run_dir) / "logs", index=spec.index, secret=None)
+        return Replica(
+            spec.index,
+            engine=await open_engine(config, launch),
+            weights=self._weights,
+            store=Unsynced(open_folder(spec), spec.label, self._reader, self._ended),
+            clock=SystemClock(),
+            on_new_weights=OnNewWeights(rollout.on_new_weights),
+            batch=rollout.batch_per_replica,
+            max_batch=rollout.max_batch,
+            partial_interval_s=rollout.partial_interval_s,
+            initial=spec.assignments,
+            gather_s=spec.pace.gather_s,
+        )
+
+
+class Hosted(Part):
+    """A replica in a generator, in the place of a process of its own."""
+
+    def __init__(self, name: str, handle: object, *, timeout_s: float, place: Place) -> None:
+        self.name = name
+        self.place = place
+        self._timeout_s = timeout_s
+        self._bug = None
+        self._handle = handle
+
+    def kill(self) -> None:
+        """Nothing: others live in its process."""
+
+
+class Generators:
+    """So many processes, among which replicas are dealt out in turn."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._handles: list[object] = []
+
+    def make(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+        """A part for the replica of this name."""
+        if len(self._handles) < self._count:
+            self._handles.append(remote(GeneratorActor, concurrency=CALLS, place=place).remote())
+        handle = self._handles[int(name.rpartition("-")[2]) % self._count]
+        return Hosted(name, handle, timeout_s=timeout_s, place=place)
+
+
+class ReadingScorerActor(PartActor):
+    """A scorer that reads each response and tosses a coin for it."""
+
+    async def start(self, data: bytes) -> int:
+        """Answers how many responses it takes at a time."""
+        spec = decode(ScorerSpec, data)
+        open_part(spec, f"scorer-{spec.index}")
+        self._reader = open_reader(spec)
+        self._scores: asyncio.Queue[Score] = asyncio.Queue()
+        return 256
+
+    async def reach(self, data: bytes) -> None:
+        """No servers are asked."""
+
+    async def look_ahead(self, data: bytes) -> None:
+        """Nothing is worked ahead."""
+
+    async def submit(self, data: bytes) -> None:
+        """Read a list of `Unscored`."""
+        for one in decode(list[Unscored], data):
+            failure = ""
+            try:
+                self._reader.load((ref.at for ref in one.tokens), stores=one.stores)
+            except PayloadLostError as error:
+                failure = str(error)
+            value = None if failure else float(hash(one.request.trajectory_id) & 1)
+            self._scores.put_nowait(Score(trajectory_id=one.request.trajectory_id, value=value, detail=failure))
+
+    async def take(self, wait_s: float) -> bytes:
+        """A list of `Score`."""
+        scores: list[Score] = []
+        try:
+            async with asyncio.timeout(wait_s):
+                scores.append(await self._scores.get())
+        except TimeoutError:
+            return encode(scores)
+        await asyncio.sleep(0.05)
+        while not self._scores.empty():
+            scores.append(self._scores.get_nowait())
+        return encode(scores)
+
+    async def stop(self) -> None:
+        """It holds nothing."""

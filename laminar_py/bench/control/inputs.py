@@ -1,0 +1,112 @@
+"""Inputs of a run that measures the control plane: a tokenizer, prompts of 400 tokens, a profile, a config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
+
+PROMPT_TOKENS = 400
+NUM_PROMPTS = 4096
+MOST_TOKENS = 16_384
+MEDIAN, SIGMA = 1838, 0.99  # of response lengths, whose mean is 3,000 and whose p99 is above 16,000
+WORDS = ("<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(1021)))
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": len(WORDS),
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
+# A decode step of 16 ms of which contexts take a part; what a learner takes is nothing here.
+PROFILE = {
+    "engine": {
+        "step_s": 0.006,
+        "kv_token_s": 1.86e-8,
+        "prefill_tokens_per_s": 25_000,
+        "load_s": 0.5,
+        "reserve_tokens": 600,
+    },
+    "learner": {
+        "train_tokens_per_s": 1_000_000_000,
+        "num_parameters": 7_600_000_000,
+        "hidden_size": 3584,
+        "num_layers": 28,
+        "optimizer_s": 0.1,
+    },
+}
+
+
+def write_inputs(folder: Path, *, replicas: int, rate: float, steps: int) -> RunConfig:
+    """Write them into a folder, for a fleet that is to finish `rate` trajectories a second."""
+    model = folder / "model"
+    model.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(WORDS[:3]))
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "tokenizer_config.json").write_text(json.dumps(TOKENIZER))
+    with (folder / "train.jsonl").open("w") as file:
+        for number in range(NUM_PROMPTS):
+            words = [f"w{(number * 31 + place * place) % 1021}" for place in range(PROMPT_TOKENS - 2)]
+            text = " ".join([f"w{number % 1021}", f"w{number // 1021}", *words])
+            file.write(json.dumps({"prompt": text, "answer": "x"}) + "\n")
+    (folder / "profile.yaml").write_text(yaml.safe_dump(PROFILE))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(_settings(folder, replicas=replicas, rate=rate, steps=steps))
+    )
+    return load_config(folder / "config.yaml", [])
+
+
+def _settings(folder: Path, *, replicas: int, rate: float, steps: int) -> dict[str, Any]:
+    batch = 8
+    # a batch of 8 takes as long as its longest response; see `experiments/repack` for tails
+    return {
+        "name": "control",
+        "runs": str(folder / "runs"),
+        "steps": steps,
+        "schedule": "async",
+        "emulation": {
+            "profile": str(folder / "profile.yaml"),
+            "compression": 8,
+            "median_tokens": MEDIAN,
+            "sigma": SIGMA,
+            "start_spread_s": 200.0,
+        },
+        "model": {"path": str(model_path(folder)), "from_scratch": True},
+        "data": {"train": str(folder / "train.jsonl")},
+        "rollout": {
+            "replicas": replicas,
+            "max_batch": 64,
+            "max_len": PROMPT_TOKENS + MOST_TOKENS,
+            "batch_per_replica": batch * 2,
+            "prompts_per_step": max(1, round(2 * rate / 16)),
+            "group_size": 16,
+            "partial_interval_s": 1.0,
+            "sampling": {"max_new_tokens": MOST_TOKENS},
+        },
+        "staleness": {"max_staleness": 8, "policies": ["wait", "reweight"]},
+        "reward": {"use": [{"kind": "exact", "pattern": "(x)"}], "workers": 1},
+        "repack": {"interval_s": 1.0, "max_stall_s": 0.1},
+        "packer": {"max_tokens": 32_768},
+        "learner": {"checkpoint_every": 20},
+        "relay": {"nodes": 1},
+        "supervisor": {"heartbeat_timeout_s": 60},
+    }
+
+
+def model_path(folder: Path) -> Path:
+    """Folder of the model that is never computed."""
+    return folder / "model"
