@@ -206,19 +206,20 @@ class ReplicaHub:
             self._loop.call_soon(self._say)
 
     async def run(self) -> None:
-        """Serve until cancelled; all lines and the socket are closed then."""
+        """Serve until cancelled."""
         self._looked_s = self._loop.time()
-        try:
-            while True:
-                if await self._post.wait(self._look_s):
-                    began = self._loop.time()
-                    await self._receive()
-                    await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more gathers meanwhile
-                self._look()
-        finally:
-            for line in list(self._lines.values()):
-                self._drop(line)
-            self._post.close()
+        while True:
+            if await self._post.wait(self._look_s):
+                began = self._loop.time()
+                await self._receive()
+                await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more gathers meanwhile
+            self._look()
+
+    def end(self) -> None:
+        """Close all lines, and the socket, over which the garbage collector would wait for ever."""
+        for line in list(self._lines.values()):
+            self._drop(line)
+        self._post.close()
 
     def _drop(self, line: Line) -> None:
         self._lines.pop(line.label.encode(), None)

@@ -80,23 +80,29 @@ class Replicas:
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
-        placement = self._incarnation.placement
-        here = placement.here.node
-        self._hub = ReplicaHub(
-            Post(self._relays.keys, placement.ip(here) if here and placement.spread else LOOPBACK),
-            take=self._take_in,
-            patience_s=self._config.supervisor.heartbeat_timeout_s,
-        )
         for keeper in self._keepers:
             keeper.spawn()
 
     async def keep(self) -> None:
         """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
-        async with asyncio.TaskGroup() as tasks:
-            for index, keeper in enumerate(self._keepers):
-                tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
-            tasks.create_task(self._tick.run(), name="dispatch")
-            tasks.create_task(self._open_hub.run(), name="link")
+        self._hub = hub = self._make_hub()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, keeper in enumerate(self._keepers):
+                    tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
+                tasks.create_task(self._tick.run(), name="dispatch")
+                tasks.create_task(hub.run(), name="link")
+        finally:
+            hub.end()
+
+    def _make_hub(self) -> ReplicaHub:
+        placement = self._incarnation.placement
+        here = placement.here.node
+        return ReplicaHub(
+            Post(self._relays.keys, placement.ip(here) if here and placement.spread else LOOPBACK),
+            take=self._take_in,
+            patience_s=self._config.supervisor.heartbeat_timeout_s,
+        )
 
     def wake(self) -> None:
         """Have what the scheduler has for replicas handed out soon, when the caller is done with what it does."""
@@ -326,7 +332,7 @@ class Replicas:
 
     @property
     def _open_hub(self) -> ReplicaHub:
-        assert self._hub is not None, "there is a link after `spawn`"
+        assert self._hub is not None, "there is a link from `keep` on"
         return self._hub
 
     def _compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:

@@ -108,6 +108,7 @@ async def serving(*, patience_s=PATIENCE_S):
         finally:
             task.cancel()
             await asyncio.wait([task])
+            desk.hub.end()
             if not task.cancelled():
                 task.result()
 

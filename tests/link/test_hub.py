@@ -1,4 +1,4 @@
-"""The controller's end, with peers that a test moves by hand: reports once and in order, orders until they are heard."""
+"""The controller's end, with peers that a test moves by hand: reports once, in order; orders until they are heard."""
 
 import asyncio
 
@@ -70,7 +70,6 @@ async def test_orders_are_sent_again_until_they_are_heard(monkeypatch):
             await hand.say(Up(A, 1, 3))
             while line.waits:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            await hand.told(1) if False else await asyncio.sleep(0)
 
 
 async def test_lost_orders_are_not_put_off_by_those_that_follow(monkeypatch):
@@ -249,7 +248,7 @@ async def test_a_frame_that_is_no_word_costs_nothing_but_itself():
             for frame in (b"", b"\xc1", b"\x93\x01", b"\x94\xa1\xff\x00\x00\xc0", b"\x91" * 5000, bytes(1000)):
                 await hand.send(frame)
                 await stranger.send(frame)
-            await hand.peer._socket.send_multipart([b"two", b"frames"])
+            await hand.peer._owner.send_multipart([b"two", b"frames"])
             await hand.say(Up(A, 1, 0, make_report(1), (Answer(99, promised=True),)))
             await hand.told(1)
     assert desk.of(A) == [1]
@@ -262,7 +261,7 @@ async def test_a_frame_above_the_bound_ends_its_connection_and_nothing_else(monk
         with by_hand(desk.hub.endpoint, A, B) as (careless, other):
             await other.report(1)
             await other.told(1)
-            await careless.peer._socket.send(bytes(20_000))
+            await careless.peer._owner.send(bytes(20_000))
             await other.report(2)
             await other.told(2)
             await careless.report(1)

@@ -29,6 +29,7 @@ class _Box:
         self._any = asyncio.Event()
         self._fd = self._socket.fileno()
         self._loop.add_reader(self._fd, self._look)
+        self._look()
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """True once something has come, False after `timeout_s`."""
@@ -39,8 +40,9 @@ class _Box:
 
     def close(self) -> None:
         """End all connections."""
-        self._loop.remove_reader(self._fd)
-        self._owner.close()
+        if not self._owner.closed:
+            self._loop.remove_reader(self._fd)
+            self._owner.close()
 
     def _look(self) -> None:
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -114,6 +116,7 @@ class Peer(_Box):
         """The next frame."""
         while True:
             await self.wait()
+            await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
             for frames in self._receive(1):
                 return frames[0].buffer
 
