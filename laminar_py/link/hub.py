@@ -85,6 +85,8 @@ class Line:
         self.heard = max(self.heard, min(up.heard, self._number))
         while self._unheard and self._unheard[0][0] <= self.heard:
             self._unheard.popleft()
+        if self._number > self._sent:
+            self._hub.has_word(self)  # it could not be reached before
         if up.report is None:
             return False
         if up.number <= self.told:

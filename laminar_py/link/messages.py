@@ -3,6 +3,7 @@
 A replica speaks first. Both sides number what they say in one life of the replica, from 1, and say again what the
 other has not heard; what comes twice, or after something that was missed, is passed over.
 
+    Up(label, number, heard)           -> Down(first, orders)   it is there: orders that waited for it come
     Up(label, number, heard, report)   -> Down(told)            a report is sent until it is told; one at a time
     Down(first, orders)                -> Up(heard)             orders are sent until they are heard, in order
     Look(id), Expect(id)               -> Up(report, answers)   answers come with a report that goes at once

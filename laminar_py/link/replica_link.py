@@ -107,11 +107,18 @@ class ReplicaLink:
             self._peer.close()
 
     async def _tell(self) -> None:
+        await self._greet()
         while True:
             report = await self._replica.collect(self._quiet_s)
             answers, self._answers = self._answers, []
             self._number += 1
             await self._tell_one(report, tuple(answers))
+
+    async def _greet(self) -> None:
+        """Say that it is there, for orders wait for that."""
+        hello = encode(Up(self._label, self._number, self._heard))
+        while not self._peer.send(hello):  # noqa: ASYNC110 (nobody tells when the connection is there)
+            await asyncio.sleep(FIRST_RESEND_S)
 
     async def _tell_one(self, report: ReplicaReport, answers: tuple[Answer, ...]) -> None:
         """Send a report until it is told."""

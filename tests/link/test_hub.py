@@ -1,4 +1,4 @@
-"""The controller's end, with peers that a test moves by hand: reports once, in order; orders until they are heard."""
+"""The controller's end, with peers that a test moves by hand: reports once, in order; orders until heard."""
 
 import asyncio
 
@@ -101,7 +101,7 @@ async def test_orders_for_a_replica_that_starts_come_with_the_answer_to_its_firs
             line.put(Abort([name]))
             await asyncio.sleep(0.05)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.report(1)
+            await hand.say(Up(A, 0, 0))
             assert await hand.orders() == [1, 2]
 
 
