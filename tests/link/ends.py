@@ -98,9 +98,9 @@ class Desk:
 
 
 @asynccontextmanager
-async def serving(*, patience_s=PATIENCE_S):
+async def serving(*, patience_s=PATIENCE_S, limit_s=PATIENCE_S):
     """A hub that serves."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(limit_s):
         desk = Desk(patience_s)
         task = asyncio.create_task(desk.hub.run())
         try:
