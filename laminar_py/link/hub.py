@@ -121,9 +121,9 @@ class Line:
             size += len(order)
         return [*downs, self._down(self._number + 1 - len(some), some)]
 
-    def not_sent(self, down: Down) -> None:
-        """Say its orders, and those after them, with the next word."""
-        self._sent = min(self._sent, down.first - 1)
+    def was_cut_off(self) -> None:
+        """Say all that was not heard with the next word: what was sent before may be lost."""
+        self._sent = self.heard
 
     def close(self) -> None:
         """Whoever waits for an answer gets none, nor does whoever asks from now on."""
@@ -280,7 +280,7 @@ class ReplicaHub:
         """Send what a line has to say; to one that is not connected when it speaks next."""
         for down in line.words(again=again):
             if not self._post.send(line.label.encode(), encode(down)):
-                line.not_sent(down)
+                line.was_cut_off()
                 self._sent_s.pop(line, None)
                 return
             if again or (down.orders and line not in self._sent_s):

@@ -105,6 +105,34 @@ async def test_orders_for_a_replica_that_starts_come_with_the_answer_to_its_firs
             assert await hand.orders() == [1, 2]
 
 
+async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_next_word(monkeypatch):
+    monkeypatch.setattr(hub_module, "RESEND_S", 1e9)
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.report(1)
+            await hand.told(1)
+            line.put(Attach("x"))
+            assert await hand.orders() == [1]
+            desk.may_take.clear()
+            await hand.report(2)
+            await came(line, 2)
+        while desk.post.send(A.encode(), b""):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        desk.may_take.set()
+        await desk.until(lambda: line.told == 2)
+        await asyncio.sleep(0.1)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.say(Up(A, 2, 0))
+            assert await hand.orders() == [1]
+
+
+async def came(line, number):
+    """Once a report came, whether it may be taken in or not."""
+    while line._came < number:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 async def test_a_replica_that_claims_to_have_heard_what_was_never_said_hears_what_comes_then():
     async with serving() as desk:
         line = desk.hub.open(A, 0)
@@ -194,8 +222,7 @@ async def test_closing_waits_for_what_came_and_takes_in_no_more():
         with by_hand(desk.hub.endpoint, A) as hand:
             desk.may_take.clear()
             await hand.report(1)
-            while desk.post.has_more or not line._came:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await came(line, 1)
             closing = asyncio.create_task(desk.hub.close(line))
             await asyncio.sleep(0.05)
             assert not closing.done()
