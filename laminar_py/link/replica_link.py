@@ -102,7 +102,8 @@ class ReplicaLink:
                 tasks.create_task(self._listen(tasks), name="orders")
                 tasks.create_task(self._tell(), name="reports")
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            error = group.exceptions[0]
+            raise error from error.__cause__  # which says whether it is a mistake of ours
         finally:
             self._peer.close()
 
