@@ -1,4 +1,4 @@
-"""ZeroMQ sockets of the relay tree, wrapped so that records go in and come out. The only importer of zmq.
+"""ZeroMQ sockets of the relay tree, wrapped so that records go in and come out; `post` beside it has the link's.
 
 Used by node, subscriber and publisher. Invariant: every socket speaks CURVE with the run's one keypair, refuses
 all other keys, bounds a frame before memory for it is allocated, and does not linger when closed unless
