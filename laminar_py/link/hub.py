@@ -18,7 +18,7 @@ from itertools import count
 
 import msgspec
 
-from laminar_py.link.messages import MOST_LABEL, Answer, Down, Expect, Look, Order, Up
+from laminar_py.link.messages import MOST_LABEL, Down, Expect, Look, Order, Reply, Up
 from laminar_py.records.codec import encode
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.wire.post import MOST_BYTES, Post
@@ -48,7 +48,7 @@ class Line:
         self._unheard: deque[tuple[int, bytes]] = deque()
         self._number = 0  # of the last order
         self._ids = count()
-        self._asked: dict[int, asyncio.Future[Answer | None]] = {}
+        self._asked: dict[int, asyncio.Future[Reply | None]] = {}
         self._closed = False
 
     def put(self, order: Order) -> None:
@@ -62,7 +62,7 @@ class Line:
             self._hub.has_word(self)
 
     async def look(self) -> Survey | None:
-        """What it has at this moment; None if its process ends first."""
+        """Survey of what it has at this moment; None if its process ends first."""
         id = next(self._ids)
         answer = await self._ask(id, Look(id))
         return None if answer is None else answer.survey
@@ -107,7 +107,7 @@ class Line:
             self._hub.has_word(self)
 
     def words(self, *, again: bool) -> list[Down]:
-        """What is to be said now; with `again` all that was not heard."""
+        """Frames of what is to be said now; with `again` of all that was not heard."""
         if again:
             self._sent = self.heard
         orders = [(number, order) for number, order in self._unheard if number > self._sent]
@@ -142,10 +142,10 @@ class Line:
     def _down(self, first: int, orders: Sequence[bytes]) -> Down:
         return Down(self.told, first, tuple(map(msgspec.Raw, orders)))
 
-    async def _ask(self, id: int, question: Look | Expect) -> Answer | None:
+    async def _ask(self, id: int, question: Look | Expect) -> Reply | None:
         if self._closed:
             return None
-        answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         self.put(question)
         try:
@@ -155,7 +155,7 @@ class Line:
 
 
 class ReplicaHub:
-    """All lines; `take` has the new reports of a moment. A line that is silent for `patience_s` is lost."""
+    """Hub of all lines; `take` has the new reports of a moment. A line that is silent for `patience_s` is lost."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class ReplicaHub:
 
     @property
     def endpoint(self) -> str:
-        """Where replicas connect to."""
+        """Address that replicas connect to."""
         return self._post.endpoint
 
     def open(self, label: str, replica: int) -> Line:

@@ -12,14 +12,14 @@ from typing import Protocol
 
 from laminar_py.link.messages import (
     Abort,
-    Answer,
-    Attach,
     CallOff,
     Down,
     Expect,
+    Follow,
     GiveUp,
     Look,
     Order,
+    Reply,
     Stop,
     Submit,
     Up,
@@ -56,7 +56,7 @@ class Commanded(Protocol):
         ...
 
     async def survey(self) -> Survey:
-        """All that it has now."""
+        """Tell all that it has now."""
         ...
 
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
@@ -93,7 +93,7 @@ class ReplicaLink:
         self._told = 0
         self._heard = 0
         self._was_told = asyncio.Event()
-        self._answers: list[Answer] = []
+        self._answers: list[Reply] = []
 
     async def run(self) -> None:
         """Serve until cancelled. Raises what ended the replica, after its last report was told."""
@@ -117,20 +117,23 @@ class ReplicaLink:
 
     async def _greet(self) -> None:
         """Say that it is there, for orders wait for that."""
-        hello = encode(Up(self._label, self._number, self._heard))
-        while not self._peer.send(hello):  # noqa: ASYNC110 (nobody tells when the connection is there)
+        while not self._peer.send(self._word()):  # noqa: ASYNC110 (nobody tells when the connection is there)
             await asyncio.sleep(FIRST_RESEND_S)
 
-    async def _tell_one(self, report: ReplicaReport, answers: tuple[Answer, ...]) -> None:
+    async def _tell_one(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
         """Send a report until it is told."""
         wait_s = FIRST_RESEND_S
         while self._told < self._number:
             self._was_told.clear()
-            sent = self._peer.send(encode(Up(self._label, self._number, self._heard, report, answers)))
+            sent = self._peer.send(self._word(report, answers))
             wait_s = min(RESEND_S, 2 * wait_s) if not sent else RESEND_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._was_told.wait()
+
+    def _word(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
+        up = Up(label=self._label, number=self._number, heard=self._heard, report=report, answers=answers)
+        return encode(up)
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -145,7 +148,7 @@ class ReplicaLink:
                     self._heard = number
                     await self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
             if down.orders:
-                self._peer.send(encode(Up(self._label, self._number, self._heard)))
+                self._peer.send(self._word())
 
     async def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
         """Begin what is ordered; it may go on beside what comes next."""
@@ -155,10 +158,10 @@ class ReplicaLink:
                 replica.submit(assignments)
             case CallOff(names):
                 replica.call_off(names)
-            case Attach(relay):
+            case Follow(relay):
                 self._attach(relay)
             case Expect(id, version, trajectory_ids):
-                self._answer(Answer(id, promised=replica.expect(version, trajectory_ids)))
+                self._answer(Reply(id, promised=replica.expect(version, trajectory_ids)))
             case Abort() | GiveUp() | Stop() | Look():
                 tasks.create_task(self._carry_out(order))
                 await asyncio.sleep(0)  # it begins now
@@ -172,8 +175,8 @@ class ReplicaLink:
             case Stop(evaluations):
                 await self._replica.stop(evaluations=evaluations)
             case Look(id):
-                self._answer(Answer(id, survey=await self._replica.survey()))
+                self._answer(Reply(id, survey=await self._replica.survey()))
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: Reply) -> None:
         self._answers.append(answer)
         self._replica.report_soon()

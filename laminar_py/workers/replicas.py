@@ -20,7 +20,7 @@ from laminar_py.cluster.placement import Plan
 from laminar_py.cluster.ray_cluster import LOOPBACK
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.link.hub import Line, ReplicaHub
-from laminar_py.link.messages import Abort, Attach, CallOff, GiveUp, Order, Stop, Submit
+from laminar_py.link.messages import Abort, CallOff, Follow, GiveUp, Order, Stop, Submit
 from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
@@ -33,7 +33,7 @@ from laminar_py.workers.keeper import RETRY_S, Keeper, MakePart, PartSpec, back_
 from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.specs import Pace, ReplicaSpec
+from laminar_py.workers.specs import ReplicaSpec, ReportPace
 from laminar_py.workers.tick import Tick
 
 log = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ class Replicas:
             return
         if relay != self._relay_told[line]:
             self._relay_told[line] = relay
-            line.put(Attach(relay))
+            line.put(Follow(relay))
 
     async def _close_line(self, index: int) -> None:
         line = self._lines.pop(index, None)
@@ -352,9 +352,9 @@ async def _until_lost(name: str, line: Line) -> None:
     raise PartDiedError(name, await line.lost)
 
 
-def _pace(replicas: int) -> Pace:
+def _pace(replicas: int) -> ReportPace:
     """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace."""
-    return Pace(
+    return ReportPace(
         gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
         quiet_s=min(MOST_QUIET_S, max(1.0, replicas / QUIET_PER_S)),
     )

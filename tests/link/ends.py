@@ -145,7 +145,9 @@ class Hand:
             await asyncio.sleep(0.01)
 
     async def report(self, number, *, heard=0, answers=()):
-        await self.say(Up(self.label, number, heard, make_report(number), answers))
+        await self.say(
+            Up(label=self.label, number=number, heard=heard, report=make_report(number), answers=answers)
+        )
 
     async def down(self):
         """The next word of the hub."""

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from laminar_py.link import hub as hub_module
-from laminar_py.link.messages import Abort, Answer, Attach, Up
+from laminar_py.link.messages import Abort, Follow, Reply, Up
 from laminar_py.records.replica import Survey
 from laminar_py.relay.wire import post as post_module
 from laminar_py.relay.wire.transport import RelayKeys
@@ -34,7 +34,7 @@ async def test_a_report_is_told_only_when_it_was_taken_in_and_so_are_answers_bes
             promised = asyncio.create_task(line.expect(0, ["g0.0"]))
             assert await hand.orders() == [1]
             desk.may_take.clear()
-            await hand.report(2, heard=1, answers=(Answer(0, promised=True),))
+            await hand.report(2, heard=1, answers=(Reply(0, promised=True),))
             await hand.report(2, heard=1)
             await hand.hears_nothing(0.3)
             assert not promised.done()
@@ -64,10 +64,10 @@ async def test_orders_are_sent_again_until_they_are_heard(monkeypatch):
             for name in ("x", "y", "z"):
                 line.put(Abort([name]))
             assert [await hand.orders(), await hand.orders()] == [[1, 2, 3], [1, 2, 3]]
-            await hand.say(Up(A, 1, 2))
+            await hand.say(Up(label=A, number=1, heard=2))
             while (orders := await hand.orders()) != [3]:
                 assert orders == [1, 2, 3]
-            await hand.say(Up(A, 1, 3))
+            await hand.say(Up(label=A, number=1, heard=3))
             while line.waits:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -79,7 +79,7 @@ async def test_lost_orders_are_not_put_off_by_those_that_follow(monkeypatch):
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1)
             await hand.told(1)
-            line.put(Attach("first"))
+            line.put(Follow("first"))
             assert await hand.orders() == [1]
             following = asyncio.create_task(_put_often(line))
             while 1 not in await hand.orders():
@@ -89,7 +89,7 @@ async def test_lost_orders_are_not_put_off_by_those_that_follow(monkeypatch):
 
 async def _put_often(line):
     while True:
-        line.put(Attach("next"))
+        line.put(Follow("next"))
         await asyncio.sleep(0.05)
 
 
@@ -101,7 +101,7 @@ async def test_orders_for_a_replica_that_starts_come_with_the_answer_to_its_firs
             line.put(Abort([name]))
             await asyncio.sleep(0.05)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.say(Up(A, 0, 0))
+            await hand.say(Up(label=A, number=0, heard=0))
             assert await hand.orders() == [1, 2]
 
 
@@ -112,7 +112,7 @@ async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1)
             await hand.told(1)
-            line.put(Attach("x"))
+            line.put(Follow("x"))
             assert await hand.orders() == [1]
             desk.may_take.clear()
             await hand.report(2)
@@ -123,7 +123,7 @@ async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_
         await desk.until(lambda: line.told == 2)
         await asyncio.sleep(0.1)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.say(Up(A, 2, 0))
+            await hand.say(Up(label=A, number=2, heard=0))
             assert await hand.orders() == [1]
 
 
@@ -139,7 +139,7 @@ async def test_a_replica_that_claims_to_have_heard_what_was_never_said_hears_wha
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1, heard=77)
             await hand.told(1)
-            line.put(Attach("x"))
+            line.put(Follow("x"))
             assert await hand.orders() == [1]
 
 
@@ -181,7 +181,7 @@ async def test_a_line_that_falls_silent_is_lost_and_one_that_speaks_is_not():
 
 async def _speak(hand):
     while True:
-        await hand.say(Up(hand.label, 0, 0))
+        await hand.say(Up(label=hand.label, number=0, heard=0))
         await asyncio.sleep(0.1)
 
 
@@ -201,7 +201,7 @@ async def test_whoever_asks_gets_nothing_once_the_line_is_closed():
         await desk.hub.close(line)
         assert (await survey, await promise) == (None, False)
         assert (await line.look(), await line.expect(0, [])) == (None, False)
-        line.put(Attach("x"))
+        line.put(Follow("x"))
         desk.hub.begin(line)
         assert not line.waits
 
@@ -212,7 +212,7 @@ async def test_whoever_asks_gets_nothing_once_the_hub_has_ended():
         survey = asyncio.create_task(line.look())
         await asyncio.sleep(0)
     assert await survey is None
-    line.put(Attach("x"))
+    line.put(Follow("x"))
     await asyncio.sleep(0)
 
 
@@ -244,8 +244,8 @@ async def test_words_of_an_old_label_or_under_anothers_name_count_for_nothing():
         new = desk.hub.open(B, 0)
         with by_hand(desk.hub.endpoint, A, B) as (late, fresh):
             await late.report(1)
-            await late.say(Up(B, 1, 0, make_report(1)))
-            await fresh.say(Up(A, 1, 0, make_report(1)))
+            await late.say(Up(label=B, number=1, heard=0, report=make_report(1)))
+            await fresh.say(Up(label=A, number=1, heard=0, report=make_report(1)))
             await fresh.report(1)
             await fresh.told(1)
             await late.hears_nothing(0.2)
@@ -276,7 +276,9 @@ async def test_a_frame_that_is_no_word_costs_nothing_but_itself():
                 await hand.send(frame)
                 await stranger.send(frame)
             await hand.peer._owner.send_multipart([b"two", b"frames"])
-            await hand.say(Up(A, 1, 0, make_report(1), (Answer(99, promised=True),)))
+            await hand.say(
+                Up(label=A, number=1, heard=0, report=make_report(1), answers=(Reply(99, promised=True),))
+            )
             await hand.told(1)
     assert desk.of(A) == [1]
 
@@ -308,5 +310,5 @@ async def test_an_answer_carries_the_survey_that_was_asked_for():
             first, second = asyncio.create_task(line.look()), asyncio.create_task(line.look())
             assert await hand.orders() == [1, 2]
             first.cancel()
-            await hand.report(2, heard=2, answers=(Answer(1, survey=survey), Answer(0)))
+            await hand.report(2, heard=2, answers=(Reply(1, survey=survey), Reply(0)))
             assert await second == survey

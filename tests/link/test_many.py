@@ -118,7 +118,7 @@ async def test_one_that_speaks_without_end_does_not_keep_others_waiting():
                 await hand.report(1)
                 await hand.told(1)
             for _ in range(50_000):
-                loud.peer.send(encode(Up("loud", 1, 0)))
+                loud.peer.send(encode(Up(label="loud", number=1, heard=0)))
             for number in range(2, 12):
                 await low.report(number)
                 await low.told(number)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from laminar_py.link import replica_link
-from laminar_py.link.messages import Abort, Attach, CallOff, Down, Expect, GiveUp, Look, Stop, Submit, Up
+from laminar_py.link.messages import Abort, CallOff, Down, Expect, Follow, GiveUp, Look, Stop, Submit, Up
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.protocols import EngineLostError
@@ -164,7 +164,7 @@ async def test_it_follows_the_relay_that_it_is_told_of():
         relays = asyncio.Queue()
         line = desk.hub.open(A, 0)
         async with linked(desk.hub.endpoint, A, Commands(), attach=relays.put_nowait, quiet_s=0.05):
-            line.put(Attach("tcp://there"))
+            line.put(Follow("tcp://there"))
             assert await relays.get() == "tcp://there"
 
 

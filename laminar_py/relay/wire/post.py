@@ -51,7 +51,7 @@ class _Box:
             self._any.clear()
 
     def _receive(self, most: int) -> list[list[zmq.Frame]]:
-        """What has come, at most so many messages."""
+        """Messages that have come, at most so many."""
         found: list[list[zmq.Frame]] = []
         with contextlib.suppress(zmq.Again):
             while len(found) < most:
@@ -90,7 +90,7 @@ class Post(_Box):
         return self._any.is_set()
 
     def drain(self, most: int) -> list[tuple[bytes, memoryview]]:
-        """What has come, at most so many frames, each with the name of its sender."""
+        """Frames that have come, at most so many, each with the name of its sender."""
         return [(frames[0].bytes, frames[1].buffer) for frames in self._receive(most) if len(frames) == 2]
 
     def send(self, to: bytes, frame: bytes) -> bool:
@@ -126,5 +126,5 @@ class Peer(_Box):
 
 
 def peer_wire(keys: RelayKeys) -> Wire:
-    """What the peers of one process share."""
+    """Keys and threads that the peers of one process share."""
     return Wire(keys, heartbeat_s=HEARTBEAT_S)
