@@ -2,35 +2,35 @@
 
 Owned by `workers.replicas`. A line is one life of a replica:
 
-    open -> lost    it was silent for too long, or its owner has no more use for it (`lose`)
-    open -> closed  its process has ended (`close`)
+    open    -> running  its process has started (`begin`), or spoken: from now on it may not be silent
+    running -> lost     it was silent for too long, or its owner has no more use for it (`lose`)
+    any     -> closed   its process has ended (`close`), or the hub has
 
 Invariant: each report of an open line is taken in once, in order, and told only then; orders reach the replica
-once, in the order in which they were put, or are lost with its process. What comes from a line that was closed
-counts for nothing. Work grows with what is said, not with the number of replicas.
+once, in the order in which they were put, or are lost with its process. Once a line is closed nothing of it is
+taken in any more. Work grows with what is said, not with the number of replicas.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 
 import msgspec
 
-from laminar_py.link.messages import Answer, Down, Expect, Look, Order, Up
-from laminar_py.records.codec import decode, encode
+from laminar_py.link.messages import MOST_LABEL, Down, Expect, Look, Order, Reply, Up
+from laminar_py.records.codec import encode
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.wire.post import MOST_BYTES, Post
+from laminar_py.relay.wire.transport import read_record
 
-log = logging.getLogger(__name__)
-
-LOOK_S = 0.5  # between two looks for lines that are silent, or that have not heard
+LOOK_S = 0.5  # at most, between two looks for lines that are silent, or that have not heard
 MOST_BEHIND_S = 5.0  # that a look is put off while there is more to take in
 RESEND_S = 2.0  # after which orders that were not heard are sent again
 MOST_REPORTS = 16  # taken in before the event loop goes on with other work
 MOST_REST_S = 0.02  # in which reports gather, where there are many
 FRAME_BYTES = MOST_BYTES // 8  # of orders in one frame, unless one alone is larger
+MOST_ORDER_BYTES = MOST_BYTES - 1024  # the frame has a head
 
 
 class Line:
@@ -41,22 +41,28 @@ class Line:
         self.label = label
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.told = 0  # reports that were taken in
+        self.heard = 0  # orders that came to the replica
+        self._came = 0  # reports, taken in or being so
         self._hub = hub
-        self._heard = 0  # orders
         self._sent = 0
         self._unheard: deque[tuple[int, bytes]] = deque()
         self._number = 0  # of the last order
         self._ids = count()
-        self._asked: dict[int, asyncio.Future[Answer | None]] = {}
+        self._asked: dict[int, asyncio.Future[Reply | None]] = {}
+        self._closed = False
 
     def put(self, order: Order) -> None:
         """Have the replica do something; it goes out at the end of this turn of the event loop."""
-        self._number += 1
-        self._unheard.append((self._number, encode(order)))
-        self._hub.has_word(self)
+        data = encode(order)
+        size = len(data)
+        assert size <= MOST_ORDER_BYTES, f"{type(order).__name__} of {size} bytes for {self.label}: share it out"
+        if not self._closed:
+            self._number += 1
+            self._unheard.append((self._number, data))
+            self._hub.has_word(self)
 
     async def look(self) -> Survey | None:
-        """What it has at this moment; None if its process ends first."""
+        """Survey of what it has at this moment; None if its process ends first."""
         id = next(self._ids)
         answer = await self._ask(id, Look(id))
         return None if answer is None else answer.survey
@@ -74,27 +80,36 @@ class Line:
 
     # ---- what the hub calls
 
-    def hear(self, up: Up) -> ReplicaReport | None:
-        """Take the replica's word; its report, if that is new."""
-        self._heard = max(self._heard, min(up.heard, self._sent))
-        while self._unheard and self._unheard[0][0] <= self._heard:
+    def hear(self, up: Up) -> bool:
+        """Take the replica's word; True if it brings a report that is to be taken in now."""
+        self.heard = max(self.heard, min(up.heard, self._number))
+        while self._unheard and self._unheard[0][0] <= self.heard:
             self._unheard.popleft()
+        if self._number > self._sent:
+            self._hub.has_word(self)  # it could not be reached before
         if up.report is None:
-            return None
-        self._hub.has_word(self)  # it waits to be told, also of one that came twice
-        if up.number != self.told + 1:
-            return None
+            return False
+        if up.number <= self.told:
+            self._hub.has_word(self)  # what told it was lost
+        if up.number != self._came + 1:
+            return False
+        self._came = up.number
+        return True
+
+    def tell(self, up: Up) -> None:
+        """Say that a report was taken in, and give the answers beside it to those who asked."""
         self.told = up.number
         for answer in up.answers:
             asked = self._asked.pop(answer.id, None)
             if asked is not None and not asked.done():
                 asked.set_result(answer)
-        return up.report
+        if not self._closed:
+            self._hub.has_word(self)
 
     def words(self, *, again: bool) -> list[Down]:
-        """What is to be said now; with `again` all that was not heard."""
+        """Frames of what is to be said now; with `again` of all that was not heard."""
         if again:
-            self._sent = self._heard
+            self._sent = self.heard
         orders = [(number, order) for number, order in self._unheard if number > self._sent]
         self._sent = self._number
         downs, some, size = list[Down](), list[bytes](), 0
@@ -106,8 +121,13 @@ class Line:
             size += len(order)
         return [*downs, self._down(self._number + 1 - len(some), some)]
 
+    def was_cut_off(self) -> None:
+        """Say all that was not heard with the next word: what was sent before may be lost."""
+        self._sent = self.heard
+
     def close(self) -> None:
-        """Whoever waits for an answer gets none."""
+        """Whoever waits for an answer gets none, nor does whoever asks from now on."""
+        self._closed = True
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_result(None)
@@ -122,8 +142,10 @@ class Line:
     def _down(self, first: int, orders: Sequence[bytes]) -> Down:
         return Down(self.told, first, tuple(map(msgspec.Raw, orders)))
 
-    async def _ask(self, id: int, question: Look | Expect) -> Answer | None:
-        answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+    async def _ask(self, id: int, question: Look | Expect) -> Reply | None:
+        if self._closed:
+            return None
+        answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         self.put(question)
         try:
@@ -133,7 +155,7 @@ class Line:
 
 
 class ReplicaHub:
-    """All lines; `take` has the new reports of a moment. A line that is silent for `patience_s` is lost."""
+    """Hub of all lines; `take` has the new reports of a moment. A line that is silent for `patience_s` is lost."""
 
     def __init__(
         self,
@@ -145,31 +167,38 @@ class ReplicaHub:
         self._post = post
         self._take = take
         self._patience_s = patience_s
+        self._look_s = min(LOOK_S, patience_s / 8)
         self._loop = asyncio.get_running_loop()
         self._lines: dict[bytes, Line] = {}
         self._last_s: dict[Line, float] = {}  # when each was heard of last, the longest ago first
         self._sent_s: dict[Line, float] = {}  # when orders were sent that are not heard, the longest ago first
         self._to_say: dict[Line, None] = {}
         self._due = False  # what is to be said goes out at the end of this turn of the loop
-        self._looked_s = 0.0
+        self._looked_s = self._loop.time()
+        self._taking = asyncio.Lock()  # while reports are taken in
 
     @property
     def endpoint(self) -> str:
-        """Where replicas connect to."""
+        """Address that replicas connect to."""
         return self._post.endpoint
 
     def open(self, label: str, replica: int) -> Line:
-        """The line of a replica that is about to start under this label."""
+        """The line of a replica that is about to start under this label, which no other has had."""
+        assert 0 < len(label.encode()) <= MOST_LABEL, f"label {label!r}: longer than {MOST_LABEL} bytes, or empty"
         line = Line(self, label, replica)
         self._lines[label.encode()] = line
         return line
 
-    def close(self, line: Line) -> None:
-        """Hear no more of it."""
-        self._lines.pop(line.label.encode(), None)
-        for of in (self._last_s, self._sent_s, self._to_say):
-            of.pop(line, None)
-        line.close()
+    def begin(self, line: Line) -> None:
+        """Have a line count as silent from now on until it speaks: its process has started."""
+        if self._lines.get(line.label.encode()) is line:
+            self._last_s.setdefault(line, self._loop.time())
+
+    async def close(self, line: Line) -> None:
+        """Hear no more of it; returns when what came of it before was taken in."""
+        self._drop(line)
+        async with self._taking:
+            pass
 
     def has_word(self, line: Line) -> None:
         """Say what a line has to say at the end of this turn of the event loop."""
@@ -179,42 +208,60 @@ class ReplicaHub:
             self._loop.call_soon(self._say)
 
     async def run(self) -> None:
-        """Serve until cancelled; the socket is closed then."""
-        try:
-            while True:
-                if await self._post.wait(LOOK_S):
-                    began = self._loop.time()
-                    await self._receive()
-                    await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more gathers meanwhile
-                self._look()
-        finally:
-            self._post.close()
+        """Serve until cancelled."""
+        self._looked_s = self._loop.time()
+        while True:
+            if await self._post.wait(self._look_s):
+                began = self._loop.time()
+                await self._receive()
+                await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more gathers meanwhile
+            self._look()
+
+    def end(self) -> None:
+        """Close all lines, and the socket, over which the garbage collector would wait for ever."""
+        for line in list(self._lines.values()):
+            self._drop(line)
+        self._post.close()
+
+    def _drop(self, line: Line) -> None:
+        self._lines.pop(line.label.encode(), None)
+        for of in (self._last_s, self._sent_s, self._to_say):
+            of.pop(line, None)
+        line.close()
 
     async def _receive(self) -> None:
         """Take in what there is, a bounded part of it."""
-        reports: list[tuple[Line, ReplicaReport]] = []
+        came: list[tuple[Line, Up, ReplicaReport]] = []
         now = self._loop.time()
         for sender, frame in self._post.drain(MOST_REPORTS):
             line = self._lines.get(sender)
-            up = None if line is None else _decode(frame)
+            up = None if line is None else read_record(Up, frame)
             if line is None or up is None or up.label != line.label:
                 continue
             _move_to_end(self._last_s, line, now)
-            report = line.hear(up)
-            if not line.waits:
-                self._sent_s.pop(line, None)
-            if report is not None:
-                reports.append((line, report))
-        if reports:
-            await self._take(reports)
+            if self._hear(line, up, now) and up.report is not None:
+                came.append((line, up, up.report))
+        if came:
+            async with self._taking:
+                await self._take([(line, report) for line, _, report in came])
+            for line, up, _ in came:
+                line.tell(up)
+
+    def _hear(self, line: Line, up: Up, now: float) -> bool:
+        """Have a line take a word; orders that it has not heard yet have time anew if it has heard others."""
+        heard = line.heard
+        has_report = line.hear(up)
+        if line.heard > heard and self._sent_s.pop(line, None) is not None and line.waits:
+            self._sent_s[line] = now
+        return has_report
 
     def _look(self) -> None:
         """Lose lines that are silent, and say again what was not heard. Called when all that came is taken in."""
         now = self._loop.time()
         behind = self._post.has_more and now < self._looked_s + MOST_BEHIND_S
-        if behind or now < self._looked_s + LOOK_S:
+        if behind or now < self._looked_s + self._look_s:
             return
-        if now > self._looked_s + self._patience_s / 2 and self._looked_s:
+        if now > self._looked_s + self._patience_s / 2:
             self._last_s = dict.fromkeys(self._last_s, now)  # this process stood still, not they
         self._looked_s = now
         while self._last_s and (oldest := next(iter(self._last_s.items())))[1] < now - self._patience_s:
@@ -230,22 +277,16 @@ class ReplicaHub:
             self._send(line, again=False)
 
     def _send(self, line: Line, *, again: bool) -> None:
-        """Send what a line has to say; where its connection is down, that is said again once it is back."""
-        downs = line.words(again=again)
-        for down in downs:
-            self._post.send(line.label.encode(), encode(down))
-        if downs[-1].orders:
-            _move_to_end(self._sent_s, line, self._loop.time())
+        """Send what a line has to say; to one that is not connected when it speaks next."""
+        for down in line.words(again=again):
+            if not self._post.send(line.label.encode(), encode(down)):
+                line.was_cut_off()
+                self._sent_s.pop(line, None)
+                return
+            if again or (down.orders and line not in self._sent_s):
+                _move_to_end(self._sent_s, line, self._loop.time())
 
 
 def _move_to_end(times: dict[Line, float], line: Line, now: float) -> None:
     times.pop(line, None)
     times[line] = now
-
-
-def _decode(frame: memoryview) -> Up | None:
-    try:
-        return decode(Up, frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("dropped a frame of %d bytes: %s", len(frame), error)
-        return None

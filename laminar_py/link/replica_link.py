@@ -7,22 +7,19 @@ in the order in which they were given, by calls that begin in that order.
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
-
-import msgspec
 
 from laminar_py.link.messages import (
     Abort,
-    Answer,
-    Attach,
     CallOff,
     Down,
     Expect,
+    Follow,
     GiveUp,
     Look,
     Order,
+    Reply,
     Stop,
     Submit,
     Up,
@@ -30,8 +27,7 @@ from laminar_py.link.messages import (
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.relay.wire.post import Peer
-
-log = logging.getLogger(__name__)
+from laminar_py.relay.wire.transport import read_record
 
 FIRST_RESEND_S, RESEND_S = 0.05, 1.0  # after which a report that was not told is sent again: at first, at last
 
@@ -60,7 +56,7 @@ class Commanded(Protocol):
         ...
 
     async def survey(self) -> Survey:
-        """All that it has now."""
+        """Tell all that it has now."""
         ...
 
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
@@ -97,7 +93,7 @@ class ReplicaLink:
         self._told = 0
         self._heard = 0
         self._was_told = asyncio.Event()
-        self._answers: list[Answer] = []
+        self._answers: list[Reply] = []
 
     async def run(self) -> None:
         """Serve until cancelled. Raises what ended the replica, after its last report was told."""
@@ -106,35 +102,43 @@ class ReplicaLink:
                 tasks.create_task(self._listen(tasks), name="orders")
                 tasks.create_task(self._tell(), name="reports")
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            error = group.exceptions[0]
+            raise error from error.__cause__  # which says whether it is a mistake of ours
         finally:
             self._peer.close()
 
     async def _tell(self) -> None:
+        await self._greet()
         while True:
             report = await self._replica.collect(self._quiet_s)
             answers, self._answers = self._answers, []
             self._number += 1
             await self._tell_one(report, tuple(answers))
 
-    async def _tell_one(self, report: ReplicaReport, answers: tuple[Answer, ...]) -> None:
+    async def _greet(self) -> None:
+        """Say that it is there, for orders wait for that."""
+        while not self._peer.send(self._word()):  # noqa: ASYNC110 (nobody tells when the connection is there)
+            await asyncio.sleep(FIRST_RESEND_S)
+
+    async def _tell_one(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
         """Send a report until it is told."""
         wait_s = FIRST_RESEND_S
         while self._told < self._number:
             self._was_told.clear()
-            sent = self._peer.send(encode(Up(self._label, self._number, self._heard, report, answers)))
+            sent = self._peer.send(self._word(report, answers))
             wait_s = min(RESEND_S, 2 * wait_s) if not sent else RESEND_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._was_told.wait()
 
+    def _word(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
+        up = Up(label=self._label, number=self._number, heard=self._heard, report=report, answers=answers)
+        return encode(up)
+
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            frame = await self._peer.receive()
-            try:
-                down = decode(Down, frame)
-            except msgspec.DecodeError as error:
-                log.warning("dropped a frame of %d bytes: %s", len(frame), error)
+            down = read_record(Down, await self._peer.receive())
+            if down is None:
                 continue
             self._told = max(self._told, down.told)
             if self._told >= self._number:
@@ -142,33 +146,37 @@ class ReplicaLink:
             for number, order in enumerate(down.orders, down.first):
                 if number == self._heard + 1:
                     self._heard = number
-                    self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
+                    await self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
             if down.orders:
-                self._peer.send(encode(Up(self._label, self._number, self._heard)))
+                self._peer.send(self._word())
 
-    def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
+    async def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
+        """Begin what is ordered; it may go on beside what comes next."""
         replica = self._replica
         match order:
             case Submit(assignments):
                 replica.submit(assignments)
-            case Abort(trajectory_ids):
-                tasks.create_task(replica.abort(trajectory_ids))
-            case GiveUp(trajectory_ids):
-                tasks.create_task(replica.give_up(trajectory_ids))
             case CallOff(names):
                 replica.call_off(names)
-            case Stop(evaluations):
-                tasks.create_task(replica.stop(evaluations=evaluations))
-            case Attach(relay):
+            case Follow(relay):
                 self._attach(relay)
-            case Look(id):
-                tasks.create_task(self._survey(id, replica.survey()))
             case Expect(id, version, trajectory_ids):
-                self._answer(Answer(id, promised=replica.expect(version, trajectory_ids)))
+                self._answer(Reply(id, promised=replica.expect(version, trajectory_ids)))
+            case Abort() | GiveUp() | Stop() | Look():
+                tasks.create_task(self._carry_out(order))
+                await asyncio.sleep(0)  # it begins now
 
-    async def _survey(self, id: int, survey: Awaitable[Survey]) -> None:
-        self._answer(Answer(id, survey=await survey))
+    async def _carry_out(self, order: Abort | GiveUp | Stop | Look) -> None:
+        match order:
+            case Abort(trajectory_ids):
+                await self._replica.abort(trajectory_ids)
+            case GiveUp(trajectory_ids):
+                await self._replica.give_up(trajectory_ids)
+            case Stop(evaluations):
+                await self._replica.stop(evaluations=evaluations)
+            case Look(id):
+                self._answer(Reply(id, survey=await self._replica.survey()))
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: Reply) -> None:
         self._answers.append(answer)
         self._replica.report_soon()

@@ -1,8 +1,8 @@
 """The relay tree's processes: placed, started root first, kept alive on their ports. Owned by the controller.
 
 A relay that died comes back at its old port, for which it waits while a process that hangs is being ended. If the
-port stays taken it gets another, and everybody is told: nodes below with each ping, replicas with each `collect`,
-and the publisher by what the root leaves in their store.
+port stays taken it gets another, and everybody is told: nodes below with each ping, replicas by an order, and
+the publisher by what the root leaves in their store.
 
 Where everything is on one node, the tree has `relay.nodes` processes there; on several, the root is beside the
 learner and every host with replicas has one. After the death of a host its relay, or the root of a learner that

@@ -20,7 +20,7 @@ from laminar_py.cluster.placement import Plan
 from laminar_py.cluster.ray_cluster import LOOPBACK
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.link.hub import Line, ReplicaHub
-from laminar_py.link.messages import Abort, Attach, CallOff, GiveUp, Order, Stop, Submit
+from laminar_py.link.messages import Abort, CallOff, Follow, GiveUp, Order, Stop, Submit
 from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
@@ -33,7 +33,7 @@ from laminar_py.workers.keeper import RETRY_S, Keeper, MakePart, PartSpec, back_
 from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.specs import Pace, ReplicaSpec
+from laminar_py.workers.specs import ReplicaSpec, ReportPace
 from laminar_py.workers.tick import Tick
 
 log = logging.getLogger(__name__)
@@ -80,23 +80,29 @@ class Replicas:
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
-        placement = self._incarnation.placement
-        here = placement.here.node
-        self._hub = ReplicaHub(
-            Post(self._relays.keys, placement.ip(here) if here and placement.spread else LOOPBACK),
-            take=self._take_in,
-            patience_s=self._config.supervisor.heartbeat_timeout_s,
-        )
         for keeper in self._keepers:
             keeper.spawn()
 
     async def keep(self) -> None:
         """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
-        async with asyncio.TaskGroup() as tasks:
-            for index, keeper in enumerate(self._keepers):
-                tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
-            tasks.create_task(self._tick.run(), name="dispatch")
-            tasks.create_task(self._open_hub.run(), name="link")
+        self._hub = hub = self._make_hub()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, keeper in enumerate(self._keepers):
+                    tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
+                tasks.create_task(self._tick.run(), name="dispatch")
+                tasks.create_task(hub.run(), name="link")
+        finally:
+            hub.end()
+
+    def _make_hub(self) -> ReplicaHub:
+        placement = self._incarnation.placement
+        here = placement.here.node
+        return ReplicaHub(
+            Post(self._relays.keys, placement.ip(here) if here and placement.spread else LOOPBACK),
+            take=self._take_in,
+            patience_s=self._config.supervisor.heartbeat_timeout_s,
+        )
 
     def wake(self) -> None:
         """Have what the scheduler has for replicas handed out soon, when the caller is done with what it does."""
@@ -229,7 +235,7 @@ class Replicas:
 
         That ends no run: it is tried again, ever more rarely, while others go on.
         """
-        self._close_line(index)
+        await self._close_line(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
         if index not in self._restarting and StoreFullError.__name__ in error.reason:
@@ -262,7 +268,7 @@ class Replicas:
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
-        self._close_line(index)  # of a start that failed
+        await self._close_line(index)  # of a start that failed
         self._lines[index] = line = self._open_hub.open(label, index)
         self._relay_told[line] = relay
         self._heed_plan()
@@ -286,8 +292,9 @@ class Replicas:
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Until a replica ends, or is of no use any more. Raises PartDiedError."""
-        (part,) = parts
-        await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, self._lines[index]))
+        (part,), line = parts, self._lines[index]
+        self._open_hub.begin(line)
+        await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, line))
 
     async def _take_in(self, reports: Sequence[tuple[Line, ReplicaReport]]) -> None:
         """Take the reports of a moment in, and answer those at once who may have nothing to do."""
@@ -317,17 +324,17 @@ class Replicas:
             return
         if relay != self._relay_told[line]:
             self._relay_told[line] = relay
-            line.put(Attach(relay))
+            line.put(Follow(relay))
 
-    def _close_line(self, index: int) -> None:
+    async def _close_line(self, index: int) -> None:
         line = self._lines.pop(index, None)
         if line is not None:
+            await self._open_hub.close(line)
             del self._relay_told[line]
-            self._open_hub.close(line)
 
     @property
     def _open_hub(self) -> ReplicaHub:
-        assert self._hub is not None, "there is a link after `spawn`"
+        assert self._hub is not None, "there is a link from `keep` on"
         return self._hub
 
     def _compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:
@@ -347,9 +354,9 @@ async def _until_lost(name: str, line: Line) -> None:
     raise PartDiedError(name, await line.lost)
 
 
-def _pace(replicas: int) -> Pace:
+def _pace(replicas: int) -> ReportPace:
     """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace."""
-    return Pace(
+    return ReportPace(
         gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
         quiet_s=min(MOST_QUIET_S, max(1.0, replicas / QUIET_PER_S)),
     )

@@ -48,7 +48,7 @@ class StoreSpec(PartStart, frozen=True, kw_only=True):
     key: str  # of all stores of the run, 64 hex digits
 
 
-class Pace(msgspec.Struct, frozen=True):
+class ReportPace(msgspec.Struct, frozen=True):
     """How often a replica reports: news gathers for `gather_s`; without any it says that it is there."""
 
     gather_s: float
@@ -62,7 +62,7 @@ class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     model_dir: str
     relay: str  # endpoint
     hub: str  # endpoint that it reports to
-    pace: Pace
+    pace: ReportPace
     public_key: str
     secret_key: str
     assignments: list[Assignment] = []

@@ -1,17 +1,21 @@
 """The embedded engine dies inside: the last report has everything that it gave, and others go on from there."""
 
 import asyncio
-from types import SimpleNamespace
+from contextlib import asynccontextmanager
 
 import pytest
 
 from laminar_py.config.loading import parse_config
-from laminar_py.records.codec import decode
+from laminar_py.link.hub import ReplicaHub
+from laminar_py.link.replica_link import ReplicaLink
 from laminar_py.records.protocols import EngineLostError
-from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.trajectory import Break
+from laminar_py.relay.wire.post import Peer, Post, peer_wire
+from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.workers.processes.replica import ReplicaActor
 from tests.rollout.test_replica import assignment, folders, serving  # noqa: F401 (`folders` is a fixture)
+
+KEYS = RelayKeys.generate()
 
 
 async def dies_with(story, *names):
@@ -36,11 +40,17 @@ async def test_the_last_report_of_a_dead_engine_has_all_that_it_gave(folders):  
 
 
 async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(folders):  # noqa: F811
-    async with serving(folders) as (story, _):
+    broken = []
+
+    async def take(reports):
+        broken.extend(progress.broken for _, report in reports for progress in report.progress)
+
+    async with serving(folders) as (story, _), hub_of(take) as hub:
         await dies_with(story, "a")
-        process = ReplicaActor()
-        process._weights = SimpleNamespace(attach=lambda relay: None)
+        process, wire = ReplicaActor(), peer_wire(KEYS)
+        link = ReplicaLink(Peer(wire, hub.endpoint, "r"), "r", story.replica, attach=print, quiet_s=0.1)
         process._replica, process._task, process._listening = story.replica, story.task, story.task
+        process._link = asyncio.create_task(link.run())
         process._config = parse_config(
             {
                 "name": "t",
@@ -50,16 +60,24 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
                 "reward": {"use": ["t.py:t"]},
             }
         )
-        broken = []
-
-        async def collect():
-            while True:
-                report = decode(ReplicaReport, await process.collect(0.1, "tcp://relay"))
-                broken.extend(progress.broken for progress in report.progress)
-
         with pytest.raises(ZeroDivisionError):  # no `EngineLostError`, after which another would be started
-            await collect()
-        assert Break.CUT in broken
+            await process.ended()
+        wire.close()
+    assert Break.CUT in broken
+
+
+@asynccontextmanager
+async def hub_of(take):
+    """A hub with a line "r"."""
+    hub = ReplicaHub(Post(KEYS, "127.0.0.1"), take=take, patience_s=60.0)
+    hub.open("r", 0)
+    serves = asyncio.create_task(hub.run())
+    try:
+        yield hub
+    finally:
+        serves.cancel()
+        await asyncio.wait([serves])
+        hub.end()
 
 
 async def test_a_trajectory_of_a_dead_engine_goes_on_elsewhere_as_if_nothing_had_happened(folders):  # noqa: F811

@@ -104,9 +104,11 @@ class Process:
 
     async def call(self, method, *arguments, timeout_s=None):
         answer = asyncio.ensure_future(self._answer(method, arguments))
-        await asyncio.wait([self._death, answer], return_when=asyncio.FIRST_COMPLETED)
-        if self._death.done():
+        try:
+            await asyncio.wait([self._death, answer], return_when=asyncio.FIRST_COMPLETED)
+        finally:
             answer.cancel()
+        if self._death.done():
             raise PartDiedError(self.name, self._death.result())
         return answer.result()
 

@@ -1,4 +1,7 @@
-"""Replicas that die, that find no room, and that are told something as they start. Without processes."""
+"""Replicas that die, that find no room, and that are told something as they start.
+
+Without processes: a replica is an object of the test's own at the other end of a real link.
+"""
 
 import asyncio
 from collections import Counter
@@ -7,16 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.placement import Needs, Node, Placement
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.link.replica_link import ReplicaLink
 from laminar_py.records.clock import SystemClock
-from laminar_py.records.codec import decode, encode
+from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.events import Dropped
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.replica import Assignment, ReplicaReport
+from laminar_py.records.replica import ReplicaReport, WeightLoad
 from laminar_py.records.trajectory import DropReason, Span
+from laminar_py.relay.wire.post import Peer, peer_wire
+from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.segments.salvage import Salvaged
 from laminar_py.telemetry.stats import Stats, Totals
 from laminar_py.workers import replicas as replicas_module
@@ -30,7 +37,7 @@ from tests.workers.fakes import Hosts, Processes, make_incarnation
 
 PATIENCE_S = 10.0
 NODES = (
-    Node(id="a", ip="10.0.0.1", gpus=2, cpus=8, here=True),  # for the learner and replica 0
+    Node(id="a", ip="127.0.0.1", gpus=2, cpus=8, here=True),  # for the learner and replica 0
     Node(id="b", ip="10.0.0.2", gpus=1, cpus=8),
 )
 
@@ -42,48 +49,115 @@ class Replica:
         self.index = index
         self.may_start = may_start
         self.spec = asyncio.get_running_loop().create_future()
-        self.reports = asyncio.Queue()
-        self.relays = asyncio.Queue()  # that it was told of, with each report that was asked for
+        self.reports = asyncio.Queue()  # joined once all were told
+        self.did = asyncio.Queue()  # names of orders, and what they name
+        self.outlives = False  # its process is dead for Ray, and still speaks
+        self.life = None
+        self._given = False
 
     async def start(self, data):
-        self.spec.set_result(decode(ReplicaSpec, data))
+        spec = decode(ReplicaSpec, data)
+        self.spec.set_result(spec)
         await self.may_start.wait()
+        self.life = asyncio.create_task(self._live(spec))
+
+    async def _live(self, spec):
+        wire = peer_wire(RelayKeys(spec.public_key, spec.secret_key))
+        peer = Peer(wire, spec.hub, spec.label)
+        try:
+            await ReplicaLink(peer, spec.label, self, attach=self.attach, quiet_s=spec.pace.quiet_s).run()
+        finally:
+            wire.close()
 
     def pid(self):
         return 7
 
-    async def collect(self, timeout_s, relay):
-        self.relays.put_nowait(relay)
-        return encode(await self.reports.get())
+    async def ended(self):
+        try:
+            await asyncio.shield(self.life)
+        finally:
+            if not self.outlives:
+                self.life.cancel()
 
-    def report(self, *, version=0, admissible=64, received=0):
+    # ---- what the link calls
+
+    async def collect(self, timeout_s):
+        if self._given:
+            self.reports.task_done()
+        self._given = False
+        report = await self.reports.get()
+        self._given = True
+        return report
+
+    def submit(self, assignments):
+        self.did.put_nowait(("submit", assignments))
+
+    async def abort(self, trajectory_ids):
+        self.did.put_nowait(("abort", trajectory_ids))
+
+    async def stop(self, *, evaluations):
+        self.did.put_nowait(("stop", evaluations))
+
+    def call_off(self, names):
+        self.did.put_nowait(("call_off", names))
+
+    def attach(self, relay):
+        self.did.put_nowait(("attach", relay))
+
+    # ---- what a test calls
+
+    def report(self, *, version=0, admissible=64, received=0, loads=()):
         status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=version)
-        report = ReplicaReport(replica=self.index, status=status, admissible=admissible, received=received)
+        report = ReplicaReport(
+            replica=self.index, status=status, admissible=admissible, received=received, loads=loads
+        )
         self.reports.put_nowait(report)
+
+    async def told(self, order):
+        """What it is told by the next order of this name."""
+        while True:
+            name, what = await self.did.get()
+            if name == order:
+                return what
+
+    async def given(self, number):
+        """The next assignments, so many."""
+        found = []
+        while len(found) < number:
+            found += await self.told("submit")
+        return found
 
 
 class World:
     """Replicas of a real scheduler and a real plan, on nodes that the test takes away and gives back."""
 
-    def __init__(self, monkeypatch, path):
-        config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2"])
+    def __init__(self, monkeypatch, path, *overrides):
+        config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2", *overrides])
         self.nodes = list(NODES)
         self.placement = Placement(
             Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1), lambda: list(self.nodes)
         )
         self.may_start = asyncio.Event()
         self.may_start.set()
-        self.processes = Processes(monkeypatch, lambda name: Replica(int(name[-1]), self.may_start))
+        self.actors = []
+        self.processes = Processes(monkeypatch, self._make)
         self.fleet = Fleet(replicas=2, group_size=4, batch=4, capacity=16)
         self.scheduler = self.fleet.scheduler
 
         self.supervisor = Supervisor(record=lambda event: None, max_restarts=9)
 
         self.relay = "tcp://relay"
+        self.moved = set()  # replicas whose relay is on another host
         self.payload = Hosts()
         self.recorded = []  # by the replicas themselves
 
         async def attach(replica, place):
+            self.moved.discard(replica)
+            return self.relay
+
+        def endpoint_for(replica):
+            if replica in self.moved:
+                raise PartDiedError(f"replica-{replica}", "its relay has gone to another host")
             return self.relay
 
         self.replicas = Replicas(
@@ -98,11 +172,26 @@ class World:
             scheduler=self.scheduler,
             relays=SimpleNamespace(
                 attach=attach,
-                endpoint_for=lambda replica: self.relay,
-                keys=SimpleNamespace(public="p", secret="s"),
+                endpoint_for=endpoint_for,
+                keys=RelayKeys.generate(),
             ),
             payload=self.payload,
         )
+
+    def _make(self, name):
+        self.actors.append(Replica(int(name[-1]), self.may_start))
+        return self.actors[-1]
+
+    def had_by(self, index):
+        """Trajectories that a replica has."""
+        return set(self.scheduler.views.by_index[index].in_flight)
+
+    async def end(self):
+        """Have nothing speak any more."""
+        if lives := [actor.life for actor in self.actors if actor.life is not None]:
+            for life in lives:
+                life.cancel()
+            await asyncio.wait(lives)
 
     async def next(self):
         """The next process that is spawned, once it is asked to start."""
@@ -120,20 +209,13 @@ async def kept(world):
         first, second = await world.next(), await world.next()
         for process in (first, second):
             process.actor.report(admissible=8)
-            await sent(process, "submit")
+            assert ids(await process.actor.given(8)) == world.had_by(process.actor.index)
         try:
             yield first, second
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
-
-
-async def sent(process, method):
-    """What a process is sent under this name next, decoded."""
-    while True:
-        name, data = await process.sent.get()
-        if name == method:
-            return decode(list[Assignment] if method == "submit" else list[str], data)
+            await world.end()
 
 
 def ids(assignments):
@@ -143,10 +225,10 @@ def ids(assignments):
 async def test_what_a_dead_replica_had_is_done_by_another_and_a_process_takes_its_place(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     async with kept(world) as (first, second):
-        had = set(world.scheduler.views.by_index[0].in_flight)
+        had = world.had_by(0)
         assert had
         first.die()
-        assert ids(await sent(second, "submit")) == had
+        assert ids(await second.actor.given(len(had))) == had
         third = await world.next()
         assert (third.name, third.place) == (first.name, first.place)
     assert world.scheduler.views.by_index[1].in_flight >= had
@@ -157,25 +239,27 @@ async def test_before_the_next_tick_only_one_without_work_or_of_another_version_
     world = World(monkeypatch, tmp_path)
     async with kept(world) as (first, second):  # which had no work
         first.actor.report(received=8, admissible=64)
-        for _ in range(3):  # it is asked for the next one once this is taken in
-            await first.actor.relays.get()
-        await asyncio.sleep(0)
-        assert first.sent.empty()
+        await first.actor.reports.join()
+        await asyncio.sleep(0.1)
+        assert first.actor.did.empty()
         second.actor.report(received=8, version=1)
-        assert len(await sent(first, "submit")) + len(await sent(second, "submit")) == 12 * 4
+        more = 12 * 4
+        while first.actor.did.qsize() + second.actor.did.qsize() < more:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_replica_without_room_counts_for_nobody_until_there_is_some(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     views = world.scheduler.views
     async with kept(world) as (first, second):
-        had = set(views.by_index[1].in_flight)
+        had = world.had_by(1)
         world.nodes.remove(NODES[1])
         second.die("its node is gone")
-        assert ids(await sent(first, "submit")) == had
+        assert ids(await first.actor.given(len(had))) == had
         assert [place is None for place in world.placement.plan.replicas] == [False, True]
         assert (views.num_placed, views.num_starting()) == (1, 0)
         assert await world.replicas.survey(1) is None
+        assert not await world.replicas.expect(1, 0, sorted(had))
         await world.placement.refresh()
         assert world.processes.none_left
         world.nodes.append(Node(id="c", ip="10.0.0.3", gpus=1, cpus=8))
@@ -193,7 +277,7 @@ async def test_replicas_that_die_together_are_all_replaced_and_what_they_had_goe
         assert {process.name for process in fresh} == {"replica-0", "replica-1"}
         assert world.supervisor.total_restarts == 2
         fresh[0].actor.report()
-        assert ids(await sent(fresh[0], "submit")) >= had
+        assert ids(await fresh[0].actor.given(len(had))) == had
 
 
 async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_is_up(monkeypatch, tmp_path):
@@ -206,9 +290,10 @@ async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_
         third = await world.next()
         aborts[0] = ["g0.0"]
         world.replicas.dispatch()
-        assert third.sent.empty()
+        await asyncio.sleep(0.1)
+        assert third.actor.did.empty()
         world.may_start.set()
-        assert await sent(third, "abort") == ["g0.0"]
+        assert await third.actor.told("abort") == ["g0.0"]
 
 
 async def test_what_the_journal_of_a_dead_replica_has_goes_on_elsewhere_and_the_journal_goes(
@@ -225,7 +310,7 @@ async def test_what_the_journal_of_a_dead_replica_has_goes_on_elsewhere_and_the_
         third = await world.next()
         assert world.payload.running[label].keys() == set(had)
         assert world.payload.discarded == [f"{label}.1.journal"]
-        moved = {item.trajectory_id: item.length for item in await sent(second, "submit")}
+        moved = {item.trajectory_id: item.length for item in await second.actor.given(len(had))}
         assert moved == {one: 5 * (one == name) for one in had}
         assert (await third.actor.spec).label != label
 
@@ -239,7 +324,7 @@ async def test_what_only_the_host_of_a_dead_replica_had_is_lost_with_it(monkeypa
         lifecycle.tokens, lifecycle.spans = (TokensRef(0, 2, make_ref(f"{label}.1")),), (Span(0, 0, 2),)
         world.payload.lost.add(label)
         first.die("its node is gone")
-        moved = ids(await sent(second, "submit"))
+        moved = ids(await second.actor.given(len(others)))
         await world.next()
         assert label not in world.payload.running, "nobody is there to read its journal"
         assert name not in world.scheduler.book.live
@@ -251,11 +336,11 @@ async def test_what_only_the_host_of_a_dead_replica_had_is_lost_with_it(monkeypa
 async def test_a_replica_whose_disk_is_full_is_tried_again_and_ends_no_run(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     async with kept(world) as (first, second):
-        had = set(world.scheduler.views.by_index[0].in_flight)
+        had = world.had_by(0)
         first.die("StoreFullError: segments=there: cannot be written (No space left on device); make room")
         third = await world.next()
         assert third.name == first.name
-        assert ids(await sent(second, "submit")) == had
+        assert ids(await second.actor.given(len(had))) == had
     assert world.supervisor.total_restarts == 0
     assert [event.part for event in world.recorded] == ["replica-0"]
 
@@ -288,12 +373,90 @@ async def test_a_replica_ended_on_purpose_is_no_death(monkeypatch, tmp_path):
 async def test_a_replica_whose_relay_has_moved_is_told_and_keeps_what_it_has(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     async with kept(world) as (first, _):
-        had = set(world.scheduler.views.by_index[0].in_flight)
+        had = world.had_by(0)
         world.relay = "tcp://moved"
-        for _ in range(2):  # the first was asked for before
-            first.actor.report(received=len(had), admissible=0)
-        while await first.actor.relays.get() != world.relay:
-            pass
+        first.actor.report(received=len(had), admissible=0)
+        assert await first.actor.told("attach") == "tcp://moved"
+        first.actor.report(received=len(had), admissible=0)
+        await first.actor.reports.join()
+        await asyncio.sleep(0.1)
+        assert first.actor.did.empty(), "it is told once"
         assert not first.is_dead
-        assert world.scheduler.views.by_index[0].in_flight == had
+        assert world.had_by(0) == had
     assert world.supervisor.total_restarts == 0
+
+
+async def test_a_replica_whose_relay_has_gone_to_another_host_is_replaced(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        had = world.had_by(0)
+        world.moved.add(0)
+        first.actor.report(received=len(had), admissible=0)
+        assert ids(await second.actor.given(len(had))) == had
+        assert (await world.next()).name == first.name
+    assert world.supervisor.total_restarts == 1
+
+
+async def test_a_replica_whose_weights_differ_from_anothers_of_that_version_is_replaced(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+
+    def loads(version, checksum):
+        return (WeightLoad(version, "d", 1.0, checksum=checksum),)
+
+    async with kept(world) as (first, second):
+        first.actor.report(received=8, admissible=0, loads=loads(0, "one"))
+        await first.actor.reports.join()
+        second.actor.report(received=8, admissible=0, loads=loads(0, "one-two"))  # two GPUs: another layout
+        await second.actor.reports.join()
+        assert not second.is_dead
+        second.actor.report(received=8, admissible=0, loads=loads(0, "other"))
+        assert (await world.next()).name == second.name
+        assert (first.is_dead, second.is_dead) == (False, True)
+    assert world.supervisor.total_restarts == 1
+
+
+async def test_a_replica_that_says_nothing_is_replaced(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, "supervisor.heartbeat_timeout_s=2")
+    async with kept(world) as (first, second):
+        had = world.had_by(0)
+        talking = asyncio.create_task(talk(second))
+        third = await world.next()
+        assert third.name == first.name
+        assert not second.is_dead
+        assert ids(await second.actor.given(len(had))) == had
+        talking.cancel()
+
+
+async def talk(process):
+    while True:
+        process.actor.report(received=8, admissible=0)
+        await asyncio.sleep(0.2)
+
+
+async def test_one_that_was_started_and_never_speaks_is_replaced(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, "supervisor.heartbeat_timeout_s=2")
+    async with asyncio.timeout(PATIENCE_S):
+        world.replicas.spawn()
+        monkeypatch.setattr(Replica, "_live", lambda self, spec: asyncio.sleep(PATIENCE_S))
+        keeping = asyncio.create_task(world.replicas.keep())
+        names = [(await world.next()).name for _ in range(3)]
+        assert names[2] in names[:2]
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        await world.end()
+
+
+async def test_what_a_process_says_that_counts_as_dead_counts_for_nothing(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        had = world.had_by(0)
+        first.actor.outlives = True
+        first.die("its node is cut off")
+        third = await world.next()
+        assert ids(await second.actor.given(len(had))) == had
+        first.actor.report(version=7, admissible=64)
+        third.actor.report(version=1, admissible=0)
+        await third.actor.reports.join()
+        await asyncio.sleep(0.2)
+        assert world.scheduler.views.by_index[0].version == 1
+        assert first.actor.did.empty()

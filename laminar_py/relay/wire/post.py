@@ -29,6 +29,7 @@ class _Box:
         self._any = asyncio.Event()
         self._fd = self._socket.fileno()
         self._loop.add_reader(self._fd, self._look)
+        self._look()
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """True once something has come, False after `timeout_s`."""
@@ -39,8 +40,9 @@ class _Box:
 
     def close(self) -> None:
         """End all connections."""
-        self._loop.remove_reader(self._fd)
-        self._owner.close()
+        if not self._owner.closed:
+            self._loop.remove_reader(self._fd)
+            self._owner.close()
 
     def _look(self) -> None:
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -49,7 +51,7 @@ class _Box:
             self._any.clear()
 
     def _receive(self, most: int) -> list[list[zmq.Frame]]:
-        """What has come, at most so many messages."""
+        """Messages that have come, at most so many."""
         found: list[list[zmq.Frame]] = []
         with contextlib.suppress(zmq.Again):
             while len(found) < most:
@@ -88,7 +90,7 @@ class Post(_Box):
         return self._any.is_set()
 
     def drain(self, most: int) -> list[tuple[bytes, memoryview]]:
-        """What has come, at most so many frames, each with the name of its sender."""
+        """Frames that have come, at most so many, each with the name of its sender."""
         return [(frames[0].bytes, frames[1].buffer) for frames in self._receive(most) if len(frames) == 2]
 
     def send(self, to: bytes, frame: bytes) -> bool:
@@ -114,6 +116,7 @@ class Peer(_Box):
         """The next frame."""
         while True:
             await self.wait()
+            await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
             for frames in self._receive(1):
                 return frames[0].buffer
 
@@ -123,5 +126,5 @@ class Peer(_Box):
 
 
 def peer_wire(keys: RelayKeys) -> Wire:
-    """What the peers of one process share."""
+    """Keys and threads that the peers of one process share."""
     return Wire(keys, heartbeat_s=HEARTBEAT_S)

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets of the relay tree, wrapped so that records go in and come out. The only importer of zmq.
+"""ZeroMQ sockets of the relay tree, wrapped so that records go in and come out; `post` beside it has the link's.
 
 Used by node, subscriber and publisher. Invariant: every socket speaks CURVE with the run's one keypair, refuses
 all other keys, bounds a frame before memory for it is allocated, and does not linger when closed unless
@@ -98,7 +98,7 @@ def _configure(
     socket.set(zmq.RECONNECT_IVL_MAX, 1000)
 
 
-def _decode(kind: type[Received], frame: memoryview) -> Received | None:
+def read_record(kind: type[Received], frame: memoryview) -> Received | None:
     """The record in a frame, None with a warning if a peer sent something else."""
     try:
         return codec.decode(kind, frame)
@@ -116,7 +116,7 @@ def pack(message: Downward) -> list[bytes | memoryview]:
 
 def unpack(frames: list[memoryview]) -> ToChild | None:
     """The record in frames from a parent, None with a warning if it is none."""
-    message: ToChild | None = _decode(ToChild, frames[0])  # type: ignore[arg-type]
+    message: ToChild | None = read_record(ToChild, frames[0])  # type: ignore[arg-type]
     if isinstance(message, Chunk) and len(frames) == 2 and not message.data:
         return msgspec.structs.replace(message, data=frames[1])
     if isinstance(message, Chunk) or len(frames) > 1:
@@ -147,7 +147,7 @@ class Listener:
             await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
             message: ToParent | None = None
             if len(frames) == 2:
-                message = _decode(ToParent, frames[1].buffer)  # type: ignore[arg-type]
+                message = read_record(ToParent, frames[1].buffer)  # type: ignore[arg-type]
             if message is not None:
                 return frames[0].bytes, message
 

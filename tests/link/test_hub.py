@@ -1,0 +1,314 @@
+"""The controller's end, with peers that a test moves by hand: reports once, in order; orders until heard."""
+
+import asyncio
+
+import pytest
+
+from laminar_py.link import hub as hub_module
+from laminar_py.link.messages import Abort, Follow, Reply, Up
+from laminar_py.records.replica import Survey
+from laminar_py.relay.wire import post as post_module
+from laminar_py.relay.wire.transport import RelayKeys
+from tests.link.ends import KEYS, by_hand, make_report, serving
+
+A, B = "replica-0-1-0", "replica-1-1-1"
+
+
+async def test_each_report_is_taken_in_once_and_in_order_however_often_it_comes():
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            for number in (1, 1, 3, 2, 1, 3, 3, 5, 2, 4):
+                await hand.report(number)
+            await hand.told(4)
+    assert desk.of(A) == [1, 2, 3, 4]
+    assert line.told == 4
+
+
+async def test_a_report_is_told_only_when_it_was_taken_in_and_so_are_answers_beside_it():
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.report(1)
+            await hand.told(1)
+            promised = asyncio.create_task(line.expect(0, ["g0.0"]))
+            assert await hand.orders() == [1]
+            desk.may_take.clear()
+            await hand.report(2, heard=1, answers=(Reply(0, promised=True),))
+            await hand.report(2, heard=1)
+            await hand.hears_nothing(0.3)
+            assert not promised.done()
+            desk.may_take.set()
+            await hand.told(2)
+            assert await promised
+    assert desk.of(A) == [1, 2]
+
+
+async def test_a_report_whose_answer_was_lost_is_told_again():
+    async with serving() as desk:
+        desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            for _ in range(3):
+                await hand.report(1)
+                await hand.told(1)
+    assert desk.of(A) == [1]
+
+
+async def test_orders_are_sent_again_until_they_are_heard(monkeypatch):
+    monkeypatch.setattr(hub_module, "RESEND_S", 0.1)
+    async with serving(patience_s=2.0) as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.report(1)
+            await hand.told(1)
+            for name in ("x", "y", "z"):
+                line.put(Abort([name]))
+            assert [await hand.orders(), await hand.orders()] == [[1, 2, 3], [1, 2, 3]]
+            await hand.say(Up(label=A, number=1, heard=2))
+            while (orders := await hand.orders()) != [3]:
+                assert orders == [1, 2, 3]
+            await hand.say(Up(label=A, number=1, heard=3))
+            while line.waits:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_lost_orders_are_not_put_off_by_those_that_follow(monkeypatch):
+    monkeypatch.setattr(hub_module, "RESEND_S", 0.3)
+    async with serving(patience_s=2.0) as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.report(1)
+            await hand.told(1)
+            line.put(Follow("first"))
+            assert await hand.orders() == [1]
+            following = asyncio.create_task(_put_often(line))
+            while 1 not in await hand.orders():
+                pass
+            following.cancel()
+
+
+async def _put_often(line):
+    while True:
+        line.put(Follow("next"))
+        await asyncio.sleep(0.05)
+
+
+async def test_orders_for_a_replica_that_starts_come_with_the_answer_to_its_first_word(monkeypatch):
+    monkeypatch.setattr(hub_module, "RESEND_S", 1e9)
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        for name in ("x", "y"):
+            line.put(Abort([name]))
+            await asyncio.sleep(0.05)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.say(Up(label=A, number=0, heard=0))
+            assert await hand.orders() == [1, 2]
+
+
+async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_next_word(monkeypatch):
+    monkeypatch.setattr(hub_module, "RESEND_S", 1e9)
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.report(1)
+            await hand.told(1)
+            line.put(Follow("x"))
+            assert await hand.orders() == [1]
+            desk.may_take.clear()
+            await hand.report(2)
+            await came(line, 2)
+        while desk.post.send(A.encode(), b""):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        desk.may_take.set()
+        await desk.until(lambda: line.told == 2)
+        await asyncio.sleep(0.1)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.say(Up(label=A, number=2, heard=0))
+            assert await hand.orders() == [1]
+
+
+async def came(line, number):
+    """Once a report came, whether it may be taken in or not."""
+    while line._came < number:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_a_replica_that_claims_to_have_heard_what_was_never_said_hears_what_comes_then():
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.report(1, heard=77)
+            await hand.told(1)
+            line.put(Follow("x"))
+            assert await hand.orders() == [1]
+
+
+async def test_an_order_for_which_there_is_no_frame_is_refused_where_it_is_put(monkeypatch):
+    monkeypatch.setattr(hub_module, "MOST_ORDER_BYTES", 100)
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with pytest.raises(AssertionError, match=r"Abort of \d+ bytes for replica-0-1-0: share it out"):
+            line.put(Abort(["g0.0"] * 50))
+        assert not line.waits
+
+
+async def test_a_label_that_no_peer_can_have_is_refused():
+    async with serving() as desk:
+        for label in ("", "x" * 101):
+            with pytest.raises(AssertionError, match="label"):
+                desk.hub.open(label, 0)
+        desk.hub.open("x" * 100, 0)
+        with by_hand(desk.hub.endpoint, "x" * 100) as hand:
+            await hand.report(1)
+            await hand.told(1)
+
+
+# ---- lost and closed
+
+
+async def test_a_line_that_falls_silent_is_lost_and_one_that_speaks_is_not():
+    async with serving(patience_s=0.8) as desk:
+        silent, speaks = desk.hub.open(A, 0), desk.hub.open(B, 1)
+        with by_hand(desk.hub.endpoint, A, B) as (first, second):
+            await first.report(1)
+            speaking = asyncio.create_task(_speak(second))
+            assert await silent.lost == "no word of it in 0.8 s"
+            await asyncio.sleep(0.4)
+            assert not speaks.lost.done()
+            speaking.cancel()
+            assert await speaks.lost
+
+
+async def _speak(hand):
+    while True:
+        await hand.say(Up(label=hand.label, number=0, heard=0))
+        await asyncio.sleep(0.1)
+
+
+async def test_a_line_that_never_spoke_is_lost_once_its_process_runs_and_not_while_it_starts():
+    async with serving(patience_s=0.5) as desk:
+        runs, starts = desk.hub.open(A, 0), desk.hub.open(B, 1)
+        desk.hub.begin(runs)
+        assert await runs.lost == "no word of it in 0.5 s"
+        assert not starts.lost.done()
+
+
+async def test_whoever_asks_gets_nothing_once_the_line_is_closed():
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        survey, promise = asyncio.create_task(line.look()), asyncio.create_task(line.expect(0, ["g0.0"]))
+        await asyncio.sleep(0)
+        await desk.hub.close(line)
+        assert (await survey, await promise) == (None, False)
+        assert (await line.look(), await line.expect(0, [])) == (None, False)
+        line.put(Follow("x"))
+        desk.hub.begin(line)
+        assert not line.waits
+
+
+async def test_whoever_asks_gets_nothing_once_the_hub_has_ended():
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        survey = asyncio.create_task(line.look())
+        await asyncio.sleep(0)
+    assert await survey is None
+    line.put(Follow("x"))
+    await asyncio.sleep(0)
+
+
+async def test_closing_waits_for_what_came_and_takes_in_no_more():
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            desk.may_take.clear()
+            await hand.report(1)
+            await came(line, 1)
+            closing = asyncio.create_task(desk.hub.close(line))
+            await asyncio.sleep(0.05)
+            assert not closing.done()
+            desk.may_take.set()
+            await closing
+            assert desk.of(A) == [1]
+            await hand.report(2)
+            await hand.hears_nothing(0.3)
+    assert desk.of(A) == [1]
+
+
+# ---- who counts for nothing
+
+
+async def test_words_of_an_old_label_or_under_anothers_name_count_for_nothing():
+    async with serving() as desk:
+        old = desk.hub.open(A, 0)
+        await desk.hub.close(old)
+        new = desk.hub.open(B, 0)
+        with by_hand(desk.hub.endpoint, A, B) as (late, fresh):
+            await late.report(1)
+            await late.say(Up(label=B, number=1, heard=0, report=make_report(1)))
+            await fresh.say(Up(label=A, number=1, heard=0, report=make_report(1)))
+            await fresh.report(1)
+            await fresh.told(1)
+            await late.hears_nothing(0.2)
+    assert desk.taken == [(B, 1)]
+    assert new.told == 1
+
+
+@pytest.mark.parametrize("keys", [RelayKeys.generate(), RelayKeys(KEYS.public, RelayKeys.generate().secret)])
+async def test_a_peer_with_other_keys_gets_nowhere(keys):
+    async with serving() as desk:
+        desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A, keys=keys) as stranger, by_hand(desk.hub.endpoint, A) as hand:
+            pushing = asyncio.create_task(stranger.report(7))
+            for number in (1, 2, 3):
+                await hand.report(number)
+                await hand.told(number)
+                await asyncio.sleep(0.1)
+            assert not pushing.done(), "there is no connection"
+            pushing.cancel()
+    assert desk.of(A) == [1, 2, 3]
+
+
+async def test_a_frame_that_is_no_word_costs_nothing_but_itself():
+    async with serving() as desk:
+        desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A, "stranger") as (hand, stranger):
+            for frame in (b"", b"\xc1", b"\x93\x01", b"\x94\xa1\xff\x00\x00\xc0", b"\x91" * 5000, bytes(1000)):
+                await hand.send(frame)
+                await stranger.send(frame)
+            await hand.peer._owner.send_multipart([b"two", b"frames"])
+            await hand.say(
+                Up(label=A, number=1, heard=0, report=make_report(1), answers=(Reply(99, promised=True),))
+            )
+            await hand.told(1)
+    assert desk.of(A) == [1]
+
+
+async def test_a_frame_above_the_bound_ends_its_connection_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(post_module, "MOST_BYTES", 10_000)
+    async with serving() as desk:
+        lines = [desk.hub.open(A, 0), desk.hub.open(B, 1)]
+        with by_hand(desk.hub.endpoint, A, B) as (careless, other):
+            await other.report(1)
+            await other.told(1)
+            await careless.peer._owner.send(bytes(20_000))
+            await other.report(2)
+            await other.told(2)
+            await careless.report(1)
+            async with asyncio.timeout(10):
+                while not lines[0].told:
+                    await careless.report(1)
+                    await asyncio.sleep(0.1)
+    assert (desk.of(A), desk.of(B)) == ([1], [1, 2])
+
+
+async def test_an_answer_carries_the_survey_that_was_asked_for():
+    survey = Survey(replica=0, version=3, slots=1, kv_used=0, kv_capacity=1, running=())
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        with by_hand(desk.hub.endpoint, A) as hand:
+            await hand.report(1)
+            first, second = asyncio.create_task(line.look()), asyncio.create_task(line.look())
+            assert await hand.orders() == [1, 2]
+            first.cancel()
+            await hand.report(2, heard=2, answers=(Reply(1, survey=survey), Reply(0)))
+            assert await second == survey

@@ -1,0 +1,56 @@
+"""Two ends of a post: what waits for a frame is woken by it, whatever is sent meanwhile."""
+
+import asyncio
+import time
+from contextlib import contextmanager
+
+from laminar_py.relay.wire.post import Peer, Post, peer_wire
+from laminar_py.relay.wire.transport import RelayKeys
+
+KEYS = RelayKeys.generate()
+PATIENCE_S = 10.0
+
+
+@contextmanager
+def ends():
+    """A post, and a peer of it."""
+    post, wire = Post(KEYS, "127.0.0.1"), peer_wire(KEYS)
+    peer = Peer(wire, post.endpoint, "me")
+    try:
+        yield post, peer
+    finally:
+        peer.close()
+        wire.close()
+        post.close()
+
+
+async def met(post, peer):
+    """Once both ends know each other."""
+    while not peer.send(b"hello"):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert await post.wait(PATIENCE_S)
+    assert post.drain(1)[0][0] == b"me"
+
+
+async def test_a_frame_that_came_just_before_a_send_is_received_at_once():
+    async with asyncio.timeout(PATIENCE_S):
+        with ends() as (post, peer):
+            await met(post, peer)
+            received = asyncio.create_task(peer.receive())
+            await asyncio.sleep(0.05)
+            assert post.send(b"me", b"order")
+            time.sleep(0.1)  # noqa: ASYNC251 (the frame comes while the process is busy)
+            assert peer.send(b"report")
+            assert bytes(await received) == b"order"
+
+
+async def test_a_frame_that_came_just_before_a_send_ends_the_wait_at_once():
+    async with asyncio.timeout(PATIENCE_S):
+        with ends() as (post, peer):
+            await met(post, peer)
+            came = asyncio.create_task(post.wait(100 * PATIENCE_S))
+            await asyncio.sleep(0.05)
+            assert peer.send(b"report")
+            time.sleep(0.1)  # noqa: ASYNC251
+            assert post.send(b"me", b"order")
+            assert await came
