@@ -12,6 +12,7 @@ from pathlib import Path
 
 from laminar_py.records.pieces import Piece
 from laminar_py.segments.frames import make_frame
+from laminar_py.segments.local import make_folder
 from laminar_py.segments.writer import append, new_name
 
 ROLL_BYTES = 16 * 2**20
@@ -61,7 +62,7 @@ class Journal:
             os.close(self._file)
             self._file = None
         if self._file is None:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder)
             path = self._folder / f"{new_name(self._part)}{JOURNAL}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._file, self._size = os.open(path, flags, 0o600), 0
