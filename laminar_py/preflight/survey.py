@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 60.0  # a process starts on the node for it
 
 
-class Sight(msgspec.Struct, frozen=True):
-    """Findings on a node, e.g. `Sight(True, True, 540 << 30)`."""
+class Sight(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings on a node, e.g. `Sight(shared=True, model=True, shm_free=540 << 30)`."""
 
     shared: bool  # the file that the controller has just written
     model: bool
@@ -44,8 +44,10 @@ class Sight(msgspec.Struct, frozen=True):
 
 
 def look(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
-    """The `Sight` of this node; `settings` is the config as JSON, `store` the field with the folder of its segments;
-    `serving` is empty for a node without replicas, `pools` are those of `reward.servers` that have servers here, with commas between them.
+    """The `Sight` of this node; `settings` is the config as JSON.
+
+    `store` is the field with the folder of its segments, `serving` is empty for a node without replicas, `pools`
+    are those of `reward.servers` that have servers here, with commas between them.
 
     Reading the config opens the backend, the algorithm and the planner that it names, so their packages are here.
     """
@@ -63,7 +65,8 @@ def look(witness: str, settings: str, store: str, serving: str, pools: str = "")
         fault = str(error)
     free = shutil.disk_usage(shm).free if shm.is_dir() else None
     room = room_fault(store, Path(tree[store]))
-    return encode(Sight(Path(witness).is_file(), (model / "config.json").is_file(), free, fault, room))
+    seen, has_model = Path(witness).is_file(), (model / "config.json").is_file()
+    return encode(Sight(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
 
 async def place(config: RunConfig, *, resume: bool = False) -> Placement:

@@ -46,7 +46,7 @@ class Journal:
             trajectories.discard(trajectory_id)
             if not trajectories and path != present:
                 del self._entries[path]
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End it and delete its files: its part ends in peace, and has told everything."""
@@ -58,7 +58,7 @@ class Journal:
         self._entries.clear()
 
     def _open(self) -> int:
-        if self._file is not None and self._size >= self._roll_bytes:
+        if self._file is not None and (self._size >= self._roll_bytes or not os.fstat(self._file).st_nlink):
             os.close(self._file)
             self._file = None
         if self._file is None:
