@@ -10,16 +10,12 @@ is dropped by name. Exit code 1 if it is not so.
 import os
 import random
 import shutil
-import sqlite3
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 
-import msgspec
-from run import CONTROLLER, Run, campaign, check, end, make_parser, proof
+from run import CONTROLLER, Run, campaign, check, make_parser, proof
 
 from laminar_py.audit.queries import Filters, accounting, listing
 from laminar_py.bench.report import Row, show
