@@ -73,8 +73,8 @@ class PayloadHosts:
     async def find(self, recovered: Recovered) -> dict[str, str]:
         """Look for the segments of earlier incarnations; what is gone of live trajectories, by their ids."""
         there: dict[str, int] = {}
-        for node in self._all_nodes:
-            for file in await self._files_on(node) or ():
+        for node, files in (await self._files()).items():
+            for file in files:
                 there.setdefault(file.name, file.num_bytes)
                 self._nodes.setdefault(part_of(file.name), node)
         for node in set(self._nodes.values()):
@@ -100,7 +100,7 @@ class PayloadHosts:
             for entry in live
             if entry.status is Status.RUNNING
         }
-        answers = [await self._salvage(node, "*", running) for node in self._all_nodes]
+        answers = await asyncio.gather(*(self._salvage(node, "*", running) for node in self._all_nodes))
         return [one for answer in answers for one in answer.found]
 
     async def salvaged(self, label: str, answer: Salvage) -> None:
@@ -171,17 +171,16 @@ class PayloadHosts:
     async def _tidy(self, scheduler: TrajectoryScheduler) -> None:
         """Delete segments to which no reference leads; what is gone of others is lost."""
         needed = await self._needed(scheduler)
-        there: dict[str, list[SegmentFile]] = {}
-        for node in self._all_nodes:
-            if (files := await self._files_on(node)) is not None:
-                there[node] = files
+        there = await self._files()
         known = {file.name for files in there.values() for file in files}
         missing = {segment: self._node_of(segment) for segment in needed - known}
         gone = [name for name, node in missing.items() if node in there or not self._placement.is_alive(node)]
         await self._lose(gone, f"segment {min(gone, default='')} is gone from its host", scheduler)
-        for node, files in there.items():
-            idle = [file.name for file in files if file.name not in needed and self._is_ended(file, files)]
-            await self._discard(node, segment_files(idle))
+        idle = {
+            node: [file.name for file in files if file.name not in needed and self._is_ended(file, files)]
+            for node, files in there.items()
+        }
+        await asyncio.gather(*(self._discard(node, segment_files(names)) for node, names in idle.items()))
 
     async def _keep(self, scheduler: TrajectoryScheduler) -> None:
         """Copy what is needed from the hosts to the run's folder; what none of them has by now is lost."""
@@ -237,10 +236,12 @@ class PayloadHosts:
     def _node_of(self, segment: str) -> str:
         return self._nodes.get(part_of(segment), self._here)
 
-    async def _files_on(self, node: str) -> list[SegmentFile] | None:
-        """Segments of a host; None where it does not answer."""
-        answer = await self._on(node, segments_here, self._folder)
-        return None if answer is None else decode(list[SegmentFile], answer)
+    async def _files(self) -> dict[str, list[SegmentFile]]:
+        """Segments of each host that answers; all are asked at once, since each has a process to start for it."""
+        nodes = self._all_nodes
+        answers = await asyncio.gather(*(self._on(node, segments_here, self._folder) for node in nodes))
+        found = zip(nodes, answers, strict=True)
+        return {node: decode(list[SegmentFile], answer) for node, answer in found if answer is not None}
 
     async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known]) -> Salvage:
         if not running:
@@ -258,8 +259,7 @@ class PayloadHosts:
         return None if answer is None else decode(ArchiveAnswer, answer)
 
     async def _discard_journals(self) -> None:
-        for node in self._all_nodes:
-            await self._discard(node, ["*.journal"])
+        await asyncio.gather(*(self._discard(node, ["*.journal"]) for node in self._all_nodes))
 
     async def _discard(self, node: str, names: Sequence[str]) -> None:
         if names:

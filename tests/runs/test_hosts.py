@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -97,6 +98,13 @@ def lost(run):
     return list(listing(run.path, Filters(reason=DropReason.HOST_LOST)))
 
 
+def fill(path):
+    """Take all room on a disk, to the last page."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
+            pass
+
+
 def test_each_host_stores_what_it_made_and_a_store_that_dies_costs_nothing(hosts):
     with hosts.train() as train:
         train.wait_until(lambda: hosts.run.segments.is_symlink() and hosts.segments_of(1) and hosts.segments_of(0))
@@ -122,14 +130,7 @@ def test_a_replica_on_a_full_disk_ends_others_go_on_and_it_comes_back_when_there
     filler = hosts.small / "filler"
     with hosts.train() as train:
         train.wait_until(lambda: hosts.run.segments.is_symlink() and hosts.segments_of(1))
-        filler.write_bytes(b"")
-        with filler.open("wb") as file:
-            while free := shutil.disk_usage(hosts.small).free:
-                try:
-                    file.write(bytes(min(free, 2**20)))
-                    file.flush()
-                except OSError:
-                    break
+        fill(filler)
         starts = len(train.wait_until(lambda: hosts.starts("replica-1")))
         train.wait_until(lambda: any("StoreFullError" in body for body in events(hosts.live, "partdied")))
         filler.unlink()
