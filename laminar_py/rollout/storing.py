@@ -12,7 +12,7 @@ from pathlib import Path
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment
 from laminar_py.segments.journal import Journal
 from laminar_py.segments.local import LEAST_FREE, make_folder
@@ -20,10 +20,6 @@ from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
 SYNC_S = 5.0  # after so long what was written is on disk, for what a loss of power must not take
-
-
-class StoreFullError(EngineLostError):
-    """A folder of segments that cannot be written: the replica is of no use there."""
 
 
 class ResponseStore:

@@ -1,8 +1,8 @@
 """Where stores went whose port was taken when they came back: left in the run's folder, which all hosts see.
 
 A store that gets another port notes it under its old address; a reader that finds nobody there looks, and asks at
-the new one. So what was sent out with the old address, an assignment of minutes ago, say, loses nothing. Invariant:
-no note leads away from an address at which a store of this incarnation serves.
+the new one. So what was sent out with the old address, an assignment of minutes ago, say, loses nothing.
+Invariant: no note leads away from an address at which a store of this incarnation serves.
 """
 
 import shutil

@@ -18,9 +18,9 @@ from laminar_py.cluster.placement import Plan
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.events import PartDied
+from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.repack.signals import EngineSpeed
-from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.workers.outgoing import Outgoing

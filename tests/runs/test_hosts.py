@@ -1,4 +1,4 @@
-"""Runs on hosts with disks of their own, over a network: what a host stores is read on others, and lost with it."""
+"""Runs on hosts with disks of their own: what one stores is read on the others, and lost with its disk."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ DISK_BYTES = 32 * 2**20
 
 
 class HostsRun:
-    """A run on two hosts; replica 1 is on the second one, whose disk is small."""
+    """A run on two hosts with a replica each; the disk of the second one is small."""
 
     def __init__(self, tmp_path):
         (tmp_path / "net").mkdir()
@@ -131,10 +131,11 @@ def test_a_replica_on_a_full_disk_ends_others_go_on_and_it_comes_back_when_there
     with hosts.train() as train:
         train.wait_until(lambda: hosts.run.segments.is_symlink() and hosts.segments_of(1))
         fill(filler)
-        starts = len(train.wait_until(lambda: hosts.starts("replica-1")))
+        (part,) = {"-".join(path.name.split("-")[:2]) for path in hosts.segments_of(1)}
+        starts = len(train.wait_until(lambda: hosts.starts(part)))
         train.wait_until(lambda: any("StoreFullError" in body for body in events(hosts.live, "partdied")))
         filler.unlink()
-        train.wait_until(lambda: len(hosts.starts("replica-1")) > starts)
+        train.wait_until(lambda: len(hosts.starts(part)) > starts)
         code, output = train.finish()
     hosts.assert_whole(code, output)
     assert '"restarts": {}' in hosts.run.summary.read_text(), "a full disk is no death that counts"
