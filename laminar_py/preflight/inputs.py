@@ -27,6 +27,7 @@ from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
 from laminar_py.preflight.rewards import check_rewards
+from laminar_py.preflight.room import room_fault, store_field
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.planning.cost import versions_at_peak
@@ -80,6 +81,7 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
         for pool in config.reward.servers:
             check_pool(config.reward, pool)
         check_shared_memory(config)
+        _check_room(config)
         _check_ports(config)
     return Inputs(
         tokenizer=encoder.tokenizer,  # where there were messages the end of a turn ends a response too
@@ -270,6 +272,14 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
         f" versions (at each of {share.num_relays} relays relay.keep_versions={relay.keep_versions}, 1 arriving"
         f" and 1 that deltas build on or a slow child fetches; {holders}); enlarge it, or lower one of these"
     )
+
+
+def _check_room(config: RunConfig) -> None:
+    """Raise `ConfigError` where this host has no room for responses."""
+    field = store_field(config)
+    folder = config.runs if field == "runs" else config.runs_local
+    if (fault := room_fault(field, folder)) is not None:
+        raise ConfigError(fault)
 
 
 def _check_ports(config: RunConfig) -> None:

@@ -23,11 +23,11 @@ from laminar_py.link.hub import Line, ReplicaHub
 from laminar_py.link.messages import Abort, CallOff, Follow, GiveUp, Order, Stop, Submit
 from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied
+from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.relay.wire.post import Post
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.outbox import GATHER_S
-from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import RETRY_S, Keeper, MakePart, PartSpec, back_off
 from laminar_py.workers.payload import PayloadHosts

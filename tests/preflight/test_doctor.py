@@ -83,7 +83,8 @@ async def test_what_a_node_lacks_is_named_with_the_node():
 )
 def test_a_node_that_lacks_the_package_of_a_backend_an_algorithm_or_a_planner_says_so(section, named, tmp_path):
     settings = json.loads(with_model(tmp_path, "configs/quickstart").model_dump_json())
-    sight = decode(Sight, look("", json.dumps({**settings, section: {**settings[section], **named}}), "replica"))
+    told = json.dumps({**settings, section: {**settings[section], **named}})
+    sight = decode(Sight, look("", told, "runs", "replica"))
     assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", sight.fault)
     assert sight.model
 
