@@ -50,7 +50,7 @@ class Needs:
 
     ranks: int
     rank_gpus: int
-    replicas: int
+    replicas: int  # that there are, or were; their numbers are below it
     replica_gpus: int  # tensor-parallel, on one node
     relays: int = 1  # processes of the tree, where everything is on one node
     shared_nodes: bool = True  # learner and replicas
@@ -60,6 +60,7 @@ class Needs:
     reference: bool = False  # a process with as many GPUs as a rank
     servers: tuple[tuple[str, int], ...] = ()  # that terms of the reward ask: pool, GPUs on one node
     placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
+    gone: frozenset[int] = frozenset()  # replicas that have left, and need no place any more
 
     @classmethod
     def of(cls, config: RunConfig) -> "Needs":
@@ -95,7 +96,8 @@ class Needs:
 class Plan:
     """Every part's place; relay 0 is the root.
 
-    None: after a death, a replica or a server that has no room, and a relay that nobody needs.
+    None: after a death, or where the fleet grows, a replica or a server that has no room, a replica that has left,
+    and a relay that nobody needs.
     """
 
     learner: tuple[Place, ...]  # [ranks]
@@ -123,14 +125,18 @@ class Plan:
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
     """Places for all parts on `nodes`, the controller's among them.
 
-    `keep` is a plan of which some nodes have died: what lives stays where it is, and replicas for which there is
-    no room any more have no place, nor servers of which another of the pool has one. The learner's ranks live and
-    die together. Raises `ConfigError` if there is not enough of something.
+    `keep` is a plan of which some nodes have died, or of a fleet of another size: what lives stays where it is,
+    and replicas for which there is no room have no place, nor servers of which another of the pool has one. The
+    learner's ranks live and die together. Raises `ConfigError` if there is not enough of something.
     """
     alive = {node.id for node in nodes}
     free = Counter({node.id: node.gpus for node in nodes})
     lived = enumerate(keep.replicas if keep else ())
-    replicas = {i: place for i, place in lived if place is not None and place.node in alive}
+    replicas = {
+        index: place
+        for index, place in lived
+        if place is not None and place.node in alive and index not in needs.gone
+    }
     reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
     servers = [place if place and place.node in alive else None for place in keep.servers] if keep else []
     servers = servers or [None for _ in needs.servers]
@@ -150,7 +156,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     apart = {place.node for place in learner} if not needs.shared_nodes else set()
     pool = [node for node in nodes if node.id not in apart]
     for index in range(needs.replicas):
-        if index not in replicas:
+        if index not in replicas and index not in needs.gone:
             residents = Counter(place.node for place in (*learner, *replicas.values()))
             try:
                 replicas[index] = _place_replica(needs, index, pool, free, residents)
@@ -308,8 +314,9 @@ def _place_relays(
     """The root beside learner rank 0, and one for each other host that has replicas; those that live stay."""
     root = learner[0].node
     hosts = list(dict.fromkeys(place.node for place in replicas if place is not None))
-    old = keep.relays[1:] if keep and len(keep.nodes) > 1 else ()
-    relays = [host if host in alive and host in hosts else None for host in old]
+    old = keep.relays[1:] if keep else ()
+    # those of a run that had one node stay there, whose replicas pull from them
+    relays = [host if host in alive and (host in hosts or host == root) else None for host in old]
     if not old and {root, *(place.node for place in learner), *hosts} == {root}:
         relays = [root] * (needs.relays - 1)
     for host in hosts:
@@ -351,12 +358,24 @@ class Placement:
                 self._plan_anew(await asyncio.to_thread(self._see))
                 self._looked = began
 
-    def _plan_anew(self, nodes: Sequence[Node]) -> None:
+    async def scale(self, needs: Needs) -> None:
+        """Plan anew for a fleet of another size; what lives stays where it is. Raises `RunFailedError`."""
+        async with self._looking:
+            self._needs = needs
+            self._plan_anew(await asyncio.to_thread(self._see), scaled=True)
+
+    @property
+    def needs(self) -> Needs:
+        """Demand of the run, as it is now."""
+        return self._needs
+
+    def _plan_anew(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
         self._known = {id: node for id, node in self._known.items() if id in alive}  # others join below
         dead = self.plan.nodes - set(alive)
-        if not dead and None not in (*self.plan.replicas, *self.plan.servers):
+        replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
+        if not dead and not scaled and None not in (*replicas, *self.plan.servers):
             return
         self._known = alive | self._known
         before = self.plan
@@ -367,7 +386,7 @@ class Placement:
         if not any(self.plan.replicas):
             raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
         if self.plan != before:
-            log.warning("nodes %s died; the plan is now %s", sorted(dead), self.plan)
+            log.warning("nodes %s died or the fleet changed; the plan is now %s", sorted(dead), self.plan)
 
     @property
     def spread(self) -> bool:

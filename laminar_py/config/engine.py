@@ -46,6 +46,11 @@ class EngineConfig(Section):
         return self.gpus == 0
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of servers that run already, one for each replica; empty where the run starts its engines."""
+        return ()
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Hosts of servers that run already, one for each replica; empty where the run starts its engines."""
         return ()
@@ -82,6 +87,7 @@ class EngineLaunch:
     logs: Path  # folder for what the engine writes of itself
     index: int  # of the replica
     secret: str | None  # the section's `secret()` in the controller
+    server: str = ""  # of the section's `servers`, the one that is this replica's
 
 
 Check: TypeAlias = Callable[[Any], None]  # of a `RunConfig`

@@ -30,6 +30,23 @@ class RunStarted(Event, frozen=True, kw_only=True):
     eval_requests: dict[str, str] = {}  # by set, see `EvalConfig.requests`
 
 
+class Scaled(Event, frozen=True):
+    """The replicas of the run from here on, e.g. `Scaled((0, 1, 4))`: others that there were leave.
+
+    On record at the start of each incarnation, whose replicas are numbered from 0, and whenever that changes.
+    """
+
+    replicas: tuple[int, ...]
+    servers: tuple[str, ...] = ()  # [replicas] that they attach to; empty where the run starts their engines
+
+
+class ReplicaLeft(Event, frozen=True):
+    """A replica that was to leave has nothing any more, and its process, if there was one, has ended."""
+
+    replica: int
+    reason: str = "scaled"  # or why it was taken out again: it could not start
+
+
 class RunEnded(Event, frozen=True):
     """The incarnation ended by itself: `finished` or `interrupted`."""
 
@@ -365,6 +382,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted
+    | Scaled
+    | ReplicaLeft
     | RunEnded
     | Issued
     | TokensLost
