@@ -79,9 +79,12 @@ class EngineConfig(Section):
         return ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLaunch:
-    """Facts for opening an engine, e.g. `EngineLaunch(Path("model"), Path("logs"), index=3, secret=None)`."""
+    """Facts for opening an engine, e.g. of replica 3:
+
+    `EngineLaunch(model_dir=Path("model"), logs=Path("logs"), index=3, secret=None)`.
+    """
 
     model_dir: Path
     logs: Path  # folder for what the engine writes of itself

@@ -143,7 +143,7 @@ def fleet_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
-    """What a file holds; None where it is not there, or holds something else."""
+    """Contents of a file; None where it is not there, or holds something else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, msgspec.DecodeError):

@@ -111,7 +111,7 @@ class ElasticFleet:
         return ScaleAnswer(True, self._tell(before, change))
 
     def _choose(self, config: RunConfig) -> Change:
-        """Who stays, leaves, comes back and joins; first leaves who has no place, then who has least to do."""
+        """Step to the fleet of a config; first those leave that have no place, then those with the least to do."""
         may_return = [index for index in self._leaving if not self._replicas.is_ended(index)]
         wanted = [_plain(url) for url in config.rollout.engine.servers]
         if wanted:

@@ -64,7 +64,9 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
         train.wait_for_step(2)
         assert "2 -> 6" in scale(train.run, "replicas=6")
-        train.wait_until(lambda: {0, 1, 2, 3, 4, 5} <= {e.replica for _, e in events_of(train.run, "versionloaded")})
+        train.wait_until(
+            lambda: {0, 1, 2, 3, 4, 5} <= {e.replica for _, e in events_of(train.run, "versionloaded")}
+        )
         time.sleep(8)
         assert "6 -> 3" in scale(train.run, "replicas=3")
         train.wait_until(lambda: len(left(train.run)) == 3)
