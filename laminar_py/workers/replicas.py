@@ -187,6 +187,7 @@ class Replicas:
         self._stats.left(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
         self._left[index] = reason
+        self.dispatch()  # what it still had
 
     # ---- repacking
 

@@ -41,8 +41,8 @@ def test_servers_are_named_as_a_whole():
             ("rollout.prompts_per_step=64", "rollout.group_size=4"),
             1,
             None,
-            "replicas=1: a learner step takes 256 trajectories (rollout.prompts_per_step * rollout.group_size), and 1"
-            " with rollout.batch_per_replica=128 have 128 under way; ask for 2 at least",
+            "replicas=1: a learner step takes 256 trajectories (rollout.prompts_per_step * rollout.group_size),"
+            " and 1 with rollout.batch_per_replica=128 have 128 under way; ask for 2 at least",
         ),
         ((), None, URLS, "urls=http://127.0.0.1:30000,http://127.0.0.1:30001: this run starts its own engines"),
     ],

@@ -13,7 +13,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import EngineStatus
-from laminar_py.records.events import Dropped
+from laminar_py.records.events import Dropped, PartDied, ReplicaLeft
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import Assignment, ReplicaReport
 from laminar_py.records.trajectory import DropReason, Span
@@ -66,7 +66,7 @@ class World:
     """Replicas of a real scheduler and a real plan, on nodes that the test takes away and gives back."""
 
     def __init__(self, monkeypatch, path):
-        config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2"])
+        config = self.config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2"])
         self.nodes = list(NODES)
         self.placement = Placement(
             Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1), lambda: list(self.nodes)
@@ -297,3 +297,75 @@ async def test_a_replica_whose_relay_has_moved_is_told_and_keeps_what_it_has(mon
         assert not first.is_dead
         assert world.scheduler.views.by_index[0].in_flight == had
     assert world.supervisor.total_restarts == 0
+
+
+def scale(world, *, replicas=3, gone=(), servers=None):
+    """Have the run know of more replicas, or of some that have left."""
+    for index in range(len(world.scheduler.views.by_index), replicas):
+        world.scheduler.join(index)
+    world.replicas.join(world.config, servers or {})
+    return world.placement.scale(
+        Needs(ranks=1, rank_gpus=1, replicas=replicas, replica_gpus=1, gone=frozenset(gone))
+    )
+
+
+async def test_one_that_joins_waits_for_a_node_and_is_given_its_server_and_work(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world):
+        await scale(world, servers={2: "http://server"})
+        assert world.placement.plan.replicas[2] is None
+        world.nodes.append(Node(id="c", ip="10.0.0.3", gpus=1, cpus=8))
+        third = await world.next()
+        assert (third.name, third.place.node) == ("replica-2", "c")
+        assert (await third.actor.spec).server == "http://server"
+        third.actor.report()
+        assert await sent(third, "submit")
+    assert list(world.replicas._stats.replicas) == [0, 1, 2]
+
+
+async def test_one_that_left_is_no_death_and_its_process_is_the_last(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        world.scheduler.leave(1)
+        second.actor.report(received=8, admissible=8)
+        had = set(world.scheduler.views.by_index[1].in_flight)
+        world.replicas.remove(1)
+        while not (left := world.replicas.take_left()):
+            await asyncio.sleep(0)
+        assert left == {1: "scaled"}
+        assert second.is_dead
+        assert ids(await sent(first, "submit")) == had, "what it still had is not lost"
+        assert world.processes.none_left
+    assert world.recorded == [ReplicaLeft(1)]
+    assert not world.supervisor.total_restarts
+    assert list(world.replicas._stats.replicas) == [0]
+
+
+async def test_one_that_dies_as_it_leaves_is_not_started_again(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        had = set(world.scheduler.views.by_index[1].in_flight)
+        world.scheduler.leave(1)
+        second.die()
+        assert ids(await sent(first, "submit")) == had
+        while not world.replicas.take_left():
+            await asyncio.sleep(0)
+        assert world.processes.none_left
+    assert world.recorded == [PartDied("replica-1", "killed"), ReplicaLeft(1)]
+    assert not world.supervisor.total_restarts
+
+
+async def test_one_that_joins_and_does_not_start_ends_no_run(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    world.nodes.append(Node(id="c", ip="10.0.0.3", gpus=1, cpus=8))
+    async with kept(world):
+        world.may_start.clear()
+        await scale(world)
+        for _ in range(2 + replicas_module.FIRST_STARTS):
+            (await world.next()).die("no such engine")
+        world.may_start.set()
+        third = await world.next()
+        third.actor.report()
+        assert await sent(third, "submit")
+    assert {event.part for event in world.recorded} == {"replica-2"}
+    assert not world.supervisor.total_restarts
