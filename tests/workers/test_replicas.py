@@ -82,6 +82,7 @@ class World:
         self.relay = "tcp://relay"
         self.payload = Hosts()
         self.recorded = []  # by the replicas themselves
+        self.left = asyncio.Event()  # one of them
 
         async def attach(replica, place):
             return self.relay
@@ -93,7 +94,7 @@ class World:
                 placement=self.placement,
                 supervisor=self.supervisor,
                 stats=Stats(SystemClock(), replicas=2, totals=Totals()),
-                ledger=SimpleNamespace(append=self.recorded.append),
+                ledger=SimpleNamespace(append=self.record),
             ),
             scheduler=self.scheduler,
             relays=SimpleNamespace(
@@ -103,6 +104,11 @@ class World:
             ),
             payload=self.payload,
         )
+
+    def record(self, event):
+        self.recorded.append(event)
+        if isinstance(event, ReplicaLeft):
+            self.left.set()
 
     async def next(self):
         """The next process that is spawned, once it is asked to start."""
@@ -330,9 +336,8 @@ async def test_one_that_left_is_no_death_and_its_process_is_the_last(monkeypatch
         second.actor.report(received=8, admissible=8)
         had = set(world.scheduler.views.by_index[1].in_flight)
         world.replicas.remove(1)
-        while not (left := world.replicas.take_left()):
-            await asyncio.sleep(0)
-        assert left == {1: "scaled"}
+        await world.left.wait()
+        assert world.replicas.take_left() == {1: "scaled"}
         assert second.is_dead
         assert ids(await sent(first, "submit")) == had, "what it still had is not lost"
         assert world.processes.none_left
@@ -348,8 +353,7 @@ async def test_one_that_dies_as_it_leaves_is_not_started_again(monkeypatch, tmp_
         world.scheduler.leave(1)
         second.die()
         assert ids(await sent(first, "submit")) == had
-        while not world.replicas.take_left():
-            await asyncio.sleep(0)
+        await world.left.wait()
         assert world.processes.none_left
     assert world.recorded == [PartDied("replica-1", "killed"), ReplicaLeft(1)]
     assert not world.supervisor.total_restarts
