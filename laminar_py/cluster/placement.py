@@ -314,7 +314,7 @@ class Placement:
         if not any(self.plan.replicas):
             raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
         if self.plan != before:
-            log.warning("nodes %s died or the fleet changed; the plan is now %s", sorted(dead), self.plan)
+            log.log(logging.WARNING if dead else logging.INFO, "nodes %s died; plan: %s", sorted(dead), self.plan)
 
     @property
     def spread(self) -> bool:

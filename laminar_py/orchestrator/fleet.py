@@ -13,7 +13,8 @@ a slot free, by the moves of repacking, and ends where it runs if there is none.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from laminar_py.config.engine import BACKENDS
@@ -26,6 +27,7 @@ from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
 from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.record import HOUSEKEEPING_S
 from laminar_py.orchestrator.scoring import Scoring
+from laminar_py.preflight.inputs import version_bytes
 from laminar_py.records.events import Scaled
 from laminar_py.records.replica import Survey
 from laminar_py.repack.leaving import plan_leaving
@@ -78,23 +80,31 @@ class ElasticFleet:
         self._gone: set[int] = set()
         self._servers = dict(enumerate(self._config.rollout.engine.servers))
         self._hosts = dict(enumerate(self._config.rollout.engine.hosts))
+        self._repacks = self._config.repacks  # else from when there is more than one replica
 
     async def run(self, *, say: Callable[[str], None]) -> None:
         """Serve requests until cancelled; those of before are answered, and not done."""
         await asyncio.to_thread(self._requests.clear)
         await asyncio.to_thread(self._requests.refuse_all, "the run was started again meanwhile; ask once more")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._see_off(tasks), name="see-off")
+            tasks.create_task(self._see_off(tasks, say), name="see-off")
             while True:
                 for request in await asyncio.to_thread(self._requests.take):
                     answer = await self._serve(request)
                     say(answer.line)
                     await asyncio.to_thread(self._requests.answer, request, answer)
+                if self._config.repacks and not self._repacks:
+                    self._repacks = True
+                    tasks.create_task(self._repack(), name="repack")
                 await asyncio.sleep(HOUSEKEEPING_S)
 
     async def close(self) -> None:
         """Answer what nobody will do any more."""
         await asyncio.to_thread(self._requests.refuse_all, "the run ends; go on with it under --resume")
+
+    async def _repack(self) -> None:
+        """Have a fleet repack that began as one replica."""
+        await self._migration.run(await self._replicas.speed())
 
     # ---- requests
 
@@ -102,7 +112,7 @@ class ElasticFleet:
         try:
             config = scaled(self._config, replicas=request.replicas, urls=request.urls)
             change = self._choose(config)
-            await asyncio.to_thread(_check_new, config, change.servers)
+            await asyncio.to_thread(_check_new, config, change)
         except ConfigError as error:
             return ScaleAnswer(False, str(error))
         before = len(self._members)
@@ -185,12 +195,14 @@ class ElasticFleet:
 
     # ---- those that leave
 
-    async def _see_off(self, moving: asyncio.TaskGroup) -> None:
+    async def _see_off(self, moving: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
         """Empty leaving replicas, and end those that have nothing, until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             if left := self._replicas.take_left():
                 self._gone |= set(left)
+                for index in set(left) & set(self._members):
+                    say(f"replica {index} is taken out again: {left[index]}")
                 self._members = [index for index in self._members if index not in left]
                 self._leaving = [index for index in self._leaving if index not in left]
                 await self._plan()
@@ -221,12 +233,20 @@ class ElasticFleet:
         return {view.index: len(view.in_flight) for view in views if view.admissible > 0}
 
 
-def _check_new(config: RunConfig, servers: Sequence[str]) -> None:
-    """Look at servers that are new to the run. Raises `ConfigError`."""
-    if servers:
-        rollout = config.rollout
-        engine = rollout.engine.model_copy(update={"urls": tuple(servers)})
-        new = rollout.model_copy(update={"engine": engine, "replicas": len(servers)})
+def _check_new(config: RunConfig, change: Change) -> None:
+    """Look at servers that are new to the run, and for room for what others hold. Raises `ConfigError`."""
+    rollout, shm = config.rollout, config.relay.shm
+    if change.join and config.cluster.address is None:
+        free, needed = shutil.disk_usage(shm).free, change.join * version_bytes(config)
+        if needed > free:
+            raise ConfigError(
+                f"replicas={rollout.replicas}: {change.join} more may hold a weight version each,"
+                f" {needed / 2**30:.2f} GiB, and relay.shm={shm} has {free / 2**30:.2f} free; ask for fewer, or"
+                " free some (laminar clean)"
+            )
+    if change.servers:
+        engine = rollout.engine.model_copy(update={"urls": tuple(change.servers)})
+        new = rollout.model_copy(update={"engine": engine, "replicas": len(change.servers)})
         kind = engine.kind
         with BACKENDS.blaming(kind):
             BACKENDS.get(kind).check_start(config.model_copy(update={"rollout": new}))

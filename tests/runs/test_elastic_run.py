@@ -106,19 +106,24 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tm
     assert max(each) < (1 + LIKE) * min(each), rates
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, replicas):
-    with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
-        train.wait_for_step(2)
-        train.send(signal.SIGINT)
-        assert train.finish()[0] == 130
-    more = ("rollout.replicas=" + str(replicas), "steps=5")
-    with TrainProcess(tmp_path, *SETTINGS, *more, config=CONFIG, resume=True) as train:
+def resume(tmp_path, *settings):
+    """A run that goes on with these settings and its own; its exit code is 0."""
+    with TrainProcess(tmp_path, *settings, config=CONFIG, small=(), resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, before, after):
+    with TrainProcess(tmp_path, *SETTINGS, f"rollout.replicas={before}", config=CONFIG) as train:
+        train.wait_for_step(2)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    assert code == 130, output
+    resume(tmp_path, f"rollout.replicas={after}", "steps=6")
     holds_its_laws(train.run)
     fleets = [event.replicas for _, event in events_of(train.run, "scaled")]
-    assert fleets == [(0, 1), tuple(range(replicas))]
+    assert fleets == [tuple(range(before)), tuple(range(after))]
 
 
 def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_have(tmp_path):
@@ -131,10 +136,7 @@ def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_
     line = scale(train.run, "replicas=4", code=2)
     assert "no controller runs it" in line
     assert "--resume rollout.replicas=4" in line
-    small = [one for one in SETTINGS if not one.startswith("rollout.replicas")]
-    with TrainProcess(tmp_path, *small, "steps=4", config=CONFIG, resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+    resume(tmp_path, "steps=4")
     holds_its_laws(train.run)
     assert [event.replicas for _, event in events_of(train.run, "scaled")][-1] == (0, 1, 2)
     assert not requests.fetch(asked).done
