@@ -62,11 +62,12 @@ def train(
     if named is not None and not resume:
         raise ConfigError(f"--run={named}: names a run to go on with; add --resume, or leave it out")
     from laminar_py.ledger.run_folder import newest_run, run_at
+    from laminar_py.ledger.scaling import fleet_on_record
     from laminar_py.orchestrator.launch import RunInterruptedError, launch
 
     run = (newest_run(settings) if named is None else run_at(named)) if resume else None
     if run is not None:
-        given, settings = settings, load_config(run.config, changes)
+        given, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
         if passed_over := tell_passed_over(settings, given, file=config):
             say(f"{run.path} goes on with the settings that it began with; {passed_over}")
     try:

@@ -25,6 +25,7 @@ from laminar_py.ledger.row_files import read_rows
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.orchestrator.fleet import ElasticFleet
 from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.orchestrator.trainer import Trainer
@@ -98,6 +99,9 @@ class Controller:
         )
         self._migration = policies.make_migration(
             incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
+        )
+        self._fleet = ElasticFleet(
+            incarnation, scheduler=scheduler, replicas=replicas, migration=self._migration, scoring=self._scoring
         )
         self._evaluator = Evaluator(
             incarnation, scheduler=scheduler, replicas=replicas, hold=self._hold, publish=self._evaluated, say=say
@@ -181,6 +185,7 @@ class Controller:
             "placed": note_placed(run.placed, all_placed=all_placed),
             "fleet": watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens),
             "keep-replicas": self._replicas.keep(),
+            "scale": self._fleet.run(say=self._view.notice),
         }
 
     async def _late(self) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
@@ -261,13 +266,14 @@ class Controller:
             wanted=self._incarnation.config.rollout.prompts_per_step,
             generating=scheduler.views.in_flight,
             scores=self._scoring.waits,
-            current=sum(replica.version == version for replica in stats.replicas),
+            current=sum(replica.version == version for replica in stats.replicas.values()),
             replicas=len(stats.replicas),
         )
 
     async def _close(self, summary: Summary | None) -> None:
         """End checkpoints, ledger, trackers and scorers, whatever happened; a run with a summary is sealed."""
         try:
+            await self._fleet.close()
             await self._trainer.close()
             await self._incarnation.ledger.close()
             if summary is not None:

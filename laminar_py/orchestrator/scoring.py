@@ -62,7 +62,7 @@ class Scoring:
         self._clock = incarnation.clock
         self._reward = config.reward
         self._foresight = Foresight(config.reward)
-        self._most = max_scored(incarnation) + 1  # and a trial
+        self._most = max_scored(config, inputs)
         self._say = say
         self._end = end
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
@@ -100,6 +100,10 @@ class Scoring:
     async def close(self) -> None:
         """End what scorers hold."""
         await self._scorers.close()
+
+    def grow(self, queue: int) -> None:
+        """Let as many wait as a larger fleet finishes."""
+        self._ready.grow(queue)
 
     def submit(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Take it up as soon as a scorer is free."""

@@ -3,26 +3,29 @@
 Reports come in over the link at any rate. One that may leave its replica without work is answered at once, all
 others of `DISPATCH_S` together. Ray starts a process and tells of its end, and nothing in between.
 Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights differ from another's
-under the same version counts as dead (law 3).
+under the same version counts as dead (law 3). Replicas join and leave while others run, each under a
+number that is never used again; one that joins and does not start ends no run.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
 
-from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.part import Part, watched
-from laminar_py.cluster.placement import Plan
+from laminar_py.cluster.placement import Place, Plan
 from laminar_py.cluster.ray_cluster import LOOPBACK
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.link.hub import Line, ReplicaHub
 from laminar_py.link.messages import Abort, CallOff, Follow, GiveUp, Order, Stop, Submit
 from laminar_py.records.codec import encode
-from laminar_py.records.events import PartDied
+from laminar_py.records.events import PartDied, ReplicaLeft
 from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
 from laminar_py.relay.wire.post import Post
@@ -47,6 +50,10 @@ CHECKSUMS_KEPT = 64
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
+
+
+class _LeftError(Exception):
+    """A replica has left, and needs no process any more."""
 
 
 class Replicas:
@@ -77,6 +84,11 @@ class Replicas:
         self._lines: dict[int, Line] = {}  # of the replicas that run, or start
         self._relay_told: dict[Line, str] = {}  # endpoint that each pulls from, as far as it was told
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
+        self._servers = dict(enumerate(self._config.rollout.engine.servers))  # that replicas attach to
+        self._unproven: set[int] = set()  # have joined, and never were up
+        self._ended: set[int] = set()  # have left, or are about to, with nothing
+        self._left: dict[int, str] = {}  # reasons of those that have left, until they are told
+        self._tasks: asyncio.TaskGroup | None = None  # in which they are kept
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
@@ -88,8 +100,9 @@ class Replicas:
         self._hub = hub = self._make_hub()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index, keeper in enumerate(self._keepers):
-                    tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
+                self._tasks = tasks
+                for index in range(len(self._keepers)):
+                    tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
                 tasks.create_task(self._tick.run(), name="dispatch")
                 tasks.create_task(hub.run(), name="link")
         finally:
@@ -97,9 +110,9 @@ class Replicas:
 
     def _make_hub(self) -> ReplicaHub:
         placement = self._incarnation.placement
-        here = placement.here.node
+        here = placement.here.node if self._config.cluster.address is not None else None
         return ReplicaHub(
-            Post(self._relays.keys, placement.ip(here) if here and placement.spread else LOOPBACK),
+            Post(self._relays.keys, LOOPBACK if here is None else placement.ip(here)),
             take=self._take_in,
             patience_s=self._config.supervisor.heartbeat_timeout_s,
         )
@@ -142,6 +155,62 @@ class Replicas:
         stores = [self._payload.stores_for(mine, node) for mine in refs]
         pairs = zip(assignments, stores, strict=True)
         return [msgspec.structs.replace(item, stores=of) if of else item for item, of in pairs]
+
+    # ---- the fleet
+
+    def join(self, config: RunConfig, servers: Mapping[int, str]) -> None:
+        """Keep the replicas that are new to the scheduler, each attached to its server if there are `servers`.
+
+        The config is that of the fleet as it is to be.
+        """
+        assert self._tasks is not None, "replicas join while others are kept"
+        self._config = config
+        self._servers |= servers
+        for index in range(len(self._keepers), len(self._scheduler.views.by_index)):
+            self._unproven.add(index)
+            self._keepers.append(Keeper(self._spec(index), self._incarnation))
+            self._tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+
+    def remove(self, index: int) -> None:
+        """End a replica that was to leave and has nothing any more; no death is counted."""
+        assert self._scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
+        self._ended.add(index)
+        if self._keepers[index].parts:
+            self._end(index)
+
+    def is_ended(self, index: int) -> bool:
+        """True where a replica does not come back."""
+        return index in self._ended
+
+    def has_process(self, index: int) -> bool:
+        """True where a replica runs, or starts."""
+        return bool(self._keepers[index].parts)
+
+    def take_left(self) -> dict[int, str]:
+        """Replicas that have left, and why; each is told once."""
+        left, self._left = self._left, {}
+        return left
+
+    async def _keep(self, index: int) -> None:
+        """Keep a replica until it has left. Raises RunFailedError, ConfigError of one that ever was up."""
+        reason = "scaled"
+        try:
+            await self._keepers[index].calling(partial(self._serve, index))
+        except _LeftError:
+            pass
+        except (ConfigError, RunFailedError) as error:
+            if index not in self._unproven:
+                raise
+            log.error("replica %d is taken out again: %s", index, error)
+            self._scheduler.leave(index)
+            self._keepers[index].kill()
+            await self._take_over(index)
+            reason = str(error)
+        self._ended.add(index)
+        self._stats.left(index)
+        self._incarnation.ledger.append(ReplicaLeft(index, reason))
+        self._left[index] = reason
+        self.dispatch()  # what it still had
 
     # ---- repacking
 
@@ -220,7 +289,7 @@ class Replicas:
             actor=ReplicaActor,
             concurrency=16,
             timeout_s=self._config.supervisor.heartbeat_timeout_s,
-            places=lambda: [self._incarnation.placement.plan.replicas[index]],
+            places=lambda: [self._place(index)],
             start=partial(self._start, index),
             settle=partial(self._settle, index),
             rest=self._rest,
@@ -230,22 +299,30 @@ class Replicas:
             forgives_s=FORGIVES_S,
         )
 
-    async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Have what it had go on elsewhere; None if it was ended on purpose, or if its disk is full.
+    def _place(self, index: int) -> Place | None:
+        if index in self._ended:
+            raise _LeftError
+        planned = self._incarnation.placement.plan.replicas
+        return planned[index] if index < len(planned) else None  # it has just joined
 
-        That ends no run: it is tried again, ever more rarely, while others go on.
+    async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
+        """Have what it had go on elsewhere; None if it was ended on purpose, or if that ends no run.
+
+        A full disk does not, nor the first start of one that joined: it is tried again, ever more rarely, while
+        others go on. One that was to leave has left with that.
         """
         await self._close_line(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
-        if index not in self._restarting and StoreFullError.__name__ in error.reason:
+        on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
+        self._restarting.discard(index)
+        tolerated = leaves or index in self._unproven or StoreFullError.__name__ in error.reason
+        if tolerated and not on_purpose:
             log.error("%s", error)
             self._incarnation.ledger.append(PartDied(error.part, error.reason))
-            return None
-        if index not in self._restarting:
-            return error
-        self._restarting.discard(index)
-        return None
+        if leaves:
+            raise _LeftError
+        return None if on_purpose or tolerated else error
 
     async def _take_over(self, index: int) -> None:
         """Have what a dead replica had wait for others, from where its segments and journals end."""
@@ -266,6 +343,7 @@ class Replicas:
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
+        self._stats.joined(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
         await self._close_line(index)  # of a start that failed
@@ -286,6 +364,7 @@ class Replicas:
             secret_key=self._relays.keys.secret,
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
+            server=self._servers.get(index, ""),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
         await parts[0].call("start", encode(spec), timeout_s=limit)
@@ -293,6 +372,7 @@ class Replicas:
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Until a replica ends, or is of no use any more. Raises PartDiedError."""
         (part,), line = parts, self._lines[index]
+        self._unproven.discard(index)
         self._open_hub.begin(line)
         await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, line))
 

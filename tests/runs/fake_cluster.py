@@ -86,6 +86,10 @@ class FakeCluster:
             assert time.monotonic() < deadline, "actors outlive their run"
             time.sleep(0.1)
 
+    def add(self, gpus: int) -> None:
+        """A node joins, with so many GPUs."""
+        self._nodes.append(self._cluster.add_node(num_cpus=4, num_gpus=gpus, object_store_memory=STORE_BYTES))
+
     def kill(self, node: int) -> None:
         """A node dies, with all that runs on it."""
         self._cluster.remove_node(self._nodes[node], allow_graceful=False)

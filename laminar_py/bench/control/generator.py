@@ -149,7 +149,8 @@ class GeneratorActor(PartActor):
 
     async def _replica(self, config: RunConfig, spec: ReplicaSpec) -> Replica:
         rollout = config.rollout
-        launch = EngineLaunch(Path(spec.model_dir), Path(spec.run_dir) / "logs", index=spec.index, secret=None)
+        logs = Path(spec.run_dir) / "logs"
+        launch = EngineLaunch(model_dir=Path(spec.model_dir), logs=logs, index=spec.index, secret=None)
         return Replica(
             spec.index,
             engine=await open_engine(config, launch),

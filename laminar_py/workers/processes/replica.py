@@ -40,8 +40,13 @@ class ReplicaActor(PartActor):
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
-        logs = Path(spec.run_dir) / "logs"
-        launch = EngineLaunch(Path(spec.model_dir), logs, index=spec.index, secret=spec.secret)
+        launch = EngineLaunch(
+            model_dir=Path(spec.model_dir),
+            logs=Path(spec.run_dir) / "logs",
+            index=spec.index,
+            secret=spec.secret,
+            server=spec.server,
+        )
         with _telling_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
