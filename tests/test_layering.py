@@ -63,7 +63,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "plotly": ("analytics/show/html.py",),
     "prometheus_client": ("analytics/show/gauges.py",),
-    "sqlite3": ("ledger/", "audit/", "samples/reading.py", "analytics/read/", "telemetry/summary.py"),
+    "sqlite3": ("ledger/", "bench/", "audit/", "samples/reading.py", "analytics/read/", "telemetry/summary.py"),
     "tensorboard": ("telemetry/trackers.py",),
     "wandb": ("telemetry/trackers.py",),
     "mlflow": ("telemetry/trackers.py",),

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError
@@ -109,6 +109,14 @@ class Part:
         """End its process."""
         with contextlib.suppress(RayError):
             ray.kill(self._handle)
+
+
+class MakePart(Protocol):
+    """Maker of a process; `Part` itself is one."""
+
+    def __call__(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+        """The running process."""
+        ...
 
 
 async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, object, None]) -> T:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,7 +25,6 @@ from laminar_py.cluster.errors import (
     tell_unexpected,
     unwritable,
 )
-from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -40,6 +38,7 @@ from laminar_py.preflight.survey import clear, place
 from laminar_py.telemetry.memory import folder_bytes
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.view import make_view
+from laminar_py.workers.incarnation import Opened
 
 log = logging.getLogger(__name__)
 
@@ -86,17 +85,6 @@ class Leader(Protocol[LedT]):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """Everything that a controller is made of."""
-
-    config: RunConfig
-    run: RunFolder
-    placement: Placement
-    inputs: Inputs
-    resumed: bool
-
-
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
 
@@ -121,14 +109,7 @@ def make_controller(opened: Opened, console: Console, views: ExitStack) -> Contr
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     view = make_view(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
     views.callback(view.close)
-    return Controller(
-        config,
-        opened.run,
-        placement=opened.placement,
-        inputs=opened.inputs,
-        view=view,
-        resume=opened.resumed,
-    )
+    return Controller(opened, view=view)
 
 
 def lead(

@@ -22,7 +22,6 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.reward.trial import trials
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.payload import PayloadHosts
-from laminar_py.workers.processes.scorer import ScorerActor
 from laminar_py.workers.scorers import Scorers
 from laminar_py.workers.servers import RewardServers
 
@@ -50,12 +49,11 @@ class Scoring:
         payload: PayloadHosts,
         say: Callable[[str], None],
         end: Callable[[str], None],
-        actor: type = ScorerActor,
         trains: bool = True,
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
         self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step, trains=trains)
-        self._scorers = Scorers(incarnation, payload=payload, actor=actor)
+        self._scorers = Scorers(incarnation, payload=payload)
         self._servers = RewardServers(incarnation, tell=self._scorers.tell)
         self._scheduler = scheduler
         self._stats = incarnation.stats

@@ -18,35 +18,30 @@ import msgspec
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.part import Part, watched
 from laminar_py.cluster.placement import Place, Plan
-from laminar_py.cluster.ray_cluster import LOOPBACK
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.link.hub import Line, ReplicaHub
-from laminar_py.link.messages import Abort, CallOff, Follow, GiveUp, Order, Stop, Submit
+from laminar_py.link.hub import Line
+from laminar_py.link.messages import Abort, CallOff, GiveUp, Stop, Submit
 from laminar_py.records.codec import encode
 from laminar_py.records.events import PartDied, ReplicaLeft
 from laminar_py.records.protocols import StoreFullError
-from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
-from laminar_py.relay.wire.post import Post
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.repack.signals import EngineSpeed
-from laminar_py.rollout.outbox import GATHER_S
 from laminar_py.workers.incarnation import Incarnation
-from laminar_py.workers.keeper import RETRY_S, Keeper, MakePart, PartSpec, back_off
+from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.specs import ReplicaSpec, ReportPace
+from laminar_py.workers.replica_lines import ReplicaLines
+from laminar_py.workers.specs import ReplicaSpec
 from laminar_py.workers.tick import Tick
 
 log = logging.getLogger(__name__)
 
 DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
-REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, as far as a replica may be kept waiting
-MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
-CHECKSUMS_KEPT = 64
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
@@ -66,10 +61,8 @@ class Replicas:
         scheduler: TrajectoryScheduler,
         relays: Relays,
         payload: PayloadHosts,
-        make: MakePart | None = None,
     ) -> None:
         self._payload = payload
-        self._make = make
         self._labels: dict[int, str] = {}  # of the present segments of each replica
         self._incarnation = incarnation
         self._config = incarnation.config
@@ -77,12 +70,9 @@ class Replicas:
         self._scheduler = scheduler
         self._relays = relays
         self._restarting: set[int] = set()  # killed on purpose
-        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
         self._plan: Plan | None = None  # that the scheduler has heard of
         self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
-        self._hub: ReplicaHub | None = None
-        self._lines: dict[int, Line] = {}  # of the replicas that run, or start
-        self._relay_told: dict[Line, str] = {}  # endpoint that each pulls from, as far as it was told
+        self._opened: ReplicaLines | None = None
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
         self._servers = dict(enumerate(self._config.rollout.engine.servers))  # that replicas attach to
         self._unproven: set[int] = set()  # have joined, and never were up
@@ -97,25 +87,16 @@ class Replicas:
 
     async def keep(self) -> None:
         """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
-        self._hub = hub = self._make_hub()
+        self._opened = lines = ReplicaLines(self._incarnation, self._relays, take=self._take_in)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 for index in range(len(self._keepers)):
                     tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
                 tasks.create_task(self._tick.run(), name="dispatch")
-                tasks.create_task(hub.run(), name="link")
+                tasks.create_task(lines.hub.run(), name="link")
         finally:
-            hub.end()
-
-    def _make_hub(self) -> ReplicaHub:
-        placement = self._incarnation.placement
-        here = placement.here.node if self._config.cluster.address is not None else None
-        return ReplicaHub(
-            Post(self._relays.keys, LOOPBACK if here is None else placement.ip(here)),
-            take=self._take_in,
-            patience_s=self._config.supervisor.heartbeat_timeout_s,
-        )
+            lines.hub.end()
 
     def wake(self) -> None:
         """Have what the scheduler has for replicas handed out soon, when the caller is done with what it does."""
@@ -128,12 +109,12 @@ class Replicas:
     def _hand_out(self) -> None:
         self._heed_plan()
         for index, trajectory_ids in self._scheduler.book.take_aborts().items():
-            self._tell(index, Abort(list(trajectory_ids)))
+            self._lines.tell(index, Abort(list(trajectory_ids)))
         for index, assignments in self._scheduler.dispatcher.dispatch().items():
             for located in self._located(index, assignments):
-                self._tell(index, Submit([located]))
+                self._lines.tell(index, Submit([located]))
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
-            self._tell(index, CallOff(list(trajectory_ids)))
+            self._lines.tell(index, CallOff(list(trajectory_ids)))
         self._note_work()
         if self._scheduler.dispatcher.has_more:
             self._tick.wake()
@@ -235,13 +216,7 @@ class Replicas:
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self._tell(replica, GiveUp(list(trajectory_ids)))
-
-    def _tell(self, replica: int, order: Order) -> None:
-        """Tell a replica that runs, or starts; another has nothing that an order could be about."""
-        line = self._lines.get(replica)
-        if line is not None:
-            line.put(order)
+        self._lines.tell(replica, GiveUp(list(trajectory_ids)))
 
     async def _speed_of(self, replica: int) -> EngineSpeed | None:
         """None of one that is dying, which its keeper notices as well."""
@@ -264,7 +239,7 @@ class Replicas:
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                self._tell(index, Stop(evaluations))
+                self._lines.tell(index, Stop(evaluations))
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -294,7 +269,7 @@ class Replicas:
             settle=partial(self._settle, index),
             rest=self._rest,
             first_starts=FIRST_STARTS,
-            make=self._make,
+            make=self._incarnation.kinds.replica,
             spares_memory="lower rollout.kv_capacity, rollout.max_batch or rollout.replicas",
             forgives_s=FORGIVES_S,
         )
@@ -311,7 +286,7 @@ class Replicas:
         A full disk does not, nor the first start of one that joined: it is tried again, ever more rarely, while
         others go on. One that was to leave has left with that.
         """
-        await self._close_line(index)
+        await self._lines.close(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
@@ -346,9 +321,7 @@ class Replicas:
         self._stats.joined(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
-        await self._close_line(index)  # of a start that failed
-        self._lines[index] = line = self._open_hub.open(label, index)
-        self._relay_told[line] = relay
+        await self._lines.open(index, label, relay)
         self._heed_plan()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
@@ -358,8 +331,8 @@ class Replicas:
             index=index,
             model_dir=str(self._config.model.path),
             relay=relay,
-            hub=self._open_hub.endpoint,
-            pace=_pace(self._config.rollout.replicas),
+            hub=self._lines.hub.endpoint,
+            pace=self._lines.pace,
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
@@ -371,10 +344,13 @@ class Replicas:
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Until a replica ends, or is of no use any more. Raises PartDiedError."""
-        (part,), line = parts, self._lines[index]
         self._unproven.discard(index)
-        self._open_hub.begin(line)
-        await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, line))
+        await watched(parts[0].call("ended", timeout_s=math.inf), self._lines.until_lost(index))
+
+    @property
+    def _lines(self) -> ReplicaLines:
+        assert self._opened is not None, "there are lines from `keep` on"
+        return self._opened
 
     async def _take_in(self, reports: Sequence[tuple[Line, ReplicaReport]]) -> None:
         """Take the reports of a moment in, and answer those at once who may have nothing to do."""
@@ -386,57 +362,11 @@ class Replicas:
                 continue  # what it had is taken over from where it lies
             await self._scheduler.reports.on_report(report)
             self._stats.on_report(report)
-            self._compare(line, report.loads)
-            self._keep_attached(line)
+            self._lines.compare(line, report.loads)
+            self._lines.keep_attached(line)
             is_urgent |= views.by_index[index].idle or report.status.version != version
         self._note_work()
         if is_urgent:
             self.dispatch()
         else:
             self.wake()
-
-    def _keep_attached(self, line: Line) -> None:
-        """Tell a replica where its relay is now; one whose relay has gone to another host cannot go on."""
-        try:
-            relay = self._relays.endpoint_for(line.replica)
-        except PartDiedError as error:
-            line.lose(error.reason)
-            return
-        if relay != self._relay_told[line]:
-            self._relay_told[line] = relay
-            line.put(Follow(relay))
-
-    async def _close_line(self, index: int) -> None:
-        line = self._lines.pop(index, None)
-        if line is not None:
-            await self._open_hub.close(line)
-            del self._relay_told[line]
-
-    @property
-    def _open_hub(self) -> ReplicaHub:
-        assert self._hub is not None, "there is a link from `keep` on"
-        return self._hub
-
-    def _compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:
-        """Engines that verified one version in one layout hold the same tensors; one that does not is lost."""
-        for load in loads:
-            if load.checksum is None:
-                continue
-            layout = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
-            if agreed != load.checksum:
-                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
-        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
-            del self._checksums[key]
-
-
-async def _until_lost(name: str, line: Line) -> None:
-    raise PartDiedError(name, await line.lost)
-
-
-def _pace(replicas: int) -> ReportPace:
-    """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace."""
-    return ReportPace(
-        gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
-        quiet_s=min(MOST_QUIET_S, max(1.0, replicas / QUIET_PER_S)),
-    )

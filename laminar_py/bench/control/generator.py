@@ -53,14 +53,14 @@ class Unsynced(ResponseStore):
 
 
 class Ended:
-    """When responses ended, on the clock of this host, written to a file now and then."""
+    """Moments at which responses ended, on the clock of this host, written to a file now and then."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
         self._lines: list[str] = []
 
     def note(self, trajectory_id: str) -> None:
-        """It has ended, or was broken off, now."""
+        """Note that a response ends, or is broken off, now."""
         self._lines.append(f"{trajectory_id} {time.monotonic():.4f}\n")
         if len(self._lines) >= 500:
             self._file.writelines(self._lines)
@@ -85,7 +85,7 @@ class SharedWeights:
         return await self._subscriber.wait_newer(version)
 
     async def pull(self, version: int | None = None) -> PulledVersion:
-        """That version, or the newest; what others pulled a moment ago is given again."""
+        """Pull that version, or the newest; what others pulled a moment ago is given again."""
         async with self._pulling:
             newest = await self._subscriber.latest()
             wanted = newest if version is None else version
@@ -237,4 +237,4 @@ class ReadingScorerActor(PartActor):
         return encode(scores)
 
     async def stop(self) -> None:
-        """It holds nothing."""
+        """Return at once: it holds nothing."""

@@ -36,7 +36,7 @@ Seconds: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class CountedSteps:
     """Part of the run that counts, on this host's monotonic clock."""
 
     begin: float
@@ -50,7 +50,7 @@ class Counted:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Seconds from the first to the last."""
         return self.end - self.begin
 
 
@@ -98,13 +98,13 @@ def _look_on(connection: sqlite3.Connection, process: "subprocess.Popen[bytes]")
     return looks
 
 
-def _window(run: Path) -> Counted:
+def _window(run: Path) -> CountedSteps:
     """The steps after the first ones."""
     with reading(run) as connection:
         found = connection.execute("SELECT mono, body FROM event WHERE kind = 'stepped' ORDER BY seq").fetchall()
     steps = [(mono, event) for mono, body in found if isinstance(event := decode_event(body), Stepped)]
     counted = [event for _, event in steps[WARM_STEPS:]]
-    return Counted(
+    return CountedSteps(
         begin=steps[WARM_STEPS - 1][0],
         end=steps[-1][0],
         trajectories=sum(event.num_trajectories for event in counted),
@@ -112,7 +112,7 @@ def _window(run: Path) -> Counted:
     )
 
 
-def _ages(run: Path, looks: list[tuple[float, int]], window: Counted) -> Seconds:
+def _ages(run: Path, looks: list[tuple[float, int]], window: CountedSteps) -> Seconds:
     """Seconds from the end of each response until somebody else could read it in the ledger."""
     ended: dict[str, float] = {}
     for file in run.glob(f"logs/{ENDED}-*"):
@@ -126,7 +126,7 @@ def _ages(run: Path, looks: list[tuple[float, int]], window: Counted) -> Seconds
     return np.array([times[place] - at for at, place in on_record if window.has(at) and place < len(times)])
 
 
-def _load_rows(run: Path, window: Counted) -> list[Row]:
+def _load_rows(run: Path, window: CountedSteps) -> list[Row]:
     with reading(run) as connection:
         query = "SELECT count(*) FROM trajectory WHERE status NOT IN ('consumed', 'dropped')"
         (live,) = connection.execute(query).fetchone()
@@ -138,7 +138,7 @@ def _load_rows(run: Path, window: Counted) -> list[Row]:
     ]
 
 
-def _process_rows(samples: ProcessSamples, window: Counted, *, replicas: int) -> list[Row]:
+def _process_rows(samples: ProcessSamples, window: CountedSteps, *, replicas: int) -> list[Row]:
     delays = 1e3 * np.array([delay for at, delay in samples.delays if window.has(at)])
     uses = [use for use in samples.uses if window.has(use[0])]
     cores = (uses[-1][1] - uses[0][1]) / (uses[-1][0] - uses[0][0])

@@ -5,6 +5,7 @@ Started as `python -m laminar_py.bench.control.process FOLDER REPLICAS RATE STEP
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,10 +14,11 @@ from rich.console import Console
 
 from laminar_py.bench.control.generator import Generators, ReadingScorerActor
 from laminar_py.bench.control.inputs import write_inputs
-from laminar_py.orchestrator.controller import Controller, PartKinds
-from laminar_py.orchestrator.launch import Opened, lead
+from laminar_py.orchestrator.controller import Controller
+from laminar_py.orchestrator.launch import lead
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.view import make_view
+from laminar_py.workers.incarnation import Opened, PartKinds
 
 SAMPLES = "samples.json"
 DELAY_S = 0.01  # between looks at the event loop
@@ -72,15 +74,9 @@ def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
     samples = ProcessSamples()
 
     def make(opened: Opened) -> SampledLeader:
-        controller = Controller(
-            opened.config,
-            opened.run,
-            placement=opened.placement,
-            inputs=opened.inputs,
-            view=make_view(console, steps=steps, max_rl_s=None),
-            resume=False,
-            kinds=PartKinds(replica=Generators(NUM_GENERATORS).make, scorer=ReadingScorerActor),
-        )
+        kinds = PartKinds(replica=Generators(NUM_GENERATORS).make, scorer=ReadingScorerActor)
+        opened = replace(opened, kinds=kinds)
+        controller = Controller(opened, view=make_view(console, steps=steps, max_rl_s=None))
         return SampledLeader(controller, samples)
 
     lead(config, make, what=f"{replicas} emulated replicas", resume=None, console=console)
