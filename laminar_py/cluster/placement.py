@@ -270,6 +270,7 @@ class Placement:
         self._known = {node.id: node for node in see()}
         self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
         self.plan = make_plan(needs, list(self._known.values()))
+        self.used = set(self.plan.nodes)  # of all plans so far
         self._looking = asyncio.Lock()
         self._looked = -math.inf  # when the last look began, on the loop's clock
 
@@ -311,6 +312,7 @@ class Placement:
             self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
         except ConfigError as error:
             raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+        self.used |= self.plan.nodes
         if not any(self.plan.replicas):
             raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
         if self.plan != before:
