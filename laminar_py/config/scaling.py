@@ -16,7 +16,7 @@ def scaled(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | Non
     _check_kind(config, replicas=replicas, urls=urls)
     count = replicas if urls is None else len(urls)
     if count:
-        _check_step(config, count, field="replicas" if urls is None else "urls")
+        _check_step(config, count, asked=f"replicas={count}" if urls is None else f"urls={','.join(urls)}")
     tree = config.model_dump(mode="json")
     tree["rollout"]["replicas"] = count
     if urls is not None:
@@ -42,7 +42,7 @@ def _check_kind(config: RunConfig, *, replicas: int | None, urls: Sequence[str] 
         raise ConfigError(f"replicas={replicas}: urls names {len(urls)} servers; leave replicas out")
 
 
-def _check_step(config: RunConfig, replicas: int, *, field: str) -> None:
+def _check_step(config: RunConfig, replicas: int, *, asked: str) -> None:
     """Refuse a smaller fleet that admits, under one version, less than a learner step takes.
 
     Where replicas drain, the learner would wait for a second version at every step.
@@ -52,7 +52,7 @@ def _check_step(config: RunConfig, replicas: int, *, field: str) -> None:
     shrinks = replicas < rollout.replicas and rollout.on_new_weights is OnNewWeights.DRAIN
     if shrinks and replicas * most < step:
         raise ConfigError(
-            f"{field}={replicas}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
+            f"{asked}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
             f" rollout.group_size), and {replicas} with rollout.batch_per_replica={most} admit {replicas * most}"
             f" under a version; ask for {-(-step // most)} at least"
         )
