@@ -81,6 +81,7 @@ class ElasticFleet:
         self._servers = dict(enumerate(self._config.rollout.engine.servers))
         self._hosts = dict(enumerate(self._config.rollout.engine.hosts))
         self._planning = asyncio.Lock()
+        self._told: set[int] = set()  # that do not start
         self._repacks = self._config.repacks  # else from when there is more than one replica
 
     async def run(self, *, say: Callable[[str], None]) -> None:
@@ -211,6 +212,10 @@ class ElasticFleet:
                 self._members = [index for index in self._members if index not in left]
                 self._leaving = [index for index in self._leaving if index not in left]
                 await self._plan()
+            for index in set(self._replicas.failing) - self._told:
+                self._told.add(index)
+                reason = self._replicas.failing[index]
+                say(f"replica {index} does not start ({reason}); it is tried again, see logs/replica-{index}.log")
             if self._leaving:
                 self._replicas.dispatch()  # what nobody else can go on with goes out to them first
             for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
