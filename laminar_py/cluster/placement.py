@@ -260,7 +260,7 @@ def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[No
 class Placement:
     """The plan in force, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
 
-    GPUs that were free when a node was first seen are this run's from then on. Raises `ConfigError` as `make_plan`
+    GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
     does when it is made.
     """
 
@@ -306,7 +306,8 @@ class Placement:
         replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
         if not dead and not scaled and None not in (*replicas, *self.plan.servers):
             return
-        self._known = alive | self._known
+        # where it has nothing others may have taken GPUs since, or given some back
+        self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
         before = self.plan
         try:
             self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
