@@ -261,7 +261,7 @@ def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[No
 class Placement:
     """The plan in force, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
 
-    GPUs that were free when a node was first seen are this run's from then on. Raises `ConfigError` as `make_plan`
+    GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
     does when it is made.
     """
 
@@ -272,6 +272,7 @@ class Placement:
         self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
         self._here = next((node.id for node in self._known.values() if node.here), None)
         self.plan = make_plan(needs, list(self._known.values()))
+        self.used = set(self.plan.nodes)  # of all plans so far
         self._looking = asyncio.Lock()
         self._looked = -math.inf  # when the last look began, on the loop's clock
 
@@ -307,12 +308,14 @@ class Placement:
         replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
         if not dead and not scaled and None not in (*replicas, *self.plan.servers):
             return
-        self._known = alive | self._known
+        # where it has nothing others may have taken GPUs since, or given some back
+        self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
         before = self.plan
         try:
             self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
         except ConfigError as error:
             raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+        self.used |= self.plan.nodes
         if not any(self.plan.replicas):
             raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
         if self.plan != before:

@@ -14,14 +14,14 @@ from laminar_py.config.section import ConfigError
 def scaled(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | None) -> RunConfig:
     """The config with so many replicas, or with one for each of these servers that run already."""
     _check_kind(config, replicas=replicas, urls=urls)
+    count = replicas if urls is None else len(urls)
+    if count:
+        _check_step(config, count, asked=f"replicas={count}" if urls is None else f"urls={','.join(urls)}")
     tree = config.model_dump(mode="json")
-    rollout = tree["rollout"]
+    tree["rollout"]["replicas"] = count
     if urls is not None:
-        rollout["engine"]["urls"] = list(urls)
-    rollout["replicas"] = replicas if urls is None else len(urls)
-    changed = parse_config(tree)
-    _check_step(changed)
-    return changed
+        tree["rollout"]["engine"]["urls"] = list(urls)
+    return parse_config(tree)
 
 
 def _check_kind(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | None) -> None:
@@ -42,15 +42,17 @@ def _check_kind(config: RunConfig, *, replicas: int | None, urls: Sequence[str] 
         raise ConfigError(f"replicas={replicas}: urls names {len(urls)} servers; leave replicas out")
 
 
-def _check_step(config: RunConfig) -> None:
-    """Refuse a fleet that has not room, all at once, for the trajectories of one learner step."""
+def _check_step(config: RunConfig, replicas: int, *, asked: str) -> None:
+    """Refuse a smaller fleet that admits, under one version, less than a learner step takes.
+
+    Where replicas drain, the learner would wait for a second version at every step.
+    """
     rollout, step = config.rollout, config.trajectories_per_step
-    drains = rollout.on_new_weights is OnNewWeights.DRAIN
-    name, most = ("batch_per_replica", rollout.batch_per_replica) if drains else ("max_batch", rollout.max_batch)
-    if rollout.replicas * most < step:
-        field = "urls" if rollout.engine.servers else "replicas"
+    most = rollout.batch_per_replica
+    shrinks = replicas < rollout.replicas and rollout.on_new_weights is OnNewWeights.DRAIN
+    if shrinks and replicas * most < step:
         raise ConfigError(
-            f"{field}={rollout.replicas}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
-            f" rollout.group_size), and {rollout.replicas} with rollout.{name}={most} have"
-            f" {rollout.replicas * most} under way; ask for {-(-step // most)} at least"
+            f"{asked}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
+            f" rollout.group_size), and {replicas} with rollout.batch_per_replica={most} admit {replicas * most}"
+            f" under a version; ask for {-(-step // most)} at least"
         )

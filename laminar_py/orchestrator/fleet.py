@@ -80,6 +80,8 @@ class ElasticFleet:
         self._gone: set[int] = set()
         self._servers = dict(enumerate(self._config.rollout.engine.servers))
         self._hosts = dict(enumerate(self._config.rollout.engine.hosts))
+        self._planning = asyncio.Lock()
+        self._told: set[int] = set()  # that do not start
         self._repacks = self._config.repacks  # else from when there is more than one replica
 
     async def run(self, *, say: Callable[[str], None]) -> None:
@@ -115,6 +117,9 @@ class ElasticFleet:
             await asyncio.to_thread(_check_new, config, change)
         except ConfigError as error:
             return ScaleAnswer(False, str(error))
+        except Exception:  # a check of a backend that fails ends no run that goes on
+            log.exception("%s could not be checked", request)
+            return ScaleAnswer(False, f"{request}: could not be checked; see logs/controller.log")
         before = len(self._members)
         if not change.is_none:
             await self._change(config, change)
@@ -148,7 +153,7 @@ class ElasticFleet:
         return (not self._replicas.has_process(index), -len(self._views.by_index[index].in_flight), index)
 
     async def _change(self, config: RunConfig, change: Change) -> None:
-        """Have it so, on record before anybody hears of it."""
+        """Have it so; on disk, and in the run's folder, before whoever asked is told."""
         first = len(self._views.by_index)
         joining = list(range(first, first + change.join))
         servers = dict(zip(joining, change.servers, strict=False))
@@ -160,8 +165,6 @@ class ElasticFleet:
         self._leaving = [index for index in self._leaving if index not in change.back] + change.leave
         told = tuple(self._servers[index] for index in self._members) if self._servers else ()
         self._incarnation.ledger.append(Scaled(tuple(self._members), told))
-        await self._incarnation.ledger.commit()
-        await self._incarnation.ledger.copy()
         for index in (*change.back, *joining):
             self._scheduler.join(index)
         for index in change.leave:
@@ -171,13 +174,16 @@ class ElasticFleet:
         self._scoring.grow(policies.max_scored(config, self._incarnation.inputs))
         await self._plan()
         self._replicas.join(config, servers)
+        await self._incarnation.ledger.commit()
+        await self._incarnation.ledger.copy()
 
     async def _plan(self) -> None:
         """Have the plan follow: places for those that joined, none for those that have left."""
-        count = len(self._views.by_index)
-        hosts = tuple(self._hosts[index] for index in range(count)) if self._hosts else ()
-        needs = replace(self._placement.needs, replicas=count, gone=frozenset(self._gone), hosts=hosts)
-        await self._placement.scale(needs)
+        async with self._planning:  # so that the last of two has the newest needs
+            count = len(self._views.by_index)
+            hosts = tuple(self._hosts[index] for index in range(count)) if self._hosts else ()
+            needs = replace(self._placement.needs, replicas=count, gone=frozenset(self._gone), hosts=hosts)
+            await self._placement.scale(needs)
         self._replicas.wake()
 
     def _tell(self, before: int, change: Change) -> str:
@@ -206,7 +212,12 @@ class ElasticFleet:
                 self._members = [index for index in self._members if index not in left]
                 self._leaving = [index for index in self._leaving if index not in left]
                 await self._plan()
-            self._replicas.dispatch()  # what nobody else can go on with goes out to them first
+            for index in set(self._replicas.failing) - self._told:
+                self._told.add(index)
+                reason = self._replicas.failing[index]
+                say(f"replica {index} does not start ({reason}); it is tried again, see logs/replica-{index}.log")
+            if self._leaving:
+                self._replicas.dispatch()  # what nobody else can go on with goes out to them first
             for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)

@@ -113,8 +113,8 @@ async def _smallest_gpu(node: str) -> int:
 
 
 async def clear(placement: Placement, folder: Path) -> None:
-    """Delete a folder on every node in use."""
-    for node in placement.plan.nodes:
+    """Delete a folder on every node that ever was in use."""
+    for node in placement.used:
         with contextlib.suppress(RayError):  # a node that died keeps it
             await on_node(node, delete, str(folder))
 

@@ -78,6 +78,7 @@ class Replicas:
         self._unproven: set[int] = set()  # have joined, and never were up
         self._ended: set[int] = set()  # have left, or are about to, with nothing
         self._left: dict[int, str] = {}  # reasons of those that have left, until they are told
+        self._failing: dict[int, str] = {}  # of those that have joined and do not start, the first of each
         self._tasks: asyncio.TaskGroup | None = None  # in which they are kept
 
     def spawn(self) -> None:
@@ -171,6 +172,11 @@ class Replicas:
         """Replicas that have left, and why; each is told once."""
         left, self._left = self._left, {}
         return left
+
+    @property
+    def failing(self) -> Mapping[int, str]:
+        """Replicas that have joined and do not start, and why they did not the first time."""
+        return self._failing
 
     async def _keep(self, index: int) -> None:
         """Keep a replica until it has left. Raises RunFailedError, ConfigError of one that ever was up."""
@@ -293,6 +299,8 @@ class Replicas:
         self._restarting.discard(index)
         tolerated = leaves or index in self._unproven or StoreFullError.__name__ in error.reason
         if tolerated and not on_purpose:
+            if index in self._unproven:
+                self._failing.setdefault(index, error.reason)
             log.error("%s", error)
             self._incarnation.ledger.append(PartDied(error.part, error.reason))
         if leaves:

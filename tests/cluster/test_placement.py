@@ -391,6 +391,16 @@ async def test_a_smaller_fleet_gives_its_places_to_those_that_wait_or_come_later
     assert placement.plan.replicas[0] is None
 
 
+async def test_a_fleet_that_grows_takes_no_gpus_that_others_have_taken_since():
+    seen = hosts(2, 8)
+    needs = Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=1)
+    placement = Placement(needs, lambda: seen)
+    assert placement.plan.nodes == {"a"}
+    seen[1] = Node(id="b", ip="10.0.0.1", gpus=3, cpus=8)
+    await placement.scale(replace(needs, replicas=8))
+    assert on(placement.plan.replicas) == "abbb"
+
+
 async def test_a_learner_without_a_place_ends_the_run():
     seen = hosts(8, 8)
     placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=8, replica_gpus=1), lambda: seen)

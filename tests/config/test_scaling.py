@@ -42,7 +42,7 @@ def test_servers_are_named_as_a_whole():
             1,
             None,
             "replicas=1: a learner step takes 256 trajectories (rollout.prompts_per_step * rollout.group_size),"
-            " and 1 with rollout.batch_per_replica=128 have 128 under way; ask for 2 at least",
+            " and 1 with rollout.batch_per_replica=128 admit 128 under a version; ask for 2 at least",
         ),
         ((), None, URLS, "urls=http://127.0.0.1:30000,http://127.0.0.1:30001: this run starts its own engines"),
     ],
@@ -60,7 +60,7 @@ def test_what_no_fleet_can_be_is_refused_in_one_line(before, replicas, urls, lin
         (3, None, "replicas=3: this run attaches to 2 servers; name all that it is to have, as urls=[http://...]"),
         (None, [], "urls=[]: a run needs a server at least"),
         (1, URLS, "replicas=1: urls names 2 servers; leave replicas out"),
-        (None, ["nowhere"], "rollout.engine.urls=nowhere: no address of a server"),
+        (None, ["nowhere", *URLS], "rollout.engine.urls=nowhere: no address of a server"),
         (None, [URLS[0], URLS[0] + "/"], "rollout.engine.urls="),
     ],
 )
@@ -68,3 +68,10 @@ def test_what_no_list_of_servers_can_be_is_refused_in_one_line(replicas, urls, l
     with pytest.raises(ConfigError) as refused:
         scaled(attached(URLS), replicas=replicas, urls=urls)
     assert str(refused.value).startswith(line)
+
+
+def test_a_fleet_that_grows_or_whose_versions_mix_may_be_smaller_than_a_step():
+    large = ["rollout.prompts_per_step=96", "rollout.group_size=4", "rollout.replicas=1"]
+    assert scaled(config(*large), replicas=2, urls=None).rollout.replicas == 2
+    mixing = [*large[:2], "rollout.replicas=3", "rollout.on_new_weights=resume"]
+    assert scaled(config(*mixing), replicas=1, urls=None).rollout.replicas == 1

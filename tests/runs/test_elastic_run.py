@@ -159,3 +159,22 @@ def test_bad_input_is_refused_in_one_line_that_names_the_remedy(tmp_path):
         line = scale(tmp_path, "replicas=2", code=2)
         assert line.startswith(f"laminar: run={tmp_path}: no config.yaml in it")
     forget_versions(train.run)
+
+
+def test_where_versions_mix_what_a_leaving_replica_has_goes_on_at_any_other(tmp_path):
+    mixing = ("rollout.on_new_weights=resume", "repack.planner=none", "rollout.replicas=3")
+    with TrainProcess(tmp_path, *SETTINGS, *mixing, config=CONFIG) as train:
+        train.wait_for_step(1)
+        train.wait_until(lambda: all(fleet_of(train.run)[-1]["running"]))
+        scale(train.run, "replicas=2")
+        train.wait_until(lambda: left(train.run))
+        train.wait_for_step(len((train.run / "metrics.jsonl").read_bytes().splitlines()) + 2)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    forget_versions(train.run)
+    assert code == 130, output
+    holds_its_laws(train.run)
+    ((left_s, _),) = events_of(train.run, "replicaleft")
+    handed_back = [at_s for at_s, event in events_of(train.run, "interrupted") if event.reason == "returned"]
+    assert min(handed_back) <= left_s, "it had something"
+    assert not events_of(train.run, "dropped")

@@ -535,4 +535,5 @@ async def test_one_that_joins_and_does_not_start_ends_no_run(monkeypatch, tmp_pa
         third.actor.report()
         assert await third.actor.given(1)
     assert {event.part for event in world.recorded} == {"replica-2"}
+    assert world.replicas.failing == {2: "no such engine"}
     assert not world.supervisor.total_restarts
