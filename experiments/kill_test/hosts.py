@@ -3,8 +3,8 @@
 `make kill-test-hosts [ARGS="--kills 12 --seed 0 ..."]` trains a short quickstart on simulated nodes: a Ray cluster
 on this machine whose nodes see different folders at one path, which takes root or a user namespace. The run's
 folder counts as one on NFS. Beside replicas, relays, learner, scorers and the controller it kills the stores of
-hosts, deletes all that a host has stored, and ends a host for good. At the end every law holds and the accounting closes: what was lost
-is dropped by name. Exit code 1 if it is not so.
+hosts, deletes all that a host has stored, and ends a host for good. At the end every law holds and the accounting
+closes: what was lost is dropped by name. Exit code 1 if it is not so.
 """
 
 import os
@@ -105,7 +105,7 @@ def loss_rows(run: HostsRun) -> list[Row]:
             "tokens_lost",
             lost,
             "trajectories",
-            "their tokens gone with a disk, whether or not they were trained on before",
+            "told to be gone with a disk, trained on or not",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""Where stores went whose port was taken when they came back: left in the run's folder, which all hosts see.
+"""Notes of stores whose port was taken when they came back, in the run's folder, which all hosts see.
 
 A store that gets another port notes it under its old address; a reader that finds nobody there looks, and asks at
 the new one. So what was sent out with the old address, an assignment of minutes ago, say, loses nothing.
@@ -25,7 +25,7 @@ def note_move(folder: Path, *, before: str | None, address: str) -> None:
 
 
 def present_address(folder: Path, address: str) -> str:
-    """Where the store of an address serves, as far as anybody noted."""
+    """Address at which the store of this one serves, as far as anybody noted."""
     for _ in range(_MOST):
         try:
             address = (folder / address).read_text()
