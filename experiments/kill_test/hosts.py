@@ -105,7 +105,7 @@ def loss_rows(run: HostsRun) -> list[Row]:
             "tokens_lost",
             lost,
             "trajectories",
-            "their tokens gone with a disk, whether or not they were trained on before",
+            "told to be gone with a disk, trained on or not",
         ),
     ]
 

@@ -1,6 +1,7 @@
 """Ledgers of runs whose folders lie on a file system over a network: what is read there, what a resume takes."""
 
 import os
+import shutil
 import stat
 from contextlib import asynccontextmanager
 
@@ -11,12 +12,12 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger import live
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, log_path, reading
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.live import own_disk, settle
+from laminar_py.ledger.live import copy_ledger, own_disk, settle
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.seal import seal_digest, seal_run
 from laminar_py.records.events import RunEnded, SealBroken
-from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger, read_response
 
 
 @pytest.fixture
@@ -247,6 +248,35 @@ async def test_what_is_archived_is_beside_the_copy(run, disk):
         assert await archive(ledger, 1) == 1
     assert len(list(run.archive.iterdir())) == 1
     assert verify(run.path) == []
+
+
+async def test_of_a_killed_run_what_other_hosts_have_is_noted_and_no_violation(run, disk):
+    settle(run, disk)
+    await start(run, killed=True, prompts=[0])
+    async with led(RunFolder(run.path), killed=True):
+        pass
+    copy_ledger(run.live_ledger, run.ledger)
+    assert prove(run.path).violations == []
+    shutil.rmtree(run.segments.readlink())  # as another host sees it
+    proof = prove(run.path)
+    assert proof.violations == []
+    assert "1 responses are on other hosts of the run, and were not read" in proof.notes
+    with pytest.raises(ConfigError, match=r"g0\.0: its tokens cannot be read \(on another host of the run"):
+        read_response(run.path, "g0.0")
+
+
+async def test_a_run_that_goes_back_to_a_copy_knows_it(run, disk):
+    settle(run, disk)
+    assert not run.went_back, "it begins"
+    await start(run, killed=True, prompts=[0])
+    again = RunFolder(run.path)
+    settle(again, disk)
+    assert not again.went_back, "its live ledger is there"
+    assert again.segments.readlink() == run.segments.readlink(), "and so is what it stored"
+    elsewhere = RunFolder(run.path)
+    (disk / "other").mkdir()
+    settle(elsewhere, disk / "other")
+    assert elsewhere.went_back
 
 
 def on(*network):

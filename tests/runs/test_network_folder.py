@@ -82,4 +82,12 @@ def test_over_a_network_a_killed_run_goes_on_from_its_own_disk_or_from_its_last_
     assert accounting(run.path).balanced
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert not is_local(run.segments)
-    assert segments_in(run.segments), "what came after the oldest checkpoint is kept"
+    kept = {path.name for path in segments_in(run.segments)}
+    assert kept, "what came after the oldest checkpoint"
+    with start(folder, tmp_path / "third", "steps=15", resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert {path.name for path in segments_in(run.segments)} & kept, "it came along and back again"
+    assert prove(run.path).violations == []
+    assert accounting(run.path).balanced
+    assert list((tmp_path / "third").iterdir()) == []
