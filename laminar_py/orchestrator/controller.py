@@ -9,7 +9,6 @@ learner steps, publishes and checkpoints (`trainer`).
 """
 
 import asyncio
-import gc
 import logging
 from collections.abc import AsyncIterator, Coroutine
 
@@ -20,6 +19,7 @@ from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.orchestrator import policies
+from laminar_py.orchestrator.cycles import collect_cycles
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.orchestrator.fleet import ElasticFleet
 from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
@@ -166,6 +166,7 @@ class Controller:
             await self._reference.start()
             wanted, deliver = self._scheduler.is_live, self._scheduler.closing.on_reference
             yield "reference", self._reference.run(wanted=wanted, deliver=deliver, lose=self._scheduler.losses.of)
+        yield "cycles", collect_cycles()
         if self._incarnation.config.repacks:
             speed = await self._replicas.speed()
             log.info("engine: %s", speed)
@@ -175,7 +176,6 @@ class Controller:
         trainer, stats, scheduler = self._trainer, self._incarnation.stats, self._scheduler
         if trainer.step == 0:
             await self._unless_stopped(self._evaluator.first(trainer.moment))
-        gc.freeze()  # what the start has made stays: the collector of cycles need not look at it again and again
         stats.rl_phase(True)
         if scheduler.book.groups or not trainer.stop.is_set():  # nothing begins for a run that is about to end
             scheduler.admit()
