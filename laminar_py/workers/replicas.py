@@ -279,7 +279,7 @@ class Replicas:
             model_dir=str(self._config.model.path),
             relay=relay,
             hub=self._open_hub.endpoint,
-            pace=_pace(self._config.rollout.replicas),
+            pace=_pace(self._config.rollout.replicas, self._config.supervisor.heartbeat_timeout_s),
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
@@ -352,9 +352,12 @@ async def _until_lost(name: str, line: Line) -> None:
     raise PartDiedError(name, await line.lost)
 
 
-def _pace(replicas: int) -> ReportPace:
-    """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace."""
+def _pace(replicas: int, patience_s: float) -> ReportPace:
+    """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace.
+
+    None is quiet for so long that it is taken for dead.
+    """
     return ReportPace(
         gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
-        quiet_s=min(MOST_QUIET_S, max(1.0, replicas / QUIET_PER_S)),
+        quiet_s=min(MOST_QUIET_S, patience_s / 4, max(1.0, replicas / QUIET_PER_S)),
     )

@@ -427,6 +427,12 @@ async def test_a_replica_that_says_nothing_is_replaced(monkeypatch, tmp_path):
         talking.cancel()
 
 
+@pytest.mark.parametrize(("replicas", "patience_s"), [(1, 30.0), (1000, 30.0), (1000, 4.0), (1, 0.5)])
+def test_no_replica_is_quiet_for_so_long_that_it_counts_as_dead(replicas, patience_s):
+    pace = replicas_module._pace(replicas, patience_s)
+    assert 0 < pace.quiet_s <= patience_s / 4
+
+
 async def talk(process):
     while True:
         process.actor.report(received=8, admissible=0)
