@@ -7,7 +7,7 @@ SGLANG := .venv-sglang/installed
 # one worker more than there are cores, since whole runs mostly wait; each takes 1.6 GiB
 WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 
-.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-rewards tiny-code countdown smollm2 launcher slow-reward schedules repack vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-sglang lint types check kill-test kill-test-hosts kill-test-rewards tiny-code countdown smollm2 launcher slow-reward schedules repack vs-trl docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -33,6 +33,10 @@ check: lint types test
 
 kill-test: $(INSTALLED)
 	$(BIN)/python experiments/kill_test/run.py $(ARGS)
+
+# on simulated hosts, each with a disk of its own
+kill-test-hosts: $(INSTALLED)
+	PYTHONPATH=$(CURDIR) $(BIN)/python experiments/kill_test/hosts.py $(ARGS)
 
 kill-test-rewards: $(INSTALLED)
 	$(BIN)/python experiments/kill_test/rewards.py $(ARGS)

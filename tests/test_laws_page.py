@@ -24,8 +24,6 @@ def test_laws_are_numbered_from_1():
 
 @pytest.mark.parametrize(("number", "modules", "tests"), [(row[0], row[2], row[3]) for row in ROWS])
 def test_a_law_names_modules_and_tests_that_exist(number, modules, tests):
-    if modules == "not built":
-        return
     assert quoted(modules)
     assert quoted(tests)
     for module in quoted(modules):

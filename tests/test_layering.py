@@ -25,7 +25,7 @@ RULES = {  # room: the rooms that it may import
     "learner": "config packing records",
     "telemetry": "config ledger records",
     "cluster": "config records relay",
-    "preflight": "cluster config data engines records relay reward sandbox telemetry",
+    "preflight": "cluster config data engines ledger records relay reward sandbox segments telemetry",
     "workers": "cluster config control data engines learner ledger link packing preflight records relay repack"
     " reward rollout sandbox segments telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
@@ -63,7 +63,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "plotly": ("analytics/show/html.py",),
     "prometheus_client": ("analytics/show/gauges.py",),
-    "sqlite3": ("ledger/", "audit/", "samples/reading.py", "analytics/read/", "telemetry/summary.py"),
+    "sqlite3": ("ledger/", "bench/", "audit/", "samples/reading.py", "analytics/read/", "telemetry/summary.py"),
     "tensorboard": ("telemetry/trackers.py",),
     "wandb": ("telemetry/trackers.py",),
     "mlflow": ("telemetry/trackers.py",),

@@ -48,27 +48,30 @@ START_S, END_S = 180.0, 600.0
 class Run:
     """One `laminar train`, resumed whenever its controller dies."""
 
-    def __init__(self, config: Path, settings: list[str]) -> None:
+    def __init__(self, config: Path, settings: list[str], *, runs: Path = Path("runs")) -> None:
         self._config = config
         self._settings = ["name=kill_test", "learner.checkpoint_every=10", *settings]
-        before = set(Path("runs").glob("kill_test-*"))
+        before = set(runs.glob("kill_test-*"))
         self._process = self._launch([])
         deadline = time.monotonic() + START_S
-        while not (made := set(Path("runs").glob("kill_test-*")) - before):
+        while not (made := set(runs.glob("kill_test-*")) - before):
             check(time.monotonic() < deadline, "no run folder appeared")
             time.sleep(0.1)
         (self.folder,) = made
         self.wait_for_step()
 
     def _launch(self, extra: list[str]) -> "subprocess.Popen[bytes]":
-        command = [
-            str(Path(sys.executable).with_name("laminar")),
-            "train",
-            str(self._config),
-            *self._settings,
-            *extra,
-        ]
+        command = [*self.command(), "train", str(self._config), *self._settings, *extra]
         return subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+
+    def command(self) -> list[str]:
+        """The command line of this environment."""
+        return [str(Path(sys.executable).with_name("laminar"))]
+
+    @property
+    def ledger(self) -> Path:
+        """The file that the controller writes."""
+        return self.folder / "ledger.sqlite"
 
     @property
     def running(self) -> bool:
@@ -107,7 +110,7 @@ class Run:
         return end(self._pid(victim))
 
     def _pid(self, part: str) -> int:
-        with closing(sqlite3.connect(f"file:{self.folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+        with closing(sqlite3.connect(f"file:{self.ledger}?mode=ro", uri=True)) as ledger:
             (body,) = ledger.execute(
                 "SELECT body FROM event WHERE kind = 'partstarted' AND subject = ? ORDER BY seq DESC", (part,)
             ).fetchone()

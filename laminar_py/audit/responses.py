@@ -56,6 +56,7 @@ class ResponseCheck:
         self.numbers: list[int] = []
         self.apart: list[int] = []
         self.violations: list[Violation] = []
+        self.num_elsewhere = 0  # trajectories of which another host has pieces
         self._connection = connection
         self._reader = reader
 
@@ -94,6 +95,7 @@ class ResponseCheck:
             if row is not None and row[0] == number:
                 self.numbers.append(number)
                 promise, stored = _Promise(*row), list(pieces)
+                self.num_elsewhere += any(piece.is_elsewhere for piece in stored)
                 if in_file and not is_whole(split(stored)[0], promise.length):
                     self.apart.append(number)
                 elif not _is_plainly_right(stored, promise):
@@ -119,10 +121,10 @@ def _is_plainly_right(pieces: list[StoredPiece], promise: _Promise) -> bool:
 def _check(connection: sqlite3.Connection, stored: list[StoredPiece], promise: _Promise) -> Iterator[Violation]:
     tokens, columns = split(stored)  # once, whatever a crash of the archive left twice
     for piece in columns:
-        if not piece.is_lost and not (piece.is_intact and _is_of(piece, promise)):
+        if _is_here(piece) and not (piece.is_intact and _is_of(piece, promise)):
             yield Violation(Rule.ROWS, f"column {piece.name} of {promise.id}", piece.fault or "was changed")
     for piece in tokens:
-        if not piece.is_lost and not (piece.is_intact and _is_of(piece, promise)):
+        if _is_here(piece) and not (piece.is_intact and _is_of(piece, promise)):
             fault = piece.fault or "was changed"
             yield Violation(Rule.SPANS, promise.id, f"the piece from token {piece.start} on: {fault}")
     if any(piece.piece is None for piece in tokens):
@@ -139,6 +141,10 @@ def _check(connection: sqlite3.Connection, stored: list[StoredPiece], promise: _
         yield Violation(Rule.SPANS, promise.id, message)
     for message in chain(_check_masks(pieces, promise), _check_experts(connection, response, promise)):
         yield Violation(Rule.RECORDING, promise.id, message)
+
+
+def _is_here(stored: StoredPiece) -> bool:
+    return not (stored.is_lost or stored.is_elsewhere)
 
 
 def _is_of(stored: StoredPiece, promise: _Promise) -> bool:

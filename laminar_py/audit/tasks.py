@@ -98,7 +98,9 @@ def check_stored(run: Path, first: int, last: int) -> TaskResult:
     with reading(run) as connection:
         check = ResponseCheck(connection, _reader(run))
         missing = check.see_stored(first, last)
-        return TaskResult(violations=check.violations, missing=missing)
+        away = f"{check.num_elsewhere} responses are on other hosts of the run, and were not read"
+        notes = [away] if check.num_elsewhere else []
+        return TaskResult(violations=check.violations, missing=missing, notes=notes)
 
 
 def check_archive(run: Path, path: Path) -> TaskResult:

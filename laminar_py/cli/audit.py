@@ -48,7 +48,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, an
 def audit_run(
     context: typer.Context, run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]
 ) -> None:
-    """Prove from the ledger what a run did, also while it goes on; without a command: the accounting."""
+    """Prove from the ledger what a run did, also while it runs; without a command: print the accounting."""
     context.obj = run
     if context.invoked_subcommand is None:
         _print_accounting(run)
@@ -56,7 +56,7 @@ def audit_run(
 
 @audit.command(epilog="Example: laminar audit runs/quickstart-1 verify")
 def verify(context: typer.Context) -> None:
-    """Check the seal and every rule of the ledger; exit code 1 if a law is broken. A line for each violation."""
+    """Check the seal and every rule of the ledger, and print each violation; exit code 1 if a law is broken."""
     from laminar_py.audit.verify import prove
 
     proof = prove(context.obj)
@@ -176,7 +176,7 @@ def sql(
     statement: Annotated[str, typer.Argument(help="One SELECT over the ledger; ledger/schema.sql has its tables")],
     as_json: AsJson = False,
 ) -> None:
-    """Ask the ledger anything; nothing is written."""
+    """Query the ledger, read-only."""
     from laminar_py.audit.queries import select
 
     select(context.obj, statement, show=_write_rows if as_json else _print_rows)

@@ -115,6 +115,22 @@ BENCHMARKS: Catalog = {
             ),
         },
     ),
+    "control": Benchmark(
+        help="A controller under the load of a large fleet of emulated replicas. Takes five minutes.",
+        example="--json",
+        options=[
+            option("replicas", Annotated[int, typer.Option(min=1, help="Replicas that report")], 1024),
+            option("rate", Annotated[float, typer.Option(min=1.0, help="Trajectories a second")], 960.0),
+            option("steps", Annotated[int, typer.Option(min=20, help="Steps; the first ten do not count")], 110),
+        ],
+        measurements={
+            "fleet": Measurement(
+                "laminar_py.bench.control.measure:rows",
+                "control_trajectories_per_s control_live_trajectories controller_cores_1024 loop_delay_p99_ms"
+                " controller_bytes record_age_max_s",
+            )
+        },
+    ),
     "ledger": Benchmark(
         help="Cost of recording, size on disk, and cost of reading it back. Takes about a minute.",
         example="--trajectories 1000000 --json",

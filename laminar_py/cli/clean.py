@@ -8,15 +8,18 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from laminar_py.cli.lines import say
+from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder, run_of
 from laminar_py.telemetry.memory import folder_bytes
+
+MOST_TOLD = 5  # runs of a line
 
 
 def clean(
@@ -29,10 +32,13 @@ def clean(
 ) -> None:
     """List what stopped runs keep in this host's shared memory; --free deletes it.
 
-    A stopped run can be resumed all the same: from its checkpoint, and responses under way begin anew. A run whose
-    folder is not there was deleted, or lies on a disk that is not mounted now: --gone says that it was deleted.
+    A stopped run can be resumed all the same: from its checkpoint, with responses under way begun anew. A run
+    whose folder is not there was deleted, or lies on a disk that is not mounted; --gone says that it was deleted.
     """
-    folders = [one for one in _folders(shm) if only is None or one[1].path == only.resolve()]
+    found = list(_folders(shm))
+    folders = [one for one in found if only is None or one[1].path == only.resolve()]
+    if only is not None and not folders and not RunFolder(only).config.is_file():
+        raise ConfigError(f"run={only}: no such run, and none that left anything in {shm}; {_tell_runs(found)}")
     for folder, run in folders:
         size = f"{folder_bytes(folder) / 2**20:,.0f} MiB"
         is_there = os.path.isdir(run.path)
@@ -47,7 +53,15 @@ def clean(
     if not folders:
         say(f"no run has left anything in {shm}" if only is None else f"{only} has left nothing in {shm}")
     elif not (free or gone):
-        say("laminar clean --free deletes those of stopped runs, --gone those of runs that were deleted")
+        say("laminar clean --free deletes those of stopped runs, --gone those of runs whose folder is not there")
+
+
+def _tell_runs(found: Sequence[tuple[Path, RunFolder]]) -> str:
+    """Words on the runs that left something, to choose from."""
+    if not found:
+        return "no other run has left anything there either"
+    more = f" and {len(found) - MOST_TOLD} more, which `laminar clean` lists" if len(found) > MOST_TOLD else ""
+    return f"choose from {', '.join(str(run.path) for _, run in found[:MOST_TOLD])}{more}"
 
 
 def _folders(shm: Path) -> Iterator[tuple[Path, RunFolder]]:

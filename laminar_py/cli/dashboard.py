@@ -12,7 +12,7 @@ from laminar_py.cli.lines import say
 
 def dashboard(
     run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8400,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 8400,
     host: Annotated[
         str, typer.Option(help="Interface; beyond loopback LAMINAR_DASHBOARD_TOKEN must be set")
     ] = "127.0.0.1",

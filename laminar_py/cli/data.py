@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from laminar_py.cli.lines import console, say
 from laminar_py.config.section import ConfigError
@@ -29,14 +29,20 @@ CONFIGS = (".yaml", ".yml")
 
 
 def data(
-    what: Annotated[str, typer.Argument(help="YAML of a run; or a file, folder or hub name, with --model")],
+    what: Annotated[
+        str, typer.Argument(help="YAML file of a run; or, with --model, a file, a folder or a name on the hub")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings of the run, e.g. data.order=signal")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Model folder, whose tokenizer and template are used")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder: its tokenizer and chat template are used")
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of a folder or of a data set on the hub")] = "train",
     subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub")] = None,
-    column: Annotated[list[str] | None, typer.Option(help="Our field and its column: prompt=question")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="A field of ours and the column that has it, e.g. prompt=question")
+    ] = None,
 ) -> None:
     """Show problems as the model will get them: lengths, fields, tasks, levels, one prompt rendered, duplicates,
     leaks between training and evaluation, and what is too long."""
@@ -69,7 +75,9 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     room = prompt_room(config)
     limits = {of.source.field: room[""] for of in problems.train}
     limits |= {of.source.field: room[name] for name, of in problems.sets.items()}
-    shown = read_warm_start(config, encoder)
+    shown = read_warm_start(config, encoder, limited=False)
+    if config.warm_start is not None:
+        limits["warm_start.data"] = config.warm_start.tokens_per_step
     faults = _reward_faults(config.reward, problems)
     _show(problems, encoder, level=config.data.level, limits=limits, demonstrations=shown, faults=faults)
 
@@ -117,7 +125,8 @@ def _show(
 ) -> None:
     """Print figures of all sources, and end with exit code 1 where a run would refuse them.
 
-    `limits` are tokens of a prompt, by field of the config, and `faults` what is known of them already.
+    `limits` are tokens of a prompt or a demonstration, by field of the config, and `faults` what is known of them
+    already.
     """
     from laminar_py.data.survey import demonstration_figures, source_figures
     from laminar_py.data.unknown import unknown_words
@@ -128,28 +137,36 @@ def _show(
         for of in problems.all
     }
     if demonstrations is not None:
-        figures[demonstrations.source.field] = demonstration_figures(demonstrations.all)
+        field = demonstrations.source.field
+        figures[field] = demonstration_figures(demonstrations, max_tokens=limits.get(field))
     console.print(_table(figures))
     for field, shown in figures.items():
         _say_counts(f"{field}: fields", shown.fields)
-        _say_counts(f"{field}: tasks", {task or "(none)": number for task, number in shown.tasks.items()})
+        named = {task or "(none)": number for task, number in shown.tasks.items()}
+        _say_counts(f"{field}: tasks", {} if list(shown.tasks) == [""] else named)
         _say_counts(f"{field}: levels", shown.levels)
     for field, words in unknown_words(problems.all, demonstrations, encoder=encoder).items():
         number = f"{words.number:,} words become" if words.number > 1 else "1 word becomes"
-        told = f"{number} the tokenizer's unknown token, first {words.first!r} in {words.place}"
+        told = f"{number} the tokenizer's unknown token, the first {words.first!r} in {words.place}"
         say(f"{field}: {told}", style="yellow")
     say(shown_prompt(problems.all[0][0], encoder.tokenizer))
+    asked = {of.source.field for of in problems.all}
     long = [
-        f"{field}: {shown.num_too_long} prompts have more than the {limits[field]} tokens that rollout.max_len"
-        " leaves for one"
-        for field, shown in figures.items()
-        if shown.num_too_long
+        _too_long(field, of, limits[field], field in asked) for field, of in figures.items() if of.num_too_long
     ]
     refusals = [*long, *_leaks(problems), *faults]
     for refusal in refusals:
         say(refusal, style="red")
     if refusals:
         raise typer.Exit(1)
+
+
+def _too_long(field: str, figures: "SourceFigures", limit: int, prompts: bool) -> str:
+    """Line on what is too long in a source of prompts, or of demonstrations."""
+    kind = "prompt" if prompts else "demonstration"
+    have = f"{figures.num_too_long:,} {kind}s have" if figures.num_too_long > 1 else f"1 {kind} has"
+    bound = "that rollout.max_len leaves beside a whole response" if prompts else "of warm_start.tokens_per_step"
+    return f"{field}: {have} more than the {limit:,} tokens {bound}, the first in {figures.first_too_long}"
 
 
 def _leaks(problems: "Problems") -> Iterator[str]:
@@ -165,7 +182,7 @@ def _leaks(problems: "Problems") -> Iterator[str]:
 
 def _table(figures: "dict[str, SourceFigures]") -> Table:
     columns = ("problems", "tokens p50", "p95", "most", "too long", "duplicates")
-    table = Table("source", *columns)
+    table = Table(Column("source", overflow="fold"), *columns)
     for field, of in figures.items():
         numbers = (of.num_problems, *of.tokens, of.num_too_long, of.num_duplicates)
         table.add_row(escape(field), *(f"{number:,}" for number in numbers))

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="YAML file of a run: place it on its cluster")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML file of a run, to be placed on its cluster")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=4")] = None,
-    gpu_gb: Annotated[float | None, typer.Option(help="GB of a GPU; default: as its node tells, or 80")] = None,
+    gpu_gb: Annotated[
+        float | None, typer.Option(help="Memory of a GPU in GB; default: what its node says, or 80")
+    ] = None,
 ) -> None:
     """Say what this machine can run and what to install for the rest; with a config, where its parts would go and
     how much memory they take on each GPU."""
@@ -56,6 +58,7 @@ def _print_fit(fit: "Fit") -> None:
         raise fit.unplaced
     if fit.faults:
         raise typer.Exit(2)
+    say("every part has a place, and no node lacks what it needs; `laminar data` looks at problems and rewards")
 
 
 def _memory_table(columns: Sequence["GpuMemory"]) -> Table:

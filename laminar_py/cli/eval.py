@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     source: Annotated[
-        Path, typer.Argument(help="A run, for its newest checkpoint, one of its checkpoints, or a model folder")
+        Path, typer.Argument(help="A run (its newest checkpoint), one of its checkpoints, or a model folder")
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings, e.g. eval.sets.aime.samples=32 rollout.replicas=8")
@@ -24,7 +24,7 @@ def evaluate(
     config: Annotated[Path | None, typer.Option(help="YAML file with the sets; default: that of the run")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="A set to evaluate; default: all")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest one of this source and settings")
+        bool, typer.Option("--resume", help="Go on with the newest evaluation of this source with these settings")
     ] = False,
 ) -> None:
     """Evaluate a checkpoint or a model; everything it leaves is in runs/eval-<name>-<n>/."""

@@ -9,15 +9,19 @@ from laminar_py.records.trajectory import DropReason, Kind, Status
 
 _COMPARISON = "A comparison, e.g. '>3'"
 
-OfStatus: TypeAlias = Annotated[Status | None, typer.Option("--status", help="Where they are")]
+OfStatus: TypeAlias = Annotated[Status | None, typer.Option("--status", help="Their status")]
 OfReason: TypeAlias = Annotated[DropReason | None, typer.Option("--reason", help="Why they were dropped")]
-OfKind: TypeAlias = Annotated[Kind | None, typer.Option("--kind", help="What they are for")]
-OfGroup: TypeAlias = Annotated[str | None, typer.Option("--group", help="Their group, e.g. g17; or pass, e4-aime")]
+OfKind: TypeAlias = Annotated[Kind | None, typer.Option("--kind", help="Of training, or of evaluations")]
+OfGroup: TypeAlias = Annotated[
+    str | None, typer.Option("--group", help="Their group, e.g. g17, or their evaluation pass, e.g. e4-aime")
+]
 OfPrompt: TypeAlias = Annotated[str | None, typer.Option("--prompt", help="Their prompt's id, e.g. p17")]
 OfSet: TypeAlias = Annotated[str | None, typer.Option("--set", help="The evaluation set that they answer")]
-OfReplica: TypeAlias = Annotated[int | None, typer.Option("--replica", help="The last one that had them")]
-OfVersion: TypeAlias = Annotated[int | None, typer.Option("--version", help="Weights that made tokens of them")]
-ByStaleness: TypeAlias = Annotated[str | None, typer.Option("--staleness", help=_COMPARISON)]
+OfReplica: TypeAlias = Annotated[int | None, typer.Option("--replica", help="The last replica that had them")]
+OfVersion: TypeAlias = Annotated[
+    int | None, typer.Option("--version", help="A weight version that made some of their tokens")
+]
+ByStaleness: TypeAlias = Annotated[str | None, typer.Option("--staleness", help=f"Learner steps. {_COMPARISON}")]
 ByStep: TypeAlias = Annotated[str | None, typer.Option("--step", help=f"The step that used them. {_COMPARISON}")]
 ByReward: TypeAlias = Annotated[str | None, typer.Option("--reward", help=_COMPARISON)]
 ByLength: TypeAlias = Annotated[str | None, typer.Option("--length", help=f"Response tokens. {_COMPARISON}")]

@@ -22,15 +22,15 @@ WIDE = 160  # columns of a table that no terminal limits
 def launch(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment, or the folder of experiment.yaml")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would run, where, and how long; makes data")
+        bool, typer.Option("--dry-run", help="Say what would run, where, and how long; only data.prepare is run")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Draw report.html of what is there, and run nothing")
+        bool, typer.Option("--report", help="Write report.html of the runs so far, and run nothing")
     ] = False,
 ) -> None:
-    """Bring every run of an experiment to its end, side by side on the GPUs that there are, and compare them.
+    """Run all runs of an experiment, as many at a time as there are GPUs for, and compare them.
 
-    Run folders, logs and report.html are beside FILE. The same command goes on after a stop or a crash.
+    Run folders, logs and report.html are written beside FILE. After a stop or a crash the same command goes on.
     """
     from laminar_py.launcher.experiment import read_experiment
     from laminar_py.launcher.made import check_made, tell_strangers

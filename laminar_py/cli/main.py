@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 a law is broken, the run failed, or the mistake is ours; 2
 error); 130 stopped by Ctrl-C with a checkpoint to go on from.
 """
 
+import inspect
 import sys
 import tempfile
 import traceback
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import typer
+from rich.markup import escape
 
 from laminar_py.cli.audit import audit
 from laminar_py.cli.bench import bench
@@ -24,6 +26,7 @@ from laminar_py.cli.relay import relay
 from laminar_py.cli.report import report
 from laminar_py.cli.reward import rescore, reward
 from laminar_py.cli.samples import samples
+from laminar_py.cli.scale import scale
 from laminar_py.cli.train import export, train
 from laminar_py.config.section import ConfigError
 from laminar_py.records.visible import visible
@@ -37,6 +40,7 @@ app = typer.Typer(
 )
 app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")(train)
 app.command(epilog="Example: laminar launch experiments/launcher --dry-run")(launch)
+app.command(epilog="Example: laminar scale runs/quickstart-1 replicas=4")(scale)
 app.command(epilog="Example: laminar report runs/quickstart-1")(report)
 app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
 app.command(epilog="Example: laminar data configs/quickstart.yaml")(data)
@@ -50,6 +54,23 @@ app.command(epilog="Example: laminar doctor experiments/math_long_cot/7b_8gpu.ya
 app.command(epilog="Example: laminar clean --free")(clean)
 app.add_typer(bench, name="bench")
 app.add_typer(relay, name="relay")
+
+
+def _set_help(commands: typer.Typer) -> None:
+    """Make the help of commands of their docstrings, as these read.
+
+    Typer by itself keeps their line breaks, and takes brackets for markup.
+    """
+    for command in commands.registered_commands:
+        if command.help is None and command.callback is not None and command.callback.__doc__:
+            paragraphs = inspect.cleandoc(command.callback.__doc__).split("\n\n")
+            command.help = "\n\n".join(escape(" ".join(one.split())) for one in paragraphs)
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            _set_help(group.typer_instance)
+
+
+_set_help(app)
 
 
 def main() -> None:

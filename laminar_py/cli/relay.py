@@ -7,12 +7,16 @@ import typer
 
 from laminar_py.cli.lines import say
 
-relay = typer.Typer(help="The tree that carries weights, by itself.", no_args_is_help=True)
+relay = typer.Typer(
+    help="Plan the relay tree that carries weights, or run its nodes by hand.", no_args_is_help=True
+)
 
 
 @relay.command("keys", epilog="Example: laminar relay keys relay.keys")
-def relay_keys(path: Annotated[Path, typer.Argument(help="New file, which all hosts of a tree get")]) -> None:
-    """Make the keys of a tree; whoever has the file is let in."""
+def relay_keys(
+    path: Annotated[Path, typer.Argument(help="New file, to be copied to all hosts of the tree")],
+) -> None:
+    """Make the keys of a tree; a node that has the file may join it."""
     from laminar_py.relay.serve import write_keys
 
     write_keys(path)
@@ -23,17 +27,20 @@ def relay_serve(
     name: Annotated[str, typer.Argument(help="Its name in the tree")],
     keys: Annotated[Path, typer.Option(help="File of `laminar relay keys`")],
     parent: Annotated[
-        list[str] | None, typer.Option(help="Nearest first, root last; none: it is the root")
+        list[str] | None,
+        typer.Option(help="Address of an ancestor: nearest first, root last; none: it is the root"),
     ] = None,
     store: Annotated[Path, typer.Option(help="Folder in shared memory for its versions")] = Path(
         "/dev/shm/laminar-relay"
     ),
     host: Annotated[str, typer.Option(help="Interface, or an ipc:// address")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 0,
-    keep_versions: Annotated[int, typer.Option(min=1)] = 2,
-    chunk_bytes: Annotated[int, typer.Option(min=4096, help="Largest that a publisher may cut")] = 16 * 2**20,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 0,
+    keep_versions: Annotated[int, typer.Option(min=1, help="Newest versions that it keeps")] = 2,
+    chunk_bytes: Annotated[
+        int, typer.Option(min=4096, help="Largest chunk that a publisher may cut a version into")
+    ] = 16 * 2**20,
     max_bytes_per_s: Annotated[
-        float | None, typer.Option(min=1, help="Weights that it sends on, at most; none: no cap")
+        float | None, typer.Option(min=1, help="Most bytes of weights that it sends a second; default: no cap")
     ] = None,
 ) -> None:
     """Run one node of a tree by hand, until Ctrl-C."""

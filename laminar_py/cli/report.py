@@ -22,7 +22,7 @@ def report(
         bool, typer.Option("--details", help="Also tails by replica, version and task, and drops by length")
     ] = False,
 ) -> None:
-    """Say where the tokens and the time of a run went, also while it goes on; of several, side by side.
+    """Say where the tokens and the time of a run went, also while it runs; of several runs, side by side.
 
     Of one run it also writes report.html and trace.json into its folder.
     """

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
     from laminar_py.records.scoring import Score, ScoringRequest
 
-reward = typer.Typer(no_args_is_help=True, help="Rewards before a run.")
+reward = typer.Typer(no_args_is_help=True, help="Try a reward on samples, before a run.")
 
 PRINTED = 20  # lines of a kind
 TELL_S = 5.0  # between lines on how far it is
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, e.g. 'reward.use=[math]'")]
+Overrides = Annotated[list[str] | None, typer.Argument(help=r"Settings, e.g. 'reward.use=\[math]'")]
 
 
 @reward.callback()
@@ -37,11 +37,14 @@ def rewards() -> None:
 def try_samples(
     config: Annotated[Path, typer.Argument(help="YAML of a run, whose reward and tokenizer are used")],
     samples: Annotated[
-        Path, typer.Argument(help="JSONL: `response`, fields of its problem, and `reward` where it is known")
+        Path,
+        typer.Argument(
+            help="JSONL: `response`, fields of its problem, and the `reward` that it should get, if known"
+        ),
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Score samples and say what failed, what disagrees with the reward wanted, and how long it took."""
+    """Score samples, and say what failed, which rewards are not those that are expected, and how long it took."""
     from laminar_py.config.loading import load_config
     from laminar_py.data.sources import other_fields, read_records, source_at
     from laminar_py.data.tokenizer import load_tokenizer
@@ -77,7 +80,7 @@ def rescore(
     run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
     overrides: Overrides = None,
 ) -> None:
-    """Compute every reward of a run again from its record, and say which are others than they were."""
+    """Compute every reward of a run again from its record, and list those that are not as recorded."""
     from laminar_py.audit.rescoring import RecordedScore, recorded_scores
     from laminar_py.config.loading import load_config
     from laminar_py.ledger.run_folder import RunFolder

@@ -38,7 +38,7 @@ _AT_ONCE = 8  # read by one look at the ledger
 
 def samples(
     run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
-    ids: Annotated[list[str] | None, typer.Argument(help="Trajectories in place of conditions")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(help="Ids, e.g. g17.3, in place of conditions")] = None,
     status: OfStatus = None,
     reason: OfReason = None,
     kind: OfKind = None,
@@ -52,9 +52,9 @@ def samples(
     reward: ByReward = None,
     length: ByLength = None,
     order: Annotated[SampleOrder | None, typer.Option(help="Which ones come first")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many")] = 6,
-    full: Annotated[bool, typer.Option("--full", help="Long texts as a whole")] = False,
-    colour: Annotated[Colour, typer.Option(help="What a token's colour says")] = Colour.VERSION,
+    limit: Annotated[int, typer.Option(min=1, help="Most that are shown")] = 6,
+    full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts")] = False,
+    colour: Annotated[Colour, typer.Option(help="What the colour of a token shows")] = Colour.VERSION,
     model: OfModel = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else")] = False,
 ) -> None:

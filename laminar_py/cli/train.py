@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +37,7 @@ class ExportDtype(StrEnum):
 
 WHOLE = 0.995  # share of a version's bytes from which on all of it travels
 MOST_TOLD = 3  # settings of a line
+FIXED = ("name", "runs", "model", "warm_start", "data.train", "data.chat", "learner.lora")  # of a run, for good
 TOLD_CHARS = 40  # of a value
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
@@ -53,19 +54,20 @@ def train(
 ) -> None:
     """Train a model; everything the run leaves is in runs/<name>-<n>/.
 
-    With --resume a run goes on with the settings that it began with, and those that are given as key=value; a line
-    says what the file has otherwise by now.
+    With --resume a run goes on with the settings that it began with and those given as key=value; a line names
+    what has changed in the file since.
     """
     changes = overrides or []
     settings = load_config(config, changes)
     if named is not None and not resume:
         raise ConfigError(f"--run={named}: names a run to go on with; add --resume, or leave it out")
     from laminar_py.ledger.run_folder import newest_run, run_at
+    from laminar_py.ledger.scaling import fleet_on_record
     from laminar_py.orchestrator.launch import RunInterruptedError, launch
 
     run = (newest_run(settings) if named is None else run_at(named)) if resume else None
     if run is not None:
-        given, settings = settings, load_config(run.config, changes)
+        given, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
         if passed_over := tell_passed_over(settings, given, file=config):
             say(f"{run.path} goes on with the settings that it began with; {passed_over}")
     try:
@@ -83,17 +85,35 @@ def train(
 
 
 def tell_passed_over(recorded: "RunConfig", given: "RunConfig", *, file: Path) -> str:
-    """Words on settings of a file that a run which goes on does not take; "" where it has the same ones."""
+    """Words on settings of a file that a run which goes on does not take; "" where it has the same ones.
+
+    Those that a resume can change are offered as it takes them; of the others it says that they are for a new run.
+    """
     then, now = flatten(recorded), flatten(given)
     keys = [key for key in now | then if now.get(key) != then.get(key)]
-    if not keys:
-        return ""
+    fixed = [key for key in keys if _is_fixed(key)]
+    free = [key for key in keys if key not in fixed]
+    parts = []
+    if free:
+        again = [
+            shlex.quote(one) for one in to_overrides({key: now[key] for key in free[:MOST_TOLD] if key in now})
+        ]
+        short = all(len(one) <= 2 * TOLD_CHARS for one in again) and again
+        remedy = f"to have them, give them as {' '.join(again) if short else 'key=value'}"
+        parts.append(f"of {file} these do not count: {_tell_changes(free, then, now)} ({remedy})")
+    if fixed:
+        of = "nor can these, which are" if free else f"of {file} these cannot count, which are"
+        parts.append(f"{of} what a run is made of: {_tell_changes(fixed, then, now)} (start a new run for them)")
+    return "; ".join(parts)
+
+
+def _is_fixed(key: str) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in FIXED)
+
+
+def _tell_changes(keys: Sequence[str], then: Mapping[str, object], now: Mapping[str, object]) -> str:
     told = [f"{key} {_cut(then.get(key))} -> {_cut(now.get(key))}" for key in keys[:MOST_TOLD]]
-    more = f" and {len(keys) - MOST_TOLD} more" if len(keys) > MOST_TOLD else ""
-    again = [shlex.quote(one) for one in to_overrides({key: now[key] for key in keys[:MOST_TOLD] if key in now})]
-    short = all(len(one) <= 2 * TOLD_CHARS for one in again) and again
-    remedy = f"to have them, give them as {' '.join(again) if short else 'key=value'}"
-    return f"of {file} these do not count: {', '.join(told)}{more} ({remedy})"
+    return ", ".join(told) + (f" and {len(keys) - MOST_TOLD} more" if len(keys) > MOST_TOLD else "")
 
 
 def _cut(value: object) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError
@@ -29,6 +29,7 @@ from laminar_py.cluster.errors import (
 from laminar_py.cluster.placement import Place
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
+from laminar_py.records.protocols import StoreFullError
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class Part:
         """The result of an actor method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
 
         Raises ConfigError where the user has to mend something: a model, a port, memory that only the part could
-        see. Raises UnwritableError where a disk is full, PartBugError for a mistake in our own code.
+        see. Raises UnwritableError where a disk is full that the run needs, PartBugError for a mistake
+        in our own code.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         reference = getattr(self._handle, method).remote(*arguments)
@@ -97,7 +99,7 @@ class Part:
         for cause in causes:
             if isinstance(cause, ConfigError):
                 return ConfigError(str(cause))
-            if (reason := unwritable(cause)) is not None:
+            if not isinstance(cause, StoreFullError) and (reason := unwritable(cause)) is not None:
                 return UnwritableError(f"{self.name}: {reason}")
         reason = f"{type(causes[0]).__name__}: {causes[0]}"
         told = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
@@ -107,6 +109,14 @@ class Part:
         """End its process."""
         with contextlib.suppress(RayError):
             ray.kill(self._handle)
+
+
+class MakePart(Protocol):
+    """Maker of a process; `Part` itself is one."""
+
+    def __call__(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+        """The running process."""
+        ...
 
 
 async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, object, None]) -> T:

@@ -12,90 +12,25 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from laminar_py.cluster.errors import RunFailedError
-from laminar_py.config.cluster import Device
-from laminar_py.config.run import RunConfig
+from laminar_py.cluster.needs import Needs as Needs
+from laminar_py.cluster.needs import Node as Node
+from laminar_py.cluster.needs import Place as Place
+from laminar_py.cluster.relay_places import place_relays
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.planning import topology
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A live Ray node, e.g. `Node(id="5a97e58a", ip="10.0.0.4", gpus=8, cpus=96)`."""
-
-    id: str
-    ip: str
-    gpus: int = 0  # that are free
-    cpus: int = 1
-    here: bool = False  # the controller runs on it
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a part: a Ray node, None for any, and how many of its GPUs are this part's alone."""
-
-    node: str | None = None
-    gpus: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Demand of a run on a cluster, e.g. six replicas on a GPU each beside two learner ranks:
-
-    `Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1)`.
-    """
-
-    ranks: int
-    rank_gpus: int
-    replicas: int
-    replica_gpus: int  # tensor-parallel, on one node
-    relays: int = 1  # processes of the tree, where everything is on one node
-    shared_nodes: bool = True  # learner and replicas
-    hosts: tuple[
-        str, ...
-    ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
-    reference: bool = False  # a process with as many GPUs as a rank
-    servers: tuple[tuple[str, int], ...] = ()  # that terms of the reward ask: pool, GPUs on one node
-    placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "Needs":
-        """Demand of this config."""
-        rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
-        return cls(
-            ranks=config.learner.world_size,
-            rank_gpus=1 if config.learner_device is Device.CUDA else 0,
-            replicas=rollout.replicas,
-            replica_gpus=0 if engine.hosts else engine.gpus,
-            relays=config.relay.nodes,
-            shared_nodes=cluster.shared_nodes,
-            hosts=engine.hosts,
-            placed_by=engine.placed_by,
-            reference=config.algorithm.refers_in_stage,
-            servers=tuple((pool, config.reward.servers[pool].gpus) for pool, _ in config.reward.launched),
-        )
-
-    @property
-    def server_gpus(self) -> int:
-        """GPUs of all servers of the reward."""
-        return sum(gpus for _, gpus in self.servers)
-
-    @property
-    def before_replicas(self) -> str:
-        """Words on GPUs of what has a place first, e.g. "the learner's 4 and the reference's 1"."""
-        reference = f" and the reference's {self.rank_gpus}" if self.reference else ""
-        servers = f" and reward.servers' {self.server_gpus}" if self.server_gpus else ""
-        return f"the learner's {self.ranks * self.rank_gpus}{reference}{servers}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Every part's place; relay 0 is the root.
 
-    None: after a death, a replica or a server that has no room, and a relay that nobody needs.
+    None: after a death, or where the fleet grows, a replica or a server that has no room, a replica that has left,
+    and a relay that nobody needs.
     """
 
     learner: tuple[Place, ...]  # [ranks]
@@ -104,7 +39,7 @@ class Plan:
     reference: Place | None = None  # where it is a stage
     servers: tuple[Place | None, ...] = ()  # as in `Needs.servers`
 
-    @property
+    @cached_property
     def nodes(self) -> frozenset[str]:
         """Ray nodes in use."""
         parts = (*self.learner, *self.replicas, *self.servers, self.reference)
@@ -123,13 +58,13 @@ class Plan:
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
     """Places for all parts on `nodes`, the controller's among them.
 
-    `keep` is a plan of which some nodes have died: what lives stays where it is, and replicas for which there is
-    no room any more have no place, nor servers of which another of the pool has one. The learner's ranks live and
-    die together. Raises `ConfigError` if there is not enough of something.
+    `keep` is a plan of which some nodes have died, or of a fleet of another size: what lives stays where it is,
+    and replicas for which there is no room have no place, nor servers of which another of the pool has one. The
+    learner's ranks live and die together. Raises `ConfigError` if there is not enough of something.
     """
     alive = {node.id for node in nodes}
     free = Counter({node.id: node.gpus for node in nodes})
-    lived = enumerate(keep.replicas if keep else ())
+    lived = ((i, place) for i, place in enumerate(keep.replicas if keep else ()) if i not in needs.gone)
     replicas = {i: place for i, place in lived if place is not None and place.node in alive}
     reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
     servers = [place if place and place.node in alive else None for place in keep.servers] if keep else []
@@ -147,23 +82,18 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
         if place is None:
             servers[index] = _place_server(needs, index, nodes, free, (*learner, *servers), first=keep is None)
             _take(free, [servers[index]])
-    apart = {place.node for place in learner} if not needs.shared_nodes else set()
-    pool = [node for node in nodes if node.id not in apart]
-    for index in range(needs.replicas):
-        if index not in replicas:
-            residents = Counter(place.node for place in (*learner, *replicas.values()))
-            try:
-                replicas[index] = _place_replica(needs, index, pool, free, residents)
-            except ConfigError:
-                if keep is None:
-                    raise
-                continue
-            _take(free, [replicas[index]])
+    replicas = _place_replicas(needs, nodes, free, learner, replicas, first=keep is None)
     placed = tuple(replicas.get(index) for index in range(needs.replicas))
     return Plan(
         learner=learner,
         replicas=placed,
-        relays=_place_relays(needs, learner, placed, alive, keep),
+        relays=place_relays(
+            needs.relays,
+            learner=[place.node for place in learner],
+            hosts=[place.node for place in placed if place is not None],
+            alive=alive,
+            before=keep.relays if keep else (),
+        ),
         reference=reference,
         servers=tuple(servers),
     )
@@ -263,6 +193,32 @@ def _place_server(
     )
 
 
+def _place_replicas(
+    needs: Needs,
+    nodes: Sequence[Node],
+    free: Counter[str],
+    learner: Sequence[Place],
+    there: Mapping[int, Place],
+    *,
+    first: bool,
+) -> dict[int, Place]:
+    """Places of replicas: those `there`, and others as far as there is room, which a first plan must have."""
+    replicas = dict(there)
+    apart = {place.node for place in learner} if not needs.shared_nodes else set()
+    pool = [node for node in nodes if node.id not in apart]
+    for index in range(needs.replicas):
+        if index not in replicas and index not in needs.gone:
+            residents = Counter(place.node for place in (*learner, *replicas.values()))
+            try:
+                replicas[index] = _place_replica(needs, index, pool, free, residents)
+            except ConfigError:
+                if first:
+                    raise
+                continue
+            _take(free, [replicas[index]])
+    return replicas
+
+
 def _place_replica(
     needs: Needs, index: int, pool: Sequence[Node], free: Mapping[str, int], residents: Counter[str | None]
 ) -> Place:
@@ -302,30 +258,10 @@ def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[No
     return found
 
 
-def _place_relays(
-    needs: Needs, learner: Sequence[Place], replicas: Sequence[Place | None], alive: set[str], keep: Plan | None
-) -> tuple[str | None, ...]:
-    """The root beside learner rank 0, and one for each other host that has replicas; those that live stay."""
-    root = learner[0].node
-    hosts = list(dict.fromkeys(place.node for place in replicas if place is not None))
-    old = keep.relays[1:] if keep and len(keep.nodes) > 1 else ()
-    relays = [host if host in alive and host in hosts else None for host in old]
-    if not old and {root, *(place.node for place in learner), *hosts} == {root}:
-        relays = [root] * (needs.relays - 1)
-    for host in hosts:
-        if host != root and host not in relays:
-            if None in relays:
-                relays[relays.index(None)] = host
-            else:
-                relays.append(host)
-    gaps = max(0, len(keep.relays) - 1 - len(relays)) if keep else 0  # an index in use stays within range
-    return (root, *relays, *[None] * gaps)
-
-
 class Placement:
     """The plan in force, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a death.
 
-    GPUs that were free when a node was first seen are this run's from then on. Raises `ConfigError` as `make_plan`
+    GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
     does when it is made.
     """
 
@@ -334,7 +270,9 @@ class Placement:
         self._see = see
         self._known = {node.id: node for node in see()}
         self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that have died
+        self._here = next((node.id for node in self._known.values() if node.here), None)
         self.plan = make_plan(needs, list(self._known.values()))
+        self.used = set(self.plan.nodes)  # of all plans so far
         self._looking = asyncio.Lock()
         self._looked = -math.inf  # when the last look began, on the loop's clock
 
@@ -351,28 +289,43 @@ class Placement:
                 self._plan_anew(await asyncio.to_thread(self._see))
                 self._looked = began
 
-    def _plan_anew(self, nodes: Sequence[Node]) -> None:
+    async def scale(self, needs: Needs) -> None:
+        """Plan anew for a fleet of another size; what lives stays where it is. Raises `RunFailedError`."""
+        async with self._looking:
+            self._needs = needs
+            self._plan_anew(await asyncio.to_thread(self._see), scaled=True)
+
+    @property
+    def needs(self) -> Needs:
+        """Demand of the run, as it is now."""
+        return self._needs
+
+    def _plan_anew(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
         self._known = {id: node for id, node in self._known.items() if id in alive}  # others join below
         dead = self.plan.nodes - set(alive)
-        if not dead and None not in (*self.plan.replicas, *self.plan.servers):
+        replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
+        if not dead and not scaled and None not in (*replicas, *self.plan.servers):
             return
-        self._known = alive | self._known
+        # where it has nothing others may have taken GPUs since, or given some back
+        self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
         before = self.plan
         try:
             self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
         except ConfigError as error:
             raise RunFailedError(f"nodes of the cluster died, and what is left is too little: {error}") from None
+        self.used |= self.plan.nodes
         if not any(self.plan.replicas):
             raise RunFailedError("nodes of the cluster died, and no replica has a place; join others and --resume")
         if self.plan != before:
-            log.warning("nodes %s died; the plan is now %s", sorted(dead), self.plan)
+            log.log(logging.WARNING if dead else logging.INFO, "nodes %s died; plan: %s", sorted(dead), self.plan)
 
     @property
     def spread(self) -> bool:
         """True where parts, the controller among them, are on more than one node."""
-        return len(self.plan.nodes | {node.id for node in self._known.values() if node.here}) > 1
+        nodes = self.plan.nodes
+        return len(nodes) + (self._here is not None and self._here not in nodes) > 1
 
     @property
     def alive(self) -> list[str]:

@@ -46,6 +46,11 @@ class EngineConfig(Section):
         return self.gpus == 0
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of servers that run already, one for each replica; empty where the run starts its engines."""
+        return ()
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Hosts of servers that run already, one for each replica; empty where the run starts its engines."""
         return ()
@@ -74,14 +79,18 @@ class EngineConfig(Section):
         return ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLaunch:
-    """Facts for opening an engine, e.g. `EngineLaunch(Path("model"), Path("logs"), index=3, secret=None)`."""
+    """Facts for opening an engine, e.g. of replica 3:
+
+    `EngineLaunch(model_dir=Path("model"), logs=Path("logs"), index=3, secret=None)`.
+    """
 
     model_dir: Path
     logs: Path  # folder for what the engine writes of itself
     index: int  # of the replica
     secret: str | None  # the section's `secret()` in the controller
+    server: str = ""  # of the section's `servers`, the one that is this replica's
 
 
 Check: TypeAlias = Callable[[Any], None]  # of a `RunConfig`

@@ -53,6 +53,11 @@ class TermConfig(Section):
         return None
 
     @property
+    def asks_servers(self) -> bool:
+        """True where its value is computed by servers, so that a scorer waits and takes no core."""
+        return self.pool is not None
+
+    @property
     def gives_columns(self) -> bool:
         """True where it may return columns beside its value."""
         return False
@@ -248,6 +253,12 @@ class RewardConfig(Section):
         """Terms of every task and every set."""
         rules = (*self.rules.values(), *self.by_set.values())
         return tuple(term for terms in rules for term in terms)
+
+    @property
+    def waits_for_servers(self) -> bool:
+        """True where a term of training waits for servers that take none of this machine's cores."""
+        asking = [term for terms in self.rules.values() for term in terms if term.asks_servers]
+        return any(term.pool is None or self.servers[term.pool].gpus for term in asking)
 
     @property
     def looks_ahead(self) -> bool:

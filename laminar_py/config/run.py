@@ -48,8 +48,9 @@ class RunConfig(Section):
     runs: Path = Path("runs")
     """Folder of all runs."""
     runs_local: Path = Path("/var/tmp")
-    """Folder on a disk of the controller's host, used where `runs` lies on a file system over a network: a run's
-    ledger is written there, and copied into its folder at the start, at each checkpoint and at the end."""
+    """Folder on a disk of each host, used where `runs` lies on a file system over a network: a run's ledger is
+    written there on the controller's host, and copied into its folder at the start, at each checkpoint and at the
+    end; responses are written there on the host that made them, and copied at the end."""
     model: ModelConfig
     """The model."""
     warm_start: WarmStartConfig | None = None

@@ -5,6 +5,7 @@ holds that step the consumption can be undone. What is too old, or too long for 
 event.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from laminar_py.records.events import RefillStopped
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.spans import versions_of
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
+
+COMMITTED_AT_ONCE = 64  # trajectories, after which the event loop goes on with other work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,9 +120,15 @@ class Consumption:
         for group in batch.groups:
             self._staged(await self.buffer.put_back(group))
 
-    def commit(self, batch: StepBatch, step: int) -> None:
-        """Take in that a step is done: its trajectories are consumed, its groups no longer live."""
-        for trajectory, staleness in zip(batch.trajectories, batch.staleness, strict=True):
+    async def commit(self, batch: StepBatch, step: int) -> None:
+        """Take in that a step is done: its trajectories are consumed, its groups no longer live.
+
+        Others go on meanwhile; whoever records holds the ledger together (`Ledger.together`).
+        """
+        pairs = zip(batch.trajectories, batch.staleness, strict=True)
+        for place, (trajectory, staleness) in enumerate(pairs, 1):
+            if place % COMMITTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             lifecycle = self._book.live.pop(trajectory.id)
             event = lifecycle.consume(
                 step=step, version=batch.version, staleness=staleness, weight=trajectory.weight

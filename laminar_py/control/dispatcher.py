@@ -16,6 +16,8 @@ from laminar_py.control.waiting import WaitingQueue
 from laminar_py.records.replica import Assignment, Move
 from laminar_py.records.trajectory import Kind, Prompt, Status
 
+MOST_NEW = 128  # new trajectories at a time, after which the event loop goes on with other work
+
 
 class Dispatcher:
     """Hands waiting and new trajectories to replicas, and begins the moves of a repack round."""
@@ -41,7 +43,7 @@ class Dispatcher:
         self._waiting.extend(self._evaluations.start())
         for lifecycle, replica, pin in self._waiting.leave():
             self._assign(lifecycle, replica, pin, out)
-        for _ in range(self._router.num_admitted):
+        for _ in range(min(self._router.num_admitted, self._most_groups)):
             view = self._router.for_new(self._book.settings.group_size)
             if view is None:
                 break
@@ -49,6 +51,21 @@ class Dispatcher:
                 self._assign(lifecycle, view.index, None, out)
         self._expect_more(out)
         return out
+
+    @property
+    def has_more(self) -> bool:
+        """True where further groups may be issued, which `dispatch` has left for later."""
+        return self._router.num_admitted > 0 and self._router.for_new(self._book.settings.group_size) is not None
+
+    @property
+    def _most_groups(self) -> int:
+        """Groups that are issued at a time; where a step waits for whole batches, they go out together."""
+        settings = self._book.settings
+        return (
+            max(settings.admission.batch, 1)
+            if settings.admission.by_batch
+            else max(1, MOST_NEW // settings.group_size)
+        )
 
     def for_starting(self, replica: int) -> list[Assignment]:
         """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first."""

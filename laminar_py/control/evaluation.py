@@ -184,15 +184,19 @@ class Evaluations:
 
     def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
         """The replica for a pass whose version is open; None where none runs."""
-        views = [view for view in self._book.views.by_index.values() if view.has_place and view.version >= 0]
+        there = self._book.views.by_index.values()
+        views = [view for view in there if view.has_place and view.version >= 0 and not view.leaving]
         best = min(
             views, key=lambda view: (-view.version, view.index in chosen, len(view.in_flight)), default=None
         )
         return None if best is None else best.index
 
     def _has_replica(self, evaluation: Evaluation) -> bool:
-        """True where its replica runs, or comes back."""
-        return evaluation.replica is not None and self._book.views.by_index[evaluation.replica].has_place
+        """True where its replica runs, or comes back; one that leaves ends what it has of it."""
+        if evaluation.replica is None:
+            return False
+        view = self._book.views.by_index[evaluation.replica]
+        return view.has_place and not (view.leaving and view.in_flight.isdisjoint(evaluation.pending))
 
     def _issue_missing(self, evaluation: Evaluation) -> list[Lifecycle]:
         """New trajectories of a pass, but for those that are answered or under way."""

@@ -96,6 +96,12 @@ class Moves:
         if not moving.open:
             moving.settled.set()
 
+    def leave(self, replica: int) -> None:
+        """End the moves to a replica that is about to leave; passes that it keeps its version for it keeps."""
+        for trajectory_id, moving in list(self._rounds.items()):
+            if moving.open[trajectory_id] == replica:
+                self.ends(trajectory_id)
+
     def end_all(self) -> None:
         """End all moves."""
         for trajectory_id in list(self._rounds):

@@ -15,14 +15,14 @@ Entry: TypeAlias = tuple[int, int]  # load and index of a replica
 class Ranking:
     """Replicas of each version, the least loaded first, then the lowest index, e.g. `{7: [(0, 12), (3, 4)]}`."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self) -> None:
         self._by_version: dict[int, list[Entry]] = {}  # none is empty
-        self._places: list[tuple[int, Entry] | None] = [None] * replicas  # version and entry of each
+        self._places: dict[int, tuple[int, Entry]] = {}  # version and entry of each that is in it
 
     def put(self, index: int, version: int | None, *, load: int = 0) -> None:
         """Put a replica under a version, wherever it was before; None takes it out."""
         place = None if version is None else (version, (load, index))
-        known = self._places[index]
+        known = self._places.get(index)
         if place == known:
             return
         if known is not None:
@@ -30,9 +30,10 @@ class Ranking:
             del entries[bisect_left(entries, known[1])]
             if not entries:
                 del self._by_version[known[0]]
+            del self._places[index]
         if place is not None:
             insort(self._by_version.setdefault(place[0], []), place[1])
-        self._places[index] = place
+            self._places[index] = place
 
     def of(self, version: int) -> Sequence[Entry]:
         """Replicas of a version."""

@@ -8,6 +8,7 @@ group's new samples go to one replica, which prefills their prompt once.
 from collections.abc import Collection
 
 from laminar_py.control.book import Book, Phase
+from laminar_py.control.staleness import Admission
 from laminar_py.control.views import ReplicaView
 
 
@@ -17,7 +18,10 @@ class Router:
     def __init__(self, book: Book) -> None:
         self._book = book
         self._views = book.views
-        self._admission = book.settings.admission
+
+    @property
+    def _admission(self) -> Admission:
+        return self._book.settings.admission  # whose capacity follows the number of replicas
 
     @property
     def num_admitted(self) -> int:
@@ -52,12 +56,12 @@ class Router:
         """A replica that can continue work of `version`: one that serves it, else an idle one that is older.
 
         A replica that expects moves does not leave the version that it serves; one that has `limit` trajectories,
-        where there is one, gets no more.
+        where there is one, gets no more. One that leaves takes what nobody else can.
         """
         first = next(self._views.that_serve(version), None)
         if first is not None and (limit is None or len(first.in_flight) < limit):
             return first
-        return self._idle_below(version)
+        return self._idle_below(version) or next(self._views.leaving_that_serve(version), None)
 
     def for_pass(self, version: int, *, holders: Collection[int], most: int, num_out: int) -> ReplicaView | None:
         """A replica for a member of an evaluation of `version`, of which `num_out` are at the `holders`.
@@ -69,6 +73,7 @@ class Router:
         if len(holding) < most:
             others = (view for view in self._views.that_serve(version) if view.index not in holders)
             other = next(others, None) or self._idle_below(version)
+            other = other or (None if holding else next(self._views.leaving_that_serve(version), None))
             if other is not None:
                 return other
         is_full = num_out >= len(holding) * self._book.settings.batch_per_replica
@@ -81,4 +86,4 @@ class Router:
 
 
 def _serves(view: ReplicaView, version: int) -> bool:
-    return view.version >= 0 and view.serving == version
+    return view.version >= 0 and view.serving == version and not view.leaving

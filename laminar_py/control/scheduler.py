@@ -12,6 +12,7 @@ and scores in and carries assignments out.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from laminar_py.control.book import Book, ControlSettings, Phase, Recorder
 from laminar_py.control.closing import Closing, Credit, Stages
@@ -100,6 +101,23 @@ class TrajectoryScheduler:
             reports=self.reports,
             salvaged=salvaged,
         )
+
+    # ---- the fleet
+
+    def join(self, replica: int) -> None:
+        """Take a new replica in, or one back that was to leave."""
+        self.views.join(replica)
+
+    def leave(self, replica: int) -> None:
+        """Give a replica nothing new; what others were to hand it stays with them, or goes elsewhere."""
+        self.views.leave(replica)
+        self.moves.leave(replica)
+
+    def resize(self, *, capacity: int, max_counterfactual: int) -> None:
+        """Admit as many live groups, and counterfactual trajectories, as a fleet of another size has room for."""
+        settings = self.book.settings
+        admission = replace(settings.admission, capacity=capacity)
+        self.book.settings = replace(settings, admission=admission, max_counterfactual=max_counterfactual)
 
     # ---- between the parts
 

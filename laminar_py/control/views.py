@@ -18,6 +18,7 @@ class ReplicaView:
 
     index: int
     has_place: bool = True  # False where its node has gone and no other has room: it does not come back
+    leaving: bool = False  # it ends what it has, unless others take that over, and is given nothing new
     version: int = -1
     admissible: int = 0
     in_flight: set[str] = field(default_factory=set)
@@ -37,7 +38,7 @@ class ReplicaView:
     @property
     def starts(self) -> bool:
         """True where it has a place, has not reported since it (re)started, and was given nothing."""
-        return self.has_place and self.version < 0 and not self.in_flight
+        return self.has_place and not self.leaving and self.version < 0 and not self.in_flight
 
 
 class ReplicaViews:
@@ -48,12 +49,29 @@ class ReplicaViews:
         self.in_flight = 0  # trajectories at replicas
         self._num_placed = replicas
         self._starting: set[int] = set()
-        self._serving = Ranking(replicas)  # that have reported, by the version their next assignment runs under
-        self._with_room = {size: Ranking(replicas) for size in sizes}  # that admit as many, and load nothing
-        self._idle = Ranking(replicas)
-        self._placed = Ranking(replicas)  # by the oldest version that each may still serve
+        self._serving = Ranking()  # that have reported, by the version their next assignment runs under
+        self._with_room = {size: Ranking() for size in sizes}  # that admit as many, and load nothing
+        self._idle = Ranking()
+        self._placed = Ranking()  # by the oldest version that each may still serve
+        self._leaving = Ranking()  # about to leave, in no other ranking but `_placed`, by the version they serve
         for view in self.by_index.values():
             self._rank(view)
+
+    # ---- who is there
+
+    def join(self, replica: int) -> None:
+        """Take a new replica in, which has no place yet, or one back that was to leave."""
+        view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
+        self._num_placed += view.leaving and view.has_place
+        view.leaving = False
+        self._rank(view)
+
+    def leave(self, replica: int) -> None:
+        """Give a replica nothing new: it is about to leave, and counts for no share."""
+        view = self.by_index[replica]
+        self._num_placed -= view.has_place and not view.leaving
+        view.leaving = True
+        self._rank(view)
 
     # ---- what happens to a replica
 
@@ -93,28 +111,36 @@ class ReplicaViews:
     def forget(self, replica: int) -> set[str]:
         """Start anew with a replica that died; the trajectories it had."""
         before = self.by_index[replica]
-        self.by_index[replica] = view = ReplicaView(index=replica, has_place=before.has_place)
+        view = ReplicaView(index=replica, has_place=before.has_place, leaving=before.leaving)
+        self.by_index[replica] = view
         self.in_flight -= len(before.in_flight)
         self._rank(view)
         return before.in_flight
 
     def planned(self, has_place: Iterable[bool]) -> None:
-        """Note for which replicas, in order, the cluster has room; where there is none, nothing waits for one."""
-        for view, has in zip(self.by_index.values(), has_place, strict=True):
+        """Note for which replicas, in order, the cluster has room; where there is none, nothing waits for one.
+
+        A replica that has just joined may be in no plan yet.
+        """
+        planned = dict(enumerate(has_place))
+        for index, view in self.by_index.items():
+            has = planned.get(index, False)
             if view.has_place != has:
-                self._num_placed += 1 if has else -1
+                self._num_placed += 0 if view.leaving else 1 if has else -1
                 view.has_place = has
                 self._rank(view)
 
     def _rank(self, view: ReplicaView) -> None:
         """Put a replica that has changed where it belongs."""
-        index, load, version = view.index, len(view.in_flight), view.version
-        self._serving.put(index, view.serving if version >= 0 else None, load=load)
+        index, load, version, stays = view.index, len(view.in_flight), view.version, not view.leaving
+        self._serving.put(index, view.serving if stays and version >= 0 else None, load=load)
         for size, ranking in self._with_room.items():
-            has_room = view.loading is None and view.admissible >= size
+            has_room = stays and view.loading is None and view.admissible >= size
             ranking.put(index, version if has_room else None, load=load)
-        self._idle.put(index, version if view.idle else None)
-        self._placed.put(index, min(version, view.serving) if view.has_place else None)
+        self._idle.put(index, version if stays and view.idle else None)
+        serves = view.has_place and (stays or version >= 0)
+        self._placed.put(index, min(version, view.serving) if serves else None)
+        self._leaving.put(index, view.serving if view.leaving and version >= 0 else None, load=load)
         if view.starts:
             self._starting.add(index)
         else:
@@ -141,6 +167,10 @@ class ReplicaViews:
         """Replicas whose next assignment runs under `version`, the least loaded first."""
         return (self.by_index[index] for _, index in self._serving.of(version))
 
+    def leaving_that_serve(self, version: int) -> Iterator[ReplicaView]:
+        """Replicas that are about to leave and serve `version`, for what nobody else can go on with."""
+        return (self.by_index[index] for _, index in self._leaving.of(version))
+
     def idle_below(self, version: int, *, expecting: Callable[[int], bool]) -> ReplicaView | None:
         """An idle replica of an older version, which is not `expecting` anything under that."""
         return next((self.by_index[i] for _, i in self._idle.below(version) if not expecting(i)), None)
@@ -152,18 +182,19 @@ class ReplicaViews:
 
     @property
     def num_placed(self) -> int:
-        """Number of replicas that run or will; one at least."""
+        """Number of replicas that run or will, and stay; one at least."""
         return max(1, self._num_placed)
 
     def serves(self, replica: int, version: int) -> bool:
         """True where it can take up work of `version` at once."""
         view = self.by_index[replica]
-        return view.version == version and view.loading is None
+        return view.version == version and view.loading is None and not view.leaving
 
     def is_unreachable(self, version: int) -> bool:
         """True where no replica will ever serve `version` again: all are beyond it, and none is starting.
 
-        Where none has a place the run ends, and nothing is given up that a resumed one can go on with.
+        Where none has a place the run ends, and nothing is given up that a resumed one can go on with. One that
+        leaves still serves its version to what nobody else can go on with.
         """
         return min(self._placed.by_version, default=version) > version
 
@@ -172,10 +203,10 @@ class ReplicaViews:
         return len(self._starting)
 
     def by_version(self) -> dict[int, list[int]]:
-        """Replicas that have work, by the version that they serve; a look at all, once in a round of repacking."""
+        """Replicas that have work and stay, by the version that they serve; a look at all, once a repack round."""
         out: dict[int, list[int]] = {}
         for view in self.by_index.values():
-            if view.in_flight and view.version >= 0 and view.loading is None:
+            if view.in_flight and view.version >= 0 and view.loading is None and not view.leaving:
                 out.setdefault(view.version, []).append(view.index)
         return out
 

@@ -6,6 +6,7 @@ sequence, after messages in the token that ends a turn of the assistant.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -23,10 +24,16 @@ class _DemonstrationRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt and the response to it, e.g. ids of `2+2=` and of `4` with the end of sequence."""
+    """A prompt and the response to it, e.g. of row 6, ids of `2+2=` and of `4` with the end of sequence."""
 
+    row: int  # of its source
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L] the last is the end of sequence
+
+    @property
+    def num_tokens(self) -> int:
+        """P + L."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +44,10 @@ class Demonstrations:
     all: list[Demonstration]
 
 
-def read_demonstrations(source: DataSource, *, encoder: PromptEncoder, max_tokens: int) -> list[Demonstration]:
-    """Every row of a warm start's source, checked; `max_tokens` is `warm_start.tokens_per_step`.
+def read_demonstrations(
+    source: DataSource, *, encoder: PromptEncoder, max_tokens: int | None
+) -> list[Demonstration]:
+    """Every row of a warm start's source, checked; `max_tokens` is `warm_start.tokens_per_step`, None: any length.
 
     Raises `ConfigError` on the first row that has a fault.
     """
@@ -50,21 +59,21 @@ def read_demonstrations(source: DataSource, *, encoder: PromptEncoder, max_token
         except TemplateError as error:
             raise source.error(row, str(error), value=given, remedy=REMEDY) from None
         end = np.array([encoder.end_after(asked)], dtype=np.int32)
-        response = np.append(encoder.tokenizer.encode(answer), end)
-        if len(prompt) + len(response) > max_tokens:
+        made = Demonstration(row, prompt, np.append(encoder.tokenizer.encode(answer), end))
+        if max_tokens is not None and made.num_tokens > max_tokens:
             raise source.error(
                 row,
-                f"{len(prompt) + len(response)} tokens, above warm_start.tokens_per_step={max_tokens},",
+                f"{made.num_tokens} tokens, above warm_start.tokens_per_step={max_tokens},",
                 value=asked,
                 remedy="raise warm_start.tokens_per_step or shorten the response",
             )
-        demonstrations.append(Demonstration(prompt, response))
+        demonstrations.append(made)
     return demonstrations
 
 
-def read_texts(source: DataSource, *, encoder: PromptEncoder) -> Iterator[tuple[int, str, str]]:
-    """Row, prompt as the model gets it, and response of each demonstration; they have no fault."""
-    for row, line, given in read_records(source, _DemonstrationRow):
+def read_texts(source: DataSource, *, encoder: PromptEncoder, every: int = 1) -> Iterator[tuple[int, str, str]]:
+    """Row, prompt as the model gets it, and response of every so many-th demonstration; they have no fault."""
+    for row, line, given in islice(read_records(source, _DemonstrationRow), 0, None, every):
         asked, answer = _parts(source, row, line, given)
         yield row, encoder.write(asked), answer
 

@@ -2,13 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from laminar_py.data.demonstrations import Demonstration
+from laminar_py.data.demonstrations import Demonstrations
 from laminar_py.data.levels import sort_levels
 from laminar_py.data.problems import ProblemSet
 from laminar_py.records.codec import IntArray
@@ -22,7 +21,8 @@ class SourceFigures:
 
     num_problems: int
     tokens: tuple[int, int, int]  # of prompts: p50, p95, the most
-    num_too_long: int  # prompts that leave no room for a whole response
+    num_too_long: int  # prompts that leave no room for a whole response, or demonstrations longer than a step
+    first_too_long: str  # place of the first of these; "" without any
     num_duplicates: int  # problems whose prompt stands before
     tasks: dict[str, int]  # problems by task; "" where none is named
     fields: dict[str, int]  # problems that have the field, which goes to their reward
@@ -31,7 +31,8 @@ class SourceFigures:
 
 def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int | None) -> SourceFigures:
     """Figures of problems, of which there is one at least; `level` is the field with their levels."""
-    lengths = np.sort(problems.lengths())
+    counted = problems.lengths()
+    lengths, long = np.sort(counted), _longer(counted, max_prompt_tokens)
     tasks: Counter[str] = Counter()
     fields: Counter[str] = Counter()
     levels: Counter[float | str] = Counter()
@@ -46,7 +47,8 @@ def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int |
     return SourceFigures(
         num_problems=len(problems),
         tokens=(_quantile(lengths, 0.5), _quantile(lengths, 0.95), int(lengths[-1])),
-        num_too_long=0 if max_prompt_tokens is None else int((lengths > max_prompt_tokens).sum()),
+        num_too_long=len(long),
+        first_too_long=problems.source.place(problems.row(long[0])) if long else "",
         num_duplicates=problems.num_duplicates,
         tasks=dict(tasks.most_common()),
         fields=dict(fields.most_common()),
@@ -54,18 +56,26 @@ def source_figures(problems: ProblemSet, *, level: str, max_prompt_tokens: int |
     )
 
 
-def demonstration_figures(demonstrations: Sequence[Demonstration]) -> SourceFigures:
+def demonstration_figures(demonstrations: Demonstrations, *, max_tokens: int | None) -> SourceFigures:
     """Figures of demonstrations, of which there is one at least; their tokens are those of prompt and response."""
-    lengths = np.sort([len(one.prompt_ids) + len(one.response_ids) for one in demonstrations])
+    rows = demonstrations.all
+    counted = np.array([one.num_tokens for one in rows], dtype=np.int32)
+    lengths, long = np.sort(counted), _longer(counted, max_tokens)
     return SourceFigures(
-        num_problems=len(demonstrations),
+        num_problems=len(rows),
         tokens=(_quantile(lengths, 0.5), _quantile(lengths, 0.95), int(lengths[-1])),
-        num_too_long=0,  # which is refused as they are read
-        num_duplicates=len(demonstrations) - len({one.prompt_ids.tobytes() for one in demonstrations}),
+        num_too_long=len(long),
+        first_too_long=demonstrations.source.place(rows[long[0]].row) if long else "",
+        num_duplicates=len(rows) - len({one.prompt_ids.tobytes() for one in rows}),
         tasks={},
         fields={},
         levels={},
     )
+
+
+def _longer(lengths: IntArray, most: int | None) -> list[int]:
+    """Places of those of [n] lengths that are above `most`; None: no bound."""
+    return [] if most is None else np.flatnonzero(lengths > most).tolist()
 
 
 def _quantile(ordered: IntArray, q: float) -> int:

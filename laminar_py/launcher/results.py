@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from laminar_py.analytics.measure.curves import EvalPoint
-from laminar_py.analytics.measure.quality import count_devices, measure_quality
+from laminar_py.analytics.measure.quality import count_devices, device_seconds, measure_quality
 from laminar_py.analytics.measure.tails import Measure
 from laminar_py.analytics.read.samples import Costs, read_costs, read_steps
 from laminar_py.analytics.read.snapshot import read_snapshot
@@ -68,8 +68,7 @@ class RunResult:
     @property
     def device_hours(self) -> float:
         """Devices of the run times the hours of its RL phase."""
-        devices, _ = count_devices(self.standing.run.config)
-        return devices * self.costs.rl_s / HOUR_S
+        return device_seconds(self.standing.run.config, self.costs.sizes, self.costs.rl_s) / HOUR_S
 
     @property
     def is_finished(self) -> bool:

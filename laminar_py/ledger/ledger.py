@@ -1,17 +1,18 @@
 """The record of a run: one SQLite file, written by the controller alone.
 
-Responses stand in it by reference. `append` and `store_*` only touch memory and never wait; once a second what has
-gathered is written by a thread, in the order of the appends and in one transaction. A batch is cut between two
-turns of the event loop, so what is appended without an `await` in between is never split. Invariant (law 1):
-issued = consumed + dropped + live, in memory at every moment and on disk after every crash.
+Responses stand in it by reference. `append` and `store_*` only touch memory and never wait; `FLUSH_S` later what
+has gathered is written by a thread, in the order of the appends and in one transaction. A batch is cut between two
+turns of the event loop, so what is appended without an `await` in between, or `together`, is never split.
+Invariant (law 1): issued = consumed + dropped + live, in memory at every moment and on disk after every crash.
 """
 
 import asyncio
+import contextlib
 import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,8 @@ class Ledger:
         self._timer: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
         self._closing = False
+        self._complete = asyncio.Event()  # cleared while what belongs together is being appended
+        self._complete.set()
 
     async def start(self) -> None:
         """Open the file, or lay it out; take up the trajectories that are live in it. Raises `ValueError`.
@@ -118,6 +121,23 @@ class Ledger:
             self._note_changed(row)
         self._batch.events.append(Stamped(self._seq, wall, mono, event))
         self._schedule()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Have all that is appended meanwhile written in one transaction, also over turns of the event loop.
+
+        What fails in between ends the ledger: nothing that waits is written.
+        """
+        assert self._complete.is_set(), "one at a time"
+        self._complete.clear()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = self._failure or error
+            self._wake.set()
+            raise
+        finally:
+            self._complete.set()
 
     def append_all(self, events: Sequence[AnyEvent]) -> None:
         """Record events that belong together: on disk there are all of them or none.
@@ -248,6 +268,7 @@ class Ledger:
     async def _write_batches(self) -> None:
         while not (self._closing and not self._wake.is_set()):
             await self._wake.wait()
+            await self._complete.wait()
             self._wake.clear()
             if self._failure is not None:
                 raise self._failure

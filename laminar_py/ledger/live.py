@@ -21,6 +21,7 @@ from laminar_py.ledger.database import LEDGER_NAME, LedgerError, is_copy, log_pa
 from laminar_py.ledger.file_systems import network_kind
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.disk import sync
+from laminar_py.segments.local import link_local
 
 
 def own_disk(folder: Path, disk: Path) -> Path | None:
@@ -46,7 +47,8 @@ def own_disk(folder: Path, disk: Path) -> Path | None:
 def settle(run: RunFolder, disk: Path | None) -> list[str]:
     """Have the `live_ledger` of a run that this process owns on `disk`; without one it is in the run's folder.
 
-    Lines for the user on what is put aside, and on what is lost. Raises `ConfigError`.
+    Segments are on `disk` of each host then. Lines for the user on what is put aside, and on what is lost. Raises
+    `ConfigError`.
     """
     told = []
     if disk is not None:
@@ -54,12 +56,27 @@ def settle(run: RunFolder, disk: Path | None) -> list[str]:
         run.live_ledger = live = folder / LEDGER_NAME
         if _is_laid_out(live):
             if run.has_ledger and _goes_on(live, run.ledger):
+                _link_segments(run, disk)
                 return []
             told.append(_put_aside(folder, run))
         _restore(run, live)
+        run.went_back = run.has_ledger
+        _link_segments(run, disk)
     if run.has_ledger and (host := _left_by(run.ledger)):
         told.append(f"{run.ledger}: is a copy that {host} made before it ended; what came after it is lost")
     return told
+
+
+def _link_segments(run: RunFolder, disk: Path) -> None:
+    """Have segments on the disk of each host."""
+    place = run.local_segments(disk.resolve())
+    try:
+        link_local(run.segments, place)
+    except OSError as error:
+        raise ConfigError(
+            f"runs_local={disk}: segments cannot be written in {place} ({error.strerror}); make room, or name"
+            " another folder"
+        ) from None
 
 
 def copy_ledger(live: Path, ledger: Path) -> None:

@@ -15,12 +15,13 @@ from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, 
 from laminar_py.records.spans import clip_spans, decode_spans, encode_spans, replace_spans
 from laminar_py.records.trajectory import Span
 from laminar_py.segments.frames import AnyPiece, Buffer, arrays_of, describe, frame_digest, rebuild
-from laminar_py.segments.reader import PayloadReader
+from laminar_py.segments.reader import ElsewhereError, PayloadReader
 from laminar_py.segments.writer import tokens_ref
 
 AT_ONCE = 256  # pieces that are read together
 NO_COLUMN = ""  # name of response tokens
 LOST = "on record as lost"
+ELSEWHERE = "on another host of the run"
 
 
 class PieceRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -65,6 +66,11 @@ class StoredPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def is_lost(self) -> bool:
         """True where its loss is on record."""
         return self.fault == LOST
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True where another host of a run that goes on, or was killed, may have it."""
+        return self.fault == ELSEWHERE
 
     @property
     def tokens(self) -> Piece:
@@ -117,6 +123,8 @@ def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[S
                 try:
                     piece = loaded.piece(row.ref)
                     fault = "" if _is_said(row, piece) else "not what its reference says"
+                except ElsewhereError:
+                    fault = ELSEWHERE
                 except PayloadLostError as error:
                     fault = str(error)
             yield StoredPiece(

@@ -14,7 +14,7 @@ from pathlib import Path
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LedgerError, reading
 from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
-from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_prompts, read_rows
+from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_prompt, read_rows, sample_prompts
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.events import AnyEvent, Checkpointed, RolledBack, RunStarted, Scored, Undone
 from laminar_py.records.outcomes import GroupRewards
@@ -113,9 +113,9 @@ def last_start(run: Path) -> RunStarted | None:
 
 
 def known_prompts(run: Path, *, most: int) -> list[Prompt]:
-    """Prompts on record, `most` of them at most. Raises `ConfigError`."""
+    """Prompts on record: `most` of them at most, spread evenly, and one of each task. Raises `ConfigError`."""
     with reading(run) as connection:
-        return read_prompts(connection, limit=most)
+        return sample_prompts(connection, most=most)
 
 
 def is_finished(run: Path) -> bool:

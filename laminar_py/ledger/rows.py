@@ -121,11 +121,16 @@ def read_prompt(connection: sqlite3.Connection, row: TrajectoryRow) -> Prompt | 
     return None if stored is None else msgspec.structs.replace(_prompt(stored), index=row.prompt_index)
 
 
-def read_prompts(connection: sqlite3.Connection, *, limit: int) -> list[Prompt]:
-    """Stored prompts, at most so many, by their ids, each at the place that it was first issued for."""
-    return [
-        _prompt(stored) for stored in connection.execute(f"SELECT {PROMPT_COLUMNS} FROM prompt LIMIT ?", (limit,))
-    ]
+def sample_prompts(connection: sqlite3.Connection, *, most: int) -> list[Prompt]:
+    """Stored prompts: at most so many, evenly from the first id to the last, and one of each task besides.
+
+    Each is at the place that it was first issued for.
+    """
+    ids = [id for (id,) in connection.execute("SELECT id FROM prompt ORDER BY id")]
+    chosen = set(ids[:: max(-(-len(ids) // most), 1)])
+    chosen.update(id for (id,) in connection.execute("SELECT min(id) FROM prompt GROUP BY task LIMIT ?", (most,)))
+    query = f"SELECT {PROMPT_COLUMNS} FROM prompt WHERE id = ?"
+    return [_prompt(connection.execute(query, (id,)).fetchone()) for id in sorted(chosen)]
 
 
 def _prompt(stored: tuple[str, int, str, bytes, str, str, bytes]) -> Prompt:

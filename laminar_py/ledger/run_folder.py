@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 from pathlib import Path
@@ -40,6 +41,7 @@ class RunFolder:
         self.live_ledger = self.ledger  # which its owner reads and writes; see `live.settle`
         self.archive = path / "archive"
         self.segments = segments_path(path)  # of this host
+        self.went_back = False  # to a copy of its ledger, since the live one is not there; see `live.settle`
         self.metrics = path / "metrics.jsonl"
         self.fleet = path / "fleet.jsonl"
         self.summary = path / "summary.json"
@@ -77,6 +79,14 @@ class RunFolder:
     def live_folder(self, disk: Path) -> Path:
         """Folder of this run's live ledger on a disk of its controller's host."""
         return disk / f"laminar-ledger-{self._identity()}"
+
+    def local_segments(self, disk: Path) -> Path:
+        """Folder of this run's segments on a disk of each host, with a name that no other run ever had."""
+        target = os.readlink(self.segments) if self.segments.is_symlink() else ""
+        begin = f"laminar-segments-{self._identity()}-"
+        if Path(target).parent == disk and Path(target).name.startswith(begin):
+            return Path(target)
+        return disk / f"{begin}{secrets.token_hex(4)}"
 
     def _identity(self) -> str:
         """Name of the run that keeps it apart from runs of the same name in other folders."""

@@ -12,24 +12,20 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
 
 from laminar_py.cluster.errors import RunFailedError
-from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import all_placed
-from laminar_py.config.run import RunConfig
 from laminar_py.control.recovery import check_scored
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.orchestrator.fleet import ElasticFleet
 from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
-from laminar_py.preflight.inputs import Inputs
 from laminar_py.records.events import Evaluated, RunEnded
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
@@ -39,11 +35,9 @@ from laminar_py.telemetry.memory import watch_memory
 from laminar_py.telemetry.summary import Summary, summarise
 from laminar_py.telemetry.view import View
 from laminar_py.telemetry.waits import Waits
-from laminar_py.workers.incarnation import open_incarnation
-from laminar_py.workers.keeper import MakePart
+from laminar_py.workers.incarnation import Opened, open_incarnation
 from laminar_py.workers.learner import LearnerLink
 from laminar_py.workers.payload import PayloadHosts, take_up
-from laminar_py.workers.processes.scorer import ScorerActor
 from laminar_py.workers.reference import ReferenceStage
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replicas import Replicas
@@ -52,33 +46,16 @@ from laminar_py.workers.trackers import Trackers
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PartKinds:
-    """Processes of a run that a benchmark puts others in the place of."""
-
-    replica: MakePart | None = None
-    scorer: type = ScorerActor
-
-
 class Controller:
     """Leader of a run from its start, or a resume, to its end."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunFolder,
-        *,
-        placement: Placement,
-        inputs: Inputs,
-        view: View,
-        resume: bool,
-        kinds: PartKinds = PartKinds(),
-    ) -> None:
-        goes_on, ledger = resume and run.has_ledger, run.live_ledger
+    def __init__(self, opened: Opened, *, view: View) -> None:
+        config, run = opened.config, opened.run
+        goes_on, ledger = opened.resumed and run.has_ledger, run.live_ledger
         self._recovered: Recovered | None = recover(run.path, ledger=ledger, there=run.has) if goes_on else None
         self._evaluations = read_evaluations(ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
-        incarnation = open_incarnation(config, run, placement=placement, inputs=inputs, recovered=self._recovered)
+        incarnation = open_incarnation(opened, recovered=self._recovered)
         self._incarnation, self._view, say = incarnation, view, view.notice
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._payload = payload = PayloadHosts(incarnation)
@@ -87,17 +64,16 @@ class Controller:
         self._scheduler = scheduler = policies.make_scheduler(
             incarnation, submit_score=self._finished, reference=self._reference
         )
-        self._scoring = Scoring(
-            incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail, actor=kinds.scorer
-        )
+        self._scoring = Scoring(incarnation, scheduler=scheduler, payload=payload, say=say, end=self._fail)
         self._relays = relays = Relays(incarnation)
         self._learner = learner = LearnerLink(incarnation, relays=relays, payload=payload, show=view.progress)
         self._versions = Versions(incarnation, completed=learner.completed, stored=relays.published)
-        self._replicas = replicas = Replicas(
-            incarnation, scheduler=scheduler, relays=relays, payload=payload, make=kinds.replica
-        )
+        self._replicas = replicas = Replicas(incarnation, scheduler=scheduler, relays=relays, payload=payload)
         self._migration = policies.make_migration(
             incarnation, scheduler=scheduler, replicas=replicas, versions=self._versions
+        )
+        self._fleet = ElasticFleet(
+            incarnation, scheduler=scheduler, replicas=replicas, migration=self._migration, scoring=self._scoring
         )
         self._evaluator = Evaluator(
             incarnation, scheduler=scheduler, replicas=replicas, hold=self._hold, publish=self._evaluated, say=say
@@ -181,6 +157,7 @@ class Controller:
             "placed": note_placed(run.placed, all_placed=all_placed),
             "fleet": watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens),
             "keep-replicas": self._replicas.keep(),
+            "scale": self._fleet.run(say=self._view.notice),
         }
 
     async def _late(self) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
@@ -261,13 +238,14 @@ class Controller:
             wanted=self._incarnation.config.rollout.prompts_per_step,
             generating=scheduler.views.in_flight,
             scores=self._scoring.waits,
-            current=sum(replica.version == version for replica in stats.replicas),
+            current=sum(replica.version == version for replica in stats.replicas.values()),
             replicas=len(stats.replicas),
         )
 
     async def _close(self, summary: Summary | None) -> None:
         """End checkpoints, ledger, trackers and scorers, whatever happened; a run with a summary is sealed."""
         try:
+            await self._fleet.close()
             await self._trainer.close()
             await self._incarnation.ledger.close()
             if summary is not None:

@@ -19,7 +19,6 @@ from laminar_py.ledger.evaluations import evaluations_on_record, read_answers
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.evaluator import evaluated, unscored_line
-from laminar_py.orchestrator.launch import Opened
 from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.records.evaluations import EvalAnswer, pass_id
@@ -29,7 +28,7 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.records.weights import Published
 from laminar_py.telemetry.summary import EvaluationFigures, evaluation_figures, write_summary
 from laminar_py.telemetry.view import View
-from laminar_py.workers.incarnation import open_incarnation
+from laminar_py.workers.incarnation import Opened, open_incarnation
 from laminar_py.workers.payload import PayloadHosts, take_up
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replicas import Replicas
@@ -63,9 +62,7 @@ class EvalController:
         run = opened.run
         goes_on = opened.resumed and run.has_ledger
         self._recovered: Recovered | None = recover(run.path, ledger=run.live_ledger) if goes_on else None
-        self._incarnation = incarnation = open_incarnation(
-            opened.config, run, placement=opened.placement, inputs=opened.inputs, recovered=self._recovered
-        )
+        self._incarnation = incarnation = open_incarnation(opened, recovered=self._recovered)
         self._source = source
         self._view = view
         self._stop = asyncio.Event()
@@ -76,7 +73,7 @@ class EvalController:
         )
         self._payload = payload = PayloadHosts(incarnation)
         self._scoring = Scoring(
-            incarnation, scheduler=self._scheduler, payload=payload, say=view.notice, end=self._fail
+            incarnation, scheduler=self._scheduler, payload=payload, say=view.notice, end=self._fail, trains=False
         )
         self._relays = Relays(incarnation)
         self._weights = WeightFolder(incarnation, relays=self._relays)

@@ -22,10 +22,11 @@ from laminar_py.ledger.recovery import is_finished
 from laminar_py.ledger.run_folder import RunFolder, new_run, runs_of
 from laminar_py.orchestrator.eval_controller import EvalController, EvalSource, EvalSummary
 from laminar_py.orchestrator.exports import export, run_of
-from laminar_py.orchestrator.launch import Opened, lead
+from laminar_py.orchestrator.launch import lead
 from laminar_py.records.disk import write_file
 from laminar_py.telemetry.tracking import flat_settings
 from laminar_py.telemetry.view import PlainView
+from laminar_py.workers.incarnation import Opened
 
 SOURCE = "source.json"  # file in an evaluation's folder, there once its weights are
 MODEL = "model"  # folder in it, of the weights of a checkpoint

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,7 +25,6 @@ from laminar_py.cluster.errors import (
     tell_unexpected,
     unwritable,
 )
-from laminar_py.cluster.placement import Placement
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -40,6 +38,7 @@ from laminar_py.preflight.survey import clear, place
 from laminar_py.telemetry.memory import folder_bytes
 from laminar_py.telemetry.summary import Summary
 from laminar_py.telemetry.view import make_view
+from laminar_py.workers.incarnation import Opened
 
 log = logging.getLogger(__name__)
 
@@ -86,17 +85,6 @@ class Leader(Protocol[LedT]):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """Everything that a controller is made of."""
-
-    config: RunConfig
-    run: RunFolder
-    placement: Placement
-    inputs: Inputs
-    resumed: bool
-
-
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start a run, or go on with one. Raises ConfigError, RunFailedError or RunInterruptedError."""
 
@@ -121,14 +109,7 @@ def make_controller(opened: Opened, console: Console, views: ExitStack) -> Contr
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     view = make_view(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
     views.callback(view.close)
-    return Controller(
-        config,
-        opened.run,
-        placement=opened.placement,
-        inputs=opened.inputs,
-        view=view,
-        resume=opened.resumed,
-    )
+    return Controller(opened, view=view)
 
 
 def lead(
@@ -149,7 +130,7 @@ def lead(
     disk = own_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check(config, trains=trains)
     if resume:
-        _take_up(resume, inputs, console, model=config.model.path, disk=disk)
+        _take_up(resume, inputs, console, config=config, disk=disk)
     with open_cluster(config.cluster.address):
         # what cannot be placed leaves no run behind
         placement = asyncio.run(place(config, resume=resume is not None))
@@ -167,14 +148,14 @@ def lead(
     return ending
 
 
-def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, model: Path, disk: Path | None) -> None:
+def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, config: RunConfig, disk: Path | None) -> None:
     """Own a run to go on with, and end what a killed controller left of it. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
     _settle_ledger(run, disk, console)
     if run.has_ledger:
         refuse_other_rows(run, inputs.digests)
-        refuse_other_prompts(run, inputs, model=model)
+        refuse_other_prompts(run, inputs, config)
         tell_fallback(run, console)  # better refused now than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")

@@ -15,6 +15,7 @@ from laminar_py.control.staleness import Admission, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.packing.stage import Packing
+from laminar_py.preflight.inputs import Inputs
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
@@ -72,7 +73,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         admission=Admission(
             schedule=config.schedule,
             batch=rollout.prompts_per_step,
-            capacity=config.capacity // rollout.group_size,
+            capacity=max_groups(config),
             max_staleness=staleness.max_staleness,
             wait=StalePolicy.WAIT in staleness.policies,
             publish_every=config.learner.publish_every,
@@ -97,19 +98,23 @@ def packing(config: RunConfig) -> Packing:
     )
 
 
+def max_groups(config: RunConfig) -> int:
+    """Live groups at most."""
+    return config.capacity // config.rollout.group_size
+
+
 def max_counterfactual(config: RunConfig) -> int:
     """Trajectories at a time that count for the record and not for training."""
     rollout = config.rollout
     return -(-rollout.replicas * rollout.max_batch // COUNTERFACTUAL_SHARE) if rollout.counterfactual_share else 0
 
 
-def max_scored(incarnation: Incarnation) -> int:
-    """Trajectories that can wait for a score: live ones, all of evaluations, counterfactual ones."""
-    config = incarnation.config
-    sets = incarnation.inputs.sets
+def max_scored(config: RunConfig, inputs: Inputs) -> int:
+    """Trajectories that can wait for a score: live ones, all of evaluations, counterfactual ones; and a trial."""
+    sets = inputs.sets
     answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
-    evaluations = (2 + config.num_evaluations) * answers + len(incarnation.inputs.first_of_tasks)
-    return config.capacity + config.rollout.group_size + evaluations + max_counterfactual(config)
+    evaluations = (2 + config.num_evaluations) * answers + len(inputs.first_of_tasks)
+    return config.capacity + config.rollout.group_size + evaluations + max_counterfactual(config) + 1
 
 
 def make_migration(

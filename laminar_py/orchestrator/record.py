@@ -10,7 +10,7 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.seal import seal_run
-from laminar_py.records.events import RunStarted
+from laminar_py.records.events import RunStarted, Scaled
 from laminar_py.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
         data=incarnation.inputs.digests,
         eval_requests=config.eval.requests(config.rollout.sampling.params()),
     )
-    incarnation.ledger.append_all([started, *(recovered.events if recovered else ())])
+    fleet = Scaled(tuple(range(config.rollout.replicas)), config.rollout.engine.servers)
+    incarnation.ledger.append_all([started, fleet, *(recovered.events if recovered else ())])
     await incarnation.ledger.commit()
     await incarnation.ledger.copy()
 

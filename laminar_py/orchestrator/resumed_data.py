@@ -3,15 +3,15 @@
 The record names problems by their rows and by their ids, so each of these must be the same problem still.
 """
 
-from pathlib import Path
-
+from laminar_py.config.loading import load_config
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.recovery import known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.preflight.changed_prompts import is_same, tell_change
 from laminar_py.preflight.inputs import Inputs
-from laminar_py.records.trajectory import Prompt
 
-MOST = 1000  # prompts that are made again; another tokenizer or template shows in any
+MOST = 1000  # prompts that are made again; another tokenizer or template shows in most, a task in its own
 
 
 def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
@@ -30,24 +30,14 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
         )
 
 
-def refuse_other_prompts(run: RunFolder, inputs: Inputs, *, model: Path) -> None:
-    """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows; `model` is
-    `model.path`. Raises `ConfigError`."""
+def refuse_other_prompts(run: RunFolder, inputs: Inputs, config: RunConfig) -> None:
+    """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows.
+
+    Prompts on record are made again, a sample of `MOST` that is spread over all. Raises `ConfigError`.
+    """
     evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
     for known in known_prompts(run.live_ledger, most=MOST):
         now = inputs.stream.find(known.id) or evaluated.get(known.id)
-        if now is not None and (field := _difference(known, now, model)) is not None:
-            raise ConfigError(f"{field} than when {run.path} began; bring that back, or start a new run")
-
-
-def _difference(known: Prompt, now: Prompt, model: Path) -> str | None:
-    """Words on the setting by which a prompt is another one; None where it is the same."""
-    if known.text != now.text:
-        return f"data.chat, or the chat template in model.path={model}: writes prompt {known.id} otherwise"
-    if known.ids.tobytes() != now.ids.tobytes():
-        return f"model.path={model}: its tokenizer makes other ids of prompt {known.id}"
-    if known.task != now.task:
-        return (
-            f"data.train, or eval.sets: prompt {known.id} has another task, {now.task!r} and not {known.task!r},"
-        )
-    return None
+        if now is not None and not is_same(known, now):
+            change = tell_change(known, now, inputs.tokenizer, config, began=load_config(run.config, []))
+            raise ConfigError(f"{change} than when {run.path} began; bring that back, or start a new run")

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from laminar_py.control.lifecycle import Lifecycle
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.orchestrator.foresight import Foresight
 from laminar_py.orchestrator.policies import max_scored
@@ -21,20 +22,21 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.reward.trial import trials
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.payload import PayloadHosts
-from laminar_py.workers.processes.scorer import ScorerActor
 from laminar_py.workers.scorers import Scorers
 from laminar_py.workers.servers import RewardServers
 
 log = logging.getLogger(__name__)
 
 OUTAGE_REST_S = 5.0  # of a scorer between responses in an outage
+SCORES_AT_ONCE = 16  # taken in before the event loop goes on with other work
 LOOK_S = 1.0  # between two looks at what still generates
 
 
 class Scoring:
     """Scoring stage, its processes, and the servers that they ask where the run launches some.
 
-    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. In an outage
+    `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. An evaluation
+    alone has nothing that `trains`. In an outage
     each scorer tries one response, which is dropped where that fails, and rests; all others wait, and the first
     value ends the rest of all scorers.
     """
@@ -47,18 +49,18 @@ class Scoring:
         payload: PayloadHosts,
         say: Callable[[str], None],
         end: Callable[[str], None],
-        actor: type = ScorerActor,
+        trains: bool = True,
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
-        self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step)
-        self._scorers = Scorers(incarnation, payload=payload, actor=actor)
+        self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step, trains=trains)
+        self._scorers = Scorers(incarnation, payload=payload)
         self._servers = RewardServers(incarnation, tell=self._scorers.tell)
         self._scheduler = scheduler
         self._stats = incarnation.stats
         self._clock = incarnation.clock
         self._reward = config.reward
         self._foresight = Foresight(config.reward)
-        self._most = max_scored(incarnation) + 1  # and a trial
+        self._most = max_scored(config, inputs)
         self._say = say
         self._end = end
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
@@ -96,6 +98,10 @@ class Scoring:
     async def close(self) -> None:
         """End what scorers hold."""
         await self._scorers.close()
+
+    def grow(self, queue: int) -> None:
+        """Let as many wait as a larger fleet finishes."""
+        self._ready.grow(queue)
 
     def submit(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Take it up as soon as a scorer is free."""
@@ -156,7 +162,9 @@ class Scoring:
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
-        for score in scores:
+        for place, score in enumerate(scores, 1):
+            if place % SCORES_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if self._is_trial(score.trajectory_id):
                 self._tried(score)
                 continue
@@ -165,7 +173,7 @@ class Scoring:
                 continue
             lifecycle = self._scheduler.book.followed(score.trajectory_id)
             if lifecycle is not None:
-                self._note(score, task=lifecycle.prompt.task, trains=lifecycle.trains)
+                self._note(score, lifecycle)
             await self._scheduler.closing.on_score(score)
             if lifecycle is not None and lifecycle.trains and score.value is not None:
                 self._stats.scored(score.value, score.terms, lifecycle.length)
@@ -177,8 +185,14 @@ class Scoring:
             async with asyncio.timeout(OUTAGE_REST_S):
                 await self._scored.wait()
 
-    def _note(self, score: Score, *, task: str, trains: bool) -> None:
-        line = self.failures.add(score, task=task, trains=trains, now_s=self._clock.now())
+    def _note(self, score: Score, of: Lifecycle) -> None:
+        line = self.failures.add(
+            score,
+            task=of.prompt.task,
+            trains=of.trains,
+            own_reward=set_of(of.group_id) in self._reward.by_set,
+            now_s=self._clock.now(),
+        )
         if line is not None:
             self._tell(line)
         if (fault := self.failures.fault) is not None:

@@ -237,12 +237,12 @@ class Trainer:
             stall_s=outcome.stall_s if outcome else 0.0,
         )
         row = msgspec.structs.replace(row, order=self._stream.figures)
-        self._scheduler.consumption.commit(batch, self.step)
         skipped = outcome.metrics.skipped if outcome else 0
-        self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))
-        if outcome is not None and outcome.version is not None:
-            self._copied(outcome.version, parent=batch.version)
-        # One transaction, since nothing was awaited in between; the next step need not wait for the disk.
+        with self._ledger.together():  # one transaction; the next step need not wait for the disk
+            await self._scheduler.consumption.commit(batch, self.step)
+            self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))
+            if outcome is not None and outcome.version is not None:
+                self._copied(outcome.version, parent=batch.version)
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)

@@ -27,12 +27,14 @@ from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.preflight.problems import Problems, read_problems, read_warm_start, shown_prompt
 from laminar_py.preflight.rewards import check_rewards
+from laminar_py.preflight.room import room_fault, store_field
 from laminar_py.records.recordings import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.planning.cost import versions_at_peak
 from laminar_py.telemetry.trackers import check_trackers
 
 PREPARE_S = 600
+MOST_LOOKED_AT = 10_000  # rows of a source, for unknown words: a second or two
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 log = logging.getLogger(__name__)
 
@@ -67,8 +69,9 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
-    demonstrations = read_warm_start(config, encoder)
-    _tell_unknown(unknown_words(problems.all, demonstrations, encoder=encoder), config.model.path)
+    demonstrations = read_warm_start(config, encoder, limited=True)
+    unknown = unknown_words(problems.all, demonstrations, encoder=encoder, most=MOST_LOOKED_AT)
+    _tell_unknown(unknown, config.model.path)
     check_adapters(config)
     _check_learner(config)
     reward = config.reward if trains else _of_sets(config.reward, problems)
@@ -78,6 +81,7 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
         for pool in config.reward.servers:
             check_pool(config.reward, pool)
         check_shared_memory(config)
+        _check_room(config)
         _check_ports(config)
     return Inputs(
         tokenizer=encoder.tokenizer,  # where there were messages the end of a turn ends a response too
@@ -89,13 +93,14 @@ def check(config: RunConfig, *, trains: bool = True) -> Inputs:
 
 
 def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
-    """Say in a line how many words the tokenizer does not have: a task for which that is well is a task too."""
+    """Say in a line which words the tokenizer does not have: a task for which that is well is a task too."""
     if found:
         first = next(iter(found.values()))
+        seen = ", ".join(f"{words.number:,} in {field} ({words.rows} looked at)" for field, words in found.items())
         log.warning(
-            "model.path=%s: its tokenizer does not have %d of the words in prompts and demonstrations; they become"
-            " its unknown token, first %r in %s; add them to it (`laminar data` counts them)",
-            *(model, sum(words.number for words in found.values()), first.first, first.place),
+            "model.path=%s: its tokenizer lacks some words, and reads each as its unknown token: %s; the first is"
+            " %r in %s; add them to the tokenizer (`laminar data` counts those of all rows)",
+            *(model, seen, first.first, first.place),
         )
 
 
@@ -267,6 +272,14 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
         f" versions (at each of {share.num_relays} relays relay.keep_versions={relay.keep_versions}, 1 arriving"
         f" and 1 that deltas build on or a slow child fetches; {holders}); enlarge it, or lower one of these"
     )
+
+
+def _check_room(config: RunConfig) -> None:
+    """Raise `ConfigError` where this host has no room for responses."""
+    field = store_field(config)
+    folder = config.runs if field == "runs" else config.runs_local
+    if (fault := room_fault(field, folder)) is not None:
+        raise ConfigError(fault)
 
 
 def _check_ports(config: RunConfig) -> None:

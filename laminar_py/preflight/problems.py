@@ -64,20 +64,22 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
     return Problems(train, sets)
 
 
-def read_warm_start(config: RunConfig, encoder: PromptEncoder) -> Demonstrations | None:
-    """Read the demonstrations of a run; None without a warm start. Raises `ConfigError`."""
+def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool) -> Demonstrations | None:
+    """Read the demonstrations of a run; None without a warm start. Raises `ConfigError`.
+
+    `limited` refuses those that are longer than a step of the warm start.
+    """
     settings = config.warm_start
     if settings is None:
         return None
     source = DataSource("warm_start.data", settings.data)
-    return Demonstrations(
-        source, read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
-    )
+    limit = settings.tokens_per_step if limited else None
+    return Demonstrations(source, read_demonstrations(source, encoder=encoder, max_tokens=limit))
 
 
 def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
     """Lines with a prompt as the model gets it, control characters visible, and what ends a response to it."""
-    ends = ", ".join(f"{id} {tokenizer.word(id)!r}" for id in tokenizer.eos_ids)
+    ends = " or ".join(f"{tokenizer.word(id)!r} (id {id})" for id in tokenizer.eos_ids)
     text = prompt.text[:SHOWN_CHARS] + ("..." if len(prompt.text) > SHOWN_CHARS else "")
     indented = "\n".join(f"  {visible(line)}" for line in text.split("\n"))
     return f"prompt {prompt.id}, {len(prompt.ids)} tokens; a response ends with {ends}\n{indented}"

@@ -25,6 +25,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.pools import check_pool
 from laminar_py.preflight.inputs import MemoryShare, memory_fault
 from laminar_py.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
+from laminar_py.preflight.room import room_fault, store_field
 from laminar_py.records.codec import decode, encode
 
 log = logging.getLogger(__name__)
@@ -32,18 +33,21 @@ log = logging.getLogger(__name__)
 LOOK_S = 60.0  # a process starts on the node for it
 
 
-class Sight(msgspec.Struct, frozen=True):
-    """Findings on a node, e.g. `Sight(True, True, 540 << 30)`."""
+class Sight(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings on a node, e.g. `Sight(shared=True, model=True, shm_free=540 << 30)`."""
 
     shared: bool  # the file that the controller has just written
     model: bool
     shm_free: int | None  # bytes; None without that folder
     fault: str = ""  # why it cannot open what the config names, or start its engines and servers
+    room: str | None = None  # why it cannot store responses
 
 
-def look(witness: str, settings: str, serving: str, pools: str = "") -> bytes:
-    """The `Sight` of this node; `settings` is the config as JSON, `serving` is empty for a node without replicas.
-    `pools` are those of `reward.servers` that have servers here, with commas between them.
+def look(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
+    """The `Sight` of this node; `settings` is the config as JSON.
+
+    `store` is the field with the folder of its segments, `serving` is empty for a node without replicas, `pools`
+    are those of `reward.servers` that have servers here, with commas between them.
 
     Reading the config opens the backend, the algorithm and the planner that it names, so their packages are here.
     """
@@ -60,7 +64,9 @@ def look(witness: str, settings: str, serving: str, pools: str = "") -> bytes:
     except ConfigError as error:
         fault = str(error)
     free = shutil.disk_usage(shm).free if shm.is_dir() else None
-    return encode(Sight(Path(witness).is_file(), (model / "config.json").is_file(), free, fault))
+    room = room_fault(store, Path(tree[store]))
+    seen, has_model = Path(witness).is_file(), (model / "config.json").is_file()
+    return encode(Sight(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
 
 async def place(config: RunConfig, *, resume: bool = False) -> Placement:
@@ -107,8 +113,8 @@ async def _smallest_gpu(node: str) -> int:
 
 
 async def clear(placement: Placement, folder: Path) -> None:
-    """Delete a folder on every node in use."""
-    for node in placement.plan.nodes:
+    """Delete a folder on every node that ever was in use."""
+    for node in placement.used:
         with contextlib.suppress(RayError):  # a node that died keeps it
             await on_node(node, delete, str(folder))
 
@@ -135,7 +141,8 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness:
     pools = ",".join({pool for (pool, _), place in launched if place is not None and place.node == node})
     try:
         async with asyncio.timeout(LOOK_S):
-            answer = await on_node(node, look, witness, config.model_dump_json(), serving, pools)
+            settings = config.model_dump_json()
+            answer = await on_node(node, look, witness, settings, store_field(config), serving, pools)
             sight = decode(Sight, answer)
     except (RayError, TimeoutError) as error:
         if isinstance(error, RayTaskError) and (bug := bug_in(error.cause)) is not None:
@@ -155,6 +162,8 @@ async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness:
         lines.append(f"model.path={config.model.path}: no config.json in it on node {ip}; put the model there")
     if sight.fault:
         lines.append(f"{sight.fault} (on node {ip})")
+    if sight.room is not None:
+        lines.append(f"{sight.room} (on node {ip})")
     if sight.shm_free is None:
         lines.append(f"relay.shm={config.relay.shm}: no such folder on node {ip}; name one in shared memory")
     elif sight.model:

@@ -3,16 +3,17 @@
 Events name trajectories, versions and parts by id and carry no payload: of tokens the ledger has references.
 """
 
-import msgspec
+from msgspec import field
 
 from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.event import Event as Event
+from laminar_py.records.event import PartDied as PartDied
+from laminar_py.records.event import PartStarted as PartStarted
+from laminar_py.records.event import ReplicaLeft as ReplicaLeft
+from laminar_py.records.event import Scaled as Scaled
 from laminar_py.records.returns import Earned
 from laminar_py.records.scoring import TermValue, said_by
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Span
-
-
-class Event(msgspec.Struct, frozen=True, tag_field="event", tag=lambda name: name.lower()):
-    """Base of all events; the tag is the class name in lower case."""
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
@@ -26,8 +27,10 @@ class RunStarted(Event, frozen=True, kw_only=True):
     drain: bool  # one version per trajectory is promised
     max_staleness: int | None  # bound that is enforced at consumption, None if there is none
     resumed_step: int | None = None
-    data: dict[str, str] = {}  # digest of the rows of each source, by its field of the config
-    eval_requests: dict[str, str] = {}  # by set, see `EvalConfig.requests`
+    data: dict[str, str] = field(
+        default_factory=dict
+    )  # digest of the rows of each source, by its field of the config
+    eval_requests: dict[str, str] = field(default_factory=dict)  # by set, see `EvalConfig.requests`
 
 
 class RunEnded(Event, frozen=True):
@@ -121,7 +124,7 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     reward: float
     elapsed_s: float
     at_once: float = 1.0  # responses like this one that its scorer works on at the same time
-    terms: list[TermValue] = []
+    terms: list[TermValue] = field(default_factory=list)
     earned: Earned | None = None  # where its tokens have rewards of their own
 
     @property
@@ -335,20 +338,6 @@ class SealBroken(Event, frozen=True):
     digest: str
 
 
-class PartStarted(Event, frozen=True):
-    """A supervised part runs, e.g. `PartStarted("replica-1", 4711)`."""
-
-    part: str
-    pid: int
-
-
-class PartDied(Event, frozen=True):
-    """A supervised part was found dead or hanging."""
-
-    part: str
-    reason: str
-
-
 class Evaluated(Event, frozen=True, kw_only=True):
     """Figures of a set's pass under `version`, which came from `step`, `rl_s` seconds into the RL phase.
 
@@ -365,6 +354,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted
+    | Scaled
+    | ReplicaLeft
     | RunEnded
     | Issued
     | TokensLost

@@ -160,6 +160,7 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
     rl_s: float
     generated_tokens: int
     kv_s: float  # seconds times the mean share of KV caches in use
+    replicas: list[int] = []  # [replicas] those that are there, in the order of what follows; empty: 0, 1, ...
     versions: list[int]  # [replicas], as all that follow
     running: list[int]
     waiting: list[int]
@@ -167,6 +168,11 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
     cpu_use: float | None = None  # share of the cores that the controller may use, whoever keeps them busy
     own_cpu_use: float | None = None  # of that the run's own processes
     cores: int = 0  # number of these; 0: not on record
+
+    @property
+    def indices(self) -> list[int]:
+        """Numbers of the replicas [replicas]."""
+        return self.replicas or list(range(len(self.running)))
 
 
 class LearnerProgress(msgspec.Struct, frozen=True):

@@ -25,6 +25,10 @@ class EngineLostError(Exception):
     """
 
 
+class StoreFullError(EngineLostError):
+    """A folder of segments that cannot be written: the replica is of no use there, and others are."""
+
+
 class RefusedError(ValueError):
     """A request that can never be served, or weights that do not fit; the message says why, the engine goes on."""
 

@@ -105,7 +105,7 @@ class Migration:
         with PLANNERS.blaming(self._settings.planner):
             planner = kind(context)
             planned = {version: planner.plan(group) for version, group in by_version.items()}
-        await asyncio.gather(*(self._carry_out(version, moves, recording) for version, moves in planned.items()))
+        await asyncio.gather(*(self.carry_out(version, moves, recording) for version, moves in planned.items()))
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
@@ -122,7 +122,8 @@ class Migration:
             previous_kv=self._previous_kv,
         )
 
-    async def _carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
+    async def carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
+        """Carry a plan out among replicas of a version, an interval long at most; the record follows its end."""
         if not planned:
             return
         began = self._clock.now()

@@ -5,14 +5,17 @@ too (law 6). Training responses are looked at in steps, `FEWEST` at least. A run
 
 - *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or nothing was scored at all by
   the end of a step. A reward that fails now and then never gets there, and a service that is down is waited for.
-- *Always late*: nothing ever had a value, in trials and evaluations either, and a dozen (`LATE`) or more, over
-  `TELL_S` seconds, were all out of time. The rest of a step would take as long again and again.
+- *Always late*: a dozen (`LATE`) responses or more, over `TELL_S` seconds, were all out of time, and nothing ever
+  had a value. The rest of a step would take as long again and again. Counted are responses that train, or, where
+  nothing trains (`laminar eval`), those of the evaluation: a run does not end for its evaluations, which may have
+  another reward and longer answers. A value counts wherever the same reward gave it, in trials and evaluations
+  too, since such a service is then down and is waited for.
 - *Wrong answers fail*: in each of `MIXED_STEPS` steps in a row some failed (`SOME`) and something was scored, and
-  all values that were ever seen, of trials and evaluations too, are one number above 0. No such step has taught
-  anything, whatever its failures are. A sparse run has zeros. A solved one whose scores fail now and then goes on,
-  since an honest reward gives another value to the trial with an empty response; where that trial failed too, it
-  ends, and `--resume` tries again. Fewer failures than `SOME` leave few groups that could differ. Time-outs do not
-  count here, nor does a reward whose columns teach by themselves.
+  all values that were ever seen of this reward, also in trials and evaluations, are one number above 0. No such
+  step has taught anything, whatever its failures are. A sparse run has zeros. A solved one whose scores fail now
+  and then goes on, since an honest reward gives another value to the trial with an empty response; where that
+  failed too, it ends, and `--resume` tries again. Fewer failures than `SOME` leave few groups that differ.
+  Time-outs do not count here, nor does a reward whose columns teach by themselves.
 """
 
 import math
@@ -31,18 +34,19 @@ TELL_S = 60.0  # between lines on an outage
 
 
 class ScoreFailures:
-    """Failed scores of the reward `title`; `step` trajectories make a learner step.
+    """Failed scores of the reward `title`; `step` trajectories make a learner step, unless nothing `trains`.
 
     One failure of each task and reason is told: a reward that fails now and then does not fill the terminal.
     """
 
-    def __init__(self, title: str, *, step: int) -> None:
+    def __init__(self, title: str, *, step: int, trains: bool = True) -> None:
         self.counts: Counter[str] = Counter()  # by reason
         self.num_scored = 0
         self.fault: str | None = None
         """Reason why the run has to end."""
         self._title = title
         self._size = max(FEWEST, step)
+        self._trains = trains
         self._in_step = Counter[str]()  # responses of the step in hand: "all", "failed", "late"
         self._mixed = deque[bool](maxlen=MIXED_STEPS)  # True for a step with values and with failures
         self._values = set[float]()  # seen, two at most
@@ -53,21 +57,26 @@ class ScoreFailures:
         self._told_s = -math.inf  # when it was last told of that
         self._told = set[tuple[str, DropReason]]()
         self._detail = ""  # of the last failure
-        self._failed_s = math.inf  # when the first one was told
+        self._purpose = Counter[str]()  # failures by reason of what the run is for: to train, or to evaluate
+        self._failed_s = math.inf  # when the first of these was told
 
     def tried(self, score: Score) -> None:
         """Take note of the value of a trial."""
         if score.value is not None and len(self._values) < 2:
             self._values.add(score.value)
 
-    def add(self, score: Score, *, task: str, trains: bool, now_s: float) -> str | None:
-        """Count a score; a line for the user where it is the first failure of its kind, or of an outage."""
-        self.tried(score)
+    def add(self, score: Score, *, task: str, trains: bool, now_s: float, own_reward: bool = False) -> str | None:
+        """Count a score; a line for the user where it is the first failure of its kind, or of an outage.
+
+        `own_reward`: of an evaluation set with terms of its own, whose values say nothing of those in training.
+        """
+        if not (own_reward and self._trains):
+            self.tried(score)
         self.num_scored += score.value is not None
         self._columns |= bool(score.columns)
         line = self._count_failure(score, task=task) if score.value is None else None
-        if score.value is None:
-            self._end_if_late(now_s)
+        if score.value is None and trains is self._trains:
+            self._end_if_late(score.failure, now_s)
         return (self._judge(score, now_s=now_s) if trains else None) or line
 
     def _count_failure(self, score: Score, *, task: str) -> str | None:
@@ -80,11 +89,12 @@ class ScoreFailures:
         of_task = f" of task {task!r}" if task else ""
         return f"reward.use={self._title}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
 
-    def _end_if_late(self, now_s: float) -> None:
+    def _end_if_late(self, failure: DropReason | None, now_s: float) -> None:
+        self._purpose[failure or DropReason.REWARD_FAILED] += 1
         self._failed_s = min(self._failed_s, now_s)
-        all_late = set(self.counts) == {DropReason.REWARD_TIMEOUT} and not self._values
-        if all_late and self.counts.total() >= LATE and now_s - self._failed_s >= TELL_S:
-            self._end("every response so far was out of time")
+        all_late = set(self._purpose) == {DropReason.REWARD_TIMEOUT} and not self._values
+        if all_late and self._purpose.total() >= LATE and now_s - self._failed_s >= TELL_S:
+            self._end(f"every response {'to train on' if self._trains else 'so far'} was out of time")
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
         """Count a response of training; a line at the end of a step that begins an outage, or goes on with it."""

@@ -43,6 +43,11 @@ class AskingTerm(TermConfig):
         """See `TermConfig.pool`."""
         return self.servers
 
+    @property
+    def asks_servers(self) -> bool:
+        """True, whoever runs them."""
+        return True
+
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
         wrong = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)

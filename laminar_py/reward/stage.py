@@ -88,6 +88,10 @@ class ScoringStage:
         """Seconds since the oldest of those came, 0 without any."""
         return asyncio.get_running_loop().time() - next(iter(self._since.values())) if self._since else 0.0
 
+    def grow(self, queue: int) -> None:
+        """Let as many wait, if that is more than before."""
+        self._most = max(self._most, queue)
+
     def submit(self, unscored: Unscored) -> None:
         """Score it as soon as a scorer has room."""
         if len(self._waiting) >= self._most:

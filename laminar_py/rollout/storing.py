@@ -12,18 +12,14 @@ from pathlib import Path
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.protocols import StoreFullError
 from laminar_py.records.replica import Assignment
 from laminar_py.segments.journal import Journal
+from laminar_py.segments.local import LEAST_FREE, make_folder
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 
-LEAST_FREE = 16 * 2**20  # bytes of the disk without which no replica begins
 SYNC_S = 5.0  # after so long what was written is on disk, for what a loss of power must not take
-
-
-class StoreFullError(EngineLostError):
-    """A folder of segments that cannot be written: the replica is of no use there."""
 
 
 class ResponseStore:
@@ -38,7 +34,7 @@ class ResponseStore:
         self._journal = Journal(folder, part)
         self._reader = reader
         with self._writing():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
             free = shutil.disk_usage(folder).free
         if free < LEAST_FREE:
             raise StoreFullError(f"segments={folder}: {free / 2**20:.0f} MiB are free there; make room")

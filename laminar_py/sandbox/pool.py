@@ -1,7 +1,8 @@
 """The pool of slots in which programs that a model wrote are run.
 
-Called by whoever must run them: rewards, tools. Invariants: a program's doings come back as a labelled result and
-never as an exception; what a program should give back is never sent into a sandbox; nothing outlives the pool.
+Called by whoever must run them: rewards, tools. Invariants: a program runs in the tier that is required or a
+stronger one, or not at all (law 10); its doings come back as a labelled result and never as an exception; what it
+should give back is never sent into a sandbox; nothing outlives the pool.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 Each process that reads pieces has one client, whose threads may share it; stores are in `segments.store`, and what
 both say to each other is in `segments.wire`. Invariant: a piece is called lost at once where its store says so,
 and only there. All else, a stranger at the port among it, is a store that is away, which is asked again for
-`retry_s`: it restarts on its port.
+`retry_s`: it restarts on its port, or on another one, of which it leaves a note (`segments.moves`).
 """
 
 import socket
@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, HTTPResponse
+from pathlib import Path
 
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import PayloadLostError, PieceRef
 from laminar_py.segments import wire
+from laminar_py.segments.moves import present_address
 from laminar_py.segments.reader import StoreAwayError
 
 RETRY_S = 60.0
@@ -54,10 +56,15 @@ class StoreConnection:
 
 
 class StoreClient:
-    """Client of the stores of a run, e.g. `PayloadReader(folder, fetch=StoreClient(key))`."""
+    """Client of the stores of a run, e.g. `PayloadReader(folder, fetch=StoreClient(key))`.
 
-    def __init__(self, key: bytes, *, retry_s: float = RETRY_S) -> None:
+    `moves` is the folder with the notes of stores that came back at another address.
+    """
+
+    def __init__(self, key: bytes, *, retry_s: float = RETRY_S, moves: Path | None = None) -> None:
         self._key = wire.check_key(key)
+        self._moves = moves
+        self._found: dict[str, str] = {}  # where stores were found that serve elsewhere than was told
         self._retry_s = retry_s
         self._idle: dict[str, list[StoreConnection]] = {}  # connections of each store that nobody uses
         self._lock = threading.Lock()
@@ -86,7 +93,8 @@ class StoreClient:
             self._idle.clear()
 
     def _fetch(self, address: str, refs: Sequence[PieceRef]) -> list[bytes]:
-        body = encode(wire.make_request(refs))
+        body, told = encode(wire.make_request(refs)), address
+        address = self._found.get(told, told)
         away_since, pause_s = None, FIRST_PAUSE_S
         while True:
             connection, is_new = self._connect(address)
@@ -107,6 +115,8 @@ class StoreClient:
             else:
                 self._keep(address, connection)
                 return pieces
+            if self._moves is not None:
+                address = self._found[told] = present_address(self._moves, told)
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 

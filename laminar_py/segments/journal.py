@@ -12,6 +12,7 @@ from pathlib import Path
 
 from laminar_py.records.pieces import Piece
 from laminar_py.segments.frames import make_frame
+from laminar_py.segments.local import make_folder
 from laminar_py.segments.writer import append, new_name
 
 ROLL_BYTES = 16 * 2**20
@@ -45,7 +46,7 @@ class Journal:
             trajectories.discard(trajectory_id)
             if not trajectories and path != present:
                 del self._entries[path]
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End it and delete its files: its part ends in peace, and has told everything."""
@@ -57,11 +58,11 @@ class Journal:
         self._entries.clear()
 
     def _open(self) -> int:
-        if self._file is not None and self._size >= self._roll_bytes:
+        if self._file is not None and (self._size >= self._roll_bytes or not os.fstat(self._file).st_nlink):
             os.close(self._file)
             self._file = None
         if self._file is None:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder)
             path = self._folder / f"{new_name(self._part)}{JOURNAL}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._file, self._size = os.open(path, flags, 0o600), 0

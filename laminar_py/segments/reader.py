@@ -13,6 +13,7 @@ from typing import Protocol
 
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
 from laminar_py.segments.frames import AnyPiece, read_frame
+from laminar_py.segments.local import is_local
 from laminar_py.segments.payload import Payload, join
 from laminar_py.segments.writer import SEGMENT
 
@@ -21,6 +22,10 @@ OPEN_FILES = 64  # that a reader keeps open
 
 class StoreAwayError(PayloadLostError):
     """A store that has not answered for so long that its pieces count as lost, all of them."""
+
+
+class ElsewhereError(PayloadLostError):
+    """A piece that may be on another host of a run that goes on, or was killed: no store is asked here."""
 
 
 class PieceFetch(Protocol):
@@ -113,6 +118,9 @@ class PayloadReader:
                 # by its size first: a changed reference may ask for more than fits in memory
                 is_there = 0 <= ref.offset <= ref.offset + ref.num_bytes <= os.fstat(file).st_size
                 data = os.pread(file, ref.num_bytes, ref.offset) if is_there else b""
+            except FileNotFoundError as error:
+                kind = ElsewhereError if is_local(self._folder) else PayloadLostError
+                raise kind(f"{self._folder / ref.segment}: {error.strerror}") from None
             except OSError as error:
                 raise PayloadLostError(f"{self._folder / ref.segment}: {error.strerror}") from None
             except ValueError as error:  # no name of a file

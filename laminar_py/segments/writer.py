@@ -16,6 +16,7 @@ from pathlib import Path
 from laminar_py.records.pieces import Piece, PieceRef, TokensRef
 from laminar_py.records.recordings import unpack_experts
 from laminar_py.segments.frames import AnyPiece, Buffer, make_frame
+from laminar_py.segments.local import make_folder
 
 ROLL_BYTES = 64 * 2**20
 SEGMENT = ".segment"
@@ -71,7 +72,7 @@ class SegmentWriter:
             self._end_file()
         if self._file is None:
             self._name, self._size = new_name(self._part), 0
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._file = os.open(self._folder / f"{self._name}{SEGMENT}", flags, 0o600)
         return self._file

@@ -89,7 +89,7 @@ class Stats:
     def __init__(self, clock: Clock, *, replicas: int, totals: Totals) -> None:
         self.totals = totals
         self._generated_before = totals.generated_tokens
-        self.replicas = [ReplicaActivity() for _ in range(replicas)]
+        self.replicas = {index: ReplicaActivity() for index in range(replicas)}  # that are there, or start
         self.peak_memory_bytes = 0
         self.next_report = asyncio.Event()
         self._clock = clock
@@ -115,6 +115,14 @@ class Stats:
     def generating(self, on: bool) -> None:
         """Note that a replica has work, or that none has."""
         self._generating.set(on)
+
+    def joined(self, replica: int) -> None:
+        """Note that a process of a replica starts, which counts from now on."""
+        self.replicas.setdefault(replica, ReplicaActivity(seen_s=self._clock.now()))
+
+    def left(self, replica: int) -> None:
+        """Note that a replica is no part of the run any more."""
+        self.replicas.pop(replica, None)
 
     def on_report(self, report: ReplicaReport) -> None:
         """A replica's state."""
@@ -240,11 +248,12 @@ class Stats:
 
     def fleet(self, generated_tokens: int, *, cpu_use: float, own_cpu_use: float, cores: int) -> FleetRow:
         """Row of what the replicas do now, on a machine whose `cores` are busy to that share."""
-        replicas = self.replicas
+        indices, replicas = list(self.replicas), self.replicas.values()
         return FleetRow(
             rl_s=round(self.rl_s, 3),
             generated_tokens=self._generated_before + generated_tokens,
             kv_s=round(self.totals.kv_s, 4),
+            replicas=indices,
             versions=[replica.version for replica in replicas],
             running=[replica.running for replica in replicas],
             waiting=[replica.waiting for replica in replicas],

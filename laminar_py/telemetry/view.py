@@ -185,7 +185,7 @@ def _numbers(row: StepRow, steps: int, evaluated: str) -> Table:
 
 def _replicas(stats: Stats, version: int) -> Table:
     table = Table("replica", "version", "behind", "running", "waiting", "KV used")
-    for index, replica in enumerate(stats.replicas):
+    for index, replica in stats.replicas.items():
         table.add_row(
             str(index),
             str(replica.version),

@@ -4,6 +4,7 @@ import socket
 from dataclasses import dataclass
 
 from laminar_py.cluster.memory import KernelKills
+from laminar_py.cluster.part import MakePart
 from laminar_py.cluster.placement import Placement
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.ledger import Ledger
@@ -14,6 +15,29 @@ from laminar_py.records.clock import SystemClock
 from laminar_py.records.events import Checkpointed
 from laminar_py.telemetry.stats import Stats, read_totals
 from laminar_py.workers.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class PartKinds:
+    """Parts that a benchmark has others in the place of; None: those of any run."""
+
+    replica: MakePart | None = None
+    scorer: type | None = None  # an actor
+
+
+NO_KINDS = PartKinds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A run that is about to be led, or gone on with if it is `resumed`; a controller is made of it."""
+
+    config: RunConfig
+    run: RunFolder
+    placement: Placement
+    inputs: Inputs
+    resumed: bool
+    kinds: PartKinds = NO_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +53,14 @@ class Incarnation:
     stats: Stats
     supervisor: Supervisor
     kernel_kills: KernelKills
+    kinds: PartKinds = NO_KINDS
     number: int = 1
     checkpoint: Checkpointed | None = None  # where the learner goes on
 
 
-def open_incarnation(
-    config: RunConfig, run: RunFolder, *, placement: Placement, inputs: Inputs, recovered: Recovered | None
-) -> Incarnation:
+def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnation:
     """A run's first incarnation, or the next one after what was `recovered` from its ledger."""
+    config, run, inputs = opened.config, opened.run, opened.inputs
     if recovered is not None and inputs.stream.learns:
         for group in closed_groups(run.live_ledger):
             inputs.stream.tell(group)
@@ -48,13 +72,14 @@ def open_incarnation(
     return Incarnation(
         config=config,
         run=run,
-        placement=placement,
+        placement=opened.placement,
         inputs=inputs,
         clock=clock,
         ledger=ledger,
         stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
         kernel_kills=KernelKills(),
+        kinds=opened.kinds,
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,
     )

@@ -14,24 +14,14 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from laminar_py.cluster.errors import PartDiedError, RunFailedError, for_memory
-from laminar_py.cluster.part import Part
+from laminar_py.cluster.part import MakePart, Part
 from laminar_py.cluster.placement import Place
 from laminar_py.workers.incarnation import Incarnation
 
 T = TypeVar("T")
-
-
-class MakePart(Protocol):
-    """What makes a process, as `Part` does."""
-
-    def __call__(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
-        """The running process."""
-        ...
-
-
 RETRY_S = 2.0  # after a start that failed; the longer, the more often it did
 MAX_PATIENCE = 15  # times that
 STARVED = 2  # deaths for want of memory, which another start does not mend
@@ -62,7 +52,7 @@ class PartSpec:
     rest: Callable[[int], Awaitable[None]] = back_off  # between a death and the next process
     first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
     on_record: bool = True  # True where its starts are events of the run
-    make: "MakePart | None" = None  # in place of a process of its own
+    make: MakePart | None = None  # in place of a process of its own
     spares_memory: str = ""
     """Settings to change where memory runs out, which ends the run at the second time; empty: as other deaths."""
     forgives_s: float = math.inf  # that it is up, after which an earlier death for want of memory counts no more

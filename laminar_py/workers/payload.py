@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 
-from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.errors import PartDiedError, UnwritableError
 from laminar_py.cluster.part import RayError, RayTaskError
 from laminar_py.cluster.ray_cluster import on_node
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -23,6 +23,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PieceRef
 from laminar_py.records.trajectory import Status
 from laminar_py.segments.folder import SegmentFile, discard, labels_here, segment_files, segments_here
+from laminar_py.segments.local import drop_local, is_local, keep_here, lead_to_kept
 from laminar_py.segments.salvage import Known, Salvage, Salvaged, SalvageRequest, salvage
 from laminar_py.segments.writer import part_of
 from laminar_py.workers.incarnation import Incarnation
@@ -43,6 +44,7 @@ class PayloadHosts:
         self._incarnation = incarnation
         self._placement = incarnation.placement
         self._ledger = incarnation.ledger
+        self._run = incarnation.run
         self._folder = str(incarnation.run.segments)
         self._nodes: dict[str, str] = {}  # Ray node of each label
         self._present: dict[str, str] = {}  # label of each part that runs, or ran last
@@ -71,8 +73,8 @@ class PayloadHosts:
     async def find(self, recovered: Recovered) -> dict[str, str]:
         """Look for the segments of earlier incarnations; what is gone of live trajectories, by their ids."""
         there: dict[str, int] = {}
-        for node in self._all_nodes:
-            for file in await self._files_on(node) or ():
+        for node, files in (await self._files()).items():
+            for file in files:
                 there.setdefault(file.name, file.num_bytes)
                 self._nodes.setdefault(part_of(file.name), node)
         for node in set(self._nodes.values()):
@@ -86,13 +88,19 @@ class PayloadHosts:
         return await self._salvage(self._nodes[label], f"{label}.*", running)
 
     async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
-        """Tokens of all that ran when the last controller died, likewise."""
+        """Tokens of all that ran when the last controller died, likewise.
+
+        None where the run went back to a copy of its ledger: journals may be of what it did after that.
+        """
+        if self._run.went_back:
+            await self._discard_journals()
+            return []
         running = {
             entry.id: Known(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
             for entry in live
             if entry.status is Status.RUNNING
         }
-        answers = [await self._salvage(node, "*", running) for node in self._all_nodes]
+        answers = await asyncio.gather(*(self._salvage(node, "*", running) for node in self._all_nodes))
         return [one for answer in answers for one in answer.found]
 
     async def salvaged(self, label: str, answer: Salvage) -> None:
@@ -118,7 +126,7 @@ class PayloadHosts:
     async def lose_host_of(self, label: str, scheduler: TrajectoryScheduler) -> None:
         """Drop what only the host of a part had."""
         node = self._nodes[label]
-        known = await self._ledger.segments() | scheduler.book.segments()
+        known = await self._needed(scheduler)
         gone = {segment for segment in known if self._node_of(segment) == node}
         await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
 
@@ -150,25 +158,54 @@ class PayloadHosts:
         return len(moved)
 
     async def close(self, scheduler: TrajectoryScheduler) -> None:
-        """Delete journals, and look for what is gone: all that ran has ended, and was told."""
-        for node in self._all_nodes:
-            await self._discard(node, ["*.journal"])
+        """Delete journals, and look for what is gone: all that ran has ended, and was told.
+
+        What hosts have on disks of their own is in the run's folder after that. Raises UnwritableError.
+        """
+        await self._discard_journals()
         self._present.clear()
         await self._tidy(scheduler)
+        if is_local(self._run.segments):
+            await self._keep(scheduler)
 
     async def _tidy(self, scheduler: TrajectoryScheduler) -> None:
         """Delete segments to which no reference leads; what is gone of others is lost."""
-        needed = await self._ledger.segments() | scheduler.book.segments()
-        there: dict[str, list[SegmentFile]] = {}
-        for node in self._all_nodes:
-            if (files := await self._files_on(node)) is not None:
-                there[node] = files
+        needed = await self._needed(scheduler)
+        there = await self._files()
         known = {file.name for files in there.values() for file in files}
-        gone = {segment for segment in needed - known if self._node_of(segment) in there}
+        missing = {segment: self._node_of(segment) for segment in needed - known}
+        gone = [name for name, node in missing.items() if node in there or not self._placement.is_alive(node)]
         await self._lose(gone, f"segment {min(gone, default='')} is gone from its host", scheduler)
-        for node, files in there.items():
-            idle = [file.name for file in files if file.name not in needed and self._is_ended(file, files)]
-            await self._discard(node, segment_files(idle))
+        idle = {
+            node: [file.name for file in files if file.name not in needed and self._is_ended(file, files)]
+            for node, files in there.items()
+        }
+        await asyncio.gather(*(self._discard(node, segment_files(names)) for node, names in idle.items()))
+
+    async def _keep(self, scheduler: TrajectoryScheduler) -> None:
+        """Copy what is needed from the hosts to the run's folder; what none of them has by now is lost."""
+        needed, folder = await self._needed(scheduler), self._run.segments
+        names = encode(segment_files(needed))
+        await asyncio.gather(*(self._kept(node, names) for node in self._all_nodes))
+        place = str(folder.readlink())
+        await asyncio.to_thread(lead_to_kept, folder, segment_files(needed))
+        there = {file.name for file in decode(list[SegmentFile], segments_here(self._folder))}
+        gone = needed - there
+        await self._lose(gone, f"the host of segment {min(gone, default='')} is gone", scheduler)
+        await asyncio.gather(*(self._on(node, drop_local, place) for node in self._all_nodes))
+
+    async def _kept(self, node: str, names: bytes) -> None:
+        """Have a host copy its segments. Raises UnwritableError, `OSError`; a host that is gone has none."""
+        try:
+            await on_node(node, keep_here, self._folder, names)
+        except RayTaskError as error:
+            reason = f"segments of {self._placement.ip(node)}: {error.cause}"
+            raise UnwritableError(reason) from None
+        except RayError as error:
+            log.warning("no segments from %s: %s", self._placement.ip(node), error)
+
+    async def _needed(self, scheduler: TrajectoryScheduler) -> set[str]:
+        return await self._ledger.segments() | scheduler.book.segments()
 
     def _is_ended(self, file: SegmentFile, files: Sequence[SegmentFile]) -> bool:
         """True for a segment that gets no more, and of which nobody is about to tell; `files` are of its host."""
@@ -199,10 +236,12 @@ class PayloadHosts:
     def _node_of(self, segment: str) -> str:
         return self._nodes.get(part_of(segment), self._here)
 
-    async def _files_on(self, node: str) -> list[SegmentFile] | None:
-        """Segments of a host; None where it does not answer."""
-        answer = await self._on(node, segments_here, self._folder)
-        return None if answer is None else decode(list[SegmentFile], answer)
+    async def _files(self) -> dict[str, list[SegmentFile]]:
+        """Segments of each host that answers; all are asked at once, since each has a process to start for it."""
+        nodes = self._all_nodes
+        answers = await asyncio.gather(*(self._on(node, segments_here, self._folder) for node in nodes))
+        found = zip(nodes, answers, strict=True)
+        return {node: decode(list[SegmentFile], answer) for node, answer in found if answer is not None}
 
     async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known]) -> Salvage:
         if not running:
@@ -218,6 +257,9 @@ class PayloadHosts:
         request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))
         answer = await self._on(node, archive_pieces, encode(request))
         return None if answer is None else decode(ArchiveAnswer, answer)
+
+    async def _discard_journals(self) -> None:
+        await asyncio.gather(*(self._discard(node, ["*.journal"]) for node in self._all_nodes))
 
     async def _discard(self, node: str, names: Sequence[str]) -> None:
         if names:

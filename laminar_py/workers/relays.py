@@ -309,8 +309,8 @@ class Relays:
         return running and self._hosts[node] == self._placement.plan.relays[node]
 
     def _config_on(self, host: str) -> RunConfig:
-        """On several hosts a relay listens where the others reach it."""
-        if not self._placement.spread:
+        """On several hosts, and where others may join, a relay listens where the others reach it."""
+        if not self._placement.spread and self._config.cluster.address is None:
             return self._config
         relay = self._config.relay.model_copy(update={"host": self._placement.ip(host)})
         return self._config.model_copy(update={"relay": relay})

@@ -3,50 +3,52 @@
 Reports come in over the link at any rate. One that may leave its replica without work is answered at once, all
 others of `DISPATCH_S` together. Ray starts a process and tells of its end, and nothing in between.
 Invariant: what a replica had when it died goes on elsewhere (law 1), and one whose weights differ from another's
-under the same version counts as dead (law 3).
+under the same version counts as dead (law 3). Replicas join and leave while others run, each under a
+number that is never used again; one that joins and does not start ends no run.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
 
-from laminar_py.cluster.errors import PartDiedError
+from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.part import Part, watched
-from laminar_py.cluster.placement import Plan
-from laminar_py.cluster.ray_cluster import LOOPBACK
+from laminar_py.cluster.placement import Place, Plan
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.link.hub import Line, ReplicaHub
-from laminar_py.link.messages import Abort, CallOff, Follow, GiveUp, Order, Stop, Submit
+from laminar_py.link.hub import Line
+from laminar_py.link.messages import Abort, CallOff, GiveUp, Stop, Submit
 from laminar_py.records.codec import encode
-from laminar_py.records.events import PartDied
-from laminar_py.records.replica import Assignment, ReplicaReport, Survey, WeightLoad
-from laminar_py.relay.wire.post import Post
+from laminar_py.records.events import PartDied, ReplicaLeft
+from laminar_py.records.protocols import StoreFullError
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.repack.signals import EngineSpeed
-from laminar_py.rollout.outbox import GATHER_S
-from laminar_py.rollout.storing import StoreFullError
 from laminar_py.workers.incarnation import Incarnation
-from laminar_py.workers.keeper import RETRY_S, Keeper, MakePart, PartSpec, back_off
+from laminar_py.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.workers.payload import PayloadHosts
 from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
-from laminar_py.workers.specs import ReplicaSpec, ReportPace
+from laminar_py.workers.replica_lines import ReplicaLines
+from laminar_py.workers.specs import ReplicaSpec
 from laminar_py.workers.tick import Tick
 
 log = logging.getLogger(__name__)
 
 DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
-REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, as far as a replica may be kept waiting
-MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
-CHECKSUMS_KEPT = 64
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
+
+
+class _LeftError(Exception):
+    """A replica has left, and needs no process any more."""
 
 
 class Replicas:
@@ -59,10 +61,8 @@ class Replicas:
         scheduler: TrajectoryScheduler,
         relays: Relays,
         payload: PayloadHosts,
-        make: MakePart | None = None,
     ) -> None:
         self._payload = payload
-        self._make = make
         self._labels: dict[int, str] = {}  # of the present segments of each replica
         self._incarnation = incarnation
         self._config = incarnation.config
@@ -70,13 +70,16 @@ class Replicas:
         self._scheduler = scheduler
         self._relays = relays
         self._restarting: set[int] = set()  # killed on purpose
-        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
         self._plan: Plan | None = None  # that the scheduler has heard of
         self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
-        self._hub: ReplicaHub | None = None
-        self._lines: dict[int, Line] = {}  # of the replicas that run, or start
-        self._relay_told: dict[Line, str] = {}  # endpoint that each pulls from, as far as it was told
+        self._opened: ReplicaLines | None = None
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
+        self._servers = dict(enumerate(self._config.rollout.engine.servers))  # that replicas attach to
+        self._unproven: set[int] = set()  # have joined, and never were up
+        self._ended: set[int] = set()  # have left, or are about to, with nothing
+        self._left: dict[int, str] = {}  # reasons of those that have left, until they are told
+        self._failing: dict[int, str] = {}  # of those that have joined and do not start, the first of each
+        self._tasks: asyncio.TaskGroup | None = None  # in which they are kept
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts what runs in them."""
@@ -85,24 +88,16 @@ class Replicas:
 
     async def keep(self) -> None:
         """Serve every replica until cancelled. Raises RunFailedError, ConfigError."""
-        self._hub = hub = self._make_hub()
+        self._opened = lines = ReplicaLines(self._incarnation, self._relays, take=self._take_in)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index, keeper in enumerate(self._keepers):
-                    tasks.create_task(keeper.calling(partial(self._serve, index)), name=f"keep-replica-{index}")
+                self._tasks = tasks
+                for index in range(len(self._keepers)):
+                    tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
                 tasks.create_task(self._tick.run(), name="dispatch")
-                tasks.create_task(hub.run(), name="link")
+                tasks.create_task(lines.hub.run(), name="link")
         finally:
-            hub.end()
-
-    def _make_hub(self) -> ReplicaHub:
-        placement = self._incarnation.placement
-        here = placement.here.node
-        return ReplicaHub(
-            Post(self._relays.keys, placement.ip(here) if here and placement.spread else LOOPBACK),
-            take=self._take_in,
-            patience_s=self._config.supervisor.heartbeat_timeout_s,
-        )
+            lines.hub.end()
 
     def wake(self) -> None:
         """Have what the scheduler has for replicas handed out soon, when the caller is done with what it does."""
@@ -115,13 +110,15 @@ class Replicas:
     def _hand_out(self) -> None:
         self._heed_plan()
         for index, trajectory_ids in self._scheduler.book.take_aborts().items():
-            self._tell(index, Abort(list(trajectory_ids)))
+            self._lines.tell(index, Abort(list(trajectory_ids)))
         for index, assignments in self._scheduler.dispatcher.dispatch().items():
             for located in self._located(index, assignments):
-                self._tell(index, Submit([located]))
+                self._lines.tell(index, Submit([located]))
         for index, trajectory_ids in self._scheduler.moves.take_called_off().items():
-            self._tell(index, CallOff(list(trajectory_ids)))
+            self._lines.tell(index, CallOff(list(trajectory_ids)))
         self._note_work()
+        if self._scheduler.dispatcher.has_more:
+            self._tick.wake()
 
     def _heed_plan(self) -> None:
         """Let the scheduler know of a new plan; a replica without a place counts for nobody."""
@@ -140,6 +137,67 @@ class Replicas:
         stores = [self._payload.stores_for(mine, node) for mine in refs]
         pairs = zip(assignments, stores, strict=True)
         return [msgspec.structs.replace(item, stores=of) if of else item for item, of in pairs]
+
+    # ---- the fleet
+
+    def join(self, config: RunConfig, servers: Mapping[int, str]) -> None:
+        """Keep the replicas that are new to the scheduler, each attached to its server if there are `servers`.
+
+        The config is that of the fleet as it is to be.
+        """
+        assert self._tasks is not None, "replicas join while others are kept"
+        self._config = config
+        self._servers |= servers
+        for index in range(len(self._keepers), len(self._scheduler.views.by_index)):
+            self._unproven.add(index)
+            self._keepers.append(Keeper(self._spec(index), self._incarnation))
+            self._tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+
+    def remove(self, index: int) -> None:
+        """End a replica that was to leave and has nothing any more; no death is counted."""
+        assert self._scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
+        self._ended.add(index)
+        if self._keepers[index].parts:
+            self._end(index)
+
+    def is_ended(self, index: int) -> bool:
+        """True where a replica does not come back."""
+        return index in self._ended
+
+    def has_process(self, index: int) -> bool:
+        """True where a replica runs, or starts."""
+        return bool(self._keepers[index].parts)
+
+    def take_left(self) -> dict[int, str]:
+        """Replicas that have left, and why; each is told once."""
+        left, self._left = self._left, {}
+        return left
+
+    @property
+    def failing(self) -> Mapping[int, str]:
+        """Replicas that have joined and do not start, and why they did not the first time."""
+        return self._failing
+
+    async def _keep(self, index: int) -> None:
+        """Keep a replica until it has left. Raises RunFailedError, ConfigError of one that ever was up."""
+        reason = "scaled"
+        try:
+            await self._keepers[index].calling(partial(self._serve, index))
+        except _LeftError:
+            pass
+        except (ConfigError, RunFailedError) as error:
+            if index not in self._unproven:
+                raise
+            log.error("replica %d is taken out again: %s", index, error)
+            self._scheduler.leave(index)
+            self._keepers[index].kill()
+            await self._take_over(index)
+            reason = str(error)
+        self._ended.add(index)
+        self._stats.left(index)
+        self._incarnation.ledger.append(ReplicaLeft(index, reason))
+        self._left[index] = reason
+        self.dispatch()  # what it still had
 
     # ---- repacking
 
@@ -164,13 +222,7 @@ class Replicas:
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self._tell(replica, GiveUp(list(trajectory_ids)))
-
-    def _tell(self, replica: int, order: Order) -> None:
-        """Tell a replica that runs, or starts; another has nothing that an order could be about."""
-        line = self._lines.get(replica)
-        if line is not None:
-            line.put(order)
+        self._lines.tell(replica, GiveUp(list(trajectory_ids)))
 
     async def _speed_of(self, replica: int) -> EngineSpeed | None:
         """None of one that is dying, which its keeper notices as well."""
@@ -193,7 +245,7 @@ class Replicas:
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                self._tell(index, Stop(evaluations))
+                self._lines.tell(index, Stop(evaluations))
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -218,32 +270,42 @@ class Replicas:
             actor=ReplicaActor,
             concurrency=16,
             timeout_s=self._config.supervisor.heartbeat_timeout_s,
-            places=lambda: [self._incarnation.placement.plan.replicas[index]],
+            places=lambda: [self._place(index)],
             start=partial(self._start, index),
             settle=partial(self._settle, index),
             rest=self._rest,
             first_starts=FIRST_STARTS,
-            make=self._make,
+            make=self._incarnation.kinds.replica,
             spares_memory="lower rollout.kv_capacity, rollout.max_batch or rollout.replicas",
             forgives_s=FORGIVES_S,
         )
 
-    async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
-        """Have what it had go on elsewhere; None if it was ended on purpose, or if its disk is full.
+    def _place(self, index: int) -> Place | None:
+        if index in self._ended:
+            raise _LeftError
+        planned = self._incarnation.placement.plan.replicas
+        return planned[index] if index < len(planned) else None  # it has just joined
 
-        That ends no run: it is tried again, ever more rarely, while others go on.
+    async def _settle(self, index: int, error: PartDiedError) -> PartDiedError | None:
+        """Have what it had go on elsewhere; None if it was ended on purpose, or if that ends no run.
+
+        A full disk does not, nor the first start of one that joined: it is tried again, ever more rarely, while
+        others go on. One that was to leave has left with that.
         """
-        await self._close_line(index)
+        await self._lines.close(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
-        if index not in self._restarting and StoreFullError.__name__ in error.reason:
+        on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
+        self._restarting.discard(index)
+        tolerated = leaves or index in self._unproven or StoreFullError.__name__ in error.reason
+        if tolerated and not on_purpose:
+            if index in self._unproven:
+                self._failing.setdefault(index, error.reason)
             log.error("%s", error)
             self._incarnation.ledger.append(PartDied(error.part, error.reason))
-            return None
-        if index not in self._restarting:
-            return error
-        self._restarting.discard(index)
-        return None
+        if leaves:
+            raise _LeftError
+        return None if on_purpose or tolerated else error
 
     async def _take_over(self, index: int) -> None:
         """Have what a dead replica had wait for others, from where its segments and journals end."""
@@ -264,11 +326,10 @@ class Replicas:
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
+        self._stats.joined(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.label(f"replica-{index}", parts[0].place.node)
-        await self._close_line(index)  # of a start that failed
-        self._lines[index] = line = self._open_hub.open(label, index)
-        self._relay_told[line] = relay
+        await self._lines.open(index, label, relay)
         self._heed_plan()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
@@ -278,21 +339,26 @@ class Replicas:
             index=index,
             model_dir=str(self._config.model.path),
             relay=relay,
-            hub=self._open_hub.endpoint,
-            pace=_pace(self._config.rollout.replicas, self._config.supervisor.heartbeat_timeout_s),
+            hub=self._lines.hub.endpoint,
+            pace=self._lines.pace,
             public_key=self._relays.keys.public,
             secret_key=self._relays.keys.secret,
             assignments=self._located(index, self._scheduler.dispatcher.for_starting(index)),
             secret=self._config.rollout.engine.secret(),
+            server=self._servers.get(index, ""),
         )
         limit = START_S + self._config.rollout.engine.start_limit_s
         await parts[0].call("start", encode(spec), timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
         """Until a replica ends, or is of no use any more. Raises PartDiedError."""
-        (part,), line = parts, self._lines[index]
-        self._open_hub.begin(line)
-        await watched(part.call("ended", timeout_s=math.inf), _until_lost(part.name, line))
+        self._unproven.discard(index)
+        await watched(parts[0].call("ended", timeout_s=math.inf), self._lines.until_lost(index))
+
+    @property
+    def _lines(self) -> ReplicaLines:
+        assert self._opened is not None, "there are lines from `keep` on"
+        return self._opened
 
     async def _take_in(self, reports: Sequence[tuple[Line, ReplicaReport]]) -> None:
         """Take the reports of a moment in, and answer those at once who may have nothing to do."""
@@ -304,60 +370,11 @@ class Replicas:
                 continue  # what it had is taken over from where it lies
             await self._scheduler.reports.on_report(report)
             self._stats.on_report(report)
-            self._compare(line, report.loads)
-            self._keep_attached(line)
+            self._lines.compare(line, report.loads)
+            self._lines.keep_attached(line)
             is_urgent |= views.by_index[index].idle or report.status.version != version
         self._note_work()
         if is_urgent:
             self.dispatch()
         else:
             self.wake()
-
-    def _keep_attached(self, line: Line) -> None:
-        """Tell a replica where its relay is now; one whose relay has gone to another host cannot go on."""
-        try:
-            relay = self._relays.endpoint_for(line.replica)
-        except PartDiedError as error:
-            line.lose(error.reason)
-            return
-        if relay != self._relay_told[line]:
-            self._relay_told[line] = relay
-            line.put(Follow(relay))
-
-    async def _close_line(self, index: int) -> None:
-        line = self._lines.pop(index, None)
-        if line is not None:
-            await self._open_hub.close(line)
-            del self._relay_told[line]
-
-    @property
-    def _open_hub(self) -> ReplicaHub:
-        assert self._hub is not None, "there is a link from `keep` on"
-        return self._hub
-
-    def _compare(self, line: Line, loads: Sequence[WeightLoad]) -> None:
-        """Engines that verified one version in one layout hold the same tensors; one that does not is lost."""
-        for load in loads:
-            if load.checksum is None:
-                continue
-            layout = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
-            if agreed != load.checksum:
-                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
-        for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
-            del self._checksums[key]
-
-
-async def _until_lost(name: str, line: Line) -> None:
-    raise PartDiedError(name, await line.lost)
-
-
-def _pace(replicas: int, patience_s: float) -> ReportPace:
-    """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace.
-
-    None is quiet for so long that it is taken for dead.
-    """
-    return ReportPace(
-        gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
-        quiet_s=min(MOST_QUIET_S, patience_s / 4, max(1.0, replicas / QUIET_PER_S)),
-    )

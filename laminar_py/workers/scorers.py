@@ -82,9 +82,8 @@ def _by_size(requests: Sequence[Unscored]) -> Iterator[bytes]:
 class Scorers:
     """Processes of the scoring stage."""
 
-    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts, actor: type = ScorerActor) -> None:
+    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
         self._incarnation = incarnation
-        self._actor = actor
         self._payload = payload
         workers = range(incarnation.config.reward.workers)
         self._at_once = [1 for _ in workers]
@@ -130,7 +129,7 @@ class Scorers:
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"scorer-{index}"],
-            actor=self._actor,
+            actor=self._incarnation.kinds.scorer or ScorerActor,
             concurrency=CALLS,
             timeout_s=START_S,
             places=lambda: [self._incarnation.placement.of_scorer(index)],

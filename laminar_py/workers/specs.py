@@ -67,6 +67,7 @@ class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     secret_key: str
     assignments: list[Assignment] = []
     secret: str | None = None  # that it opens its engine with
+    server: str = ""  # that it attaches to, where it starts none
 
 
 class LearnerSpec(PayloadStart, frozen=True, kw_only=True):

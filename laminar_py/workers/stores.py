@@ -4,7 +4,7 @@ Owned by the controller. Where a run spans several hosts, each on which replicas
 segments has one, and each that is `need`ed for segments of before; it stays as long as its host lives, whatever
 moves away from there, since the segments stay. A store that died comes back at its old port, for which it waits,
 and readers ask there again meanwhile. If the port stays taken it gets another: `address` says that from then on,
-and what was asked at the old one is lost to whoever asked, and not to those who ask anew. Invariant: a host has
+and who was told the old one finds the new one noted in the run's folder (`segments.moves`). Invariant: a host has
 one store at most.
 """
 
@@ -17,6 +17,8 @@ from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.placement import Place
 from laminar_py.records.codec import encode
+from laminar_py.segments.fetch import RETRY_S
+from laminar_py.segments.moves import NAME, forget_moves
 from laminar_py.workers.incarnation import Incarnation
 from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.processes.store import StoreActor
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PING_S = 1.0
 PORT_SHARE = 0.5  # of the time in which a start must answer, for the port of before to be free
+PORT_S = RETRY_S / 4  # at most, since readers ask so long and no longer
 
 
 class Stores:
@@ -68,6 +71,7 @@ class Stores:
 
     def spawn(self) -> None:
         """Start the processes on all hosts of the plan; `start` starts what runs in them."""
+        forget_moves(self._incarnation.run.path / NAME)
         self._follow()
         for keeper in self._keepers.values():
             keeper.spawn()
@@ -116,7 +120,7 @@ class Stores:
             name=name,
             host=self._placement.ip(node),
             port=0 if before is None else int(before.rpartition(":")[2]),
-            patience_s=PORT_SHARE * self._timeout_s,
+            patience_s=min(PORT_SHARE * self._timeout_s, PORT_S),
             key=self._key,
         )
         address = await parts[0].call("start", encode(spec))

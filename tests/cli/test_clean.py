@@ -1,11 +1,13 @@
 """What stopped runs keep in shared memory is listed, and freed; what a running one has stays."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from laminar_py.cli import app
+from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder
 
 ABSENT = "not there, deleted or not mounted"
@@ -21,9 +23,10 @@ def shm(tmp_path):
         run.path.mkdir(parents=True)
         run.shm(folder).mkdir(parents=True)
         run.note_shm(run.shm(folder))
+        run.config.write_text("")
         (run.shm(folder) / "model").write_bytes(bytes(3 << 20))
         if name == "gone":
-            run.path.rmdir()
+            shutil.rmtree(run.path)
     return folder
 
 
@@ -62,6 +65,22 @@ def test_a_run_that_is_named_is_freed_alone(shm, tmp_path, monkeypatch):
     assert line.endswith("stopped: stopped; freed")
     assert other.shm(shm).is_dir()
     assert clean("runs/stopped", "--free", "--shm", str(shm)) == [f"runs/stopped has left nothing in {shm}"]
+
+
+@pytest.mark.parametrize("mistyped", ["runs/stoped", "stopped", "runs"])
+def test_a_run_that_is_none_is_refused_with_those_that_there_are(shm, tmp_path, monkeypatch, mistyped):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(shm.iterdir())
+    done = CliRunner().invoke(app, ["clean", mistyped, "--free", "--shm", str(shm)])
+    assert isinstance(done.exception, ConfigError), "which ends with exit code 2"
+    told = f"run={mistyped}: no such run, and none that left anything in {shm}; choose from "
+    assert str(done.exception).startswith(told)
+    assert {str(tmp_path / "runs" / name) for name in ("running", "stopped", "gone")} == set(
+        str(done.exception).removeprefix(told).split(", ")
+    )
+    assert sorted(shm.iterdir()) == before
+    empty = CliRunner().invoke(app, ["clean", mistyped, "--shm", str(tmp_path / "runs")])
+    assert str(empty.exception).endswith("; no other run has left anything there either")
 
 
 def test_a_run_on_a_disk_that_is_not_mounted_loses_nothing_by_free(shm, tmp_path):

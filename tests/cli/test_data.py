@@ -50,7 +50,9 @@ def test_a_run_with_leaks_and_prompts_that_are_too_long_is_told_and_exits_with_1
     assert "data.train: fields answer 4, messages 4, level 4" in output
     assert "data.train: tasks t 4" in output
     assert "data.train: levels 2 4" in output
-    assert "data.train: 1 prompts have more than the 130 tokens that rollout.max_len leaves for one" in output
+    room = "tokens that rollout.max_len leaves beside a whole response"
+    long = f"data.train: 1 prompt has more than the 130 {room}, the first in data.train={tmp_path}/train.jsonl:3\n"
+    assert long in output
     leak = f"{tmp_path}/aime.jsonl:1 is data.train={tmp_path}/train.jsonl:1"
     assert f"eval.sets.aime: 2 prompts are trained on, e.g. eval.sets.aime={leak}" in output
     (row,) = [line for line in output.splitlines() if "│ data.train " in line]
@@ -63,7 +65,7 @@ def test_an_evaluation_set_has_the_room_that_its_own_cap_leaves(tmp_path):
     settings["eval"]["sets"]["aime"] |= {"max_new_tokens": 150}
     path.write_text(json.dumps(settings))
     _, output = shown(path)
-    assert "eval.sets.aime: 2 prompts have more than the 40 tokens that rollout.max_len leaves for one" in output
+    assert "eval.sets.aime: 2 prompts have more than the 40 tokens that rollout.max_len leaves beside a" in output
 
 
 def test_a_problem_without_a_level_is_refused_where_the_run_would(tmp_path):
@@ -81,7 +83,7 @@ def test_counts_of_tasks_are_bounded(tmp_path):
 
 def test_the_rendered_prompt_is_shown_with_what_ends_a_response(tmp_path):
     _, output = shown(config(tmp_path))
-    assert "prompt p0, 46 tokens; a response ends with 4 '<|im_end|>', 2 '</s>'" in output
+    assert "prompt p0, 46 tokens; a response ends with '<|im_end|>' (id 4) or '</s>' (id 2)" in output
     assert "  <|im_start|>system\n  You are helpful.<|im_end|>\n  <|im_start|>user\n  a<|im_end|>\n" in output
 
 
@@ -92,7 +94,7 @@ def test_a_file_alone_is_shown_with_a_model(tmp_path):
     code, output = shown(tmp_path / "t.parquet", "--model", model, *mapping)
     assert code == 0
     assert "data: levels 0 2, 1 1" in output
-    assert "prompt p0, 5 tokens; a response ends with 2 '</s>'\n  2+2=\n" in output
+    assert "prompt p0, 5 tokens; a response ends with '</s>' (id 2)\n  2+2=\n" in output
 
 
 @pytest.mark.parametrize(
@@ -135,9 +137,21 @@ def test_demonstrations_are_a_source_too(tmp_path):
     assert (code, "unknown" in output) == (0, False)
 
 
+def test_demonstrations_that_are_too_long_are_counted_and_the_first_is_named(tmp_path):
+    path = word_config(tmp_path)
+    rows = [{"prompt": "plus 2", "response": "x+2" * times} for times in (1, 30, 1, 40)]
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output = shown(path)
+    told = "2 demonstrations have more than the 64 tokens of warm_start.tokens_per_step, the first in"
+    assert f"warm_start.data: {told} warm_start.data={tmp_path}/w.jsonl:2\n" in output
+    (row,) = [line for line in output.splitlines() if "│ warm_start.data " in line]
+    assert [cell.strip() for cell in row.split("│")[2:8]] == ["4", "7", "124", "124", "2", "3"]
+    assert code == 1
+
+
 def test_words_that_the_tokenizer_does_not_have_are_counted_by_source(tmp_path):
     code, output = shown(word_config(tmp_path, prompt="minus 2 <unk>", response="x-2-2"))
-    told = "the tokenizer's unknown token, first"
+    told = "the tokenizer's unknown token, the first"
     assert f"data.train: 1 word becomes {told} 'minus' in data.train={tmp_path}/train.jsonl:2\n" in output
     assert f"warm_start.data: 3 words become {told} 'minus' in warm_start.data={tmp_path}/w.jsonl:1\n" in output
     assert code == 0

@@ -74,6 +74,24 @@ def test_settings_beyond_the_first_are_counted_and_long_values_cut(resumed, tmp_
     assert "... (to have them, give them as key=value)" in told
 
 
+def test_what_no_resume_can_change_is_said_to_be_so_and_not_offered(resumed, tmp_path):
+    fixed = {"name": "other", "runs": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+    (tmp_path / "mine.yaml").write_text(json.dumps(SETTINGS | fixed))
+    told, _ = train("--resume", "--run", "runs/mine-1")
+    begin = (
+        "runs/mine-1 goes on with the settings that it began with; of mine.yaml these cannot count, which are what"
+    )
+    assert told.startswith(f"{begin} a run is made of: name mine -> other, runs runs -> r, ")
+    assert told.endswith(" and 1 more (start a new run for them)")
+    lora = {"lora": {"rank": 4}, "lr": 1e-4}
+    (tmp_path / "mine.yaml").write_text(json.dumps(SETTINGS | {"learner": lora, "data": {"train": "t"}}))
+    told, _ = train("--resume")
+    free, _, fixed = told.partition("; nor can these, which are what a run is made of: ")
+    assert free.endswith("learner.lr 1e-06 -> 0.0001 (to have them, give them as learner.lr=0.0001)")
+    assert fixed.startswith("data.train ")
+    assert "learner.lora" in fixed
+
+
 def test_a_resume_of_a_run_that_is_named_takes_that(resumed):
     assert train("--resume", "--run", "runs/mine-1") == ("", "enough")
     assert [run for run, _ in resumed] == ["runs/mine-1"]

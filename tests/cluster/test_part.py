@@ -13,7 +13,7 @@ from laminar_py.cluster.errors import PartBugError, PartDiedError, UnwritableErr
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import open_cluster
 from laminar_py.config.section import ConfigError
-from laminar_py.records.protocols import RefusedError
+from laminar_py.records.protocols import RefusedError, StoreFullError
 from laminar_py.relay.store.version import NoRoomError
 
 PATIENCE_S = 60.0
@@ -29,6 +29,9 @@ class Faulty:
 
     def fill_disk(self):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model")
+
+    def fill_store(self):
+        raise StoreFullError("segments=there: cannot be written (No space left on device); make room")
 
     def answer(self):
         return 1
@@ -125,3 +128,9 @@ async def test_a_process_that_the_run_ends_itself_has_not_vanished(cluster):
     with pytest.raises(PartDiedError) as death:
         await hanging
     assert not death.value.vanished, death.value
+
+
+async def test_a_disk_that_is_full_for_a_replicas_tokens_costs_that_replica_and_not_the_run(cluster):
+    part = Part("replica-3", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    with pytest.raises(PartDiedError, match=r"replica-3: StoreFullError: segments=there: .* make room"):
+        await part.call("fill_store")

@@ -364,6 +364,43 @@ async def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_t
     assert placement.plan.relays == ("a", "d", "c")
 
 
+async def test_a_larger_fleet_has_a_place_where_there_is_room_and_nobody_moves_for_it():
+    seen = hosts(4)
+    needs = Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1, relays=3)
+    placement = Placement(needs, lambda: seen)
+    before = placement.plan
+    await placement.scale(replace(needs, replicas=6))
+    assert placement.plan.replicas[:2] == before.replicas
+    assert placement.plan.replicas[3:] == (None, None, None)
+    seen.append(Node(id="b", ip="10.0.0.9", gpus=8, cpus=8))
+    await placement.refresh()
+    assert on(placement.plan.replicas) == "aaabbb"
+    assert placement.plan.relays == ("a", "a", "a", "b"), "who pulls from one of the first three stays there"
+
+
+async def test_a_smaller_fleet_gives_its_places_to_those_that_wait_or_come_later():
+    seen = hosts(3)
+    needs = Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1)
+    placement = Placement(needs, lambda: seen)
+    await placement.scale(replace(needs, replicas=3))
+    assert placement.plan.replicas[2] is None
+    await placement.scale(replace(needs, replicas=3, gone=frozenset({0})))
+    assert [place.node if place else None for place in placement.plan.replicas] == [None, "a", "a"]
+    seen[0] = Node(id="a", ip="10.0.0.0", gpus=0, cpus=8, here=True)
+    await placement.refresh()  # one that has left needs no place, so nobody looks for it
+    assert placement.plan.replicas[0] is None
+
+
+async def test_a_fleet_that_grows_takes_no_gpus_that_others_have_taken_since():
+    seen = hosts(2, 8)
+    needs = Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=1)
+    placement = Placement(needs, lambda: seen)
+    assert placement.plan.nodes == {"a"}
+    seen[1] = Node(id="b", ip="10.0.0.1", gpus=3, cpus=8)
+    await placement.scale(replace(needs, replicas=8))
+    assert on(placement.plan.replicas) == "abbb"
+
+
 async def test_a_learner_without_a_place_ends_the_run():
     seen = hosts(8, 8)
     placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=8, replica_gpus=1), lambda: seen)

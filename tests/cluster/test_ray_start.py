@@ -1,5 +1,10 @@
 """Ray's start on one host: waited for on a machine that is busy, and one line where it fails."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from laminar_py.cluster import ray_cluster
@@ -35,3 +40,28 @@ def test_a_node_that_registers_late_is_waited_for(monkeypatch):
     assert SERVICES.get_node is get_node
     with _patient_on_loopback(), pytest.raises(RuntimeError, match="never"):
         SERVICES.get_node("address", "id")
+
+
+TAKEN = """
+import os
+{first}
+from laminar_py.cluster import use_token_of_cluster
+use_token_of_cluster()
+print(os.environ.get("RAY_AUTH_TOKEN", "that of the file"))
+"""
+
+
+@pytest.mark.parametrize(("first", "from_file"), [("import tests.conftest", False), ("", True)])
+def test_a_token_in_the_users_home_is_a_cluster_s_and_reaches_no_test(tmp_path, first, from_file):
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("0123456789abcdef" * 4)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", TAKEN.format(first=first)],
+        env=clean | {"HOME": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.strip() == "that of the file") == from_file

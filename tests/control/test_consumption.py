@@ -204,7 +204,7 @@ async def test_a_reweighted_trajectory_takes_its_factor_to_the_learner():
     fleet.learned(4)
     batch = await take(fleet, 1, version=4)
     assert [trajectory.weight for trajectory in batch.reweighted.values()] == [0.4, 0.4]
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     assert [event.weight for event in fleet.log.events if isinstance(event, Consumed)] == [0.4, 0.4]
 
 
@@ -257,7 +257,7 @@ async def play(actions, look_ahead, max_staleness):
             assert all(item.num_tokens <= MAX_TOKENS for item in batch.bins)
             if action == "step":
                 step += 1
-                consumption.commit(batch, step)
+                await consumption.commit(batch, step)
             else:
                 await consumption.put_back(batch)
         elif action == "die":
@@ -290,7 +290,7 @@ async def lengths_through(fleet, *, steps, groups, ready, seed):
         if len(fleet.scheduler.consumption.buffer) >= ready:
             batch = await take(fleet, groups, version=len(consumed))
             consumed.append(batch)
-            fleet.scheduler.consumption.commit(batch, len(consumed))
+            await fleet.scheduler.consumption.commit(batch, len(consumed))
             fleet.versions[0] = len(consumed)
     return consumed, issued
 

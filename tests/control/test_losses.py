@@ -155,7 +155,7 @@ async def test_what_the_learner_has_in_hand_stays():
     await fleet.score_all()
     batch = await asyncio.wait_for(fleet.scheduler.next_batch(groups=1, version=0), 5)
     await lose_host_of(fleet, 0)
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     assert not dropped(fleet)
     assert_law_one(fleet)
 
@@ -332,7 +332,7 @@ async def act(fleet, name, number, step):
             await consumption.put_back(batch)
         else:
             step += 1
-            consumption.commit(batch, step)
+            await consumption.commit(batch, step)
     for replica, ids in fleet.scheduler.book.take_aborts().items():
         for id in ids:
             fleet.running[replica].pop(id, None)

@@ -60,7 +60,7 @@ async def test_no_deadline_counts_for_a_group_that_is_ready():
     fleet.clock.time = 100.0
     await fleet.scheduler.enforce_deadlines()
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     assert not [event for event in fleet.log.events if isinstance(event, Dropped)]
 
 
@@ -69,7 +69,7 @@ async def test_what_was_undone_keeps_what_the_reference_found():
     await fleet.score_all()
     await fleet.refer_all()
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     assert await fleet.scheduler.consumption.roll_back(0) == 4
     again = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     assert all(REFERENCE_LOGPROBS in trajectory.columns for trajectory in again.trajectories)

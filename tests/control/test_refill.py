@@ -55,7 +55,7 @@ async def test_a_step_goes_on_with_what_there_is_at_the_ceiling_of_refill_and_sa
     assert (event.num_wanted, event.num_taken, event.num_silent) == (2, 1, 4)
     assert (event.num_best, event.num_worst) == (3, 1)
     assert "75% are solved" in event.tell()
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     task = asks(fleet)
     await generate(fleet, *[SOLVED] * 4)
     await settle()
@@ -73,7 +73,7 @@ async def test_async_waits_for_nobody_at_the_ceiling_and_goes_on_generating():
     assert len(batch.groups) == 1
     assert fleet.running[0], "which are of later steps"
     assert fleet.scheduler.book.next_prompt > issued
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     task = asks(fleet)
     await generate(fleet, SIGNAL, SIGNAL)
     batch = await asyncio.wait_for(task, PATIENCE_S)
@@ -116,7 +116,7 @@ async def test_a_short_step_opens_no_batch_before_its_time(schedule, num_silent,
     await generate(fleet, *[SIGNAL] * (len(fleet.running[0]) // 2))
     await fleet.report(0)
     assert not fleet.running[0], "the batch after next waits for the step in hand"
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     await fleet.report(0)
     assert fleet.running[0]
 
@@ -198,7 +198,7 @@ async def test_a_response_that_was_cut_counts_for_its_group_and_not_in_the_loss(
     ready = [event.advantage for event in fleet.log.events if isinstance(event, Ready)]
     assert ready == pytest.approx([-0.707, 0.707], abs=1e-3)
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
-    fleet.scheduler.consumption.commit(batch, 1)
+    await fleet.scheduler.consumption.commit(batch, 1)
     assert sum(entry.num_trained for item in batch.bins for entry in item.entries) == (3 if masks else 6)
     weights = {event.trajectory_id: event.weight for event in fleet.log.events if isinstance(event, Consumed)}
     assert weights == {"g0.0": 0.0 if masks else 1.0, "g0.1": 1.0}

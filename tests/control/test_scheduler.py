@@ -258,7 +258,7 @@ async def test_the_bound_counts_steps_that_the_learner_does_not_publish():
         fleet.scheduler.book.ages.stepped(learned=True)
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     assert [trajectory.weight for trajectory in batch.trajectories] == [0.4] * 4
-    fleet.scheduler.consumption.commit(batch, 5)
+    await fleet.scheduler.consumption.commit(batch, 5)
     assert [event.staleness for event in fleet.log.events if isinstance(event, Consumed)] == [4] * 4
 
 
@@ -269,7 +269,7 @@ async def test_sync_admits_a_batch_only_when_the_one_before_is_consumed_and_weig
     await fleet.finish_all(0)
     await fleet.score_all()
     assert not fleet.running[0]
-    fleet.scheduler.consumption.commit(await fleet.scheduler.consumption.next_batch(groups=2, version=0), 1)
+    await fleet.scheduler.consumption.commit(await fleet.scheduler.consumption.next_batch(groups=2, version=0), 1)
     fleet.scheduler.published(1)
     await fleet.report(0)
     assert not fleet.running[0], "it still serves version 0"
@@ -284,11 +284,11 @@ async def test_rolled_back_trajectories_are_ready_again_and_consumed_once_more()
     await fleet.finish_all(0, admissible=0)
     await fleet.score_all()
     first = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
-    fleet.scheduler.consumption.commit(first, 1)
+    await fleet.scheduler.consumption.commit(first, 1)
     assert await fleet.scheduler.consumption.roll_back(0) == 4
     again = await asyncio.wait_for(fleet.scheduler.consumption.next_batch(groups=1, version=0), 1)
     assert {t.id for t in again.trajectories} == {t.id for t in first.trajectories}
-    fleet.scheduler.consumption.commit(again, 1)
+    await fleet.scheduler.consumption.commit(again, 1)
     fleet.scheduler.consumption.checkpointed(1)
     assert await fleet.scheduler.consumption.roll_back(1) == 0
 
@@ -410,7 +410,7 @@ async def play(actions, without_signal, schedule):
             await fleet.refuse(index, running[0])
         elif name == "step" and len(fleet.scheduler.consumption.buffer) >= 2:
             step += 1
-            fleet.scheduler.consumption.commit(
+            await fleet.scheduler.consumption.commit(
                 await fleet.scheduler.consumption.next_batch(groups=2, version=0), step
             )
         elif name == "die":

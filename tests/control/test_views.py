@@ -17,7 +17,7 @@ acts = st.one_of(
     st.tuples(st.just("reported"), indices, versions, st.integers(-2, 2 * GROUP)),
     st.tuples(st.just("send"), indices, names, st.none() | st.integers(0, NEWEST)),
     st.tuples(st.just("returned"), indices, names),
-    st.tuples(st.just("forget") | st.just("retire"), indices),
+    st.tuples(st.sampled_from(("forget", "retire", "leave", "join")), indices),
     st.tuples(st.just("planned"), st.lists(st.booleans(), min_size=REPLICAS, max_size=REPLICAS)),
     st.tuples(st.just("expect") | st.just("arrives"), indices, names),
 )
@@ -58,11 +58,20 @@ def load(view):
     return len(view.in_flight)
 
 
+def staying(scheduler):
+    return [view for view in scheduler.views.by_index.values() if not view.leaving]
+
+
+def leaving_that_serve(scheduler, version):
+    views = scheduler.views.by_index.values()
+    return [view for view in views if view.leaving and view.version >= 0 and view.serving == version]
+
+
 @given(st.sampled_from(Schedule), st.lists(acts, max_size=60), st.integers(0, NEWEST), st.sampled_from((1, GROUP)))
 @settings(max_examples=300, deadline=None)
 def test_new_trajectories_go_where_a_look_at_all_replicas_would_send_them(schedule, history, newest, size):
     scheduler = scheduler_of(schedule, history, newest=newest)
-    views, book = list(scheduler.views.by_index.values()), scheduler.book
+    views, book = staying(scheduler), scheduler.book
     admission, oldest = book.settings.admission, book.settings.admission.oldest(newest, book.ages)
     groups = admission.share(max(1, sum(view.has_place for view in views)))
     fitting = [
@@ -84,11 +93,12 @@ def test_new_trajectories_go_where_a_look_at_all_replicas_would_send_them(schedu
 @settings(max_examples=300, deadline=None)
 def test_pinned_trajectories_go_where_a_look_at_all_replicas_would_send_them(history, version, limit):
     scheduler = scheduler_of(Schedule.ASYNC, history)
-    views, expected = list(scheduler.views.by_index.values()), scheduler.moves.expected
+    views, expected = staying(scheduler), scheduler.moves.expected
     serving = [view for view in views if view.version >= 0 and view.serving == version]
     idle = [view for view in views if view.idle and view.version < version and not expected(view.index)]
     within = [view for view in serving if limit is None or load(view) < limit]
-    assert scheduler.router.for_pinned(version, limit=limit) is first(within or idle, load)
+    last = leaving_that_serve(scheduler, version)
+    assert scheduler.router.for_pinned(version, limit=limit) is first(within or idle or last, load)
 
 
 @given(
@@ -103,13 +113,14 @@ def test_members_of_a_pass_go_where_a_look_at_all_replicas_would_send_them(
     history, version, holders, most, num_out
 ):
     scheduler = scheduler_of(Schedule.ASYNC, history)
-    views, expected = list(scheduler.views.by_index.values()), scheduler.moves.expected
+    views, expected = staying(scheduler), scheduler.moves.expected
     serving = [view for view in views if view.version >= 0 and view.serving == version]
     idle = [view for view in views if view.idle and view.version < version and not expected(view.index)]
     holding = [view for view in serving if view.index in holders]
     others = [view for view in serving if view.index not in holders] or idle
     is_full = num_out >= len(holding) * scheduler.book.settings.batch_per_replica
     best = None if is_full else first(holding, load)
+    others = others or ([] if holding else leaving_that_serve(scheduler, version))
     if others and len(holding) < most:
         best = first(others, load)
     chosen = scheduler.router.for_pass(version, holders=holders, most=most, num_out=num_out)
@@ -122,11 +133,13 @@ def test_counts_of_replicas_are_those_of_a_look_at_all(history, version):
     views = scheduler_of(Schedule.ASYNC, history).views
     every = list(views.by_index.values())
     placed = [view for view in every if view.has_place]
+    stay = [view for view in placed if not view.leaving]
     assert views.in_flight == sum(map(load, every))
-    assert views.num_placed == max(1, len(placed))
-    assert views.num_starting() == sum(view.version < 0 and not view.in_flight for view in placed)
-    beyond = [min(view.version, view.serving) > version for view in placed]
-    assert views.is_unreachable(version) == (bool(placed) and all(beyond))
+    assert views.num_placed == max(1, len(stay))
+    assert views.num_starting() == sum(view.version < 0 and not view.in_flight for view in stay)
+    serve = [view for view in placed if not view.leaving or view.version >= 0]
+    beyond = [min(view.version, view.serving) > version for view in serve]
+    assert views.is_unreachable(version) == (bool(serve) and all(beyond))
 
 
 @given(

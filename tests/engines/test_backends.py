@@ -102,7 +102,7 @@ async def use(settings):
     """What a run asks of a backend."""
     config = parse_config(settings)
     check_engine(config)
-    if fault := decode(Sight, look("", config.model_dump_json(), "replica")).fault:
+    if fault := decode(Sight, look("", config.model_dump_json(), "runs", "replica")).fault:
         raise ConfigError(fault)
     with _telling_bugs(config):
         await BACKENDS.get(config.rollout.engine.kind).open(config, None)

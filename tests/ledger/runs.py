@@ -80,7 +80,7 @@ def _payload_in(run):
 
 def run_of(ledger):
     """The folder of the run that a ledger records."""
-    return ledger._path.parent
+    return ledger._run
 
 
 def payload_of(ledger):

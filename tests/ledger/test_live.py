@@ -1,6 +1,7 @@
 """Ledgers of runs whose folders lie on a file system over a network: what is read there, what a resume takes."""
 
 import os
+import shutil
 import stat
 from contextlib import asynccontextmanager
 
@@ -11,12 +12,12 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger import live
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, log_path, reading
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.live import own_disk, settle
+from laminar_py.ledger.live import copy_ledger, own_disk, settle
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.seal import seal_digest, seal_run
 from laminar_py.records.events import RunEnded, SealBroken
-from tests.ledger.runs import Ticks, begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger, read_response
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ async def test_the_run_folder_has_a_whole_ledger_as_of_the_last_copy_and_no_log_
         assert verify(run.path) == []
         await ledger.copy()
         assert head(run.ledger) == head(run.live_ledger)
-        assert [path.name for path in run.path.iterdir()] == [LEDGER_NAME]
+        assert {path.name for path in run.path.iterdir()} == {LEDGER_NAME, run.segments.name}
         assert stat.S_IMODE(run.live_ledger.parent.stat().st_mode) == 0o700
 
 
@@ -103,12 +104,12 @@ async def test_a_reader_of_a_copy_sees_one_state_whatever_is_copied_meanwhile(ru
 async def test_at_its_end_all_of_a_run_is_in_its_folder_and_is_sealed_there(run, disk):
     settle(run, disk)
     await start(run, prompts=[0])
-    assert list(disk.iterdir()) == []
+    assert not run.live_folder(disk).exists()
     seal_run(run.path)
     assert is_copy(run.ledger)
     assert issued(run.path) == ["g0.0"]
     assert prove(run.path).violations == []
-    assert prove(run.path).notes[0].startswith("sealed: 1 files")
+    assert prove(run.path).notes[0].startswith("sealed: 2 files")
 
 
 async def test_a_seal_is_broken_in_the_folder_before_it_is_gone(run, disk):
@@ -218,7 +219,7 @@ async def test_a_run_that_was_killed_on_a_disk_goes_on_over_a_network_with_all_o
     again = RunFolder(run.path)
     assert settle(again, disk) == []
     await start(again, incarnation=2)
-    assert [path.name for path in run.path.iterdir()] == [LEDGER_NAME]
+    assert {path.name for path in run.path.iterdir()} == {LEDGER_NAME, "segments", "segments.kept"}
     assert issued(run.path) == ["g0.0"]
     assert verify(run.path) == []
 
@@ -244,9 +245,38 @@ async def test_what_is_archived_is_beside_the_copy(run, disk):
         make_ready(ledger, "g0.0")
         ledger.append_all(consume(1, 0, "g0.0"))
         ledger.append(checkpoint(1, 0))
-        assert await ledger.archive(1) == 1
+        assert await archive(ledger, 1) == 1
     assert len(list(run.archive.iterdir())) == 1
     assert verify(run.path) == []
+
+
+async def test_of_a_killed_run_what_other_hosts_have_is_noted_and_no_violation(run, disk):
+    settle(run, disk)
+    await start(run, killed=True, prompts=[0])
+    async with led(RunFolder(run.path), killed=True):
+        pass
+    copy_ledger(run.live_ledger, run.ledger)
+    assert prove(run.path).violations == []
+    shutil.rmtree(run.segments.readlink())  # as another host sees it
+    proof = prove(run.path)
+    assert proof.violations == []
+    assert "1 responses are on other hosts of the run, and were not read" in proof.notes
+    with pytest.raises(ConfigError, match=r"g0\.0: its tokens cannot be read \(on another host of the run"):
+        read_response(run.path, "g0.0")
+
+
+async def test_a_run_that_goes_back_to_a_copy_knows_it(run, disk):
+    settle(run, disk)
+    assert not run.went_back, "it begins"
+    await start(run, killed=True, prompts=[0])
+    again = RunFolder(run.path)
+    settle(again, disk)
+    assert not again.went_back, "its live ledger is there"
+    assert again.segments.readlink() == run.segments.readlink(), "and so is what it stored"
+    elsewhere = RunFolder(run.path)
+    (disk / "other").mkdir()
+    settle(elsewhere, disk / "other")
+    assert elsewhere.went_back
 
 
 def on(*network):

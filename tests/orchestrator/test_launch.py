@@ -2,14 +2,9 @@
 
 import errno
 import io
-import re
 import sqlite3
-from contextlib import ExitStack, closing, nullcontext
-from pathlib import Path
-from types import SimpleNamespace
+from contextlib import ExitStack, closing
 
-import msgspec
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -18,9 +13,6 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator import launch
-from laminar_py.orchestrator.resumed_data import refuse_other_prompts, refuse_other_rows
-from tests.builders import make_prompt
-from tests.ledger.runs import begin, issue, open_ledger
 from tests.runs.runs import REPO
 
 
@@ -94,54 +86,3 @@ def test_a_bug_anywhere_in_a_group_counts_before_all_else(tmp_path, monkeypatch,
     monkeypatch.setattr(launch, "_lead", lead)
     with pytest.raises(kind, match=line):
         launch._lead_logged(opened(tmp_path, []), lambda opened: None)
-
-
-@pytest.mark.parametrize(
-    ("now", "field"),
-    [
-        ({"data.train": "d0", "eval.sets.new": "d2"}, None),
-        ({"data.train": "d1", "eval.sets.a": "d1"}, "data.train"),
-        ({"data.train.0": "d0", "data.train.1": "d1"}, "data.train"),
-        ({"data.train": "d0", "eval.sets.a": "d0"}, "eval.sets.a"),
-    ],
-)
-async def test_a_resume_with_other_rows_is_refused(tmp_path, now, field):
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger, data={"data.train": "d0", "eval.sets.a": "d1"})
-    if field is None:
-        refuse_other_rows(RunFolder(tmp_path), now)
-        return
-    with pytest.raises(
-        ConfigError, match=rf"^{field}: has other rows than when .* began, .*; bring these back, or"
-    ):
-        refuse_other_rows(RunFolder(tmp_path), now)
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({}, None),
-        (
-            {"ids": np.arange(4, 7, dtype=np.int32)},
-            "model.path=m: its tokenizer makes other ids of prompt p1 than",
-        ),
-        (
-            {"text": "<|user|>prompt 1"},
-            "data.chat, or the chat template in model.path=m: writes prompt p1 otherwise",
-        ),
-        ({"task": "sums"}, "data.train, or eval.sets: prompt p1 has another task, 'sums' and not '', than when"),
-    ],
-)
-@pytest.mark.parametrize("evaluated", [False, True])
-async def test_a_resume_with_other_prompts_of_the_same_rows_is_refused(tmp_path, change, fault, evaluated):
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger)
-        issue(ledger, "g0.0", index=0)
-        issue(ledger, "g1.0", index=1)
-    now = msgspec.structs.replace(make_prompt(1), index=7, **change)
-    stream = SimpleNamespace(find={}.get if evaluated else {"p1": now}.get)
-    inputs = SimpleNamespace(stream=stream, sets={"a": [now]} if evaluated else {})
-    with (
-        nullcontext() if fault is None else pytest.raises(ConfigError, match=f"^{re.escape(fault)}.* began; bring")
-    ):
-        refuse_other_prompts(RunFolder(tmp_path), inputs, model=Path("m"))

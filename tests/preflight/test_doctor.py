@@ -83,7 +83,8 @@ async def test_what_a_node_lacks_is_named_with_the_node():
 )
 def test_a_node_that_lacks_the_package_of_a_backend_an_algorithm_or_a_planner_says_so(section, named, tmp_path):
     settings = json.loads(with_model(tmp_path, "configs/quickstart").model_dump_json())
-    sight = decode(Sight, look("", json.dumps({**settings, section: {**settings[section], **named}}), "replica"))
+    told = json.dumps({**settings, section: {**settings[section], **named}})
+    sight = decode(Sight, look("", told, "runs", "replica"))
     assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", sight.fault)
     assert sight.model
 
@@ -141,6 +142,7 @@ def test_the_laptops_config_fits_and_is_shown():
     assert (code, lines) == (0, [])
     for part in ("learner-0", "reference-0", "replica-0 to 1", "relay-0 to 2"):
         assert part in output
+    assert output.splitlines()[-1].startswith("every part has a place, and no node lacks what it needs; ")
 
 
 def test_a_cluster_that_cannot_be_joined_is_a_fault_of_the_config():

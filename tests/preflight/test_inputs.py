@@ -4,6 +4,8 @@ import pytest
 
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
+from laminar_py.data.tiny_model import tiny_model, write_data
+from laminar_py.preflight import inputs
 from laminar_py.preflight.inputs import MemoryShare, check_adapters, memory_fault, version_bytes, weights_bytes
 from laminar_py.relay.planning.plan import TreeSpec, make_relay_plan
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
@@ -84,3 +86,19 @@ def test_adapters_of_a_mixture_model_are_refused_before_anything_starts(tmp_path
     (tmp_path / "config.json").write_text('{"vocab_size": 61, "num_experts_per_tok": 2}')
     with pytest.raises(ConfigError, match=r"learner\.lora: the model in model\.path=.* has experts"):
         check_adapters(with_adapters(tmp_path))
+
+
+def test_unknown_words_at_a_start_are_of_a_sample_that_the_line_states(tmp_path, monkeypatch, caplog):
+    write_data(tmp_path, tiny_model([*"x+2 ", "plus"], pattern=r"[a-z]+|."))
+    (tmp_path / "t.jsonl").write_text('{"prompt": "minus 2", "answer": "2"}\n' * 50)
+    settings = {
+        "name": "t",
+        "steps": 1,
+        "model": {"path": str(tmp_path / "model"), "from_scratch": True},
+        "data": {"train": str(tmp_path / "t.jsonl")},
+        "reward": {"use": ["math"]},
+    }
+    monkeypatch.setattr(inputs, "MOST_LOOKED_AT", 10)
+    inputs.check(parse_config(settings))
+    (line,) = [record.getMessage() for record in caplog.records if "unknown token" in record.getMessage()]
+    assert ": 10 in data.train (10 of its 50 rows looked at); the first is 'minus' in data.train=" in line

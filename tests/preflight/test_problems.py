@@ -52,7 +52,10 @@ def test_where_prompts_are_messages_the_end_of_a_turn_ends_responses_and_the_sta
     inputs = make_inputs(tmp_path, "data.chat.system=Be brief.")
     assert inputs.tokenizer.eos_ids == (END, EOS)
     first, *lines = inputs.example.splitlines()
-    assert first == f"prompt train.0/same, 42 tokens; a response ends with {END} '<|im_end|>', {EOS} '</s>'"
+    assert (
+        first
+        == f"prompt train.0/same, 42 tokens; a response ends with '<|im_end|>' (id {END}) or '</s>' (id {EOS})"
+    )
     assert lines[:3] == ["  <|im_start|>system", "  Be brief.<|im_end|>", "  <|im_start|>user"]
 
 

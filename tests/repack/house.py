@@ -301,7 +301,7 @@ class House:
             )
             await asyncio.sleep(self._pace)
             step += 1
-            self.scheduler.consumption.commit(batch, step)
+            await self.scheduler.consumption.commit(batch, step)
             self.append(
                 Stepped(
                     step=step,

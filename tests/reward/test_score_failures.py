@@ -33,9 +33,10 @@ def judge(
     every_s: float = 1.0,
     trained: Callable[[int], bool] = lambda index: True,
     trial: float | None = None,
+    run_trains: bool = True,
 ) -> tuple[str | None, int]:
     """The fault of a run whose rewards these are, one every so many seconds, and how many had come by then."""
-    failures = ScoreFailures("mine.py:score", step=step)
+    failures = ScoreFailures("mine.py:score", step=step, trains=run_trains)
     failures.tried(scored(trial))
     for index, value in enumerate(values):
         score = scored(value, reason=reason)
@@ -78,19 +79,41 @@ def test_a_first_step_of_which_nothing_is_scored_ends_the_run_and_not_one_respon
     assert judge(*[None] * FEWEST, step=2)[1] == FEWEST, "two failures are no sign, however small a step is"
 
 
-LATE_FAULT = "every response so far was out of time (12 of 12 failed), the last: None; mend it and go on"
+LATE_FAULT = "every response {} was out of time (12 of 12 failed), the last: None; mend it and go on"
 
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("before", [[], [0.0]])
 def test_a_reward_that_is_always_late_ends_the_run_after_a_dozen_but_not_within_a_minute(trains, before) -> None:
     late = DropReason.REWARD_TIMEOUT
-    fault, count = judge(*before, *[None] * 30, reason=late, every_s=13.0, trained=lambda index: trains)
+    values = [*before, *[None] * 30]
+    fault, count = judge(*values, reason=late, every_s=13.0, trained=lambda index: trains, run_trains=trains)
     assert (count, fault is None) == (30 + len(before), True) if before else (LATE, False)
-    assert before or LATE_FAULT in fault
+    assert before or LATE_FAULT.format("to train on" if trains else "so far") in fault
     assert judge(*[None] * 30, reason=late, every_s=1.0)[0] is None
     assert judge(*[None] * 30, every_s=13.0)[0] is None, "a service that is down is waited for"
     assert judge(*[None] * 30, reason=late, every_s=13.0, trial=0.0)[0] is None
+
+
+def test_evaluations_that_are_late_do_not_end_a_run_that_trains() -> None:
+    late = DropReason.REWARD_TIMEOUT
+    assert judge(*[None] * 30, reason=late, every_s=13.0, trained=lambda index: False)[0] is None
+    fault, count = judge(*[None] * 40, reason=late, every_s=13.0, trained=lambda index: index % 2 == 1)
+    assert "every response to train on was out of time (24 of 24 failed)" in (fault or "")
+    assert count == 2 * LATE, "a dozen that train, whatever the evaluations between them do"
+
+
+@pytest.mark.parametrize("failure", [DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, None])
+@pytest.mark.parametrize("own_reward", [False, True])
+def test_what_another_reward_does_in_an_evaluation_hides_no_lateness_in_training(failure, own_reward) -> None:
+    failures = ScoreFailures("mine.py:score", step=STEP)
+    evaluated = scored(1.0 if failure is None else None, reason=failure)
+    failures.add(evaluated, task="", trains=False, own_reward=own_reward, now_s=0.0)
+    for index in range(LATE):
+        late = scored(None, reason=DropReason.REWARD_TIMEOUT)
+        failures.add(late, task="", trains=True, now_s=13.0 * index)
+    ends = own_reward or failure is not None
+    assert (failures.fault is not None) == ends, "a value of the same reward shows that it is down, and waited for"
 
 
 @settings(deadline=None)

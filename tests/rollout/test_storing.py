@@ -7,9 +7,9 @@ import pytest
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, TokensRef
-from laminar_py.records.protocols import EngineLostError
+from laminar_py.records.protocols import EngineLostError, StoreFullError
 from laminar_py.records.trajectory import FinishReason, Span
-from laminar_py.rollout.storing import LEAST_FREE, ResponseStore, StoreFullError
+from laminar_py.rollout.storing import LEAST_FREE, ResponseStore
 from laminar_py.segments.journal import JOURNAL, Journal
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.salvage import Known, Salvage, SalvageRequest, salvage

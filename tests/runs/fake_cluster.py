@@ -1,13 +1,16 @@
 """A real Ray cluster of several nodes on this machine, with GPUs that only Ray's accounting knows."""
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
 from laminar_py.cluster.ray_cluster import nodes, open_cluster
+from laminar_py.sandbox.inside import kernel
 
 STORE_BYTES = 80 * 2**20
 PATIENCE_S = 60.0
@@ -20,19 +23,33 @@ QUICK_TO_NOTICE = {
 
 
 class FakeCluster:
-    """A node for each number of GPUs; the first is the head, where the controller runs."""
+    """A node for each number of GPUs; the first is the head, where the controller runs.
 
-    def __init__(self, *gpus: int) -> None:
+    With `disk` each node has a folder of its own under this path, the head what everybody else sees there. That
+    needs leave to mount: without it `PermissionError` is raised.
+    """
+
+    def __init__(self, *gpus: int, disk: Path | None = None) -> None:
         from ray.cluster_utils import Cluster  # after our own package, which sets what Ray reads at its import
 
         self._cluster = Cluster()
-        settings = {"include_dashboard": False, "_system_config": QUICK_TO_NOTICE}
-        self._nodes = [
-            self._cluster.add_node(
-                num_cpus=4, num_gpus=count, object_store_memory=STORE_BYTES, **(settings if index == 0 else {})
-            )
-            for index, count in enumerate(gpus)
-        ]
+        self._disk = disk
+        self._nodes = [self._add_node(index, count) for index, count in enumerate(gpus)]
+
+    def _add_node(self, index: int, gpus: int):
+        settings = {"include_dashboard": False, "_system_config": QUICK_TO_NOTICE} if index == 0 else {}
+        settings |= {"num_cpus": 4, "num_gpus": gpus, "object_store_memory": STORE_BYTES}
+        if self._disk is None or index == 0:
+            return self._cluster.add_node(**settings)
+        folder = self.disk_of(index)
+        folder.mkdir(exist_ok=True)
+        with seeing(folder, self._disk):
+            return self._cluster.add_node(**settings)
+
+    def disk_of(self, node: int) -> Path:
+        """What a node sees under the path of its disk."""
+        assert self._disk is not None, "nodes have no disks of their own"
+        return self._disk.with_name(f"{self._disk.name}-{node}") if node else self._disk
 
     @property
     def address(self) -> str:
@@ -69,9 +86,29 @@ class FakeCluster:
             assert time.monotonic() < deadline, "actors outlive their run"
             time.sleep(0.1)
 
+    def add(self, gpus: int) -> None:
+        """A node joins, with so many GPUs."""
+        self._nodes.append(self._cluster.add_node(num_cpus=4, num_gpus=gpus, object_store_memory=STORE_BYTES))
+
     def kill(self, node: int) -> None:
         """A node dies, with all that runs on it."""
         self._cluster.remove_node(self._nodes[node], allow_graceful=False)
+
+
+@contextlib.contextmanager
+def seeing(folder: Path, place: Path) -> Iterator[None]:
+    """This thread, and for good what it starts meanwhile, sees a folder at another place."""
+    here = os.getcwd()
+    with Path("/proc/thread-self/ns/mnt").open() as before:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        try:
+            kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+            kernel.mount(str(folder), str(place), flags=kernel.MS_BIND)
+            yield
+        finally:
+            kernel.unshare(kernel.CLONE_FS)  # with threads that were begun meanwhile it has one folder to work in
+            kernel.enter(before.fileno(), kernel.CLONE_NEWNS)
+            os.chdir(here)
 
 
 @contextlib.contextmanager

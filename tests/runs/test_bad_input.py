@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from laminar_py.cli import app, main
@@ -134,8 +135,8 @@ def test_words_that_the_tokenizer_does_not_have_are_counted_in_a_line(tmp_path, 
     end = ("warm_start=null", "relay.shm=/nowhere", f"runs={tmp_path / 'runs'}")
     in_process(monkeypatch, capsys, *end, f"data.train={path}")
     (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
-    assert "does not have 1 of the words in prompts and demonstrations" in line
-    assert f"first 'Z' in data.train={path}:2" in line
+    assert "reads each as its unknown token: 1 in data.train (all its rows looked at); the first" in line
+    assert f"the first is 'Z' in data.train={path}:2" in line
 
 
 ASSERTS = {"entry_point": "f", "asserts": "assert f(2 == 4"}
@@ -262,9 +263,26 @@ def test_a_truncated_ledger_is_refused_by_the_audit(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def every_command(commands, *words):
+    for name, command in commands.commands.items():
+        more = ["x"] if name == "audit" else []
+        yield from (
+            every_command(command, *words, name, *more) if hasattr(command, "commands") else [[*words, name]]
+        )
+
+
 def test_every_command_has_help_with_an_example():
-    for words in (["train"], ["export"], ["audit"], ["doctor"], ["audit", "x", "verify"]):
-        told = CliRunner().invoke(app, [*words, "--help"])
+    found = list(every_command(typer.main.get_command(app)))
+    assert len(found) > 25
+    for words in found:
+        told = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "300"})
         assert told.exit_code == 0
-        assert "Example:" in told.stdout
+        assert "Example:" in told.stdout, words
     assert shutil.which(LAMINAR)
+
+
+def test_help_reads_as_it_was_written():
+    told = CliRunner().invoke(app, ["data", "--help"], env={"COLUMNS": "300"}).stdout
+    assert "one prompt rendered, duplicates, leaks between training and evaluation, and what is too long." in told
+    told = CliRunner().invoke(app, ["rescore", "--help"], env={"COLUMNS": "300"}).stdout
+    assert "'reward.use=[math]'" in told, "brackets are no markup"

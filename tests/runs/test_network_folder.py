@@ -10,6 +10,8 @@ from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, reading
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.segments.folder import segments_in
+from laminar_py.segments.local import is_local
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
 
 
@@ -50,6 +52,8 @@ def run_and_kill(folder, disk, **options):
         assert wait_until_gone(family) == []
     assert is_copy(run.ledger)
     assert not list(run.path.glob(f"{LEDGER_NAME}-*"))
+    assert is_local(run.segments)
+    assert run.segments.readlink().parent == disk, "no host writes its tokens over the network"
     assert verify(run.path) == []
     return last_event(live), output
 
@@ -77,3 +81,13 @@ def test_over_a_network_a_killed_run_goes_on_from_its_own_disk_or_from_its_last_
     assert prove(run.path).notes[0].startswith("sealed: ")
     assert accounting(run.path).balanced
     assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert not is_local(run.segments)
+    kept = {path.name for path in segments_in(run.segments)}
+    assert kept, "what came after the oldest checkpoint"
+    with start(folder, tmp_path / "third", "steps=15", resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert {path.name for path in segments_in(run.segments)} & kept, "it came along and back again"
+    assert prove(run.path).violations == []
+    assert accounting(run.path).balanced
+    assert list((tmp_path / "third").iterdir()) == []

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,12 +18,14 @@ from experiments.kill_test.handovers import handovers
 from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
 from laminar_py.config.model import ModelConfig
+from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.model import load_policy
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
-from tests.engines.sglang.rig import running_server, sglang_python
+from tests.engines.sglang.rig import make_model, make_spec, running_server, sglang_python
 from tests.runs.runs import ALONE, REPO, TrainProcess, wait_until_gone
+from tests.runs.test_elastic_run import scale
 
 pytestmark = pytest.mark.sglang
 PATIENCE_S = 60.0
@@ -140,3 +144,54 @@ def test_servers_of_the_reward_are_launched_and_one_that_is_killed_comes_back(tm
     assert [event.part for event in deaths] == ["server-prm-0"]
     assert not verify(run.run)
     assert accounting(run.run).balanced
+
+
+async def test_attached_servers_join_and_leave_a_run_that_goes_on(tmp_path, monkeypatch):
+    prepare = [sys.executable, str(REPO / "experiments/quickstart/prepare.py"), "--out", str(tmp_path / "data")]
+    await asyncio.to_thread(subprocess.run, prepare, check=True, timeout=60)
+    other = make_model(tmp_path / "other", seed=1, hidden=96)
+    async with servers_of_one_key(tmp_path / "data/model", tmp_path / "data/model", other) as servers_there:
+        first, second, third = servers_there
+        monkeypatch.setenv("SGLANG_API_KEY", first.api_key)
+        attached = settings(f"rollout.engine.urls=[{first.url}]", "rollout.replicas=1", "steps=1000")
+        with TrainProcess(tmp_path / "runs", *attached, config=CONFIG) as run:
+            await asyncio.to_thread(run.wait_for_step, 1)
+            refused = await asyncio.to_thread(scale, run.run, f"urls=[{first.url},{third.url}]", code=2)
+            assert refused.startswith(f"laminar: rollout.engine.urls={third.url}: serves another model")
+            assert len(refused.splitlines()) == 1
+            assert "1 -> 2" in await asyncio.to_thread(scale, run.run, f"urls=[{first.url},{second.url}]")
+            await asyncio.to_thread(run.wait_until, lambda: tokens_of(run, 1))
+            assert "2 -> 1" in await asyncio.to_thread(scale, run.run, f"urls=[{second.url}]")
+            await asyncio.to_thread(run.wait_until, lambda: events_of(run, "replicaleft"))
+            done = len((run.run / "metrics.jsonl").read_bytes().splitlines())
+            await asyncio.to_thread(run.wait_for_step, done + 2)
+            run.send(signal.SIGINT)
+            code, output = await asyncio.to_thread(run.finish)
+        assert code == 130, output
+        assert all(psutil.pid_exists(server.pid) for server in (first, second, third))
+    assert [event.replica for event in events_of(run, "replicaleft")] == [0]
+    assert not events_of(run, "partdied")
+    assert not verify(run.run)
+    assert accounting(run.run).balanced
+
+
+@asynccontextmanager
+async def servers_of_one_key(*models: Path):
+    """A server of each model, started side by side."""
+    spec = {"max_len": 456, "max_batch": 64, "kv_capacity": 65536}
+    there = []
+    for place, model in enumerate(models):
+        folder = models[0].parent / f"server-{place}"
+        folder.mkdir()
+        there.append(SGLangServer(make_spec(model, folder, **spec)))
+        there[-1].api_key = there[0].api_key
+    async with AsyncExitStack() as stack:
+        await asyncio.gather(*(stack.enter_async_context(server) for server in there))
+        yield there
+
+
+def tokens_of(run: TrainProcess, replica: int) -> int:
+    """Tokens of finished responses that a replica had last."""
+    with reading(run.run) as connection:
+        found = "SELECT coalesce(sum(length), 0) FROM trajectory WHERE replica = ? AND status != 'running'"
+        return connection.execute(found, (replica,)).fetchone()[0]

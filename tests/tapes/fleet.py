@@ -414,7 +414,7 @@ class Learner:
     async def _commit(self, batch: Batch) -> None:
         owner, control = self._owner, self._owner.control
         self.step += 1
-        control.commit(batch, step=self.step, incarnation=owner.number)
+        await control.commit(batch, step=self.step, incarnation=owner.number)
         if not batch.is_empty and self.step % owner.plan.publish_every == 0:
             self._publish(self.version)
         if self.step % owner.plan.checkpoint_every == 0:

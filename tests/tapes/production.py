@@ -766,9 +766,9 @@ class Control:
         """Return a batch that the learner died over."""
         await self.scheduler.consumption.put_back(batch.taken)
 
-    def commit(self, batch: Batch, *, step: int, incarnation: int) -> None:
+    async def commit(self, batch: Batch, *, step: int, incarnation: int) -> None:
         """Commit a step."""
-        self.scheduler.consumption.commit(batch.taken, step)
+        await self.scheduler.consumption.commit(batch.taken, step)
         tokens = sum(trajectory.length for trajectory in batch.taken.trajectories)
         count = len(batch.taken.trajectories)
         self.listener.append(

@@ -10,7 +10,7 @@ from laminar_py.cluster.part import Part
 from laminar_py.segments.salvage import Salvage
 from laminar_py.segments.writer import part_of
 from laminar_py.workers import keeper as keeper_module
-from laminar_py.workers.incarnation import Incarnation
+from laminar_py.workers.incarnation import NO_KINDS, Incarnation
 from laminar_py.workers.supervisor import Supervisor
 
 
@@ -18,7 +18,7 @@ def make_incarnation(**given):
     """What is not given is not there."""
     absent = dict.fromkeys((field.name for field in fields(Incarnation)), None)
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    own = {"supervisor": supervisor, "number": 1, "kernel_kills": NoKills()}
+    own = {"supervisor": supervisor, "number": 1, "kernel_kills": NoKills(), "kinds": NO_KINDS}
     return Incarnation(**(absent | own | given))
 
 

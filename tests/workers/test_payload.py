@@ -72,7 +72,7 @@ async def play(run):
         Journal(segments_path(run), "replica-0-1-0").write(noted)
 
 
-async def taken_up(monkeypatch, run):
+async def taken_up(monkeypatch, run, *, went_back=False):
     """The fleet of the next controller, and what it recorded."""
     async with open_ledger(run) as ledger:
         recovered = recover(run)
@@ -80,7 +80,9 @@ async def taken_up(monkeypatch, run):
         recorder = Keeping(ledger)
         fleet = Fleet(replicas=2, capacity=2, recorder=recorder, segments=segments_path(run))
         fleet.scheduler.pause()
-        await take_up(recovered, hosts(monkeypatch, run, ledger), fleet.scheduler)
+        payload = hosts(monkeypatch, run, ledger)
+        payload._run.went_back = went_back
+        await take_up(recovered, payload, fleet.scheduler)
         await ledger.commit()
         return fleet, recorder.events
 
@@ -98,6 +100,14 @@ async def test_what_ran_goes_on_at_the_length_and_under_the_version_that_its_jou
     assert not [event for event in events if isinstance(event, Dropped)]
     assert [trajectory.id for trajectory in fleet.unscored] == ["g0.2"]
     assert verify(tmp_path) == []
+
+
+async def test_a_run_that_went_back_to_a_copy_takes_nothing_from_journals(monkeypatch, tmp_path):
+    await play(tmp_path)
+    fleet, _ = await taken_up(monkeypatch, tmp_path, went_back=True)
+    live = fleet.scheduler.book.live
+    assert [live[name].length for name in ("g0.0", "g0.1")] == [3, 0], "what came later is not on record"
+    assert not list(segments_path(tmp_path).glob(f"*{JOURNAL}"))
 
 
 async def test_what_is_gone_meanwhile_is_dropped_and_begun_anew(monkeypatch, tmp_path):

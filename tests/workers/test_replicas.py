@@ -18,7 +18,7 @@ from laminar_py.link.replica_link import ReplicaLink
 from laminar_py.records.clock import SystemClock
 from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus
-from laminar_py.records.events import Dropped
+from laminar_py.records.events import Dropped, PartDied, ReplicaLeft
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import ReplicaReport, WeightLoad
 from laminar_py.records.trajectory import DropReason, Span
@@ -27,6 +27,7 @@ from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.segments.salvage import Salvaged
 from laminar_py.telemetry.stats import Stats, Totals
 from laminar_py.workers import replicas as replicas_module
+from laminar_py.workers.replica_lines import pace_of
 from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.specs import ReplicaSpec
 from laminar_py.workers.supervisor import Supervisor
@@ -132,7 +133,7 @@ class World:
     """Replicas of a real scheduler and a real plan, on nodes that the test takes away and gives back."""
 
     def __init__(self, monkeypatch, path, *overrides):
-        config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2", *overrides])
+        config = self.config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2", *overrides])
         self.nodes = list(NODES)
         self.placement = Placement(
             Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1), lambda: list(self.nodes)
@@ -150,6 +151,7 @@ class World:
         self.moved = set()  # replicas whose relay is on another host
         self.payload = Hosts()
         self.recorded = []  # by the replicas themselves
+        self.left = asyncio.Event()  # one of them
 
         async def attach(replica, place):
             self.moved.discard(replica)
@@ -167,7 +169,7 @@ class World:
                 placement=self.placement,
                 supervisor=self.supervisor,
                 stats=Stats(SystemClock(), replicas=2, totals=Totals()),
-                ledger=SimpleNamespace(append=self.recorded.append),
+                ledger=SimpleNamespace(append=self.record),
             ),
             scheduler=self.scheduler,
             relays=SimpleNamespace(
@@ -192,6 +194,11 @@ class World:
             for life in lives:
                 life.cancel()
             await asyncio.wait(lives)
+
+    def record(self, event):
+        self.recorded.append(event)
+        if isinstance(event, ReplicaLeft):
+            self.left.set()
 
     async def next(self):
         """The next process that is spawned, once it is asked to start."""
@@ -429,7 +436,7 @@ async def test_a_replica_that_says_nothing_is_replaced(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("replicas", "patience_s"), [(1, 30.0), (1000, 30.0), (1000, 4.0), (1, 0.5)])
 def test_no_replica_is_quiet_for_so_long_that_it_counts_as_dead(replicas, patience_s):
-    pace = replicas_module._pace(replicas, patience_s)
+    pace = pace_of(replicas, patience_s)
     assert 0 < pace.quiet_s <= patience_s / 4
 
 
@@ -466,3 +473,74 @@ async def test_what_a_process_says_that_counts_as_dead_counts_for_nothing(monkey
         await asyncio.sleep(0.2)
         assert world.scheduler.views.by_index[0].version == 1
         assert first.actor.did.empty()
+
+
+def scale(world, *, replicas=3, gone=(), servers=None):
+    """Have the run know of more replicas, or of some that have left."""
+    for index in range(len(world.scheduler.views.by_index), replicas):
+        world.scheduler.join(index)
+    world.replicas.join(world.config, servers or {})
+    return world.placement.scale(
+        Needs(ranks=1, rank_gpus=1, replicas=replicas, replica_gpus=1, gone=frozenset(gone))
+    )
+
+
+async def test_one_that_joins_waits_for_a_node_and_is_given_its_server_and_work(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world):
+        await scale(world, servers={2: "http://server"})
+        assert world.placement.plan.replicas[2] is None
+        world.nodes.append(Node(id="c", ip="10.0.0.3", gpus=1, cpus=8))
+        third = await world.next()
+        assert (third.name, third.place.node) == ("replica-2", "c")
+        assert (await third.actor.spec).server == "http://server"
+        third.actor.report()
+        assert await third.actor.given(1)
+    assert list(world.replicas._stats.replicas) == [0, 1, 2]
+
+
+async def test_one_that_left_is_no_death_and_its_process_is_the_last(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        world.scheduler.leave(1)
+        second.actor.report(received=8, admissible=8)
+        had = set(world.scheduler.views.by_index[1].in_flight)
+        world.replicas.remove(1)
+        await world.left.wait()
+        assert world.replicas.take_left() == {1: "scaled"}
+        assert second.is_dead
+        assert ids(await first.actor.given(len(had))) == had, "what it still had is not lost"
+        assert world.processes.none_left
+    assert world.recorded == [ReplicaLeft(1)]
+    assert not world.supervisor.total_restarts
+    assert list(world.replicas._stats.replicas) == [0]
+
+
+async def test_one_that_dies_as_it_leaves_is_not_started_again(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    async with kept(world) as (first, second):
+        had = set(world.scheduler.views.by_index[1].in_flight)
+        world.scheduler.leave(1)
+        second.die()
+        assert ids(await first.actor.given(len(had))) == had
+        await world.left.wait()
+        assert world.processes.none_left
+    assert world.recorded == [PartDied("replica-1", "killed"), ReplicaLeft(1)]
+    assert not world.supervisor.total_restarts
+
+
+async def test_one_that_joins_and_does_not_start_ends_no_run(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    world.nodes.append(Node(id="c", ip="10.0.0.3", gpus=1, cpus=8))
+    async with kept(world):
+        world.may_start.clear()
+        await scale(world)
+        for _ in range(2 + replicas_module.FIRST_STARTS):
+            (await world.next()).die("no such engine")
+        world.may_start.set()
+        third = await world.next()
+        third.actor.report()
+        assert await third.actor.given(1)
+    assert {event.part for event in world.recorded} == {"replica-2"}
+    assert world.replicas.failing == {2: "no such engine"}
+    assert not world.supervisor.total_restarts

@@ -16,6 +16,7 @@ from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.segments.fetch import StoreClient
 from laminar_py.segments.frames import read_frame
+from laminar_py.segments.moves import NAME
 from laminar_py.segments.wire import split_address
 from laminar_py.segments.writer import SegmentWriter
 from laminar_py.workers import stores as stores_module
@@ -95,17 +96,24 @@ async def test_a_store_that_is_killed_comes_back_on_its_port_and_who_fetches_not
 
 
 @pytest.mark.usefixtures("cluster")
-async def test_where_its_port_stays_taken_a_store_has_another_which_is_told_from_then_on(tmp_path, monkeypatch):
+async def test_where_its_port_stays_taken_a_store_has_another_which_who_asks_at_the_old_one_finds(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(stores_module, "PORT_SHARE", 0.0)
     placement = spread()
     async with kept(tmp_path, placement) as stores:
         node = placement.plan.replicas[1].node
         before = stores.address(node)
+        piece = random_piece(tokens=3000)
+        ref = SegmentWriter(RunFolder(tmp_path).segments, "replica-0-1-0").write(piece)
+        client = StoreClient(bytes.fromhex(KEY), moves=tmp_path / NAME)
+        assert client(before, [ref])
         await kill(stores, node)
-        with socket.create_server(split_address(before)):
-            while stores.address(node) == before:
-                await stores._changed.wait()
-        assert await stores.up(node) != before
+        with socket.create_server(split_address(before)):  # it takes connections, and does not answer
+            got = await asyncio.to_thread(client, before, [ref])
+            assert read_frame(memoryview(got[0]), ref.digest) == piece
+            assert await stores.up(node) != before
+        client.close()
 
 
 @pytest.mark.usefixtures("cluster")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.analytics.measure.quality import count_devices
-from laminar_py.analytics.read.samples import read_steps
+from laminar_py.analytics.measure.quality import device_seconds
+from laminar_py.analytics.read.samples import read_costs, read_steps
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.evaluations import read_evaluations
 from laminar_py.records.events import Evaluated
@@ -40,13 +40,14 @@ def read_curves(run: Path) -> dict[str, list[EvalPoint]]:
     Raises `ConfigError` where `run` is no run folder.
     """
     config = load_config(run / "config.yaml", [])
-    devices, _ = count_devices(config)
+    sizes = read_costs(run).sizes
     steps = read_steps(run)
     at, tokens = [0.0, *(row.rl_s for row in steps)], [0.0, *(float(row.trained_tokens) for row in steps)]
     curves: dict[str, list[EvalPoint]] = {name: [] for name in config.eval.sets}
     for event in read_evaluations(run):
         trained = int(np.interp(event.rl_s, at, tokens))
-        point = _point(event, device_hours=event.rl_s * devices / 3600, trained_tokens=trained)
+        hours = device_seconds(config, sizes, event.rl_s) / 3600
+        point = _point(event, device_hours=hours, trained_tokens=trained)
         curves.setdefault(event.set_name, []).append(point)
     return {name: points for name, points in curves.items() if points}
 

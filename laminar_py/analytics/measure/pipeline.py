@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.analytics.read.columns import Ints, Times, Trajectories
+from laminar_py.analytics.read.fleet import find_presence
 from laminar_py.analytics.read.history import History
 from laminar_py.analytics.read.stays import Stays
 from laminar_py.config.run import RunConfig
@@ -63,7 +64,7 @@ def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays
         "step": step.astype(np.int32),
         "end_s": end,
         "measured_s": end - begin,
-        **_replicas(config, stays, versions, begin, end, counts),
+        **_replicas(config, stays, versions, _there(config, history, begin, end), (begin, end, counts)),
         "reward_s": _sums(scored[known], trajectories.scorer_s[known] / config.reward.workers, begin, end),
         "reference_s": reference,
         "waited_s": np.minimum(waited, end - begin),
@@ -113,17 +114,30 @@ class _Versions:
         )
 
 
+def _there(config: RunConfig, history: History, begin: Times, end: Times) -> dict[int, Times]:
+    """[S] seconds of each step in which each replica was part of the run."""
+    presence = find_presence(history.happened, replicas=config.rollout.replicas)
+    there = {replica: np.zeros(len(end)) for replica in presence.replicas}
+    for replica, start_s, end_s in zip(presence.replica.tolist(), presence.start_s, presence.end_s, strict=True):
+        there[replica] += np.maximum(0.0, np.minimum(end, end_s) - np.maximum(begin, start_s))
+    return there
+
+
 def _replicas(
-    config: RunConfig, stays: Stays, versions: _Versions, begin: Times, end: Times, counts: BoolArray
+    config: RunConfig,
+    stays: Stays,
+    versions: _Versions,
+    there: dict[int, Times],
+    steps: tuple[Times, Times, BoolArray],
 ) -> dict[str, Times]:
-    """Columns of `_OF_REPLICAS`, [S]: means over the replicas."""
+    """Columns of `_OF_REPLICAS`, [S]: means over the replicas that were there, each as long as it was."""
+    begin, end, counts = steps
     totals = {name: np.zeros(len(end)) for name in _OF_REPLICAS}
-    count = config.rollout.replicas
     horizon = end[-1] if len(end) else 0.0
     order = np.argsort(stays.replica, kind="stable")
-    bounds = np.searchsorted(stays.replica[order], np.arange(count + 1))
-    for replica in range(count):
-        mine = order[bounds[replica] : bounds[replica + 1]]
+    of_replica = stays.replica[order]
+    for replica, there_s in there.items():
+        mine = order[np.searchsorted(of_replica, replica) : np.searchsorted(of_replica, replica, side="right")]
         start_s = np.minimum(stays.start_s[mine], horizon)
         at, running = _running(start_s, np.minimum(stays.end_s[mine], horizon))
         usual = min(_usual(_counted(at, begin, end, counts), running), config.rollout.max_batch)
@@ -133,10 +147,12 @@ def _replicas(
         totals["generation_s"] += busy_s
         totals["crowded_s"] += _integral(at, running > config.rollout.max_batch, begin, end)
         totals["tail_s"] += _integral(at, (running > 0) & (running < TAIL_SHARE * usual), begin, end)
-        late_s = np.minimum(_covered(*late, begin, end), end - begin - busy_s)
+        empty_s = np.maximum(0.0, there_s - busy_s)
+        late_s = np.minimum(_covered(*late, begin, end), empty_s)
         totals["late_s"] += late_s
-        totals["held_s"] += end - begin - busy_s - late_s
-    return {name: total / count for name, total in totals.items()}
+        totals["held_s"] += empty_s - late_s
+    count = sum(there.values(), np.zeros(len(end))) / np.maximum(end - begin, 1e-12)  # [S] on average
+    return {name: total / np.maximum(count, 1e-12) for name, total in totals.items()}
 
 
 def _running(start: Times, stop: Times) -> tuple[Times, Ints]:

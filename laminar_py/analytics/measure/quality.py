@@ -2,7 +2,7 @@
 
 A device is a GPU where the run has any, those of its reward's servers and of engines that it attaches to included;
 where it has none, a process: replicas, the learner's ranks and a reference stage count. All do so from the first
-second of RL to the last.
+second of RL to the last, but for replicas, which count while they are there.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.analytics.read.columns import Times
+from laminar_py.analytics.read.fleet import NOT_KNOWN, FleetSizes
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.evaluations import in_order, of_first_set
 from laminar_py.records.events import Evaluated
@@ -45,7 +46,13 @@ class Quality:
     reward: tuple[Point, ...]  # of each step, mean of the last `REWARD_STEPS`
 
 
-def measure_quality(config: RunConfig, steps: Sequence[StepRow], evaluations: Sequence[Evaluated]) -> Quality:
+def measure_quality(
+    config: RunConfig,
+    steps: Sequence[StepRow],
+    evaluations: Sequence[Evaluated],
+    *,
+    sizes: FleetSizes = NOT_KNOWN,
+) -> Quality:
     """Curves over these steps and evaluations."""
     devices, device = count_devices(config)
     at = np.array([0.0, *(row.rl_s for row in steps)])
@@ -53,7 +60,8 @@ def measure_quality(config: RunConfig, steps: Sequence[StepRow], evaluations: Se
 
     def point(step: int, rl_s: float, value: float) -> Point:
         trained = int(np.interp(rl_s, at, tokens))
-        return Point(step=step, rl_s=rl_s, tokens=trained, device_hours=rl_s * devices / 3600, value=value)
+        hours = device_seconds(config, sizes, rl_s) / 3600
+        return Point(step=step, rl_s=rl_s, tokens=trained, device_hours=hours, value=value)
 
     def curve(found: Sequence[Evaluated]) -> tuple[Point, ...]:
         return tuple(point(one.step, one.rl_s, one.figures.mean.value) for one in in_order(found))
@@ -80,6 +88,16 @@ def _running_mean(values: Times, width: int) -> Times:
     start = np.maximum(end - width, 0)
     means: Times = (total[end] - total[start]) / (end - start)
     return means
+
+
+def device_seconds(config: RunConfig, sizes: FleetSizes, rl_s: float) -> float:
+    """Seconds of all devices of a run until then; `config` has the replicas of any moment."""
+    devices, kind = count_devices(config)
+    if not sizes.replicas:
+        return devices * rl_s
+    rollout = config.rollout
+    each = rollout.engine.gpus if kind == "GPU" else 1
+    return (devices - each * rollout.replicas) * rl_s + each * sizes.replica_seconds(rl_s)
 
 
 def count_devices(config: RunConfig) -> tuple[int, str]:

@@ -34,16 +34,18 @@ class Stragglers:
 
 
 def measure_stragglers(t: Trajectories, fleet: Sequence[FleetRow]) -> Stragglers:
-    """Shares of all three totals; of the samples, those count that have as many replicas as the last one."""
+    """Shares of all three totals; a replica has the samples in which it was there."""
     now = max(_last(column) for column in (t.issued_s, t.finished_s, t.scored_s, t.ended_s))
     live_s = float(np.nansum(np.where(np.isnan(t.ended_s), now, t.ended_s) - t.issued_s))
     waited_s = float(np.nansum(group_wait(t)))
-    rows = [row for row in fleet if len(row.running) == len(fleet[-1].running)]
-    shape = len(rows), len(rows[-1].running) if rows else 0
-    at = np.array([row.rl_s for row in rows], np.float64)
-    seconds = np.clip(np.diff(at, prepend=0.0), 0.0, _LONGEST_S)[:, None]
-    running = np.array([row.running for row in rows], np.float64).reshape(shape)
-    kv_use = np.array([row.kv_use for row in rows], np.float64).reshape(shape)
+    at = np.array([row.rl_s for row in fleet], np.float64)
+    known = sorted({replica for row in fleet for replica in row.indices})
+    column = {replica: place for place, replica in enumerate(known)}
+    seconds, running, kv_use = np.zeros((3, len(fleet), len(column)))
+    for sample, (row, elapsed_s) in enumerate(zip(fleet, np.diff(at, prepend=0.0), strict=True)):
+        there = [column[replica] for replica in row.indices]
+        seconds[sample, there] = np.clip(elapsed_s, 0.0, _LONGEST_S)
+        running[sample, there], kv_use[sample, there] = row.running, row.kv_use
     return Stragglers(
         waited_s / live_s if live_s > 0 else None,
         _idle_share(seconds, running, running),
@@ -52,7 +54,7 @@ def measure_stragglers(t: Trajectories, fleet: Sequence[FleetRow]) -> Stragglers
 
 
 def _idle_share(seconds: Times, running: Times, used: Times) -> float | None:
-    """Share of what is usually used, in ramp-down; `seconds` is [S, 1], the others are [S, R]."""
+    """Share of what is usually used, in ramp-down; all [S, R], 0 where a replica was not there."""
     ramp_down = (running > 0) & (running < _RAMP_DOWN * _usual(running, running))
     usual = _usual(running, used)
     total = float(np.sum(seconds * usual))

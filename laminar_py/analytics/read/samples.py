@@ -4,12 +4,13 @@ Read while a run goes on, or after it was killed: a line that is not whole count
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from laminar_py.analytics.read.fleet import NOT_KNOWN, FleetSizes, fleet_sizes
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.metrics import FleetRow, StepRow
@@ -34,6 +35,7 @@ class Costs:
 
     rl_s: float  # so far: the most that any file says
     core_s: float
+    sizes: FleetSizes = NOT_KNOWN
 
 
 def read_samples(folder: Path) -> Samples:
@@ -51,10 +53,16 @@ def read_costs(folder: Path) -> Costs:
     """Costs of a run; its rows, a week of which are half a million, are not kept."""
     done_s = (row.rl_s for row in read_rows(folder / "metrics.jsonl", StepRow))
     rl_s, core_s, before_s = max(_rl_seconds(folder / "summary.json"), *done_s, 0.0), 0.0, math.inf
-    for row in read_rows(folder / "fleet.jsonl", FleetRow):
-        core_s += max(0.0, row.rl_s - before_s) * row.cores * (row.own_cpu_use or 0.0)
-        rl_s, before_s = max(rl_s, row.rl_s), row.rl_s
-    return Costs(rl_s, core_s)
+
+    def count(rows: Iterable[FleetRow]) -> Iterator[FleetRow]:
+        nonlocal rl_s, core_s, before_s
+        for row in rows:
+            core_s += max(0.0, row.rl_s - before_s) * row.cores * (row.own_cpu_use or 0.0)
+            rl_s, before_s = max(rl_s, row.rl_s), row.rl_s
+            yield row
+
+    sizes = fleet_sizes(count(read_rows(folder / "fleet.jsonl", FleetRow)))
+    return Costs(rl_s, core_s, sizes)
 
 
 def _standing(done: Iterable[StepRow]) -> list[StepRow]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from laminar_py.analytics.read.columns import Ints, Times, Trajectories, read_trajectories
 from laminar_py.analytics.read.counterfactuals import Counterfactuals, read_counterfactuals, read_recomputed
+from laminar_py.analytics.read.fleet import with_last_fleet
 from laminar_py.analytics.read.history import History, read_history
 from laminar_py.analytics.read.samples import Samples, read_samples
 from laminar_py.analytics.read.stays import RunTimes, Stays, read_stays
@@ -112,7 +113,7 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
     return Snapshot(
         run=run,
         name=folder.resolve().name,
-        config=load_config(config, []) if config.is_file() else None,
+        config=with_last_fleet(load_config(config, []), history.happened) if config.is_file() else None,
         seq=seq,
         end_s=end_s,
         heard_s=heard_s,

@@ -18,7 +18,16 @@ from laminar_py.analytics.read.columns import REASONS, STATUSES, Trajectories
 from laminar_py.analytics.read.history import History
 from laminar_py.analytics.read.samples import Samples
 from laminar_py.analytics.triage.report import RunReport
-from laminar_py.records.events import PartDied, Pulled, Relayed, Repacked, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.events import (
+    PartDied,
+    Pulled,
+    Relayed,
+    Repacked,
+    ReplicaLeft,
+    Stepped,
+    VersionLoaded,
+    VersionPublished,
+)
 from laminar_py.records.trajectory import Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -83,7 +92,12 @@ def _tails(report: RunReport) -> Iterator[Metric]:
 
 
 def _replicas(history: History, samples: Samples) -> Iterator[Metric]:
-    served = {str(event.replica): float(event.version) for _, event in history.of(VersionLoaded)}
+    served: dict[str, float] = {}
+    for one in history.happened:
+        if isinstance(one.event, VersionLoaded):
+            served[str(one.event.replica)] = float(one.event.version)
+        elif isinstance(one.event, ReplicaLeft):
+            served.pop(str(one.event.replica), None)
     yield _gauge("replica_version", "Weight version that a replica serves", served, label="replica")
     if samples.fleet:
         last = samples.fleet[-1]
@@ -92,7 +106,7 @@ def _replicas(history: History, samples: Samples) -> Iterator[Metric]:
             ("replica_waiting", "Trajectories that wait in its engine", last.waiting),
             ("replica_kv_share", "Share of its KV cache in use", last.kv_use),
         ):
-            yield _gauge(name, words, _named(map(str, range(len(values))), values), label="replica")
+            yield _gauge(name, words, _named(map(str, last.indices), values), label="replica")
     moved = Counter[str]()
     for _, event in history.of(Repacked):
         moved["running"] += event.num_running

@@ -207,9 +207,9 @@ def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:
     rows = thin(snapshot.samples.fleet, MOST_COUNTS)
     times = snapshot.at_rl(np.array([row.rl_s for row in rows], np.float64)).tolist()
     for at_s, row in zip(times, rows, strict=True):
-        for replica, waiting in enumerate(row.waiting):
+        for replica, waiting in zip(row.indices, row.waiting, strict=True):
             yield _count(REPLICAS + replica, "waiting", at_s, {"waiting": waiting})
-        for replica, kv_use in enumerate(row.kv_use):
+        for replica, kv_use in zip(row.indices, row.kv_use, strict=True):
             yield _count(REPLICAS + replica, "KV cache", at_s, {"share": kv_use})
 
 

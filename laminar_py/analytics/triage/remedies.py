@@ -114,7 +114,7 @@ def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     workers = config.reward.workers
     others = max(step.times.generation_s, step.times.learner_s, 1e-9)
     needed = max(min(math.ceil(workers * step.times.reward_s / others), WORKERS * workers), 2 * workers)
-    most = min(needed, workers + _idle_cores(config, step))
+    most = needed if config.reward.waits_for_servers else min(needed, workers + _idle_cores(config, step))
     if most > workers:
         yield Remedy("reward.workers", f"{workers} -> {most}", "scoring divides by their number")
     limit = max(2 * step.reward_p95_s, 0.1)

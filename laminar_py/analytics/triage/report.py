@@ -13,6 +13,7 @@ from laminar_py.analytics.measure.staleness import Staleness, measure_staleness
 from laminar_py.analytics.measure.stragglers import Stragglers, measure_stragglers
 from laminar_py.analytics.measure.tails import Tails, measure_tails
 from laminar_py.analytics.measure.tokens import TokenAccount, account_tokens
+from laminar_py.analytics.read.fleet import fleet_sizes
 from laminar_py.analytics.read.snapshot import Snapshot, read_snapshot
 from laminar_py.analytics.triage.diagnosis import Diagnosis, diagnose
 from laminar_py.analytics.triage.dropping import tell_dropping
@@ -87,7 +88,8 @@ class RunReport:
         """Curves of learning; needs the config."""
         config, samples = self.snapshot.config, self.snapshot.samples
         assert config is not None, f"{self.run}: a report of figures needs the config"
-        return measure_quality(config, samples.steps, self.snapshot.history.evaluations)
+        sizes = fleet_sizes(samples.fleet)
+        return measure_quality(config, samples.steps, self.snapshot.history.evaluations, sizes=sizes)
 
     @property
     def rl_s(self) -> float:

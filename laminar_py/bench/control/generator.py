@@ -1,8 +1,8 @@
 """Load generators: many emulated replicas in one process, and scorers that read and do not judge.
 
-Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the emulated
-engine: it writes real segments and speaks over a link of its own. What replicas share here is the process, its
-subscriber and the context of its sockets. Segments are not synced, since one disk stands for those of 128 hosts.
+Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the
+emulated engine: it writes real segments and speaks over a link of its own. What replicas share here is the
+process, its subscriber and the context of its sockets. Segments are not synced: one disk stands for 128 hosts'.
 """
 
 import asyncio
@@ -53,14 +53,14 @@ class Unsynced(ResponseStore):
 
 
 class Ended:
-    """When responses ended, on the clock of this host, written to a file now and then."""
+    """Moments at which responses ended, on the clock of this host, written to a file now and then."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
         self._lines: list[str] = []
 
     def note(self, trajectory_id: str) -> None:
-        """It has ended, or was broken off, now."""
+        """Note that a response ends, or is broken off, now."""
         self._lines.append(f"{trajectory_id} {time.monotonic():.4f}\n")
         if len(self._lines) >= 500:
             self._file.writelines(self._lines)
@@ -76,12 +76,16 @@ class SharedWeights:
         self._pulling = asyncio.Lock()
         self._pulled: PulledVersion | None = None
 
+    async def latest(self) -> int:
+        """See `Subscriber.latest`."""
+        return await self._subscriber.latest()
+
     async def wait_newer(self, version: int) -> int:
         """See `Subscriber.wait_newer`."""
         return await self._subscriber.wait_newer(version)
 
     async def pull(self, version: int | None = None) -> PulledVersion:
-        """That version, or the newest; what others pulled a moment ago is given again."""
+        """Pull that version, or the newest; what others pulled a moment ago is given again."""
         async with self._pulling:
             newest = await self._subscriber.latest()
             wanted = newest if version is None else version
@@ -145,7 +149,8 @@ class GeneratorActor(PartActor):
 
     async def _replica(self, config: RunConfig, spec: ReplicaSpec) -> Replica:
         rollout = config.rollout
-        launch = EngineLaunch(Path(spec.model_dir), Path(spec.run_dir) / "logs", index=spec.index, secret=None)
+        logs = Path(spec.run_dir) / "logs"
+        launch = EngineLaunch(model_dir=Path(spec.model_dir), logs=logs, index=spec.index, secret=None)
         return Replica(
             spec.index,
             engine=await open_engine(config, launch),
@@ -232,4 +237,4 @@ class ReadingScorerActor(PartActor):
         return encode(scores)
 
     async def stop(self) -> None:
-        """It holds nothing."""
+        """Return at once: it holds nothing."""

@@ -1,13 +1,12 @@
 """`laminar bench control`: one controller under the load of a large fleet.
 
-The controller is that of any run, in a process of its own, with its ledger, relay, learner's process and stores;
-replicas are hosted by load generators (`generator`), which write and say what real ones would. The learner takes no
-time and scorers do not judge, so that what is measured is control. Figures are of the steps after the first few.
+The controller is that of any run, in a process of its own, with its ledger, relay, learner's process and segments;
+replicas are hosted by load generators (`generator`), which write and say what real ones would. The learner takes
+no time and scorers do not judge, so that what is measured is control. All stands on one host, where a fleet has
+many: references cost no look for a store. Figures are of the steps after the first ten, in which the fleet fills.
 """
 
-import asyncio
 import contextlib
-import json
 import sqlite3
 import subprocess
 import sys
@@ -15,204 +14,145 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
-import psutil
-from rich.console import Console
+import numpy.typing as npt
 
+from laminar_py.bench.control.generator import ENDED
+from laminar_py.bench.control.process import SAMPLES, ProcessSamples
 from laminar_py.bench.report import Row
 from laminar_py.bench.turns import Tell
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.events import Stepped
 
-SAMPLE_S = 0.01  # between looks at the event loop
 LOOK_S = 0.05  # between looks at what is on record
-CPU_S = 1.0
 WARM_STEPS = 10
-OUT = "figures.json"
+MODULE = "laminar_py.bench.control.process"
+
+Seconds: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """Samples of the controller's process, each with its time on this host's clock."""
+class CountedSteps:
+    """Part of the run that counts, on this host's monotonic clock."""
 
-    delays: list[tuple[float, float]]
-    cpu: list[tuple[float, float]]  # CPU seconds so far
-    memory: list[tuple[float, int]]  # bytes, proportional share
+    begin: float
+    end: float
+    trajectories: int
+    tokens: int
+
+    def has(self, at: float) -> bool:
+        """True where a moment is in it."""
+        return self.begin <= at <= self.end
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first to the last."""
+        return self.end - self.begin
 
 
 def rows(*, replicas: int, rate: float, steps: int, tell: Tell) -> list[Row]:
-    """Measure it."""
+    """Figures of a run of so many steps with so many replicas, which may finish `rate` trajectories a second."""
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as name:
-        folder = Path(name)
-        command = [
-            sys.executable,
-            "-m",
-            "laminar_py.bench.control.measure",
-            name,
-            str(replicas),
-            str(rate),
-            str(steps),
-        ]
-        process = subprocess.Popen(command, stdout=sys.stderr)
-        record = OnRecord(folder)
-        record.watch(process)
+        command = [sys.executable, "-m", MODULE, name, str(replicas), str(rate), str(steps)]
+        with subprocess.Popen(command, stdout=sys.stderr) as process:
+            looks = _watch_record(Path(name), process)
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
-        figures = json.loads((folder / OUT).read_text())
-        return _rows(figures, record.ages(figures["from"], figures["to"]), replicas=replicas)
+        (run,) = Path(name).glob("runs/*/")
+        samples = msgspec.json.decode((Path(name) / SAMPLES).read_bytes(), type=ProcessSamples)
+        window = _window(run)
+        tell(f"{window.seconds:.0f} s count")
+        return [
+            *_load_rows(run, window),
+            *_process_rows(samples, window, replicas=replicas),
+            _age_row(_ages(run, looks, window)),
+        ]
 
 
-class OnRecord:
-    """Watches from outside how soon what ended is on record."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._looks: list[tuple[float, int]] = []  # when, and the last event on record
-        self._finished: dict[str, int] = {}
-
-    def watch(self, process: "subprocess.Popen[bytes]") -> None:
-        """Look until the process has ended; then read what finished."""
-        ledger: Path | None = None
-        connection: sqlite3.Connection | None = None
-        while process.poll() is None:
-            time.sleep(LOOK_S)
-            if connection is None:
-                ledger = next(self._folder.glob("runs/*/ledger.sqlite"), None)
-                if ledger is not None:
-                    with contextlib.suppress(sqlite3.Error):
-                        connection = sqlite3.connect(f"file:{ledger}?mode=ro", uri=True, isolation_level=None)
-                        connection.execute("SELECT seq FROM head").fetchone()
-                continue
-            with contextlib.suppress(sqlite3.Error):
-                (seq,) = connection.execute("SELECT seq FROM head").fetchone()
-                self._looks.append((time.monotonic(), seq))
-        if connection is not None:
-            for seq, subject in connection.execute("SELECT seq, subject FROM event WHERE kind = 'finished'"):
-                self._finished[subject] = seq
-            connection.close()
-
-    def ages(self, begin: float, end: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Seconds from the end of each response until it was on record, of those that ended in between."""
-        seen: dict[str, float] = {}
-        for file in self._folder.glob("runs/*/logs/ended-*"):
-            for line in file.read_text().splitlines():
-                id, _, mono = line.partition(" ")
-                seen[id] = float(mono)
-        times, seqs = map(np.array, zip(*self._looks, strict=True))
-        ages = []
-        for id, seq in self._finished.items():
-            at = seen.get(id)
-            if at is not None and begin <= at <= end:
-                place = int(np.searchsorted(seqs, seq))
-                if place < len(times):
-                    ages.append(times[place] - at)
-        return np.array(ages)
+def _watch_record(folder: Path, process: "subprocess.Popen[bytes]") -> list[tuple[float, int]]:
+    """Moments at which somebody else saw which event was the last on record, until the process ends."""
+    looks: list[tuple[float, int]] = []
+    while process.poll() is None:
+        time.sleep(LOOK_S)
+        for ledger in folder.glob("runs/*/ledger.sqlite"):
+            with contextlib.suppress(sqlite3.Error), contextlib.closing(_open(ledger)) as connection:
+                looks += _look_on(connection, process)
+    return looks
 
 
-def _rows(figures: dict[str, Any], ages: Any, *, replicas: int) -> list[Row]:
-    detail = f"{figures['rate']:.0f} trajectories/s of {figures['tokens']:.0f} tokens, {figures['seconds']:.0f} s"
+def _open(ledger: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{ledger}?mode=ro", uri=True, isolation_level=None)
+
+
+def _look_on(connection: sqlite3.Connection, process: "subprocess.Popen[bytes]") -> list[tuple[float, int]]:
+    looks: list[tuple[float, int]] = []
+    while process.poll() is None:
+        with contextlib.suppress(sqlite3.Error):  # before its tables are there
+            (seq,) = connection.execute("SELECT seq FROM head").fetchone()
+            looks.append((time.monotonic(), seq))
+        time.sleep(LOOK_S)
+    return looks
+
+
+def _window(run: Path) -> CountedSteps:
+    """The steps after the first ones."""
+    with reading(run) as connection:
+        found = connection.execute("SELECT mono, body FROM event WHERE kind = 'stepped' ORDER BY seq").fetchall()
+    steps = [(mono, event) for mono, body in found if isinstance(event := decode_event(body), Stepped)]
+    counted = [event for _, event in steps[WARM_STEPS:]]
+    return CountedSteps(
+        begin=steps[WARM_STEPS - 1][0],
+        end=steps[-1][0],
+        trajectories=sum(event.num_trajectories for event in counted),
+        tokens=sum(event.num_tokens for event in counted),
+    )
+
+
+def _ages(run: Path, looks: list[tuple[float, int]], window: CountedSteps) -> Seconds:
+    """Seconds from the end of each response until somebody else could read it in the ledger."""
+    ended: dict[str, float] = {}
+    for file in run.glob(f"logs/{ENDED}-*"):
+        for line in file.read_text().splitlines():
+            name, _, mono = line.partition(" ")
+            ended[name] = float(mono)
+    times, seqs = np.array([at for at, _ in looks]), np.array([seq for _, seq in looks])
+    with reading(run) as connection:
+        finished = connection.execute("SELECT seq, subject FROM event WHERE kind = 'finished'").fetchall()
+    on_record = [(ended[name], int(np.searchsorted(seqs, seq))) for seq, name in finished if name in ended]
+    return np.array([times[place] - at for at, place in on_record if window.has(at) and place < len(times)])
+
+
+def _load_rows(run: Path, window: CountedSteps) -> list[Row]:
+    with reading(run) as connection:
+        query = "SELECT count(*) FROM trajectory WHERE status NOT IN ('consumed', 'dropped')"
+        (live,) = connection.execute(query).fetchone()
+    mean = window.tokens / window.trajectories
+    each = f"trained, {window.trajectories} in {window.seconds:.0f} s, {mean:.0f} tokens each"
     return [
-        Row("controller_trajectories_per_s", figures["rate"], detail),
-        Row(f"controller_cores_{replicas}", figures["cores"], detail),
-        Row("loop_delay_p99_ms", figures["p99_ms"], f"p50 {figures['p50_ms']:.1f}, max {figures['max_ms']:.0f}"),
-        Row(
-            "record_age_max_s", float(ages.max()), f"p50 {np.median(ages):.2f}, p99 {np.percentile(ages, 99):.2f}"
-        ),
-        Row("controller_bytes", figures["bytes"], f"at the first {figures['first_bytes'] / 1e6:.0f} MB"),
-        Row("live_trajectories", figures["live"], "at the end"),
+        Row("control_trajectories_per_s", window.trajectories / window.seconds, "1/s", each),
+        Row("control_live_trajectories", live, "", "at the end"),
     ]
 
 
-# ---- the controller's process
+def _process_rows(samples: ProcessSamples, window: CountedSteps, *, replicas: int) -> list[Row]:
+    delays = 1e3 * np.array([delay for at, delay in samples.delays if window.has(at)])
+    uses = [use for use in samples.uses if window.has(use[0])]
+    cores = (uses[-1][1] - uses[0][1]) / (uses[-1][0] - uses[0][0])
+    memory = [num_bytes for _, _, num_bytes in uses]
+    p99 = float(np.percentile(delays, 99))
+    spread = f"p50 {np.median(delays):.1f} ms, at most {delays.max():.0f} ms"
+    growth = f"resident, at most; {memory[0] / 1e6:.0f} MB when {WARM_STEPS} steps were done"
+    return [
+        Row(f"controller_cores_{replicas}", cores, "cores", "all threads of the controller's process"),
+        Row("loop_delay_p99_ms", p99, "ms", spread),
+        Row("controller_bytes", max(memory), "B", growth),
+    ]
 
 
-def main(folder: Path, replicas: int, rate: float, steps: int) -> None:
-    """Lead the run and leave figures of it."""
-    from laminar_py.bench.control.generator import Generators, ReadingScorerActor
-    from laminar_py.bench.control.inputs import write_inputs
-    from laminar_py.orchestrator.controller import Controller, PartKinds
-    from laminar_py.orchestrator.launch import Opened, lead
-    from laminar_py.telemetry.view import make_view
-
-    config = write_inputs(folder, replicas=replicas, rate=rate, steps=steps)
-    console = Console(file=sys.stderr)
-    sampler = Sampler()
-
-    class Measured(Controller):
-        async def lead(self) -> Any:
-            sampling = asyncio.create_task(sampler.run())
-            try:
-                return await super().lead()
-            finally:
-                sampling.cancel()
-                sampler.live = len(self._scheduler.book.live)
-
-        def _stepped(self, row: Any) -> None:
-            sampler.steps.append(
-                (time.monotonic(), row.trained_trajectories if hasattr(row, "trained_trajectories") else 0)
-            )
-            super()._stepped(row)
-
-    def make(opened: Opened) -> Controller:
-        return Measured(
-            opened.config,
-            opened.run,
-            placement=opened.placement,
-            inputs=opened.inputs,
-            view=make_view(console, steps=steps, max_rl_s=None),
-            resume=False,
-            kinds=PartKinds(replica=Generators(2).make, scorer=ReadingScorerActor),
-        )
-
-    lead(config, make, what="control", resume=None, console=console)
-    (folder / OUT).write_text(json.dumps(sampler.figures(config)))
-
-
-class Sampler:
-    """Looks at the process that it is in."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, int]] = []
-        self.live = 0
-        self._delays: list[tuple[float, float]] = []
-        self._usage: list[tuple[float, float, int]] = []
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        loop, process = asyncio.get_running_loop(), psutil.Process()
-        next_s = loop.time()
-        while True:
-            due = loop.time() + SAMPLE_S
-            await asyncio.sleep(SAMPLE_S)
-            now = loop.time()
-            self._delays.append((now, now - due))
-            if now >= next_s:
-                next_s = now + CPU_S
-                times = process.cpu_times()
-                self._usage.append((now, times.user + times.system, process.memory_info().rss))
-
-    def figures(self, config: Any) -> dict[str, Any]:
-        """Of the steps after the first `WARM_STEPS`."""
-        begin, end = self.steps[WARM_STEPS][0], self.steps[-1][0]
-        delays = np.array([delay for at, delay in self._delays if begin <= at <= end]) * 1e3
-        usage = [one for one in self._usage if begin <= one[0] <= end]
-        seconds = usage[-1][0] - usage[0][0]
-        trajectories = (len(self.steps) - 1 - WARM_STEPS) * config.trajectories_per_step
-        return {
-            "from": begin,
-            "to": end,
-            "seconds": end - begin,
-            "rate": trajectories / (end - begin),
-            "tokens": 3000.0,
-            "cores": (usage[-1][1] - usage[0][1]) / seconds,
-            "p50_ms": float(np.median(delays)),
-            "p99_ms": float(np.percentile(delays, 99)),
-            "max_ms": float(delays.max()),
-            "bytes": usage[-1][2],
-            "first_bytes": usage[0][2],
-            "live": self.live,
-        }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+def _age_row(ages: Any) -> Row:
+    spread = f"p50 {np.median(ages):.2f} s, p99 {np.percentile(ages, 99):.2f} s, of {len(ages)} responses"
+    return Row("record_age_max_s", float(ages.max()), "s", spread)

@@ -150,7 +150,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
 
     section, rollout, model_dir = section_of(config), config.rollout, launch.model_dir
     if section.urls:
-        url, api_key, watch_server = section.urls[launch.index], launch.secret, None
+        url, api_key, watch_server = launch.server, launch.secret, None
         try:
             await check_server(url, api_key, model_dir=model_dir, rollout=rollout)
         except ConfigError as error:  # accepted before the run began

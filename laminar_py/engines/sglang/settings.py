@@ -76,6 +76,11 @@ class SGLangConfig(EngineConfig):
         return float(given) if isinstance(given, (int, float, str)) else super().static_share
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """See `EngineConfig.servers`."""
+        return self.urls
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """See `EngineConfig.hosts`."""
         return tuple(urlsplit(url).hostname or "" for url in self.urls)

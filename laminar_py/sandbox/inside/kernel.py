@@ -5,6 +5,7 @@ import errno
 import os
 import platform
 
+CLONE_FS = 0x00000200
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
@@ -39,6 +40,11 @@ def unmount(target: str) -> None:
 def unshare(flags: int) -> None:
     """New namespaces."""
     _checked(_libc.unshare(flags), "unshare")
+
+
+def enter(namespace: int, kind: int) -> None:
+    """Have this thread in the namespace of a file descriptor."""
+    _checked(_libc.setns(namespace, kind), "setns")
 
 
 def pivot_root(folder: str) -> None:

@@ -40,8 +40,13 @@ class ReplicaActor(PartActor):
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
-        logs = Path(spec.run_dir) / "logs"
-        launch = EngineLaunch(Path(spec.model_dir), logs, index=spec.index, secret=spec.secret)
+        launch = EngineLaunch(
+            model_dir=Path(spec.model_dir),
+            logs=Path(spec.run_dir) / "logs",
+            index=spec.index,
+            secret=spec.secret,
+            server=spec.server,
+        )
         with _telling_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
@@ -64,13 +69,8 @@ class ReplicaActor(PartActor):
             gather_s=spec.pace.gather_s,
         )
         self._config = config
-        link = ReplicaLink(
-            Peer(peer_wire(keys), spec.hub, spec.label),
-            spec.label,
-            self._replica,
-            attach=self._weights.attach,
-            quiet_s=spec.pace.quiet_s,
-        )
+        peer, attach = Peer(peer_wire(keys), spec.hub, spec.label), self._weights.attach
+        link = ReplicaLink(peer, spec.label, self._replica, attach=attach, quiet_s=spec.pace.quiet_s)
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         self._link = asyncio.create_task(link.run(), name="link")
 

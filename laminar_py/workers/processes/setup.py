@@ -16,6 +16,7 @@ from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.database import segments_path
 from laminar_py.sandbox.inside import kernel
+from laminar_py.segments import moves
 from laminar_py.segments.fetch import StoreClient
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SegmentWriter
@@ -54,7 +55,8 @@ def open_part(spec: PartStart, name: str) -> RunConfig:
 
 def open_reader(spec: PayloadStart) -> PayloadReader:
     """Reader of payload, from this host's segments and from stores of others."""
-    return PayloadReader(open_folder(spec), fetch=StoreClient(bytes.fromhex(spec.store_key)))
+    client = StoreClient(bytes.fromhex(spec.store_key), moves=Path(spec.run_dir) / moves.NAME)
+    return PayloadReader(open_folder(spec), fetch=client)
 
 
 def open_writer(spec: PayloadStart) -> SegmentWriter:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from laminar_py.ledger.database import segments_path
 from laminar_py.records.codec import decode
+from laminar_py.segments.moves import NAME, note_move
+from laminar_py.segments.wire import make_address
 from laminar_py.workers.processes.setup import PartActor, open_part
 from laminar_py.workers.specs import StoreSpec
 
@@ -30,6 +32,8 @@ class StoreActor(PartActor):
             listener = await listen(spec.host)
         self._store = PieceStore(segments_path(Path(spec.run_dir)), key=bytes.fromhex(spec.key))
         await self._store.start(listener)
+        before = make_address(spec.host, spec.port) if spec.port else None
+        note_move(Path(spec.run_dir) / NAME, before=before, address=self._store.address)
         return self._store.address
 
     async def ping(self) -> None:

@@ -125,6 +125,24 @@ def test_no_more_scorers_are_advised_than_there_are_idle_cores_for(cpu, cores, s
     assert found
 
 
+JUDGE = "{kind: judge, %s}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ([f"reward.use=[{JUDGE % 'servers: j'}]", "reward.servers={j: {model: m}}"], "1 -> 8"),
+        ([f"reward.use=[{JUDGE % 'servers: j'}]", "reward.servers={j: {model: m, gpus: 0}}"], None),
+        ([f"reward.use=[math, {JUDGE % 'urls: [http://10.0.0.4:30000/v1], model: m'}]"], "1 -> 8"),
+        (["reward.use=[math]"], None),
+    ],
+)
+def test_scorers_that_wait_for_servers_need_no_idle_cores(settings, change):
+    step = replace(mean_step_of(reward_s=9.8), use=FULL)
+    found = remedies(Wall.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
+    assert next((one.change for one in found if one.key == "reward.workers"), None) == change
+
+
 def test_what_is_dropped_as_stale_counts_for_freshness():
     step = replace(mean_step_of(generation_s=9.8, learner_s=9.0), stale_share=0.6)
     assert diagnosis(step, "staleness.policies=[drop]").binding.wall is Wall.FRESHNESS

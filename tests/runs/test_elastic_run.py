@@ -1,0 +1,180 @@
+"""A run whose fleet changes while it goes on: emulated replicas, and all else the real thing."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from laminar_py.audit.queries import accounting
+from laminar_py.audit.verify import verify
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from laminar_py.ledger.scaling import ScaleRequests
+from tests.runs.runs import LAMINAR, REPO, TrainProcess, forget_versions
+
+CONFIG = REPO / "configs/emulation/repack.yaml"
+SETTINGS = (
+    "warm_start=null",  # of the small settings, which are for the quickstart
+    "eval.sets={}",
+    "steps=10000",
+    "rollout.replicas=2",
+    "rollout.max_batch=8",
+    "rollout.batch_per_replica=16",
+    "rollout.prompts_per_step=8",  # 32 trajectories: the batches of two replicas
+    "rollout.max_len=1424",
+    "rollout.sampling.max_new_tokens=1024",
+    "rollout.partial_interval_s=0.5",
+    "emulation.median_tokens=300",
+    "emulation.sigma=0.3",  # a long tail would leave replicas half empty, however many there are
+    "emulation.compression=4",
+    "emulation.learner_devices=64",  # generation bounds the run
+    "learner.checkpoint_every=1000",
+)
+FOLLOWS_S = 10.0  # of an engine's being ready
+SETTLED_S = 2.0  # of that, before which no token of a new engine is told
+LIKE = 0.3  # rates of replicas that have as much to do differ by less
+
+
+def scale(run, *fleet, code=0):
+    """Words of `laminar scale`."""
+    done = subprocess.run(
+        [LAMINAR, "scale", str(run), *fleet], cwd=REPO, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
+def events_of(run, *kinds):
+    """Seconds since 1970 and event, of these kinds."""
+    marks = ", ".join("?" * len(kinds))
+    with reading(run) as connection:
+        rows = connection.execute(f"SELECT wall, body FROM event WHERE kind IN ({marks}) ORDER BY seq", kinds)
+        return [(wall, decode_event(body)) for wall, body in rows]
+
+
+def fleet_of(run):
+    return [json.loads(line) for line in (run / "fleet.jsonl").read_text().splitlines() if line.endswith("}")]
+
+
+def left(run):
+    return {event.replica for _, event in events_of(run, "replicaleft")}
+
+
+def serving(run):
+    """Replicas that have served a version since they started last."""
+    return {event.replica for _, event in events_of(run, "versionloaded")}
+
+
+def rate_from_now(run, seconds):
+    """Generated tokens a second of the seconds that follow, and replicas by then."""
+    first = fleet_of(run)[-1]
+    time.sleep(seconds)
+    last = fleet_of(run)[-1]
+    tokens = last["generated_tokens"] - first["generated_tokens"]
+    return tokens / (last["rl_s"] - first["rl_s"]), len(last["replicas"])
+
+
+def holds_its_laws(run):
+    assert verify(run) == []
+    assert accounting(run).balanced
+
+
+def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tmp_path):
+    with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
+        train.wait_for_step(2)
+        rates = [rate_from_now(train.run, FOLLOWS_S)]
+        assert "replicas 2 -> 6: 4 join; 6 have a place" in scale(train.run, "replicas=6")
+        train.wait_until(lambda: serving(train.run) == set(range(6)))
+        time.sleep(SETTLED_S)
+        rates.append(rate_from_now(train.run, FOLLOWS_S - SETTLED_S))
+        assert "replicas 6 -> 3: 3 leave" in scale(train.run, "replicas=3")
+        train.wait_until(lambda: len(left(train.run)) == 3)
+        time.sleep(SETTLED_S)
+        rates.append(rate_from_now(train.run, FOLLOWS_S - SETTLED_S))
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    forget_versions(train.run)
+    assert code == 130, output
+    holds_its_laws(train.run)
+    assert not events_of(train.run, "partdied")
+    starts = [event.part for _, event in events_of(train.run, "partstarted") if "replica" in event.part]
+    assert sorted(starts) == [f"replica-{index}" for index in range(6)], "nobody stopped for it"
+    assert [count for _, count in rates] == [2, 6, 3]
+    each = [rate / count for rate, count in rates]
+    assert max(each) < (1 + LIKE) * min(each), rates
+
+
+def resume(tmp_path, *settings):
+    """A run that goes on with these settings and its own; its exit code is 0."""
+    with TrainProcess(tmp_path, *settings, config=CONFIG, small=(), resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, before, after):
+    with TrainProcess(tmp_path, *SETTINGS, f"rollout.replicas={before}", config=CONFIG) as train:
+        train.wait_for_step(2)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    assert code == 130, output
+    resume(tmp_path, f"rollout.replicas={after}", "steps=6")
+    holds_its_laws(train.run)
+    fleets = [event.replicas for _, event in events_of(train.run, "scaled")]
+    assert fleets == [tuple(range(before)), tuple(range(after))]
+
+
+def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_have(tmp_path):
+    with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
+        train.wait_for_step(1)
+        scale(train.run, "replicas=3")
+        requests = ScaleRequests(train.run)
+        train.send(signal.SIGKILL)
+    asked = requests.ask(replicas=5, urls=None)  # by a command that died as well
+    line = scale(train.run, "replicas=4", code=2)
+    assert "no controller runs it" in line
+    assert "--resume rollout.replicas=4" in line
+    resume(tmp_path, "steps=4")
+    holds_its_laws(train.run)
+    assert [event.replicas for _, event in events_of(train.run, "scaled")][-1] == (0, 1, 2)
+    assert not requests.fetch(asked).done
+
+
+def test_bad_input_is_refused_in_one_line_that_names_the_remedy(tmp_path):
+    with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
+        train.wait_for_step(1)
+        for fleet, said in (
+            ("replicas=1", "replicas=1: a learner step takes 32 trajectories"),
+            ("replicas=0", "rollout.replicas=0: input should be greater than or equal to 1"),
+            ("replicas=many", "replicas=many: no whole number; write for example replicas=6"),
+            ("gpus=3", "gpus=3: a fleet is replicas=N or urls=[...]"),
+            ("urls=[http://127.0.0.1:1]", "urls=http://127.0.0.1:1: this run starts its own engines"),
+        ):
+            line = scale(train.run, fleet, code=2)
+            assert line.startswith(f"laminar: {said}")
+            assert len(line.splitlines()) == 1
+        assert "nothing changes" in scale(train.run, "replicas=2")
+        line = scale(tmp_path, "replicas=2", code=2)
+        assert line.startswith(f"laminar: run={tmp_path}: no config.yaml in it")
+    forget_versions(train.run)
+
+
+def test_where_versions_mix_what_a_leaving_replica_has_goes_on_at_any_other(tmp_path):
+    mixing = ("rollout.on_new_weights=resume", "repack.planner=none", "rollout.replicas=3")
+    with TrainProcess(tmp_path, *SETTINGS, *mixing, config=CONFIG) as train:
+        train.wait_for_step(1)
+        train.wait_until(lambda: all(fleet_of(train.run)[-1]["running"]))
+        scale(train.run, "replicas=2")
+        train.wait_until(lambda: left(train.run))
+        train.wait_for_step(len((train.run / "metrics.jsonl").read_bytes().splitlines()) + 2)
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    forget_versions(train.run)
+    assert code == 130, output
+    holds_its_laws(train.run)
+    ((left_s, _),) = events_of(train.run, "replicaleft")
+    handed_back = [at_s for at_s, event in events_of(train.run, "interrupted") if event.reason == "returned"]
+    assert min(handed_back) <= left_s, "it had something"
+    assert not events_of(train.run, "dropped")
