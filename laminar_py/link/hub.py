@@ -49,17 +49,19 @@ class Line:
         self._number = 0  # of the last order
         self._ids = count()
         self._asked: dict[int, asyncio.Future[Reply | None]] = {}
+        self._is_there = False  # it has spoken, and could be reached since
         self._closed = False
 
     def put(self, order: Order) -> None:
-        """Have the replica do something; it goes out at the end of this turn of the event loop."""
+        """Have the replica do something: at the end of this turn of the event loop, or once it is there."""
         data = encode(order)
         size = len(data)
         assert size <= MOST_ORDER_BYTES, f"{type(order).__name__} of {size} bytes for {self.label}: share it out"
         if not self._closed:
             self._number += 1
             self._unheard.append((self._number, data))
-            self._hub.has_word(self)
+            if self._is_there:
+                self._hub.has_word(self)
 
     async def look(self) -> Survey | None:
         """Survey of what it has at this moment; None if its process ends first."""
@@ -82,6 +84,7 @@ class Line:
 
     def hear(self, up: Up) -> bool:
         """Take the replica's word; True if it brings a report that is to be taken in now."""
+        self._is_there = True
         self.heard = max(self.heard, min(up.heard, self._number))
         while self._unheard and self._unheard[0][0] <= self.heard:
             self._unheard.popleft()
@@ -124,6 +127,7 @@ class Line:
     def was_cut_off(self) -> None:
         """Say all that was not heard with the next word: what was sent before may be lost."""
         self._sent = self.heard
+        self._is_there = False
 
     def close(self) -> None:
         """Whoever waits for an answer gets none, nor does whoever asks from now on."""

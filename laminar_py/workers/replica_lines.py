@@ -39,7 +39,7 @@ class ReplicaLines:
             take=take,
             patience_s=config.supervisor.heartbeat_timeout_s,
         )
-        self.pace = pace_of(config.rollout.replicas)
+        self.pace = pace_of(config.rollout.replicas, config.supervisor.heartbeat_timeout_s)
         self._relays = relays
         self._lines: dict[int, Line] = {}
         self._relay_told: dict[int, str] = {}  # endpoint that each pulls from, as far as it was told
@@ -97,9 +97,12 @@ class ReplicaLines:
             del self._checksums[key]
 
 
-def pace_of(replicas: int) -> ReportPace:
-    """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace."""
+def pace_of(replicas: int, patience_s: float) -> ReportPace:
+    """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace.
+
+    None is quiet for so long that it counts as silent.
+    """
     return ReportPace(
         gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
-        quiet_s=min(MOST_QUIET_S, max(1.0, replicas / QUIET_PER_S)),
+        quiet_s=min(MOST_QUIET_S, patience_s / 4, max(1.0, replicas / QUIET_PER_S)),
     )

@@ -16,7 +16,7 @@ from laminar_py.relay.wire.transport import RelayKeys
 
 KEYS = RelayKeys.generate()
 LOOPBACK = "127.0.0.1"
-PATIENCE_S = 20.0  # of a test
+PATIENCE_S = 60.0  # of a test
 
 
 def make_report(number=0, *, replica=0, version=0, loads=()):

@@ -4,6 +4,9 @@ import asyncio
 import time
 from contextlib import contextmanager
 
+import pytest
+
+from laminar_py.relay.wire import post as post_module
 from laminar_py.relay.wire.post import Peer, Post, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 
@@ -54,3 +57,34 @@ async def test_a_frame_that_came_just_before_a_send_ends_the_wait_at_once():
             time.sleep(0.1)  # noqa: ASYNC251
             assert post.send(b"me", b"order")
             assert await came
+
+
+async def test_a_frame_that_would_end_its_connection_is_not_sent(monkeypatch):
+    monkeypatch.setattr(post_module, "MOST_BYTES", 10_000)
+    async with asyncio.timeout(PATIENCE_S):
+        with ends() as (post, peer):
+            await met(post, peer)
+            with pytest.raises(AssertionError, match="a frame of 10001 bytes"):
+                peer.send(bytes(10_001))
+            assert peer.send(bytes(10_000))
+
+
+async def test_a_post_to_which_much_comes_leaves_other_work_its_turn():
+    async with asyncio.timeout(PATIENCE_S):
+        with ends() as (post, peer):
+            await met(post, peer)
+            for _ in range(2000):
+                post.send(b"me", b"order")
+            await asyncio.sleep(0.2)
+            turns = []
+            counting = asyncio.create_task(_count(turns))
+            for _ in range(2000):
+                await peer.receive()
+            counting.cancel()
+            assert len(turns) >= 1000
+
+
+async def _count(turns):
+    while True:
+        turns.append(1)
+        await asyncio.sleep(0)

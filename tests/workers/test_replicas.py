@@ -27,6 +27,7 @@ from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.segments.salvage import Salvaged
 from laminar_py.telemetry.stats import Stats, Totals
 from laminar_py.workers import replicas as replicas_module
+from laminar_py.workers.replica_lines import pace_of
 from laminar_py.workers.replicas import Replicas
 from laminar_py.workers.specs import ReplicaSpec
 from laminar_py.workers.supervisor import Supervisor
@@ -431,6 +432,12 @@ async def test_a_replica_that_says_nothing_is_replaced(monkeypatch, tmp_path):
         assert not second.is_dead
         assert ids(await second.actor.given(len(had))) == had
         talking.cancel()
+
+
+@pytest.mark.parametrize(("replicas", "patience_s"), [(1, 30.0), (1000, 30.0), (1000, 4.0), (1, 0.5)])
+def test_no_replica_is_quiet_for_so_long_that_it_counts_as_dead(replicas, patience_s):
+    pace = pace_of(replicas, patience_s)
+    assert 0 < pace.quiet_s <= patience_s / 4
 
 
 async def talk(process):

@@ -61,6 +61,7 @@ class _Box:
 
     def _send(self, frames: list[bytes]) -> bool:
         """False, and dropped, where nobody takes it now."""
+        assert len(frames[-1]) <= MOST_BYTES, f"a frame of {len(frames[-1])} bytes would end its connection"
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
