@@ -32,6 +32,7 @@ from laminar_py.workers.specs import ReplicaSpec, ScorerSpec
 
 ENDED = "ended"  # name of the files with what each generator saw end
 DELTA_S = 2.0  # between what an engine gives of a response; each is an entry of a journal
+WRITTEN_S = 0.5
 CALLS = 4096
 
 
@@ -58,11 +59,14 @@ class Ended:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
         self._lines: list[str] = []
+        self._written_s = 0.0
 
     def note(self, trajectory_id: str) -> None:
         """Note that a response ends, or is broken off, now."""
-        self._lines.append(f"{trajectory_id} {time.monotonic():.4f}\n")
-        if len(self._lines) >= 500:
+        now = time.monotonic()
+        self._lines.append(f"{trajectory_id} {now:.4f}\n")
+        if now >= self._written_s + WRITTEN_S:
+            self._written_s = now
             self._file.writelines(self._lines)
             self._file.flush()
             self._lines.clear()
