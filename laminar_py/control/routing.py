@@ -67,10 +67,11 @@ class Router:
         """A replica for a member of an evaluation of `version`, of which `num_out` are at the `holders`.
 
         One that has none yet, while the holders that still serve it are fewer than `most`; else the least loaded
-        of these, unless they have a batch each.
+        of these, unless they have a batch each. Replicas that leave are for what nobody else can take.
         """
-        holding = [view for view in map(self._views.by_index.__getitem__, holders) if _serves(view, version)]
-        if len(holding) < most:
+        serving = [view for view in map(self._views.by_index.__getitem__, holders) if _serves(view, version)]
+        holding = [view for view in serving if not view.leaving] or serving
+        if sum(not view.leaving for view in holding) < most:
             others = (view for view in self._views.that_serve(version) if view.index not in holders)
             other = next(others, None) or self._idle_below(version)
             other = other or (None if holding else next(self._views.leaving_that_serve(version), None))
@@ -86,4 +87,4 @@ class Router:
 
 
 def _serves(view: ReplicaView, version: int) -> bool:
-    return view.version >= 0 and view.serving == version and not view.leaving
+    return view.version >= 0 and view.serving == version

@@ -118,9 +118,11 @@ def test_members_of_a_pass_go_where_a_look_at_all_replicas_would_send_them(
     idle = [view for view in views if view.idle and view.version < version and not expected(view.index)]
     holding = [view for view in serving if view.index in holders]
     others = [view for view in serving if view.index not in holders] or idle
-    is_full = num_out >= len(holding) * scheduler.book.settings.batch_per_replica
-    best = None if is_full else first(holding, load)
-    others = others or ([] if holding else leaving_that_serve(scheduler, version))
+    last = leaving_that_serve(scheduler, version)
+    held = holding or [view for view in last if view.index in holders]
+    is_full = num_out >= len(held) * scheduler.book.settings.batch_per_replica
+    best = None if is_full else first(held, load)
+    others = others or ([] if held else last)
     if others and len(holding) < most:
         best = first(others, load)
     chosen = scheduler.router.for_pass(version, holders=holders, most=most, num_out=num_out)

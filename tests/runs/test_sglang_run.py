@@ -24,7 +24,7 @@ from laminar_py.learner.model import load_policy
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from tests.engines.sglang.rig import make_model, make_spec, running_server, sglang_python
-from tests.runs.runs import ALONE, REPO, TrainProcess, wait_until_gone
+from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_elastic_run import scale
 
 pytestmark = pytest.mark.sglang
@@ -167,6 +167,7 @@ async def test_attached_servers_join_and_leave_a_run_that_goes_on(tmp_path, monk
             await asyncio.to_thread(run.wait_for_step, done + 2)
             run.send(signal.SIGINT)
             code, output = await asyncio.to_thread(run.finish)
+        forget_versions(run.run)
         assert code == 130, output
         assert all(psutil.pid_exists(server.pid) for server in (first, second, third))
     assert [event.replica for event in events_of(run, "replicaleft")] == [0]
