@@ -3,8 +3,8 @@
 Each process that reads pieces has one client, whose threads may share it; stores are in `segments.store`, and what
 both say to each other is in `segments.wire`. Invariant: a piece is called lost at once where its store says so,
 and only there. All else, a stranger at the port among it, is a store that is away, which is asked again for
-`retry_s`: it restarts on its port, or on another one, of which it leaves a note (`segments.moves`). All requests of
-a process share these seconds, so that a host that is gone is waited for once and not by each of them in turn.
+`retry_s`: it restarts on its port, or on another one, of which it leaves a note (`segments.moves`). All requests
+of a process share these seconds, so that a host that is gone is waited for once and not by each of them in turn.
 """
 
 import socket
