@@ -3,7 +3,8 @@
 Each process that reads pieces has one client, whose threads may share it; stores are in `segments.store`, and what
 both say to each other is in `segments.wire`. Invariant: a piece is called lost at once where its store says so,
 and only there. All else, a stranger at the port among it, is a store that is away, which is asked again for
-`retry_s`: it restarts on its port, or on another one, of which it leaves a note (`segments.moves`).
+`retry_s`: it restarts on its port, or on another one, of which it leaves a note (`segments.moves`). All requests
+of a process share these seconds, so that a host that is gone is waited for once and not by each of them in turn.
 """
 
 import socket
@@ -64,6 +65,7 @@ class StoreClient:
     def __init__(self, key: bytes, *, retry_s: float = RETRY_S, moves: Path | None = None) -> None:
         self._key = wire.check_key(key)
         self._moves = moves
+        self._away: dict[str, tuple[float, float]] = {}  # since when, and until when, nobody answers at an address
         self._found: dict[str, str] = {}  # where stores were found that serve elsewhere than was told
         self._retry_s = retry_s
         self._idle: dict[str, list[StoreConnection]] = {}  # connections of each store that nobody uses
@@ -107,18 +109,27 @@ class StoreClient:
                     continue
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
-                if now - away_since >= self._retry_s or self._closed.is_set():
-                    raise StoreAwayError(_tell_away(address, refs, error, now - away_since)) from None
+                away_s = max(now - away_since, self._note_away(told, now))
+                if away_s >= self._retry_s or self._closed.is_set():
+                    raise StoreAwayError(_tell_away(address, refs, error, away_s)) from None
             except PayloadLostError:
                 self._keep(address, connection)
                 raise
             else:
+                self._away.pop(told, None)
                 self._keep(address, connection)
                 return pieces
             if self._moves is not None:
                 address = self._found[told] = present_address(self._moves, told)
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
+
+    def _note_away(self, address: str, now: float) -> float:
+        """Seconds for which nobody has answered any request, as far as one was made in the last `retry_s`."""
+        with self._lock:
+            since, until = self._away.get(address, (now, now))
+            self._away[address] = (since if now - until <= self._retry_s else now), now
+            return now - self._away[address][0]
 
     def _ask(self, connection: StoreConnection, address: str, body: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Pieces of these sizes. Raises `PayloadLostError`; `OSError` and `HTTPException` say that it is away."""

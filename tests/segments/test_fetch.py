@@ -213,3 +213,22 @@ def test_a_reader_waits_for_a_store_once_and_not_for_each_piece():
     for ref in refs:
         with pytest.raises(PayloadLostError, match="store a is away"):
             loaded.piece(ref)
+
+
+def test_a_host_that_is_gone_is_waited_for_once_and_not_by_each_request_in_turn(tmp_path):
+    ref = SegmentWriter(tmp_path, "replica-0-1-0").write(random_piece(tokens=5))
+    with served(tmp_path) as store:
+        address, port = store.address, store.port
+    client = StoreClient(KEY, retry_s=1.0)
+    began = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(StoreAwayError, match="is away for"):
+            client(address, [ref])
+    assert time.monotonic() - began < 10, "twenty in turn would take 20 s"
+    with served(tmp_path, port=port):
+        assert client(address, [ref])
+    began = time.monotonic()
+    with pytest.raises(StoreAwayError):
+        client(address, [ref])
+    assert time.monotonic() - began >= 1, "it answered meanwhile, so it is waited for again"
+    client.close()
