@@ -22,7 +22,7 @@ class Group:
 
     @property
     def pending(self) -> list[Lifecycle]:
-        """Members that are neither scored, nor ready since all were, nor dropped."""
+        """Members that are neither scored, nor further since all were, nor dropped."""
         return [member for member in self.members.values() if member.status not in SETTLED]
 
     @property
@@ -42,4 +42,4 @@ class Group:
         return now - self.first_finished_s > deadline_s and bool(self.pending)
 
 
-SETTLED = frozenset({Status.SCORED, Status.READY, Status.DROPPED})
+SETTLED = frozenset({Status.SCORED, Status.READY, Status.CONSUMED, Status.DROPPED})

@@ -9,7 +9,7 @@ import asyncio
 import gc
 
 EVERY_S = 60.0
-NEVER = 1_000_000_000  # collections of the young, after which Python would look at all
+NEVER = 1_000_000_000  # collections of what is younger, after which Python would look at all
 
 
 async def collect_cycles() -> None:

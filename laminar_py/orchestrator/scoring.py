@@ -36,9 +36,8 @@ class Scoring:
     """Scoring stage, its processes, and the servers that they ask where the run launches some.
 
     `say` takes lines for the user, `end` the reason why the run cannot go on: nothing can be scored. An evaluation
-    alone has nothing that `trains`. In an outage
-    each scorer tries one response, which is dropped where that fails, and rests; all others wait, and the first
-    value ends the rest of all scorers.
+    alone has nothing that `trains`. In an outage each scorer tries one response, which is dropped where that
+    fails, and rests; all others wait, and the first value ends the rest of all scorers.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ ledger, and what lies after the last checkpoint can be undone (law 1).
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 
 import msgspec
@@ -237,16 +237,20 @@ class Trainer:
             stall_s=outcome.stall_s if outcome else 0.0,
         )
         row = msgspec.structs.replace(row, order=self._stream.figures)
-        skipped = outcome.metrics.skipped if outcome else 0
-        with self._ledger.together():  # one transaction; the next step need not wait for the disk
-            await self._scheduler.consumption.commit(batch, self.step)
-            self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))
-            if outcome is not None and outcome.version is not None:
-                self._copied(outcome.version, parent=batch.version)
+        await uncut(self._record(batch, row, outcome))
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)
         await self._evaluator.stepped(self.moment, last=self.step == self._config.steps)
+
+    async def _record(self, batch: StepBatch, row: StepRow, outcome: StepOutcome | None) -> None:
+        """Put a step on record, in one transaction; the next one need not wait for the disk."""
+        skipped = outcome.metrics.skipped if outcome else 0
+        with self._ledger.together():
+            await self._scheduler.consumption.commit(batch, self.step)
+            self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))
+            if outcome is not None and outcome.version is not None:
+                self._copied(outcome.version, parent=batch.version)
 
     def _count_skipped(self, outcome: StepOutcome | None) -> None:
         """Raises RunFailedError after too many steps in a row that taught nothing."""
@@ -354,3 +358,13 @@ class Trainer:
         self._versions.start_over()
         self._checkpoints.start_over()
         await self._learner.replace(death)
+
+
+async def uncut(work: Coroutine[object, object, None]) -> None:
+    """Do work of a moment to its end, also where the caller is cancelled meanwhile, which goes on after it."""
+    task = asyncio.create_task(work, name="uncut")
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -39,11 +39,17 @@ class ReplicaLines:
             take=take,
             patience_s=config.supervisor.heartbeat_timeout_s,
         )
-        self.pace = pace_of(config.rollout.replicas, config.supervisor.heartbeat_timeout_s)
+        self._placement = placement
+        self._patience_s = config.supervisor.heartbeat_timeout_s
         self._relays = relays
         self._lines: dict[int, Line] = {}
         self._relay_told: dict[int, str] = {}  # endpoint that each pulls from, as far as it was told
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum and whose it is
+
+    @property
+    def pace(self) -> ReportPace:
+        """Pace of a replica that starts now, by the size of the fleet."""
+        return pace_of(len(self._placement.plan.replicas), self._patience_s)
 
     async def open(self, index: int, label: str, relay: str) -> None:
         """Have a line to a replica that is about to start under a label, with this relay."""
@@ -100,6 +106,7 @@ class ReplicaLines:
 def pace_of(replicas: int, patience_s: float) -> ReportPace:
     """Pace of each of so many, so that all together report 2,000 times a second at most, 200 in peace.
 
+    Nobody is kept waiting for more than a quarter of a second, so above 500 they may be more.
     None is quiet for so long that it counts as silent.
     """
     return ReportPace(

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.config.staleness import StalePolicy
+from laminar_py.control import consumption as consumption_module
+from laminar_py.orchestrator.trainer import uncut
 from laminar_py.packing.stage import Packing
 from laminar_py.records.events import Consumed, Dropped
 from laminar_py.records.trajectory import DropReason
@@ -318,3 +320,40 @@ async def test_quantiles_of_consumed_lengths_equal_those_of_issued_ones(look_ahe
     assert equally_distributed(settled, issued)
     assert not equally_distributed(response_lengths(consumed[:3]), issued), "at first short ones come alone"
     assert not equally_distributed(sorted(settled)[: int(0.97 * len(settled))], issued), "the longest are missed"
+
+
+async def test_a_deadline_that_comes_in_the_midst_of_a_commit_drops_nothing_of_it(monkeypatch):
+    monkeypatch.setattr(consumption_module, "COMMITTED_AT_ONCE", 1)
+    fleet = make_fleet(group_deadline_s=10.0)
+    await make_ready(fleet, [5, 6, 7, 8])
+    batch = await take(fleet, 4)
+    fleet.clock.time = 60.0
+    committing = asyncio.create_task(fleet.scheduler.consumption.commit(batch, 1))
+    while not committing.done():
+        await fleet.scheduler.enforce_deadlines()
+        await asyncio.sleep(0)
+    committing.result()
+    assert sum(isinstance(event, Consumed) for event in fleet.log.events) == 8
+    assert not reasons(fleet)
+
+
+async def test_what_is_uncut_is_done_before_who_was_cancelled_goes_on():
+    did = []
+
+    async def work():
+        await asyncio.sleep(0.05)
+        did.append("work")
+
+    async def call():
+        try:
+            await uncut(work())
+        except asyncio.CancelledError:
+            did.append("cancelled")
+            raise
+
+    calling = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert did == ["work", "cancelled"]
+    assert calling.cancelled()

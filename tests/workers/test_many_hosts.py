@@ -161,7 +161,7 @@ class Incarnation:
                 await self.fleet.scheduler.consumption.put_back(batch)
                 await self.fleet.scheduler.losses.of(lost)
                 batch = await self._next_batch()
-            self.fleet.scheduler.consumption.commit(batch, step)
+            await self.fleet.scheduler.consumption.commit(batch, step)
             done = consume(step, batch.version, *(one.id for one in batch.trajectories))
             self.ledger.append_all([event for event in done if not isinstance(event, Consumed)])
             await self.ledger.commit()

@@ -31,7 +31,6 @@ from laminar_py.workers.processes.setup import PartActor, open_folder, open_part
 from laminar_py.workers.specs import ReplicaSpec, ScorerSpec
 
 ENDED = "ended"  # name of the files with what each generator saw end
-DELTA_S = 2.0  # between what an engine gives of a response; each is an entry of a journal
 WRITTEN_S = 0.5
 CALLS = 4096
 

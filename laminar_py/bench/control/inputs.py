@@ -13,6 +13,7 @@ from laminar_py.config.run import RunConfig
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 4096
 MOST_TOKENS = 16_384
+COMPRESSION = 8  # so that the fleet finishes as many with 16 responses each as it would with 128
 MEDIAN, SIGMA = 1838, 0.99  # of response lengths, whose mean is 3,000 and whose p99 is above 16,000
 WORDS = ("<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(1021)))
 MODEL = {
@@ -80,7 +81,7 @@ def _settings(folder: Path, *, replicas: int, rate: float, steps: int) -> dict[s
         "schedule": "async",
         "emulation": {
             "profile": str(folder / "profile.yaml"),
-            "compression": 8,
+            "compression": COMPRESSION,
             "median_tokens": MEDIAN,
             "sigma": SIGMA,
             "start_spread_s": 200.0,

@@ -29,18 +29,19 @@ NUM_GENERATORS = 2
 class ProcessSamples(msgspec.Struct):
     """Samples of the process, each with its time on this host's monotonic clock."""
 
-    delays: list[tuple[float, float]] = []  # seconds by which a timer of the event loop was late
+    delays: list[tuple[float, float]] = []  # seconds by which a timer would be late, one every `DELAY_S`
     uses: list[tuple[float, float, int]] = []  # CPU seconds of all threads so far, bytes of resident memory
 
     async def take(self) -> None:
         """Take samples until cancelled."""
         loop, process = asyncio.get_running_loop(), psutil.Process()
-        next_s = loop.time()
+        due = next_s = loop.time()
         while True:
-            due = loop.time() + DELAY_S
-            await asyncio.sleep(DELAY_S)
+            await asyncio.sleep(due - loop.time())
             now = loop.time()
-            self.delays.append((now, now - due))
+            while due <= now:  # whoever had come while the loop stood still would have waited, too
+                self.delays.append((due, now - due))
+                due += DELAY_S
             if now >= next_s:
                 next_s = now + USE_S
                 times = process.cpu_times()
