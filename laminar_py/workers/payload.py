@@ -59,9 +59,7 @@ class PayloadHosts:
         """
         if self._placement.spread and node is not None:
             await self.stores.up(node)
-        label = f"{part}-{self._incarnation.number}-{next(self._starts)}"
-        self._nodes[label], self._present[part] = node or self._here, label
-        return label
+        return self._name(part, node or self._here)
 
     def stores_for(self, refs: Iterable[PieceRef], node: str | None) -> dict[str, str]:
         """Addresses of those segments that a reader on this node has not got itself."""
@@ -233,6 +231,11 @@ class PayloadHosts:
         """The controller's node, where all else may have been once, and all others that are alive."""
         return self._placement.alive if self._placement.spread else [self._here]
 
+    def _name(self, part: str, node: str) -> str:
+        label = f"{part}-{self._incarnation.number}-{next(self._starts)}"
+        self._nodes[label], self._present[part] = node, label
+        return label
+
     def _node_of(self, segment: str) -> str:
         return self._nodes.get(part_of(segment), self._here)
 
@@ -244,14 +247,19 @@ class PayloadHosts:
         return {node: decode(list[SegmentFile], answer) for node, answer in found if answer is not None}
 
     async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known]) -> Salvage:
+        """What journals of a host have; a store is begun there only for what was found."""
+        nothing = Salvage([], [])
         if not running:
-            return Salvage([], [])
-        try:
-            request = SalvageRequest(pattern, await self.label("salvage", node), dict(running))
-        except PartDiedError:
-            return Salvage([], [])
+            return nothing
+        request = SalvageRequest(pattern, self._name("salvage", node), dict(running))
         answer = await self._on(node, salvage, self._folder, encode(request))
-        return Salvage([], []) if answer is None else decode(Salvage, answer)
+        found = nothing if answer is None else decode(Salvage, answer)
+        if found.found and self._placement.spread:
+            try:
+                await self.stores.up(node)
+            except PartDiedError:
+                return nothing
+        return found
 
     async def _archive(self, node: str, name: str, rows: Sequence[PieceRow]) -> ArchiveAnswer | None:
         request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))

@@ -127,6 +127,19 @@ async def test_a_run_on_one_host_has_no_store(tmp_path):
             await stores.up(node)
 
 
+@pytest.mark.usefixtures("cluster")
+async def test_a_host_without_parts_has_a_store_as_soon_as_one_is_asked_for_also_before_they_are_kept(tmp_path):
+    placement = spread()
+    stores = make_stores(tmp_path, placement)
+    node = placement.plan.replicas[1].node
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            first, second = await asyncio.gather(stores.up(node), stores.up(node))
+            assert first == second == stores.address(node) != ""
+        finally:
+            stores._keepers[node].kill()
+
+
 async def test_a_store_ends_with_its_host_and_counts_no_more_deaths(tmp_path, cluster):
     placement = spread()
     async with kept(tmp_path, placement) as stores:
