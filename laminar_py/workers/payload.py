@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 SETTLES_S = 60.0  # a segment that got nothing for so long, and is not the newest of its part, gets nothing more
 ROWS_AT_ONCE = 50_000  # references of one file of the archive
+ANSWER_S = 60.0  # for a host to look at its folder, or to delete there; a disk that stands still takes longer
+WRITE_S = 600.0  # for a host to write what it has to the archive, or to a new segment
+KEEP_S = 3600.0  # for a host to copy what is kept to the run's folder, at the end
 
 
 class PayloadHosts:
@@ -48,6 +51,7 @@ class PayloadHosts:
         self._folder = str(incarnation.run.segments)
         self._nodes: dict[str, str] = {}  # Ray node of each label
         self._present: dict[str, str] = {}  # label of each part that runs, or ran last
+        self._silent: set[str] = set()  # nodes that answered too late the last time
         self._starts = count()
 
     # ---- where things are
@@ -190,15 +194,23 @@ class PayloadHosts:
         there = {file.name for file in decode(list[SegmentFile], segments_here(self._folder))}
         gone = needed - there
         await self._lose(gone, f"the host of segment {min(gone, default='')} is gone", scheduler)
-        await asyncio.gather(*(self._on(node, drop_local, place) for node in self._all_nodes))
+        await asyncio.gather(
+            *(self._on(node, drop_local, place) for node in self._all_nodes if node not in self._silent)
+        )
 
     async def _kept(self, node: str, names: bytes) -> None:
         """Have a host copy its segments. Raises UnwritableError, `OSError`; a host that is gone has none."""
         try:
-            await on_node(node, keep_here, self._folder, names)
+            async with asyncio.timeout(KEEP_S) as limit:
+                await on_node(node, keep_here, self._folder, names)
         except RayTaskError as error:
             reason = f"segments of {self._placement.ip(node)}: {error.cause}"
             raise UnwritableError(reason) from None
+        except TimeoutError:
+            if not limit.expired():
+                raise  # of its disk
+            self._silent.add(node)
+            log.error("no segments from %s in %.0f s; they stay there", self._placement.ip(node), KEEP_S)
         except RayError as error:
             log.warning("no segments from %s: %s", self._placement.ip(node), error)
 
@@ -252,7 +264,7 @@ class PayloadHosts:
         if not running:
             return nothing
         request = SalvageRequest(pattern, self._name("salvage", node), dict(running))
-        answer = await self._on(node, salvage, self._folder, encode(request))
+        answer = await self._on(node, salvage, self._folder, encode(request), limit_s=WRITE_S)
         found = nothing if answer is None else decode(Salvage, answer)
         if found.found and self._placement.spread:
             try:
@@ -263,7 +275,9 @@ class PayloadHosts:
 
     async def _archive(self, node: str, name: str, rows: Sequence[PieceRow]) -> ArchiveAnswer | None:
         request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))
-        answer = await self._on(node, archive_pieces, encode(request))
+        if node in self._silent:
+            return None  # asked again once it has answered something small
+        answer = await self._on(node, archive_pieces, encode(request), limit_s=WRITE_S)
         return None if answer is None else decode(ArchiveAnswer, answer)
 
     async def _discard_journals(self) -> None:
@@ -273,14 +287,27 @@ class PayloadHosts:
         if names:
             await self._on(node, discard, self._folder, encode(list(names)))
 
-    async def _on(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes | None:
-        """Answer of a function on a host; None where that is gone, or cannot do it."""
+    async def _on(
+        self, node: str, function: Callable[..., bytes], *arguments: str | bytes, limit_s: float | None = None
+    ) -> bytes | None:
+        """Answer of a function on a host within `limit_s`, ANSWER_S if None.
+
+        None where the host is gone, cannot do it, or does not answer in time.
+        """
+        limit_s = ANSWER_S if limit_s is None else limit_s
         try:
-            return await on_node(node, function, *arguments)
+            async with asyncio.timeout(limit_s):
+                answer = await on_node(node, function, *arguments)
+        except TimeoutError:
+            self._silent.add(node)
+            log.error("%s on %s: no answer in %.0f s", function.__name__, self._placement.ip(node), limit_s)
         except (RayTaskError, OSError) as error:
             log.error("%s on %s: %s", function.__name__, self._placement.ip(node), error)
         except RayError as error:
             log.warning("%s: no answer from %s: %s", function.__name__, self._placement.ip(node), error)
+        else:
+            self._silent.discard(node)
+            return answer
         return None
 
 

@@ -1,5 +1,6 @@
 """Payload of a run whose controller died: what it left goes on, but for what is gone meanwhile. On one host."""
 
+import asyncio
 from types import SimpleNamespace
 
 from laminar_py.audit.verify import verify
@@ -153,3 +154,23 @@ async def test_journals_go_once_what_they_had_is_on_record_and_a_dead_parts_own_
         await fleet.lose_replica(0, salvaged=answer.found)
         await payload.salvaged(label, answer)
         assert {path.name.split(".")[0] for path in folder.glob(f"*{JOURNAL}")} == {"replica-1-1-9"}
+
+
+async def test_a_host_whose_disk_stands_still_holds_nobody_up(monkeypatch, tmp_path, caplog):
+    async def stuck(node, function, *arguments):
+        await asyncio.Event().wait()
+
+    async with open_ledger(tmp_path) as ledger, asyncio.timeout(10):
+        begin(ledger)
+        fleet = Fleet(replicas=1, capacity=1, recorder=ledger)
+        payload = hosts(monkeypatch, tmp_path, ledger)
+        await fleet.report(0)
+        label = await payload.label("replica-0", "a")
+        monkeypatch.setattr(payload_module, "on_node", stuck)
+        monkeypatch.setattr(payload_module, "ANSWER_S", 0.05)
+        monkeypatch.setattr(payload_module, "WRITE_S", 0.05)
+        assert await payload.archive(1, fleet.scheduler) == 0
+        answer = await payload.salvage(label, fleet.scheduler.reports.running_on(0))
+        assert (answer.found, answer.journals) == ([], [])
+    assert "segments_here on 10.0.0.1: no answer" in caplog.text
+    assert "salvage on 10.0.0.1: no answer" in caplog.text
