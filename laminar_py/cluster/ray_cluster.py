@@ -153,12 +153,20 @@ def all_placed() -> bool:
 
 
 async def on_node(node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-    """Answer of a function of this package on that node, from a process there. Raises RayError."""
+    """Answer of a function of this package on that node, from a process there. Raises RayError.
+
+    The process ends where nobody waits for the answer any more.
+    """
     if node == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(function, *arguments)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(function)
-    answer = await asyncio.wrap_future(task.remote(*arguments).future())
+    reference = task.remote(*arguments)
+    try:
+        answer = await asyncio.wrap_future(reference.future())
+    except asyncio.CancelledError:
+        ray.cancel(reference, force=True)
+        raise
     assert isinstance(answer, bytes)
     return answer
 

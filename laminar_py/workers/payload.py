@@ -2,12 +2,13 @@
 
 Owned by the controller, which decides by references and sees no token. Parts write to segments under a label that
 they are started with, so the name of a segment says which process wrote it, and on which host. Invariant: a
-segment is deleted only when no reference leads to it, on record or in memory, and its writer has gone on to
-another one.
+segment is deleted only when no reference leads to it, on record or in memory, before and after it was looked for,
+its writer has gone on to another one, and nobody is about to tell of it.
 """
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
@@ -31,8 +32,11 @@ from laminar_py.workers.stores import Stores
 
 log = logging.getLogger(__name__)
 
-SETTLES_S = 60.0  # a segment that got nothing for so long, and is not the newest of its part, gets nothing more
+SETTLES_S = 60.0  # a segment that got nothing for so long gets no more, and is told of, but the newest of a part
 ROWS_AT_ONCE = 50_000  # references of one file of the archive
+ANSWER_S = 60.0  # for a host to look at its folder, or to delete there; a disk that stands still takes longer
+WRITE_S = 600.0  # for a host to write what it has to the archive, or to a new segment
+KEEP_S = 3600.0  # for a host to copy what is kept to the run's folder, at the end
 
 
 class PayloadHosts:
@@ -48,6 +52,7 @@ class PayloadHosts:
         self._folder = str(incarnation.run.segments)
         self._nodes: dict[str, str] = {}  # Ray node of each label
         self._present: dict[str, str] = {}  # label of each part that runs, or ran last
+        self._silent: set[str] = set()  # nodes that answered too late the last time
         self._starts = count()
 
     # ---- where things are
@@ -59,9 +64,7 @@ class PayloadHosts:
         """
         if self._placement.spread and node is not None:
             await self.stores.up(node)
-        label = f"{part}-{self._incarnation.number}-{next(self._starts)}"
-        self._nodes[label], self._present[part] = node or self._here, label
-        return label
+        return self._name(part, node or self._here)
 
     def stores_for(self, refs: Iterable[PieceRef], node: str | None) -> dict[str, str]:
         """Addresses of those segments that a reader on this node has not got itself."""
@@ -85,7 +88,7 @@ class PayloadHosts:
 
     async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
         """Tokens of these that a dead part had and nobody was told; none where its host does not answer."""
-        return await self._salvage(self._nodes[label], f"{label}.*", running)
+        return await self._salvage(self._nodes[label], f"{label}.*", running, part=f"salvage-{label}")
 
     async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
         """Tokens of all that ran when the last controller died, likewise.
@@ -100,11 +103,17 @@ class PayloadHosts:
             for entry in live
             if entry.status is Status.RUNNING
         }
-        answers = await asyncio.gather(*(self._salvage(node, "*", running) for node in self._all_nodes))
+        answers = await asyncio.gather(
+            *(
+                self._salvage(node, "*", running, part=f"salvage-all-{place}")
+                for place, node in enumerate(self._all_nodes)
+            )
+        )
         return [one for answer in answers for one in answer.found]
 
     async def salvaged(self, label: str, answer: Salvage) -> None:
         """Delete the journals of a dead part, once what they had is on record."""
+        self._present.pop(f"salvage-{label}", None)
         if answer.journals:
             await self._ledger.commit()
             await self._discard(self._nodes[label], answer.journals)
@@ -154,7 +163,7 @@ class PayloadHosts:
             first = next(iter(unreadable.values()))
             log.error("pieces of %d trajectories cannot be read: %s", len(unreadable), first)
             await self._ledger.lose(unreadable.keys(), first)
-        await self._tidy(scheduler)
+        await self._tidy(scheduler, settles_s=SETTLES_S)
         return len(moved)
 
     async def close(self, scheduler: TrajectoryScheduler) -> None:
@@ -164,20 +173,25 @@ class PayloadHosts:
         """
         await self._discard_journals()
         self._present.clear()
-        await self._tidy(scheduler)
+        await self._tidy(scheduler, settles_s=-math.inf)
         if is_local(self._run.segments):
             await self._keep(scheduler)
 
-    async def _tidy(self, scheduler: TrajectoryScheduler) -> None:
-        """Delete segments to which no reference leads; what is gone of others is lost."""
-        needed = await self._needed(scheduler)
+    async def _tidy(self, scheduler: TrajectoryScheduler, *, settles_s: float) -> None:
+        """Delete segments to which no reference leads; what is gone of others is lost.
+
+        Replicas go on telling of segments while hosts are asked for theirs.
+        """
+        before = await self._needed(scheduler)
         there = await self._files()
+        after = await self._needed(scheduler)
         known = {file.name for files in there.values() for file in files}
-        missing = {segment: self._node_of(segment) for segment in needed - known}
+        missing = {segment: self._node_of(segment) for segment in (before & after) - known}
         gone = [name for name, node in missing.items() if node in there or not self._placement.is_alive(node)]
         await self._lose(gone, f"segment {min(gone, default='')} is gone from its host", scheduler)
+        present = set(self._present.values())
         idle = {
-            node: [file.name for file in files if file.name not in needed and self._is_ended(file, files)]
+            node: _ended(files, before | after, present=present, settles_s=settles_s)
             for node, files in there.items()
         }
         await asyncio.gather(*(self._discard(node, segment_files(names)) for node, names in idle.items()))
@@ -192,26 +206,28 @@ class PayloadHosts:
         there = {file.name for file in decode(list[SegmentFile], segments_here(self._folder))}
         gone = needed - there
         await self._lose(gone, f"the host of segment {min(gone, default='')} is gone", scheduler)
-        await asyncio.gather(*(self._on(node, drop_local, place) for node in self._all_nodes))
+        await asyncio.gather(
+            *(self._on(node, drop_local, place) for node in self._all_nodes if node not in self._silent)
+        )
 
     async def _kept(self, node: str, names: bytes) -> None:
         """Have a host copy its segments. Raises UnwritableError, `OSError`; a host that is gone has none."""
         try:
-            await on_node(node, keep_here, self._folder, names)
+            async with asyncio.timeout(KEEP_S) as limit:
+                await on_node(node, keep_here, self._folder, names)
         except RayTaskError as error:
             reason = f"segments of {self._placement.ip(node)}: {error.cause}"
             raise UnwritableError(reason) from None
+        except TimeoutError:
+            if not limit.expired():
+                raise  # of its disk
+            self._silent.add(node)
+            log.error("no segments from %s in %.0f s; they stay there", self._placement.ip(node), KEEP_S)
         except RayError as error:
             log.warning("no segments from %s: %s", self._placement.ip(node), error)
 
     async def _needed(self, scheduler: TrajectoryScheduler) -> set[str]:
         return await self._ledger.segments() | scheduler.book.segments()
-
-    def _is_ended(self, file: SegmentFile, files: Sequence[SegmentFile]) -> bool:
-        """True for a segment that gets no more, and of which nobody is about to tell; `files` are of its host."""
-        label = part_of(file.name)
-        *_, newest = (other.name for other in files if part_of(other.name) == label)  # as they were made
-        return label not in self._present.values() or (file.name != newest and file.age_s > SETTLES_S)
 
     async def _lose(self, segments: Collection[str], reason: str, scheduler: TrajectoryScheduler) -> None:
         """Put on record that these segments are gone, and drop what is live of them."""
@@ -233,6 +249,11 @@ class PayloadHosts:
         """The controller's node, where all else may have been once, and all others that are alive."""
         return self._placement.alive if self._placement.spread else [self._here]
 
+    def _name(self, part: str, node: str) -> str:
+        label = f"{part}-{self._incarnation.number}-{next(self._starts)}"
+        self._nodes[label], self._present[part] = node, label
+        return label
+
     def _node_of(self, segment: str) -> str:
         return self._nodes.get(part_of(segment), self._here)
 
@@ -243,19 +264,26 @@ class PayloadHosts:
         found = zip(nodes, answers, strict=True)
         return {node: decode(list[SegmentFile], answer) for node, answer in found if answer is not None}
 
-    async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known]) -> Salvage:
+    async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known], *, part: str) -> Salvage:
+        """What journals of a host have; a store is begun there only for what was found."""
+        nothing = Salvage([], [])
         if not running:
-            return Salvage([], [])
-        try:
-            request = SalvageRequest(pattern, await self.label("salvage", node), dict(running))
-        except PartDiedError:
-            return Salvage([], [])
-        answer = await self._on(node, salvage, self._folder, encode(request))
-        return Salvage([], []) if answer is None else decode(Salvage, answer)
+            return nothing
+        request = SalvageRequest(pattern, self._name(part, node), dict(running))
+        answer = await self._on(node, salvage, self._folder, encode(request), limit_s=WRITE_S)
+        found = nothing if answer is None else decode(Salvage, answer)
+        if found.found and self._placement.spread:
+            try:
+                await self.stores.up(node)
+            except PartDiedError:
+                return nothing
+        return found
 
     async def _archive(self, node: str, name: str, rows: Sequence[PieceRow]) -> ArchiveAnswer | None:
         request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))
-        answer = await self._on(node, archive_pieces, encode(request))
+        if node in self._silent:
+            return None  # asked again once it has answered something small
+        answer = await self._on(node, archive_pieces, encode(request), limit_s=WRITE_S)
         return None if answer is None else decode(ArchiveAnswer, answer)
 
     async def _discard_journals(self) -> None:
@@ -265,14 +293,27 @@ class PayloadHosts:
         if names:
             await self._on(node, discard, self._folder, encode(list(names)))
 
-    async def _on(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes | None:
-        """Answer of a function on a host; None where that is gone, or cannot do it."""
+    async def _on(
+        self, node: str, function: Callable[..., bytes], *arguments: str | bytes, limit_s: float | None = None
+    ) -> bytes | None:
+        """Answer of a function on a host within `limit_s`, ANSWER_S if None.
+
+        None where the host is gone, cannot do it, or does not answer in time.
+        """
+        limit_s = ANSWER_S if limit_s is None else limit_s
         try:
-            return await on_node(node, function, *arguments)
+            async with asyncio.timeout(limit_s):
+                answer = await on_node(node, function, *arguments)
+        except TimeoutError:
+            self._silent.add(node)
+            log.error("%s on %s: no answer in %.0f s", function.__name__, self._placement.ip(node), limit_s)
         except (RayTaskError, OSError) as error:
             log.error("%s on %s: %s", function.__name__, self._placement.ip(node), error)
         except RayError as error:
             log.warning("%s: no answer from %s: %s", function.__name__, self._placement.ip(node), error)
+        else:
+            self._silent.discard(node)
+            return answer
         return None
 
 
@@ -289,6 +330,19 @@ def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:
         if there.get(ref.segment, 0) < ref.offset + ref.num_bytes:
             return f"{ref.segment} is on no host, or ends before byte {ref.offset + ref.num_bytes}"
     return ""
+
+
+def _ended(
+    files: Sequence[SegmentFile], needed: Collection[str], *, present: Collection[str], settles_s: float
+) -> list[str]:
+    """Segments of one host that nobody needs and that get no more; files are in the order of their making."""
+    newest = {part_of(file.name): file.name for file in files}
+    writing = {name for label, name in newest.items() if label in present}
+    return [
+        file.name
+        for file in files
+        if file.name not in needed and file.name not in writing and file.age_s > settles_s
+    ]
 
 
 def _at_most(rows: Sequence[PieceRow], size: int) -> Iterable[Sequence[PieceRow]]:

@@ -10,6 +10,7 @@ one store at most.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
@@ -43,6 +44,7 @@ class Stores:
         self._addresses: dict[str, str] = {}  # as last heard of, also of hosts that have died
         self._names: dict[str, str] = {}  # of the parts
         self._tasks: asyncio.TaskGroup | None = None  # in which they keep, after the start
+        self._begins = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by node: one begins it, whoever needs it
         self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a host is gone
 
     def address(self, node: str) -> str:
@@ -50,15 +52,18 @@ class Stores:
         return self._addresses.get(node, "")
 
     async def up(self, node: str) -> str:
-        """Address of a host's store, once that runs; a store is begun where there is none.
+        """Address of a host's store, once that runs; a store is begun where there is none, also before `keep`.
 
-        Raises PartDiedError where the host is gone, or is the only one of the run.
+        Raises PartDiedError where the host is gone, or is the only one of the run; RunFailedError as `start`.
         """
         self.need(node)
         while (keeper := self._keepers.get(node)) is not None:
             if keeper.is_up:
                 return self._addresses[node]
-            await self._changed.wait()
+            if self._tasks is None:
+                await self._bring_up(node)
+            else:
+                await self._changed.wait()
         raise PartDiedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
 
     def need(self, node: str) -> None:
@@ -128,12 +133,16 @@ class Stores:
         self._addresses[node] = address
 
     async def _bring_up(self, node: str) -> None:
+        """Have one up, which is forgotten where its host is gone first."""
         keeper = self._keepers[node]
-        while not keeper.is_up and self._placement.is_alive(node):
-            try:
-                await keeper.begin()
-            except PartDiedError as error:
-                await keeper.replace(error)
+        async with self._begins[node]:
+            while not keeper.is_up and self._placement.is_alive(node):
+                try:
+                    await keeper.begin()
+                except PartDiedError as error:
+                    await keeper.replace(error)
+            if not keeper.is_up:
+                self._keepers.pop(node, None)
         self._notify()
 
     async def _keep(self, node: str) -> None:
@@ -141,11 +150,13 @@ class Stores:
         keeper = self._keepers[node]
         while self._placement.is_alive(node):
             try:
-                await self._watch(await keeper.begin())
+                async with self._begins[node]:
+                    parts = await keeper.begin()
+                await self._watch(parts)
             except PartDiedError as error:
                 await keeper.replace(error)
         log.warning("%s: host %s is gone", self._names[node], self._placement.ip(node))
-        del self._keepers[node]
+        self._keepers.pop(node, None)
         self._notify()
 
     async def _watch(self, parts: Sequence[Part]) -> None:

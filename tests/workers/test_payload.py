@@ -1,6 +1,9 @@
 """Payload of a run whose controller died: what it left goes on, but for what is gone meanwhile. On one host."""
 
+import asyncio
 from types import SimpleNamespace
+
+from msgspec import structs
 
 from laminar_py.audit.verify import verify
 from laminar_py.ledger.database import segments_path
@@ -9,10 +12,12 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Dropped, Interrupted
 from laminar_py.records.trajectory import DropReason, FinishReason, Span, Status
 from laminar_py.segments.journal import JOURNAL, Journal
+from laminar_py.segments.writer import SegmentWriter
 from laminar_py.workers import payload as payload_module
 from laminar_py.workers.payload import PayloadHosts, take_up
 from tests.control.fleet import Fleet, make_piece
 from tests.ledger.runs import begin, open_ledger
+from tests.segments.pieces import random_piece
 from tests.workers.fakes import make_incarnation
 
 
@@ -153,3 +158,89 @@ async def test_journals_go_once_what_they_had_is_on_record_and_a_dead_parts_own_
         await fleet.lose_replica(0, salvaged=answer.found)
         await payload.salvaged(label, answer)
         assert {path.name.split(".")[0] for path in folder.glob(f"*{JOURNAL}")} == {"replica-1-1-9"}
+
+
+async def test_a_host_whose_disk_stands_still_holds_nobody_up(monkeypatch, tmp_path, caplog):
+    async def stuck(node, function, *arguments):
+        await asyncio.Event().wait()
+
+    async with open_ledger(tmp_path) as ledger, asyncio.timeout(10):
+        begin(ledger)
+        fleet = Fleet(replicas=1, capacity=1, recorder=ledger)
+        payload = hosts(monkeypatch, tmp_path, ledger)
+        await fleet.report(0)
+        label = await payload.label("replica-0", "a")
+        monkeypatch.setattr(payload_module, "on_node", stuck)
+        monkeypatch.setattr(payload_module, "ANSWER_S", 0.05)
+        monkeypatch.setattr(payload_module, "WRITE_S", 0.05)
+        assert await payload.archive(1, fleet.scheduler) == 0
+        answer = await payload.salvage(label, fleet.scheduler.reports.running_on(0))
+        assert (answer.found, answer.journals) == ([], [])
+    assert "segments_here on 10.0.0.1: no answer" in caplog.text
+    assert "salvage on 10.0.0.1: no answer" in caplog.text
+
+
+async def tidied(payload, fleet, monkeypatch, *, while_asked):
+    """What is done while hosts look for their segments; they have been written long ago."""
+    files = payload._files
+
+    async def looked():
+        found = await files()
+        await while_asked()
+        return {node: [structs.replace(one, age_s=99.0) for one in mine] for node, mine in found.items()}
+
+    monkeypatch.setattr(payload, "_files", looked)
+    await payload.archive(0, fleet.scheduler)
+
+
+async def test_a_segment_that_is_told_of_while_hosts_are_asked_stays(monkeypatch, tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        fleet = Fleet(replicas=1, capacity=1, recorder=ledger, segments=segments_path(tmp_path))
+        payload = hosts(monkeypatch, tmp_path, ledger)
+        await fleet.report(0)
+        name = next(iter(fleet.running[0]))
+        idle = SegmentWriter(segments_path(tmp_path), "replica-0-1-7").write(random_piece(tokens=3))
+        segment = fleet.writers[0].write(random_piece(tokens=3)).segment
+
+        async def tell():
+            await fleet.grow(0, name, tokens=3)
+
+        await tidied(payload, fleet, monkeypatch, while_asked=tell)
+        assert fleet.scheduler.book.live[name].segments == {segment}
+        there = {path.name for path in segments_path(tmp_path).glob("*.segment")}
+        assert there == {f"{segment}.segment"}, f"{idle.segment} is of no use"
+
+
+async def test_what_two_salvages_found_stays_until_each_is_told(monkeypatch, tmp_path):
+    folder = segments_path(tmp_path)
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        fleet = Fleet(replicas=1, capacity=1, recorder=ledger)
+        payload = hosts(monkeypatch, tmp_path, ledger)
+        await fleet.report(0)
+        answers = []
+        for part, item in zip(("replica-0", "replica-1"), fleet.running[0].values(), strict=False):
+            label = await payload.label(part, "a")
+            Journal(folder, label).write([make_piece(item, 0, 2, (Span(0, 0, 2),))])
+            answers.append(await payload.salvage(label, fleet.scheduler.reports.running_on(0)))
+
+        async def nothing():
+            pass
+
+        await tidied(payload, fleet, monkeypatch, while_asked=nothing)
+        found = [one.tokens.at.segment for answer in answers for one in answer.found]
+        assert len(set(found)) == 2
+        assert {path.name for path in folder.glob("*.segment")} == {f"{segment}.segment" for segment in found}
+
+
+async def test_a_segment_of_a_part_that_is_gone_stays_for_a_while(monkeypatch, tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        fleet = Fleet(replicas=1, capacity=1, recorder=ledger)
+        payload = hosts(monkeypatch, tmp_path, ledger)
+        SegmentWriter(segments_path(tmp_path), "replica-0-1-7").write(random_piece(tokens=3))
+        await payload.archive(0, fleet.scheduler)
+        assert list(segments_path(tmp_path).glob("replica-0-1-7.*")), "somebody may be about to tell of it"
+        await payload.close(fleet.scheduler)
+        assert not list(segments_path(tmp_path).glob("replica-0-1-7.*"))

@@ -1,9 +1,11 @@
 """Stores on the nodes of a real Ray cluster: one a host, each of which comes back, until its host is gone."""
 
 import asyncio
+import os
 import secrets
 import signal
 import socket
+import time
 from contextlib import asynccontextmanager
 
 import psutil
@@ -11,12 +13,14 @@ import pytest
 
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.cluster.placement import Needs, Placement
-from laminar_py.cluster.ray_cluster import nodes
+from laminar_py.cluster.ray_cluster import nodes, on_node
 from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.codec import encode
 from laminar_py.segments.fetch import StoreClient
 from laminar_py.segments.frames import read_frame
 from laminar_py.segments.moves import NAME
+from laminar_py.segments.salvage import Known, SalvageRequest, salvage
 from laminar_py.segments.wire import split_address
 from laminar_py.segments.writer import SegmentWriter
 from laminar_py.workers import stores as stores_module
@@ -68,6 +72,17 @@ async def kept(folder, placement):
 
 def spread():
     return Placement(Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0), nodes)
+
+
+def wait_for(title):
+    """Processes of this title, as soon as there is one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        found = [one for one in psutil.process_iter(["cmdline"], ad_value=()) if title in one.info["cmdline"]]
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"no {title} in {PATIENCE_S} s")
 
 
 async def kill(stores, node):
@@ -125,6 +140,32 @@ async def test_a_run_on_one_host_has_no_store(tmp_path):
         assert (stores._keepers, stores.address(node)) == ({}, "")
         with pytest.raises(PartDiedError, match="has none"):
             await stores.up(node)
+
+
+async def test_what_runs_on_a_host_ends_with_the_patience_of_who_asked(tmp_path, cluster):
+    os.mkfifo(tmp_path / "replica-0-1-0.1.journal")  # stands for a disk that answers nothing: who opens it waits
+    request = encode(SalvageRequest("*", "salvage-0", {"a": Known(1, 0)}))
+    asked = asyncio.create_task(on_node(cluster.id_of(1), salvage, str(tmp_path), request))
+    (process,) = await asyncio.to_thread(wait_for, "ray::salvage")
+    await asyncio.sleep(1)
+    assert process.is_running()
+    assert not asked.done()
+    asked.cancel()
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, [process], PATIENCE_S)
+    assert gone == [process]
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_a_host_without_parts_has_a_store_as_soon_as_one_is_asked_for_also_before_they_are_kept(tmp_path):
+    placement = spread()
+    stores = make_stores(tmp_path, placement)
+    node = placement.plan.replicas[1].node
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            first, second = await asyncio.gather(stores.up(node), stores.up(node))
+            assert first == second == stores.address(node) != ""
+        finally:
+            stores._keepers[node].kill()
 
 
 async def test_a_store_ends_with_its_host_and_counts_no_more_deaths(tmp_path, cluster):
