@@ -221,7 +221,8 @@ class ElasticFleet:
             for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)
-            leaving = [index for index in self._leaving if not self._replicas.is_ended(index)]
+            there = [index for index in self._leaving if self._views.running(index)]  # others have no answer yet
+            leaving = [index for index in there if not self._replicas.is_ended(index)]
             await asyncio.gather(*(self._empty(index, moving) for index in leaving))
 
     async def _empty(self, index: int, moving: asyncio.TaskGroup) -> None:
