@@ -68,7 +68,12 @@ class Dispatcher:
         )
 
     def for_starting(self, replica: int) -> list[Assignment]:
-        """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first."""
+        """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first.
+
+        One in doubt gets none: each attempt to start would take them from those that can do them.
+        """
+        if self._book.views.by_index[replica].in_doubt:
+            return []
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for lifecycle, pin in self._waiting.leave_for_starting():

@@ -299,6 +299,8 @@ class Replicas:
         others go on. One that was to leave has left with that.
         """
         await self._lines.close(index)
+        if index in self._unproven and index not in self._restarting:
+            self._scheduler.views.doubt(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
