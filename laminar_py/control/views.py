@@ -210,8 +210,8 @@ class ReplicaViews:
     def is_unreachable(self, version: int) -> bool:
         """True where no replica will ever serve `version` again: all are beyond it, and none is starting.
 
-        One in doubt counts for none of them. Where none has a place the run ends, and nothing is given up that a resumed one can go on with. One that
-        leaves still serves its version to what nobody else can go on with.
+        One in doubt counts for none of them. Where none has a place the run ends, and nothing is given up that a
+        resumed one can go on with. One that leaves still serves its version to what nobody else can go on with.
         """
         return min(self._placed.by_version, default=version) > version
 
