@@ -92,7 +92,7 @@ class Dispatcher:
                 moving.open[move.trajectory_id] = move.destination
                 moving.planned[move.trajectory_id] = move.prefill
                 moving.asked.setdefault(move.source, []).append(move.trajectory_id)
-            else:
+            elif not self._book.moves.is_under_way(move.trajectory_id, to=move.destination):
                 self._book.moves.refuse(move.destination, move.trajectory_id)
         self._book.moves.begin(moving)
         return moving
