@@ -33,7 +33,7 @@ from laminar_py.records.replica import Survey
 from laminar_py.repack.leaving import plan_leaving
 from laminar_py.repack.migration import Migration
 from laminar_py.workers.incarnation import Incarnation
-from laminar_py.workers.replicas import Replicas
+from laminar_py.workers.replicas import SCALED, Replicas
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +113,7 @@ class ElasticFleet:
     async def _serve(self, request: ScaleRequest) -> ScaleAnswer:
         try:
             config = scaled(self._config, replicas=request.replicas, urls=request.urls)
-            change = self._choose(config)
-            await asyncio.to_thread(_check_new, config, change)
+            change = await self._checked(config)
         except ConfigError as error:
             return ScaleAnswer(False, str(error))
         except Exception:  # a check of a backend that fails ends no run that goes on
@@ -125,25 +124,39 @@ class ElasticFleet:
             await self._change(config, change)
         return ScaleAnswer(True, self._tell(before, change))
 
+    async def _checked(self, config: RunConfig) -> Change:
+        """Step to the fleet of a config as it is at this moment, whose new ones were checked.
+
+        Raises `ConfigError`. Others leave while a check goes on: what was chosen before it may hold no more.
+        """
+        checked = self._choose(config)
+        while True:
+            await asyncio.to_thread(_check_new, config, checked)
+            change = self._choose(config)
+            if (change.join, change.servers) == (checked.join, checked.servers):
+                return change
+            checked = change
+
     def _choose(self, config: RunConfig) -> Change:
         """Step to the fleet of a config; first those leave that have no place, then those with the least to do."""
+        members = [index for index in self._members if not self._replicas.is_ended(index)]
         may_return = [index for index in self._leaving if not self._replicas.is_ended(index)]
         wanted = [_plain(url) for url in config.rollout.engine.servers]
         if wanted:
             known = {index: _plain(url) for index, url in self._servers.items()}
-            stay = [index for index in self._members if known[index] in wanted]
+            stay = [index for index in members if known[index] in wanted]
             back = [index for index in may_return if known[index] in wanted]
             there = {known[index] for index in (*stay, *back)}
             new = [url for url in config.rollout.engine.servers if _plain(url) not in there]
         else:
             most = config.rollout.replicas
-            stay = sorted(self._members, key=self._worth)[:most]
+            stay = sorted(members, key=self._worth)[:most]
             back = sorted(may_return, key=self._worth)[: most - len(stay)]
             new = []
         return Change(
             stay=sorted(stay),
             back=back,
-            leave=[index for index in self._members if index not in stay],
+            leave=[index for index in members if index not in stay],
             join=config.rollout.replicas - len(stay) - len(back),
             servers=new,
         )
@@ -207,8 +220,9 @@ class ElasticFleet:
             await asyncio.sleep(HOUSEKEEPING_S)
             if left := self._replicas.take_left():
                 self._gone |= set(left)
-                for index in set(left) & set(self._members):
-                    say(f"replica {index} is taken out again: {left[index]}")
+                for index, reason in left.items():
+                    if reason != SCALED:
+                        say(f"replica {index} is taken out again: {reason}")
                 self._members = [index for index in self._members if index not in left]
                 self._leaving = [index for index in self._leaving if index not in left]
                 await self._plan()

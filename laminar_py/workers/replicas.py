@@ -43,6 +43,7 @@ DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a r
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 ANSWER_S = 2.0  # for an answer, at least: a busy controller takes reports in with delay
+SCALED = "scaled"  # reason of one that was to leave
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
@@ -181,7 +182,7 @@ class Replicas:
 
     async def _keep(self, index: int) -> None:
         """Keep a replica until it has left. Raises RunFailedError, ConfigError of one that ever was up."""
-        reason = "scaled"
+        reason = SCALED
         try:
             await self._keepers[index].calling(partial(self._serve, index))
         except _LeftError:
