@@ -77,7 +77,11 @@ class Moves:
 
     def expected(self, replica: int) -> bool:
         """True where anything is on its way there, or more of a pass is to come."""
-        return self._promised[replica] > 0
+        return self.num_expected(replica) > 0
+
+    def num_expected(self, replica: int) -> int:
+        """Number of trajectories on their way there, and of passes of which more is to come."""
+        return self._promised[replica]
 
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
         """Note that a replica is handed a trajectory with `length` tokens of response, which cost it `prefill`."""

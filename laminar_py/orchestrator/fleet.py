@@ -14,7 +14,7 @@ a slot free, by the moves of repacking, and ends where it runs if there is none.
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar_py.config.engine import BACKENDS
@@ -29,7 +29,6 @@ from laminar_py.orchestrator.record import HOUSEKEEPING_S
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.preflight.inputs import version_bytes
 from laminar_py.records.events import Scaled
-from laminar_py.records.replica import Survey
 from laminar_py.repack.leaving import plan_leaving
 from laminar_py.repack.migration import Migration
 from laminar_py.workers.incarnation import Incarnation
@@ -235,28 +234,54 @@ class ElasticFleet:
             for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)
-            there = [index for index in self._leaving if self._views.running(index)]  # others have no answer yet
-            leaving = [index for index in there if not self._replicas.is_ended(index)]
-            await asyncio.gather(*(self._empty(index, moving) for index in leaving))
+            await self._empty(moving)
 
-    async def _empty(self, index: int, moving: asyncio.TaskGroup) -> None:
-        """Have what a leaving replica has go where there is room for it."""
-        survey = await self._replicas.survey(index)
-        if survey is None or not (survey.running or survey.waiting):
+    async def _empty(self, moving: asyncio.TaskGroup) -> None:
+        """Have what leaving replicas have go where there is room for it; one plan for all of a version."""
+        drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
+        by_version: dict[int | None, list[int]] = {}
+        for index in self._leaving:
+            view = self._views.running(index)  # others have no answer yet
+            if view is not None and view.in_flight and not self._replicas.is_ended(index):
+                by_version.setdefault(view.version if drains else None, []).append(index)
+        rooms = self._rooms(by_version)
+        plans = (self._empty_all(version, by_version[version], room, moving) for version, room in rooms.items())
+        await asyncio.gather(*plans)
+
+    def _rooms(self, versions: Collection[int | None]) -> dict[int | None, dict[int, int]]:
+        """Trajectories that each replica that stays has room for, by version, of those where any has.
+
+        Where versions are kept, what is on its way to a replica counts as there; None is any version.
+        """
+        rooms: dict[int | None, dict[int, int]] = {}
+        if not versions:
+            return rooms
+        for view in map(self._views.by_index.__getitem__, self._members):
+            if None in versions:
+                version, free = None, view.admissible
+            else:
+                version, taken = view.version, len(view.in_flight) + self._scheduler.moves.num_expected(view.index)
+                takes = view.in_flight and self._views.serves(view.index, version)
+                free = self._config.rollout.max_batch - taken if takes else 0
+            if version in versions and free > 0:
+                rooms.setdefault(version, {})[view.index] = free
+        return rooms
+
+    async def _empty_all(
+        self, version: int | None, leaving: Sequence[int], room: Mapping[int, int], moving: asyncio.TaskGroup
+    ) -> None:
+        """Empty replicas of one version, or of any, into what room there is."""
+        asked = await asyncio.gather(*(self._replicas.survey(index) for index in leaving))
+        surveys = [survey for survey in asked if survey is not None and version in (None, survey.version)]
+        moves = plan_leaving(surveys, room=room, is_moving=self._scheduler.moves.is_under_way)
+        if version is not None:
+            await self._migration.carry_out(version, moves, moving)
             return
-        moves = plan_leaving(survey, in_flight=self._others(survey))
-        if self._config.rollout.on_new_weights is OnNewWeights.DRAIN:
-            await self._migration.carry_out(survey.version, moves, moving)
-        elif moves:
-            self._replicas.give_up(index, [move.trajectory_id for move in moves])
-
-    def _others(self, survey: Survey) -> dict[int, int]:
-        """Trajectories in flight at replicas that can take over from one: of its version, where that is kept."""
-        views = (self._views.by_index[index] for index in self._members)
-        if self._config.rollout.on_new_weights is OnNewWeights.DRAIN:
-            served = (view for view in views if self._views.serves(view.index, survey.version))
-            return {view.index: len(view.in_flight) for view in served if view.in_flight}
-        return {view.index: len(view.in_flight) for view in views if view.admissible > 0}
+        sources: dict[int, list[str]] = {}
+        for move in moves:
+            sources.setdefault(move.source, []).append(move.trajectory_id)
+        for index, trajectory_ids in sources.items():
+            self._replicas.give_up(index, trajectory_ids)
 
 
 def _check_new(config: RunConfig, change: Change) -> None:
