@@ -68,7 +68,12 @@ class Dispatcher:
         )
 
     def for_starting(self, replica: int) -> list[Assignment]:
-        """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first."""
+        """Assignments for a replica that starts: trajectories whose versions nobody else serves, oldest first.
+
+        One in doubt gets none: each attempt to start would take them from those that can do them.
+        """
+        if self._book.views.by_index[replica].in_doubt:
+            return []
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for lifecycle, pin in self._waiting.leave_for_starting():
@@ -87,7 +92,7 @@ class Dispatcher:
                 moving.open[move.trajectory_id] = move.destination
                 moving.planned[move.trajectory_id] = move.prefill
                 moving.asked.setdefault(move.source, []).append(move.trajectory_id)
-            else:
+            elif not self._book.moves.is_under_way(move.trajectory_id, to=move.destination):
                 self._book.moves.refuse(move.destination, move.trajectory_id)
         self._book.moves.begin(moving)
         return moving

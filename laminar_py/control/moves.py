@@ -61,6 +61,7 @@ class Moves:
         for trajectory_id, destination in moving.open.items():
             self._rounds[trajectory_id] = moving
             self._promised[destination] += 1
+            self._keep_promise(destination, trajectory_id)
         if not moving.open:
             moving.settled.set()
 
@@ -69,9 +70,18 @@ class Moves:
         moving = self._rounds.get(trajectory_id)
         return None if moving is None else (moving.open[trajectory_id], moving.version)
 
+    def is_under_way(self, trajectory_id: str, *, to: int | None = None) -> bool:
+        """True where a move of a trajectory is open, to that replica if one is named, whose promise it needs."""
+        moving = self._rounds.get(trajectory_id)
+        return moving is not None and to in (None, moving.open[trajectory_id])
+
     def expected(self, replica: int) -> bool:
         """True where anything is on its way there, or more of a pass is to come."""
-        return self._promised[replica] > 0
+        return self.num_expected(replica) > 0
+
+    def num_expected(self, replica: int) -> int:
+        """Number of trajectories on their way there, and of passes of which more is to come."""
+        return self._promised[replica]
 
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
         """Note that a replica is handed a trajectory with `length` tokens of response, which cost it `prefill`."""
@@ -110,6 +120,11 @@ class Moves:
     def refuse(self, replica: int, name: str) -> None:
         """Call off a trajectory that a replica was promised and that never set out, or more of a pass."""
         self._called_off.setdefault(replica, []).append(name)
+
+    def _keep_promise(self, replica: int, trajectory_id: str) -> None:
+        """Call off no more what a replica has promised anew before it was told."""
+        if names := [name for name in self._called_off.pop(replica, []) if name != trajectory_id]:
+            self._called_off[replica] = names
 
     def take_called_off(self) -> dict[int, list[str]]:
         """Trajectories and passes that each replica need not expect any more; told once."""

@@ -18,6 +18,7 @@ class ReplicaView:
 
     index: int
     has_place: bool = True  # False where its node has gone and no other has room: it does not come back
+    in_doubt: bool = False  # it has joined, and its start failed: nothing waits for it until it reports
     leaving: bool = False  # it ends what it has, unless others take that over, and is given nothing new
     version: int = -1
     admissible: int = 0
@@ -36,9 +37,14 @@ class ReplicaView:
         return self.version if self.loading is None else self.loading
 
     @property
+    def counts(self) -> bool:
+        """True where it runs or is sure to: it has a place, and is not in doubt."""
+        return self.has_place and not self.in_doubt
+
+    @property
     def starts(self) -> bool:
-        """True where it has a place, has not reported since it (re)started, and was given nothing."""
-        return self.has_place and not self.leaving and self.version < 0 and not self.in_flight
+        """True where it counts, has not reported since it (re)started, and was given nothing."""
+        return self.counts and not self.leaving and self.version < 0 and not self.in_flight
 
 
 class ReplicaViews:
@@ -62,14 +68,14 @@ class ReplicaViews:
     def join(self, replica: int) -> None:
         """Take a new replica in, which has no place yet, or one back that was to leave."""
         view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
-        self._num_placed += view.leaving and view.has_place
+        self._num_placed += view.leaving and view.counts
         view.leaving = False
         self._rank(view)
 
     def leave(self, replica: int) -> None:
         """Give a replica nothing new: it is about to leave, and counts for no share."""
         view = self.by_index[replica]
-        self._num_placed -= view.has_place and not view.leaving
+        self._num_placed -= view.counts and not view.leaving
         view.leaving = True
         self._rank(view)
 
@@ -78,6 +84,8 @@ class ReplicaViews:
     def reported(self, replica: int, *, version: int, admissible: int, received: int) -> None:
         """Take over a replica's own word on its state; what is still on its way to it counts as taken."""
         view = self.by_index[replica]
+        self._num_placed += view.in_doubt and view.has_place and not view.leaving
+        view.in_doubt = False
         view.version, view.admissible = version, admissible - (view.sent - received)
         if view.loading == version or not view.in_flight:
             view.loading = None
@@ -111,11 +119,20 @@ class ReplicaViews:
     def forget(self, replica: int) -> set[str]:
         """Start anew with a replica that died; the trajectories it had."""
         before = self.by_index[replica]
-        view = ReplicaView(index=replica, has_place=before.has_place, leaving=before.leaving)
+        view = ReplicaView(
+            index=replica, has_place=before.has_place, in_doubt=before.in_doubt, leaving=before.leaving
+        )
         self.by_index[replica] = view
         self.in_flight -= len(before.in_flight)
         self._rank(view)
         return before.in_flight
+
+    def doubt(self, replica: int) -> None:
+        """Have one that joined and failed to start count as without a place until it reports."""
+        view = self.by_index[replica]
+        self._num_placed -= view.counts and not view.leaving
+        view.in_doubt = True
+        self._rank(view)
 
     def planned(self, has_place: Iterable[bool]) -> None:
         """Note for which replicas, in order, the cluster has room; where there is none, nothing waits for one.
@@ -126,7 +143,7 @@ class ReplicaViews:
         for index, view in self.by_index.items():
             has = planned.get(index, False)
             if view.has_place != has:
-                self._num_placed += 0 if view.leaving else 1 if has else -1
+                self._num_placed += 0 if view.leaving or view.in_doubt else 1 if has else -1
                 view.has_place = has
                 self._rank(view)
 
@@ -138,7 +155,7 @@ class ReplicaViews:
             has_room = stays and view.loading is None and view.admissible >= size
             ranking.put(index, version if has_room else None, load=load)
         self._idle.put(index, version if stays and view.idle else None)
-        serves = view.has_place and (stays or version >= 0)
+        serves = view.counts and (stays or version >= 0)
         self._placed.put(index, min(version, view.serving) if serves else None)
         self._leaving.put(index, view.serving if view.leaving and version >= 0 else None, load=load)
         if view.starts:
@@ -193,8 +210,8 @@ class ReplicaViews:
     def is_unreachable(self, version: int) -> bool:
         """True where no replica will ever serve `version` again: all are beyond it, and none is starting.
 
-        Where none has a place the run ends, and nothing is given up that a resumed one can go on with. One that
-        leaves still serves its version to what nobody else can go on with.
+        One in doubt counts for none of them. Where none has a place the run ends, and nothing is given up that a
+        resumed one can go on with. One that leaves still serves its version to what nobody else can go on with.
         """
         return min(self._placed.by_version, default=version) > version
 

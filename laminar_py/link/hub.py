@@ -18,7 +18,7 @@ from itertools import count
 
 import msgspec
 
-from laminar_py.link.messages import MOST_LABEL, Down, Expect, Look, Order, Reply, Up
+from laminar_py.link.messages import MOST_LABEL, CallOff, Down, Expect, Look, Order, Reply, Up
 from laminar_py.records.codec import encode
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.wire.post import MOST_BYTES, Post
@@ -63,16 +63,21 @@ class Line:
             if self._is_there:
                 self._hub.has_word(self)
 
-    async def look(self) -> Survey | None:
-        """Survey of what it has at this moment; None if its process ends first."""
+    async def look(self, *, within_s: float | None = None) -> Survey | None:
+        """Survey of what it has at this moment; None if its process ends, or the time is over, first."""
         id = next(self._ids)
-        answer = await self._ask(id, Look(id))
+        answer = await self._ask(id, Look(id), within_s)
         return None if answer is None else answer.survey
 
-    async def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """True if it promises to keep `version` until these have come or are called off."""
+    async def expect(self, version: int, trajectory_ids: Sequence[str], *, within_s: float | None = None) -> bool:
+        """True if it promises to keep `version` until these have come or are called off.
+
+        What comes late is no promise: the question is followed by a `CallOff` once the time is over.
+        """
         id = next(self._ids)
-        answer = await self._ask(id, Expect(id, version, list(trajectory_ids)))
+        answer = await self._ask(id, Expect(id, version, list(trajectory_ids)), within_s)
+        if answer is None:
+            self.put(CallOff(list(trajectory_ids)))
         return answer is not None and answer.promised
 
     def lose(self, reason: str) -> None:
@@ -146,14 +151,17 @@ class Line:
     def _down(self, first: int, orders: Sequence[bytes]) -> Down:
         return Down(self.told, first, tuple(map(msgspec.Raw, orders)))
 
-    async def _ask(self, id: int, question: Look | Expect) -> Reply | None:
+    async def _ask(self, id: int, question: Look | Expect, within_s: float | None) -> Reply | None:
         if self._closed:
             return None
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         self.put(question)
         try:
-            return await answer
+            async with asyncio.timeout(within_s):
+                return await answer
+        except TimeoutError:
+            return None
         finally:
             self._asked.pop(id, None)
 

@@ -14,7 +14,7 @@ a slot free, by the moves of repacking, and ends where it runs if there is none.
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar_py.config.engine import BACKENDS
@@ -29,11 +29,10 @@ from laminar_py.orchestrator.record import HOUSEKEEPING_S
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.preflight.inputs import version_bytes
 from laminar_py.records.events import Scaled
-from laminar_py.records.replica import Survey
 from laminar_py.repack.leaving import plan_leaving
 from laminar_py.repack.migration import Migration
 from laminar_py.workers.incarnation import Incarnation
-from laminar_py.workers.replicas import Replicas
+from laminar_py.workers.replicas import SCALED, Replicas
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +112,7 @@ class ElasticFleet:
     async def _serve(self, request: ScaleRequest) -> ScaleAnswer:
         try:
             config = scaled(self._config, replicas=request.replicas, urls=request.urls)
-            change = self._choose(config)
-            await asyncio.to_thread(_check_new, config, change)
+            change = await self._checked(config)
         except ConfigError as error:
             return ScaleAnswer(False, str(error))
         except Exception:  # a check of a backend that fails ends no run that goes on
@@ -125,25 +123,39 @@ class ElasticFleet:
             await self._change(config, change)
         return ScaleAnswer(True, self._tell(before, change))
 
+    async def _checked(self, config: RunConfig) -> Change:
+        """Step to the fleet of a config as it is at this moment, whose new ones were checked.
+
+        Raises `ConfigError`. Others leave while a check goes on: what was chosen before it may hold no more.
+        """
+        checked = self._choose(config)
+        while True:
+            await asyncio.to_thread(_check_new, config, checked)
+            change = self._choose(config)
+            if (change.join, change.servers) == (checked.join, checked.servers):
+                return change
+            checked = change
+
     def _choose(self, config: RunConfig) -> Change:
         """Step to the fleet of a config; first those leave that have no place, then those with the least to do."""
+        members = [index for index in self._members if not self._replicas.is_ended(index)]
         may_return = [index for index in self._leaving if not self._replicas.is_ended(index)]
         wanted = [_plain(url) for url in config.rollout.engine.servers]
         if wanted:
             known = {index: _plain(url) for index, url in self._servers.items()}
-            stay = [index for index in self._members if known[index] in wanted]
+            stay = [index for index in members if known[index] in wanted]
             back = [index for index in may_return if known[index] in wanted]
             there = {known[index] for index in (*stay, *back)}
             new = [url for url in config.rollout.engine.servers if _plain(url) not in there]
         else:
             most = config.rollout.replicas
-            stay = sorted(self._members, key=self._worth)[:most]
+            stay = sorted(members, key=self._worth)[:most]
             back = sorted(may_return, key=self._worth)[: most - len(stay)]
             new = []
         return Change(
             stay=sorted(stay),
             back=back,
-            leave=[index for index in self._members if index not in stay],
+            leave=[index for index in members if index not in stay],
             join=config.rollout.replicas - len(stay) - len(back),
             servers=new,
         )
@@ -207,8 +219,9 @@ class ElasticFleet:
             await asyncio.sleep(HOUSEKEEPING_S)
             if left := self._replicas.take_left():
                 self._gone |= set(left)
-                for index in set(left) & set(self._members):
-                    say(f"replica {index} is taken out again: {left[index]}")
+                for index, reason in left.items():
+                    if reason != SCALED:
+                        say(f"replica {index} is taken out again: {reason}")
                 self._members = [index for index in self._members if index not in left]
                 self._leaving = [index for index in self._leaving if index not in left]
                 await self._plan()
@@ -221,27 +234,54 @@ class ElasticFleet:
             for index in [index for index in self._leaving if not self._replicas.is_ended(index)]:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)
-            leaving = [index for index in self._leaving if not self._replicas.is_ended(index)]
-            await asyncio.gather(*(self._empty(index, moving) for index in leaving))
+            await self._empty(moving)
 
-    async def _empty(self, index: int, moving: asyncio.TaskGroup) -> None:
-        """Have what a leaving replica has go where there is room for it."""
-        survey = await self._replicas.survey(index)
-        if survey is None or not (survey.running or survey.waiting):
+    async def _empty(self, moving: asyncio.TaskGroup) -> None:
+        """Have what leaving replicas have go where there is room for it; one plan for all of a version."""
+        drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
+        by_version: dict[int | None, list[int]] = {}
+        for index in self._leaving:
+            view = self._views.running(index)  # others have no answer yet
+            if view is not None and view.in_flight and not self._replicas.is_ended(index):
+                by_version.setdefault(view.version if drains else None, []).append(index)
+        rooms = self._rooms(by_version)
+        plans = (self._empty_all(version, by_version[version], room, moving) for version, room in rooms.items())
+        await asyncio.gather(*plans)
+
+    def _rooms(self, versions: Collection[int | None]) -> dict[int | None, dict[int, int]]:
+        """Trajectories that each replica that stays has room for, by version, of those where any has.
+
+        Where versions are kept, what is on its way to a replica counts as there; None is any version.
+        """
+        rooms: dict[int | None, dict[int, int]] = {}
+        if not versions:
+            return rooms
+        for view in map(self._views.by_index.__getitem__, self._members):
+            if None in versions:
+                version, free = None, view.admissible
+            else:
+                version, taken = view.version, len(view.in_flight) + self._scheduler.moves.num_expected(view.index)
+                takes = view.in_flight and self._views.serves(view.index, version)
+                free = self._config.rollout.max_batch - taken if takes else 0
+            if version in versions and free > 0:
+                rooms.setdefault(version, {})[view.index] = free
+        return rooms
+
+    async def _empty_all(
+        self, version: int | None, leaving: Sequence[int], room: Mapping[int, int], moving: asyncio.TaskGroup
+    ) -> None:
+        """Empty replicas of one version, or of any, into what room there is."""
+        asked = await asyncio.gather(*(self._replicas.survey(index) for index in leaving))
+        surveys = [survey for survey in asked if survey is not None and version in (None, survey.version)]
+        moves = plan_leaving(surveys, room=room, is_moving=self._scheduler.moves.is_under_way)
+        if version is not None:
+            await self._migration.carry_out(version, moves, moving)
             return
-        moves = plan_leaving(survey, in_flight=self._others(survey))
-        if self._config.rollout.on_new_weights is OnNewWeights.DRAIN:
-            await self._migration.carry_out(survey.version, moves, moving)
-        elif moves:
-            self._replicas.give_up(index, [move.trajectory_id for move in moves])
-
-    def _others(self, survey: Survey) -> dict[int, int]:
-        """Trajectories in flight at replicas that can take over from one: of its version, where that is kept."""
-        views = (self._views.by_index[index] for index in self._members)
-        if self._config.rollout.on_new_weights is OnNewWeights.DRAIN:
-            served = (view for view in views if self._views.serves(view.index, survey.version))
-            return {view.index: len(view.in_flight) for view in served if view.in_flight}
-        return {view.index: len(view.in_flight) for view in views if view.admissible > 0}
+        sources: dict[int, list[str]] = {}
+        for move in moves:
+            sources.setdefault(move.source, []).append(move.trajectory_id)
+        for index, trajectory_ids in sources.items():
+            self._replicas.give_up(index, trajectory_ids)
 
 
 def _check_new(config: RunConfig, change: Change) -> None:

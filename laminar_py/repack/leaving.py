@@ -1,27 +1,35 @@
-"""Plan for a replica that leaves: what it has moves to others of its version that have a slot free. Pure.
+"""Plan for replicas that leave: what they have moves to others that have room for it. Pure.
 
-Called by the owner of the fleet, again and again until the replica has nothing. Invariant: no destination is given
-more than it decodes at once, so what finds no slot stays where it runs, and ends there.
+Called by the owner of the fleet, again and again until they have nothing. Invariant: no destination is given more
+than it has room for, by all that leave together, so what finds no room stays where it runs, and ends there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heapreplace
 
 from laminar_py.records.replica import Move, Survey
 
 
-def plan_leaving(survey: Survey, *, in_flight: Mapping[int, int]) -> list[Move]:
-    """Moves of a leaving replica's trajectories to replicas of its version, by what these have in flight.
+def plan_leaving(
+    surveys: Sequence[Survey], *, room: Mapping[int, int], is_moving: Callable[[str], bool]
+) -> list[Move]:
+    """Moves of the trajectories of leaving replicas to others, each of which has `room` for so many more.
 
-    What has not begun goes first, then what costs the least prefill; each goes where the most slots are free.
+    What is moving already is left alone. What has not begun goes first, then what costs the least prefill; each
+    goes where the most room is.
     """
-    free = {replica: survey.slots - count for replica, count in in_flight.items()}
-    waiting = [(held, 0) for held in survey.waiting]
-    running = [(held, held.context) for held in sorted(survey.running, key=lambda held: held.context)]
+    most = [(-free, replica) for replica, free in room.items() if free > 0]
+    heapify(most)
+    waiting = [(held, survey.replica, 0) for survey in surveys for held in survey.waiting]
+    running = [(held, survey.replica, held.context) for survey in surveys for held in survey.running]
+    running.sort(key=lambda item: item[0].context)
     moves = []
-    for held, prefill in (*waiting, *running):
-        destination = max(free, key=lambda replica: (free[replica], -replica), default=None)
-        if destination is None or free[destination] <= 0:
+    for held, source, prefill in (*waiting, *running):
+        if is_moving(held.trajectory_id):
+            continue
+        if not most or most[0][0] == 0:
             break
-        free[destination] -= 1
-        moves.append(Move(held.trajectory_id, survey.replica, destination, prefill))
+        free, destination = most[0]
+        heapreplace(most, (free + 1, destination))
+        moves.append(Move(held.trajectory_id, source, destination, prefill))
     return moves

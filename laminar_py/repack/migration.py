@@ -33,11 +33,14 @@ class ReplicaFleet(Protocol):
     """The replicas, as a round needs them."""
 
     async def survey(self, replica: int) -> Survey | None:
-        """Everything that a replica has at this moment; None if it is dying."""
+        """Everything that a replica has at this moment; None if it is dying, or silent."""
         ...
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Ask a replica to keep `version` until these trajectories have come; True if it promises to."""
+        """Ask a replica to keep `version` until these trajectories have come; True if it promises to.
+
+        One that does not answer in time keeps nothing.
+        """
         ...
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
@@ -124,6 +127,8 @@ class Migration:
 
     async def carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
         """Carry a plan out among replicas of a version, an interval long at most; the record follows its end."""
+        moves = self._scheduler.moves
+        planned = [move for move in planned if not moves.is_under_way(move.trajectory_id)]
         if not planned:
             return
         began = self._clock.now()

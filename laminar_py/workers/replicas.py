@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
+ANSWER_S = 2.0  # for an answer, at least: a busy controller takes reports in with delay
+SCALED = "scaled"  # reason of one that was to leave
 REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
 FIRST_STARTS = 2  # that may fail before the run does
 FORGIVES_S = 3600.0  # one of many loses little, and other work comes to it
@@ -180,7 +182,7 @@ class Replicas:
 
     async def _keep(self, index: int) -> None:
         """Keep a replica until it has left. Raises RunFailedError, ConfigError of one that ever was up."""
-        reason = "scaled"
+        reason = SCALED
         try:
             await self._keepers[index].calling(partial(self._serve, index))
         except _LeftError:
@@ -213,16 +215,21 @@ class Replicas:
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
         line = self._lines.get(replica)
-        return None if line is None else await line.look()
+        return None if line is None else await line.look(within_s=self._answer_s)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
         line = self._lines.get(replica)
-        return line is not None and await line.expect(version, trajectory_ids)
+        return line is not None and await line.expect(version, trajectory_ids, within_s=self._answer_s)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
         self._lines.tell(replica, GiveUp(list(trajectory_ids)))
+
+    @property
+    def _answer_s(self) -> float:
+        """The time for an answer, so that a silent replica holds up no round of the others."""
+        return max(ANSWER_S, self._config.repack.interval_s)
 
     async def _speed_of(self, replica: int) -> EngineSpeed | None:
         """None of one that is dying, which its keeper notices as well."""
@@ -293,6 +300,8 @@ class Replicas:
         others go on. One that was to leave has left with that.
         """
         await self._lines.close(index)
+        if index in self._unproven and index not in self._restarting:
+            self._scheduler.views.doubt(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for what it had
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving

@@ -45,6 +45,24 @@ async def test_it_goes_on_at_its_destination_with_its_prefix_under_its_version()
     assert fleet.round.growth == [prefill - 6], "the plan counted 6 tokens"
 
 
+async def test_a_second_plan_for_one_on_its_way_leaves_the_first_promise_alone():
+    fleet, name = await moving(replicas=3)
+    again = fleet.scheduler.dispatcher.move(0, [Move(name, 0, 1, 6)])
+    assert again.settled.is_set()
+    assert fleet.scheduler.moves.take_called_off() == {}
+    fleet.scheduler.dispatcher.move(0, [Move(name, 0, 2, 6)])
+    assert fleet.scheduler.moves.take_called_off() == {2: [name]}
+    assert fleet.scheduler.moves.destination(name) == (1, 0)
+
+
+async def test_one_promised_anew_before_its_calling_off_was_told_is_not_called_off():
+    fleet, name = await moving()
+    fleet.scheduler.pause()
+    fleet.scheduler.admit()
+    fleet.scheduler.dispatcher.move(0, [Move(name, 0, 1, 6)])
+    assert fleet.scheduler.moves.take_called_off() == {}
+
+
 async def test_one_that_has_not_begun_keeps_the_version_that_it_was_given():
     fleet, name = await moving(tokens=0)
     await fleet.finish(0, name, tokens=0, reason=FinishReason.ABORT)

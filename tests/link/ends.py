@@ -55,6 +55,7 @@ class Commands:
         return Survey(replica=0, version=self.version, slots=1, kv_used=0, kv_capacity=1, running=())
 
     def expect(self, version, trajectory_ids):
+        self.did += [("expect", name) for name in trajectory_ids[:1]]
         return version == self.version
 
     def report_soon(self):

@@ -9,7 +9,7 @@ from laminar_py.link.messages import Abort, Follow, Reply, Up
 from laminar_py.records.replica import Survey
 from laminar_py.relay.wire import post as post_module
 from laminar_py.relay.wire.transport import RelayKeys
-from tests.link.ends import KEYS, by_hand, make_report, serving
+from tests.link.ends import KEYS, Commands, by_hand, linked, make_report, serving
 
 A, B = "replica-0-1-0", "replica-1-1-1"
 
@@ -204,6 +204,21 @@ async def test_whoever_asks_gets_nothing_once_the_line_is_closed():
         line.put(Follow("x"))
         desk.hub.begin(line)
         assert not line.waits
+
+
+async def test_whoever_asks_a_silent_replica_goes_on_in_time_and_calls_off_what_that_may_promise_late():
+    replica = Commands()
+    async with serving() as desk:
+        line = desk.hub.open(A, 0)
+        assert (await line.look(within_s=0.1), await line.expect(0, ["g0.0"], within_s=0.1)) == (None, False)
+        async with linked(desk.hub.endpoint, A, replica):
+            async with asyncio.timeout(10):
+                while line.waits or not replica.did:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            survey = await line.look(within_s=10)
+            assert survey is not None
+            assert survey.version == 0
+    assert replica.did == [("expect", "g0.0"), ("call_off", "g0.0")]
 
 
 async def test_whoever_asks_gets_nothing_once_the_hub_has_ended():

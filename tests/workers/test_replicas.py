@@ -537,10 +537,12 @@ async def test_one_that_joins_and_does_not_start_ends_no_run(monkeypatch, tmp_pa
         await scale(world)
         for _ in range(2 + replicas_module.FIRST_STARTS):
             (await world.next()).die("no such engine")
-        world.may_start.set()
         third = await world.next()
+        assert (world.scheduler.views.num_placed, world.scheduler.views.num_starting()) == (2, 0)
+        world.may_start.set()
         third.actor.report()
         assert await third.actor.given(1)
+        assert world.scheduler.views.num_placed == 3
     assert {event.part for event in world.recorded} == {"replica-2"}
     assert world.replicas.failing == {2: "no such engine"}
     assert not world.supervisor.total_restarts
