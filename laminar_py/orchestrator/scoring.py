@@ -161,14 +161,20 @@ class Scoring:
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
+        lost = {
+            score.trajectory_id: score.detail
+            for score in scores
+            if score.failure is DropReason.HOST_LOST and not self._is_trial(score.trajectory_id)
+        }
+        if lost:
+            await self._scheduler.losses.of(lost)
         for place, score in enumerate(scores, 1):
             if place % SCORES_AT_ONCE == 0:
                 await asyncio.sleep(0)
             if self._is_trial(score.trajectory_id):
                 self._tried(score)
                 continue
-            if score.failure is DropReason.HOST_LOST:
-                await self._scheduler.losses.of({score.trajectory_id: score.detail})
+            if score.trajectory_id in lost:
                 continue
             lifecycle = self._scheduler.book.followed(score.trajectory_id)
             if lifecycle is not None:

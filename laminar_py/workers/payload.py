@@ -53,6 +53,8 @@ class PayloadHosts:
         self._nodes: dict[str, str] = {}  # Ray node of each label
         self._present: dict[str, str] = {}  # label of each part that runs, or ran last
         self._silent: set[str] = set()  # nodes that answered too late the last time
+        self._losing: dict[str, asyncio.Task[None]] = {}  # by the node that is gone; it has not begun
+        self._one_loss = asyncio.Lock()
         self._starts = count()
 
     # ---- where things are
@@ -133,11 +135,20 @@ class PayloadHosts:
         return self._nodes[label] == node
 
     async def lose_host_of(self, label: str, scheduler: TrajectoryScheduler) -> None:
-        """Drop what only the host of a part had."""
+        """Drop what only the host of a part had; parts that died with it share one that began after they asked."""
         node = self._nodes[label]
-        known = await self._needed(scheduler)
-        gone = {segment for segment in known if self._node_of(segment) == node}
-        await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
+        losing = self._losing.get(node)
+        if losing is None:
+            losing = asyncio.create_task(self._lose_host(node, scheduler), name=f"lose-{node}")
+            self._losing[node] = losing
+        await asyncio.shield(losing)
+
+    async def _lose_host(self, node: str, scheduler: TrajectoryScheduler) -> None:
+        async with self._one_loss:
+            del self._losing[node]  # who asks from now on may know of more
+            known = await self._needed(scheduler)
+            gone = {segment for segment in known if self._node_of(segment) == node}
+            await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
 
     # ---- what nobody needs any more
 
@@ -265,7 +276,7 @@ class PayloadHosts:
         return {node: decode(list[SegmentFile], answer) for node, answer in found if answer is not None}
 
     async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known], *, part: str) -> Salvage:
-        """What journals of a host have; a store is begun there only for what was found."""
+        """Tokens in the journals of a host; a store is begun there only for what was found."""
         nothing = Salvage([], [])
         if not running:
             return nothing

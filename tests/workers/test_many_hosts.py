@@ -255,6 +255,31 @@ async def test_three_hosts_of_64_are_lost_at_once_and_every_step_is_made_by_the_
     assert_whole(cluster)
 
 
+async def test_parts_that_die_with_their_host_lose_it_once(monkeypatch, tmp_path):
+    cluster = Cluster(monkeypatch, tmp_path)
+    async with asyncio.timeout(PATIENCE_S), open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        run = Incarnation(cluster, ledger)
+        await run.start()
+        await run.make_steps(1, 1)
+        ledger.append(checkpoint(1, 0))
+        label = run.replicas._labels[GONE[0]]
+        scheduler, told, lose = run.fleet.scheduler, [], ledger.lose
+
+        async def note(numbers, reason):
+            told.append(list(numbers))
+            await lose(numbers, reason)
+
+        monkeypatch.setattr(ledger, "lose", note)
+        cluster.lose(GONE[:1])
+        assert await run.payload.is_lost(label)
+        await asyncio.gather(*(run.payload.lose_host_of(label, scheduler) for _ in range(8)))
+        assert len(told) == 1
+        assert told[0]
+        await run.payload.lose_host_of(label, scheduler)
+        assert len(told) == 1, "nothing is left to lose"
+
+
 async def test_a_run_of_64_hosts_is_resumed_where_three_of_them_never_come_back(monkeypatch, tmp_path):
     cluster = Cluster(monkeypatch, tmp_path)
     async with asyncio.timeout(PATIENCE_S):
