@@ -618,7 +618,11 @@ class Control:
 
     def dispatch(self) -> dict[int, list[Given]]:
         """Assignments by replica."""
-        handed = self.scheduler.dispatcher.dispatch()
+        dispatcher = self.scheduler.dispatcher
+        handed = dispatcher.dispatch()
+        while dispatcher.has_more:
+            for replica, some in dispatcher.dispatch().items():
+                handed.setdefault(replica, []).extend(some)
         return {replica: [given(item, self.store) for item in some] for replica, some in handed.items()}
 
     def adopt(self, replica: int) -> list[Given]:
