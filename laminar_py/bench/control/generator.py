@@ -32,6 +32,7 @@ from laminar_py.workers.specs import ReplicaSpec, ScorerSpec
 
 ENDED = "ended"  # name of the files with what each generator saw end
 WRITTEN_S = 0.5
+DELTA_S = 3600.0  # between what an engine gives of a running response: nothing goes to journals
 CALLS = 4096
 
 
@@ -156,7 +157,7 @@ class GeneratorActor(PartActor):
         launch = EngineLaunch(model_dir=Path(spec.model_dir), logs=logs, index=spec.index, secret=None)
         return Replica(
             spec.index,
-            engine=await open_engine(config, launch),
+            engine=await open_engine(config, launch, delta_interval_s=DELTA_S),
             weights=self._weights,
             store=Unsynced(open_folder(spec), spec.label, self._reader, self._ended),
             clock=SystemClock(),

@@ -3,9 +3,9 @@
 The controller is that of any run, in a process of its own, with its ledger, relay, learner's process and segments;
 replicas are hosted by load generators (`generator`), which write and say what real ones would. The learner takes
 no time and scorers do not judge, so that what is measured is control. All stands on one host, where a fleet has
-many: references cost no look for a store; nobody dies, joins or leaves. Emulated time is compressed, so that a
-response lives for seconds in place of a minute; what is live waits for the learner instead. Figures are of the
-steps after the first ten, in which the fleet fills.
+many: references cost no look for a store; nobody dies, joins or leaves, and nothing goes to journals. Emulated
+time is compressed, so that a response lives for seconds in place of a minute; what is live waits for the learner
+instead. Figures are of the steps after the first ten, in which the fleet fills.
 """
 
 import contextlib
@@ -147,9 +147,10 @@ def _process_rows(samples: ProcessSamples, window: CountedSteps, *, replicas: in
     uses = [use for use in samples.uses if window.has(use[0])]
     cores = (uses[-1][1] - uses[0][1]) / (uses[-1][0] - uses[0][0])
     memory = [num_bytes for _, _, num_bytes in uses]
+    halves = [max(half) / 1e6 for half in (memory[: len(memory) // 2], memory[len(memory) // 2 :])]
     p99 = float(np.percentile(delays, 99))
     spread = f"p50 {np.median(delays):.1f} ms, at most {delays.max():.0f} ms"
-    growth = f"resident, at most; {memory[0] / 1e6:.0f} MB when {WARM_STEPS} steps were done"
+    growth = f"resident, at most; in the first half {halves[0]:.0f} MB, in the second {halves[1]:.0f} MB"
     return [
         Row(f"controller_cores_{replicas}", cores, "cores", "all threads of the controller's process"),
         Row("loop_delay_p99_ms", p99, "ms", spread),

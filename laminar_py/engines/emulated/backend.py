@@ -32,7 +32,9 @@ def check_start(config: RunConfig) -> None:
     read_profile(config.emulation.profile)
 
 
-async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
+async def open_engine(
+    config: RunConfig, launch: EngineLaunch, *, delta_interval_s: float = 0.5
+) -> InferenceEngine:
     """A started `EmulatedEngine`, later than its neighbours by its share of `emulation.start_spread_s`."""
     from laminar_py.engines.emulated.engine import EmulatedEngine
     from laminar_py.engines.emulated.responses import Responses
@@ -48,6 +50,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         max_len=rollout.max_len,
         kv_capacity=rollout.kv_tokens,
         compression=emulation.compression,
+        delta_interval_s=delta_interval_s,
         late_s=emulation.start_spread_s * launch.index / rollout.replicas,
     )
     await engine.start()
