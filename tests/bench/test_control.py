@@ -8,7 +8,7 @@ NUM_REPLICAS = 8
 
 def test_every_figure_comes_once_and_is_positive():
     heard = []
-    found = {row.name: row.value for row in rows(replicas=NUM_REPLICAS, rate=8.0, steps=12, tell=heard.append)}
+    found = {row.name: row.value for row in rows(replicas=NUM_REPLICAS, rate=8.0, steps=16, tell=heard.append)}
     names = BENCHMARKS["control"].measurements["fleet"].rows
     assert list(found) == names.replace("cores_1024", f"cores_{NUM_REPLICAS}").split()
     assert all(value > 0 for value in found.values())

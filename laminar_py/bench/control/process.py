@@ -22,7 +22,7 @@ from laminar_py.workers.incarnation import Opened, PartKinds
 
 SAMPLES = "samples.json"
 DELAY_S = 0.01  # between looks at the event loop
-USE_S = 1.0  # between looks at processor and memory
+USE_S = 0.2  # between looks at processor and memory
 NUM_GENERATORS = 2
 
 
