@@ -1,6 +1,7 @@
 """`laminar train` with real SGLang servers: launched, killed, attached to. Each run takes most of a minute."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -61,15 +62,15 @@ def busy_server(run: TrainProcess) -> psutil.Process:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with reading(run.run) as connection:
-            begun = "status = 'running' AND length BETWEEN 1 AND 200"  # tokens, of 344
-            busy = connection.execute(
-                f"SELECT replica FROM trajectory WHERE {begun} GROUP BY replica HAVING count(*) >= 4"
-            ).fetchall()
+            query = "SELECT replica FROM trajectory WHERE status = 'running' GROUP BY replica HAVING count(*) >= 4"
+            busy = connection.execute(query).fetchall()
         pids = {event.part: event.pid for event in events_of(run, "partstarted")}
         replicas = {pids[f"replica-{replica}"] for (replica,) in busy}
-        for server in servers(run):
-            if any(parent.pid in replicas for parent in server.parents()):
-                return server
+        with contextlib.suppress(psutil.NoSuchProcess):  # or one that has just ended
+            for server in servers(run):
+                if any(parent.pid in replicas for parent in server.parents()):
+                    time.sleep(0.5)  # what runs has tokens, and its journals have them
+                    return server
         time.sleep(0.05)
     raise AssertionError("no server was ever busy")
 
