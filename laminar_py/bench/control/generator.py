@@ -8,6 +8,7 @@ process, its subscriber and the context of its sockets. Segments are not synced:
 import asyncio
 import time
 from pathlib import Path
+from zlib import crc32
 
 from laminar_py.cluster.part import Part, remote
 from laminar_py.cluster.placement import Place
@@ -22,25 +23,28 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
 from laminar_py.records.protocols import PulledVersion
 from laminar_py.records.scoring import Score, Unscored
+from laminar_py.records.trajectory import DropReason
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire.post import Peer, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import ResponseStore
+from laminar_py.segments.reader import PayloadReader
 from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.workers.specs import ReplicaSpec, ScorerSpec
 
 ENDED = "ended"  # name of the files with what each generator saw end
 WRITTEN_S = 0.5
 DELTA_S = 3600.0  # between what an engine gives of a running response: nothing goes to journals
+LOOK_S = 5.0  # between looks whether a replica has failed
 CALLS = 4096
 
 
 class Unsynced(ResponseStore):
     """Segments that are written and not brought to the disk; when each response ended is noted."""
 
-    def __init__(self, folder: Path, part: str, reader: object, ended: "Ended") -> None:
-        super().__init__(folder, part, reader)  # type: ignore[arg-type]
+    def __init__(self, folder: Path, part: str, reader: PayloadReader, ended: "Ended") -> None:
+        super().__init__(folder, part, reader)
         self._ended = ended
 
     def keep(self, piece: Piece) -> TokensRef:
@@ -134,9 +138,8 @@ class GeneratorActor(PartActor):
 
     async def ended(self) -> None:
         """Return never; raises what ended any of them."""
-        await asyncio.sleep(1.0)
         while True:
-            await asyncio.sleep(5.0)
+            await asyncio.sleep(LOOK_S)
             for task in self._tasks:
                 if task.done():
                     task.result()
@@ -219,13 +222,14 @@ class ReadingScorerActor(PartActor):
     async def submit(self, data: bytes) -> None:
         """Read a list of `Unscored`."""
         for one in decode(list[Unscored], data):
-            failure = ""
-            try:
-                self._reader.load((ref.at for ref in one.tokens), stores=one.stores)
-            except PayloadLostError as error:
-                failure = str(error)
-            value = None if failure else float(hash(one.request.trajectory_id) & 1)
-            self._scores.put_nowait(Score(trajectory_id=one.request.trajectory_id, value=value, detail=failure))
+            self._scores.put_nowait(self._score(one))
+
+    def _score(self, unscored: Unscored) -> Score:
+        try:
+            self._reader.load((ref.at for ref in unscored.tokens), stores=unscored.stores)
+        except PayloadLostError as error:
+            return Score(trajectory_id=unscored.id, value=None, failure=DropReason.HOST_LOST, detail=str(error))
+        return Score(trajectory_id=unscored.id, value=float(crc32(unscored.id.encode()) & 1))
 
     async def take(self, wait_s: float) -> bytes:
         """A list of `Score`."""

@@ -13,6 +13,7 @@ from laminar_py.config.run import RunConfig
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 4096
 MOST_TOKENS = 16_384
+GROUP = 16  # samples of a prompt, which a replica takes under a version
 COMPRESSION = 8  # so that the fleet finishes as many with 16 responses each as it would with 128
 MEDIAN, SIGMA = 1838, 0.99  # of response lengths, whose mean is 3,000 and whose p99 is above 16,000
 WORDS = ("<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(1021)))
@@ -29,7 +30,7 @@ MODEL = {
     "pad_token_id": 0,
 }
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
-# A decode step of 16 ms of which contexts take a part; what a learner takes is nothing here.
+# Times of a fast GPU with a model of 7 billion parameters, in seconds; a learner takes next to nothing.
 PROFILE = {
     "engine": {
         "step_s": 0.006,
@@ -72,8 +73,6 @@ def write_inputs(folder: Path, *, replicas: int, rate: float, steps: int) -> Run
 
 
 def _settings(folder: Path, *, replicas: int, rate: float, steps: int) -> dict[str, Any]:
-    batch = 8
-    # a batch of 8 takes as long as its longest response; see `experiments/repack` for tails
     return {
         "name": "control",
         "runs": str(folder / "runs"),
@@ -92,9 +91,9 @@ def _settings(folder: Path, *, replicas: int, rate: float, steps: int) -> dict[s
             "replicas": replicas,
             "max_batch": 64,
             "max_len": PROMPT_TOKENS + MOST_TOKENS,
-            "batch_per_replica": batch * 2,
-            "prompts_per_step": max(1, round(2 * rate / 16)),
-            "group_size": 16,
+            "batch_per_replica": GROUP,
+            "prompts_per_step": max(1, round(2 * rate / GROUP)),  # a step every two seconds
+            "group_size": GROUP,
             "partial_interval_s": 1.0,
             "sampling": {"max_new_tokens": MOST_TOKENS},
         },
