@@ -7,12 +7,16 @@ starts would have that token, while the process goes on with the one before.
 """
 
 import os
+import signal
 from itertools import groupby
 from pathlib import Path
 
 from hypothesis import settings
 
 os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(__file__).parent / "no-token")  # before Ray is imported
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell may have us ignore it, and what we start as well
 
 settings.register_profile("busy", deadline=None)  # no test is timed
 settings.load_profile("busy")

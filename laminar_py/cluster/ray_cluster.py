@@ -152,12 +152,15 @@ def all_placed() -> bool:
     return states <= {"ALIVE", "DEAD"}
 
 
-async def on_node(node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
+async def on_node(
+    node: str, function: Callable[..., bytes], *arguments: str | bytes, apart: bool = False
+) -> bytes:
     """Answer of a function of this package on that node, from a process there. Raises RayError.
 
-    The process ends where nobody waits for the answer any more.
+    The process ends where nobody waits for the answer any more. On this node it is a thread, which answers sooner,
+    unless it is to be `apart`, for work that would burden this process.
     """
-    if node == ray.get_runtime_context().get_node_id():
+    if not apart and node == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(function, *arguments)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(function)

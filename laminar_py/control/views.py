@@ -219,12 +219,12 @@ class ReplicaViews:
         """Number of replicas that have not reported since they (re)started and were given nothing."""
         return len(self._starting)
 
-    def by_version(self) -> dict[int, list[int]]:
+    def by_version(self) -> dict[int, list[ReplicaView]]:
         """Replicas that have work and stay, by the version that they serve; a look at all, once a repack round."""
-        out: dict[int, list[int]] = {}
+        out: dict[int, list[ReplicaView]] = {}
         for view in self.by_index.values():
             if view.in_flight and view.version >= 0 and view.loading is None and not view.leaving:
-                out.setdefault(view.version, []).append(view.index)
+                out.setdefault(view.version, []).append(view)
         return out
 
     def running(self, replica: int | None) -> ReplicaView | None:

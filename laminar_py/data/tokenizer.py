@@ -49,7 +49,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> IntArray:
         """[n] token ids of `text`, none added."""
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return np.array(self._encoding(text, begun=False).ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> IntArray:
         """[n] token ids of `text` after those with which the tokenizer's post-processor begins a text.
@@ -57,7 +57,12 @@ class Tokenizer:
         A text that is written with them, as chat templates do, has them once. Without a token of its own it has
         none at all.
         """
-        return np.array(_begun(self._backend.encode(text, add_special_tokens=True)), dtype=np.int32)
+        return np.array(_begun(self._encoding(text, begun=True)), dtype=np.int32)
+
+    def _encoding(self, text: str, *, begun: bool) -> tokenizers.Encoding:
+        """Encoding of a text, without the places of tokens in it, which cost as much as all else."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=begun)
+        return encoding
 
     def count(self, texts: Sequence[str], *, begun: bool) -> list[int]:
         """Number of ids of each text, where they are `begun` those of `encode_prompt`, else of `encode`."""

@@ -27,6 +27,7 @@ from laminar_py.relay.wire.transport import read_record
 LOOK_S = 0.5  # at most, between two looks for lines that are silent, or that have not heard
 MOST_BEHIND_S = 5.0  # that a look is put off while there is more to take in
 RESEND_S = 2.0  # after which orders that were not heard are sent again
+MOST_FRAMES = 128  # heard at once, in some 5 ms: what waits in the socket for long is sent again
 MOST_REPORTS = 16  # taken in before the event loop goes on with other work
 MOST_REST_S = 0.02  # in which reports gather, where there are many
 FRAME_BYTES = MOST_BYTES // 8  # of orders in one frame, unless one alone is larger
@@ -242,10 +243,10 @@ class ReplicaHub:
         line.close()
 
     async def _receive(self) -> None:
-        """Take in what there is, a bounded part of it."""
+        """Hear what there is, a bounded part of it, and take the reports in."""
         came: list[tuple[Line, Up, ReplicaReport]] = []
         now = self._loop.time()
-        for sender, frame in self._post.drain(MOST_REPORTS):
+        for sender, frame in self._post.drain(MOST_FRAMES):
             line = self._lines.get(sender)
             up = None if line is None else read_record(Up, frame)
             if line is None or up is None or up.label != line.label:
@@ -253,11 +254,13 @@ class ReplicaHub:
             _move_to_end(self._last_s, line, now)
             if self._hear(line, up, now) and up.report is not None:
                 came.append((line, up, up.report))
-        if came:
-            async with self._taking:
-                await self._take([(line, report) for line, _, report in came])
-            for line, up, _ in came:
-                line.tell(up)
+        async with self._taking:
+            for first in range(0, len(came), MOST_REPORTS):
+                some = came[first : first + MOST_REPORTS]
+                await self._take([(line, report) for line, _, report in some])
+                for line, up, _ in some:
+                    line.tell(up)
+                await asyncio.sleep(0)
 
     def _hear(self, line: Line, up: Up, now: float) -> bool:
         """Have a line take a word; orders that it has not heard yet have time anew if it has heard others."""

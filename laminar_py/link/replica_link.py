@@ -1,8 +1,8 @@
 """A replica's end of the link: its reports go out, one at a time, and orders come in.
 
-Owned by the replica's process. A report is sent until the controller says that it was told; what happens meanwhile
-gathers for the next, so reports become fewer as the controller has more to do. Invariant: orders are obeyed once,
-in the order in which they were given, by calls that begin in that order.
+Owned by the replica's process. A report is sent until the controller says that it was told, after ever longer
+waits; what happens meanwhile gathers for the next, so reports become fewer as the controller has more to do.
+Invariant: orders are obeyed once, in the order in which they were given, by calls that begin in that order.
 """
 
 import asyncio
@@ -29,7 +29,9 @@ from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.relay.wire.post import Peer
 from laminar_py.relay.wire.transport import read_record
 
-FIRST_RESEND_S, RESEND_S = 0.05, 1.0  # after which a report that was not told is sent again: at first, at last
+UNSENT_S = 0.05  # after which what could not be sent is tried again, at first
+RESEND_S = 1.0  # after which a report that was not told is sent again, at first
+ACKNOWLEDGE_S = 0.5  # in which a report may say that orders were heard, before a word of its own does
 
 
 class Commanded(Protocol):
@@ -91,7 +93,8 @@ class ReplicaLink:
         self._quiet_s = quiet_s
         self._number = 0  # of the last report
         self._told = 0
-        self._heard = 0
+        self._heard = 0  # orders
+        self._acknowledged = 0  # orders of which the controller knows that they were heard, unless a word was lost
         self._was_told = asyncio.Event()
         self._answers: list[Reply] = []
 
@@ -118,22 +121,34 @@ class ReplicaLink:
     async def _greet(self) -> None:
         """Say that it is there, for orders wait for that."""
         while not self._peer.send(self._word()):  # noqa: ASYNC110 (nobody tells when the connection is there)
-            await asyncio.sleep(FIRST_RESEND_S)
+            await asyncio.sleep(UNSENT_S)
 
     async def _tell_one(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
         """Send a report until it is told."""
-        wait_s = FIRST_RESEND_S
+        unsent_s, wait_s = UNSENT_S, RESEND_S
         while self._told < self._number:
             self._was_told.clear()
-            sent = self._peer.send(self._word(report, answers))
-            wait_s = min(RESEND_S, 2 * wait_s) if not sent else RESEND_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._was_told.wait()
+            if self._peer.send(self._word(report, answers)):
+                await self._until_told(wait_s)
+                wait_s = min(max(RESEND_S, self._quiet_s), 2 * wait_s)
+            else:
+                await self._until_told(unsent_s)
+                unsent_s = min(RESEND_S, 2 * unsent_s)
+
+    async def _until_told(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._was_told.wait()
 
     def _word(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
+        self._acknowledged = self._heard
         up = Up(label=self._label, number=self._number, heard=self._heard, report=report, answers=answers)
         return encode(up)
+
+    def _acknowledge(self) -> None:
+        """Tell of orders that no report has told of."""
+        if self._acknowledged < self._heard and not self._peer.closed:
+            self._peer.send(self._word())
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -143,12 +158,14 @@ class ReplicaLink:
             self._told = max(self._told, down.told)
             if self._told >= self._number:
                 self._was_told.set()
+            if down.orders:
+                self._acknowledged = min(self._acknowledged, down.first - 1)  # what comes again was not told of
             for number, order in enumerate(down.orders, down.first):
                 if number == self._heard + 1:
                     self._heard = number
                     await self._obey(decode(Order, order), tasks)  # type: ignore[arg-type]
             if down.orders:
-                self._peer.send(self._word())
+                asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge)
 
     async def _obey(self, order: Order, tasks: asyncio.TaskGroup) -> None:
         """Begin what is ordered; it may go on beside what comes next."""

@@ -19,9 +19,9 @@ from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.orchestrator import policies
-from laminar_py.orchestrator.cycles import collect_cycles
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.orchestrator.fleet import ElasticFleet
+from laminar_py.orchestrator.pauses import keep_short
 from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.orchestrator.trainer import Trainer
@@ -127,6 +127,7 @@ class Controller:
             tasks.create_task(self._relays.start())
             tasks.create_task(self._scoring.start())
         if self._recovered is not None:
+            self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger
             await self._take_up_evaluations(self._recovered)
             await take_up(self._recovered, self._payload, self._scheduler)
             self._scheduler.continue_live()  # interrupted trajectories go on while the learner starts
@@ -166,7 +167,7 @@ class Controller:
             await self._reference.start()
             wanted, deliver = self._scheduler.is_live, self._scheduler.closing.on_reference
             yield "reference", self._reference.run(wanted=wanted, deliver=deliver, lose=self._scheduler.losses.of)
-        yield "cycles", collect_cycles()
+        yield "pauses", keep_short()
         if self._incarnation.config.repacks:
             speed = await self._replicas.speed()
             log.info("engine: %s", speed)

@@ -102,6 +102,10 @@ class Scoring:
         """Let as many wait as a larger fleet finishes."""
         self._ready.grow(queue)
 
+    def grow_by(self, number: int) -> None:
+        """Let so many more wait, which an earlier incarnation left."""
+        self._ready.grow(self._most + number)
+
     def submit(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Take it up as soon as a scorer is free."""
         self._ready.submit(

@@ -1,6 +1,7 @@
 """Rounds of repacking: look at the replicas, plan, and carry the plan out. Owned by the controller.
 
-A round, for each version that several replicas serve: SURVEY (each says what it has at this moment) -> PLAN (pure)
+A round, for each version that several replicas serve: CHOOSE (of many the emptiest, the fullest, and the others in
+turn, by what the controller knows) -> SURVEY (each says what it has at this moment) -> PLAN (pure)
 -> PROMISE (destinations keep their version for what is to come) -> GIVE UP (sources end what still is as it was
 planned, and report it) -> HANDED OVER (the scheduler assigns each to its destination when the report comes in).
 Whatever happens to a replica in between, `control` knows where each trajectory is. The next round waits for an
@@ -9,7 +10,7 @@ interval at most: what a slow source still holds goes on beside it. A round is o
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Protocol
@@ -17,6 +18,7 @@ from typing import Protocol
 from laminar_py.config.repack import PLANNERS
 from laminar_py.control.moves import Round
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.views import ReplicaView
 from laminar_py.records.events import Repacked
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.protocols import Clock
@@ -26,6 +28,7 @@ from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
 MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
+MOST_SURVEYED = 256  # replicas in a round, whose cost does not grow with the fleet beyond that
 FORGET = 0.95  # what is left of that with each round in which they added less
 
 
@@ -78,7 +81,8 @@ class Migration:
         self._remaining = RemainingTokens(settings.max_new_tokens)
         self._newest = -1  # version on record when the last round began
         self._growth: float | None = None  # tokens that responses added on their way, lately at most
-        self._previous_kv: dict[int, int] = {}  # tokens of each replica in the last round
+        self._previous_kv: dict[int, int] = {}  # tokens of each replica when it was last asked
+        self._turn = 0  # number of the next round
 
     def finished(self, trajectory: FinishedTrajectory) -> None:
         """Take in the length of a response that ended."""
@@ -98,16 +102,20 @@ class Migration:
     async def _round(
         self, speed: EngineSpeed, kind: Callable[[PlanningContext], Planner], recording: asyncio.TaskGroup
     ) -> None:
-        groups = [group for group in self._scheduler.views.by_version().values() if len(group) > 1]
-        asked = await asyncio.gather(*(self._fleet.survey(replica) for group in groups for replica in group))
+        chosen = choose(self._scheduler.views.by_version(), most=MOST_SURVEYED, turn=self._turn)
+        self._turn += 1
+        asked = await asyncio.gather(*(self._fleet.survey(replica) for replica in chosen))
         surveys = [survey for survey in asked if survey is not None]
         by_version: dict[int, list[Survey]] = {}
         for survey in surveys:
             by_version.setdefault(survey.version, []).append(survey)
         context = self._context(speed, surveys)
+        planned: dict[int, list[Move]] = {}
         with PLANNERS.blaming(self._settings.planner):
             planner = kind(context)
-            planned = {version: planner.plan(group) for version, group in by_version.items()}
+            for version, group in by_version.items():
+                planned[version] = planner.plan(group)
+                await asyncio.sleep(0)
         await asyncio.gather(*(self.carry_out(version, moves, recording) for version, moves in planned.items()))
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
 
@@ -161,3 +169,25 @@ class Migration:
                 elapsed_s=self._clock.now() - began,
             )
             self._scheduler.book.record(event)
+
+
+def choose(by_version: Mapping[int, Sequence[ReplicaView]], *, most: int, turn: int) -> list[int]:
+    """About `most` replicas to survey, of each version that several serve in proportion.
+
+    A quarter has the least work, so that it is emptied first; a quarter the most, some of which may wait; the
+    others, where there is room for what moves, come in turn from round to round.
+    """
+    groups = [group for group in by_version.values() if len(group) > 1]
+    total = sum(map(len, groups))
+    if total <= most:
+        return [view.index for group in groups for view in group]
+    chosen: list[int] = []
+    for group in groups:
+        ordered = sorted(group, key=lambda view: len(view.in_flight))
+        quota = most * len(group) // total
+        end = max(1, quota // 4)
+        between = sorted(view.index for view in ordered[end:-end])
+        first = turn * (quota - 2 * end) % max(1, len(between))
+        chosen += [view.index for view in (*ordered[:end], *ordered[-end:])]
+        chosen += [*between[first:], *between[:first]][: max(0, quota - 2 * end)]
+    return chosen

@@ -31,7 +31,7 @@ class PlanningContext:
     max_new_tokens: int  # cap on responses
     growth: int = 64  # tokens that a response adds between the survey and its hand-over
     has_demand: bool = True  # a replica that becomes free gets new prompts
-    previous_kv: Mapping[int, int] = field(default_factory=dict)  # KV tokens of each replica in the last round
+    previous_kv: Mapping[int, int] = field(default_factory=dict)  # KV tokens of each replica when last asked
 
 
 class Planner(Protocol):

@@ -64,6 +64,7 @@ class RemainingTokens:
 
     BINS = 48
     FIRST_EDGE = 16
+    MOST_NEW = 4096
 
     def __init__(self, max_tokens: int, *, keep: float = 0.999) -> None:
         first = min(self.FIRST_EDGE, max_tokens)
@@ -74,6 +75,7 @@ class RemainingTokens:
         self._prior_ends, self._prior_tokens = np.ones(len(middle)), middle
         self._ends = np.zeros(len(middle))
         self._tokens = np.zeros(len(middle))
+        self._new: list[tuple[int, bool]] = []  # lengths since the last look, and whether the cap ended each
         self._at_edge = np.zeros(len(self._edges))  # [bins + 1] expectation at the start of each bin
         self._hazard = np.zeros(len(middle))
         self.look(())
@@ -84,16 +86,14 @@ class RemainingTokens:
         return float(self._at_edge[0])
 
     def finished(self, length: int, *, capped: bool) -> None:
-        """Take in the length of a response that ended, by itself or at the cap on tokens."""
-        self._ends *= self._keep
-        self._tokens *= self._keep
-        self._tokens += np.clip(length - self._edges[:-1], 0.0, self._widths)
-        if not capped:
-            place = int(np.searchsorted(self._edges, length, side="left")) - 1
-            self._ends[min(max(place, 0), len(self._ends) - 1)] += 1.0
+        """Take in the length of a response that ended, by itself or at the cap on tokens, for the next look."""
+        self._new.append((length, capped))
+        if len(self._new) == self.MOST_NEW:
+            self._fold()
 
     def look(self, running: Sequence[int]) -> None:
-        """Take the lengths of all running responses into account, until the next look."""
+        """Take the lengths of running responses that were asked for into account, until the next look."""
+        self._fold()
         tokens = self._prior_tokens + self._tokens + self._generated(np.sort(np.array(running, np.float64)))
         self._hazard = (self._prior_ends + self._ends) / tokens
         survives = np.exp(-self._hazard * self._widths)
@@ -109,6 +109,20 @@ class RemainingTokens:
         survives = np.exp(-self._hazard[place] * left)
         out: Numbers = (1 - survives) / self._hazard[place] + survives * self._at_edge[place + 1]
         return out
+
+    def _fold(self) -> None:
+        """Take in what has ended, each as fading as if it had been taken in alone."""
+        if not self._new:
+            return
+        lengths = np.array([length for length, _ in self._new], np.float64)
+        ended = np.array([not capped for _, capped in self._new], np.float64)
+        keeps = self._keep ** np.arange(len(lengths) - 1, -1, -1)  # [n] the last one is kept whole
+        fade = self._keep ** len(lengths)
+        in_bins = np.clip(lengths[:, None] - self._edges[:-1], 0.0, self._widths)  # [n, bins]
+        places = np.clip(np.searchsorted(self._edges, lengths, side="left") - 1, 0, len(self._ends) - 1)
+        self._tokens = self._tokens * fade + keeps @ in_bins
+        self._ends = self._ends * fade + np.bincount(places, weights=keeps * ended, minlength=len(self._ends))
+        self._new.clear()
 
     def _generated(self, ascending: Numbers) -> Numbers:
         """[bins] tokens that responses of these lengths have in each bin."""

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 AHEAD_S = 0.5  # of work that a scorer has in hand beyond what it works on
 MOST_IN_HAND = 256
+GATHER_S = 0.05  # in which more may come for a scorer that has work and room, so that one call brings it all
 SMOOTHING = 0.1  # weight of a score in the mean time of one
 
 
@@ -135,6 +136,8 @@ class ScoringStage:
                 await scorer.submit(requests)
             self._news.clear()
             await self._news.wait()
+            if hand.requests and len(self._waiting) < hand.room:
+                await asyncio.sleep(GATHER_S)
 
     def _take(self, hand: Hand) -> list[Unscored]:
         """A fair share of what waits, so that slow rewards spread over the scorers."""

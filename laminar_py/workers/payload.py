@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 SETTLES_S = 60.0  # a segment that got nothing for so long gets no more, and is told of, but the newest of a part
 ROWS_AT_ONCE = 50_000  # references of one file of the archive
+ROWS_APART = 2_000  # of which a file is not written in the controller's own process
 ANSWER_S = 60.0  # for a host to look at its folder, or to delete there; a disk that stands still takes longer
 WRITE_S = 600.0  # for a host to write what it has to the archive, or to a new segment
 KEEP_S = 3600.0  # for a host to copy what is kept to the run's folder, at the end
@@ -294,7 +295,8 @@ class PayloadHosts:
         request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))
         if node in self._silent:
             return None  # asked again once it has answered something small
-        answer = await self._on(node, archive_pieces, encode(request), limit_s=WRITE_S)
+        apart = len(rows) >= ROWS_APART
+        answer = await self._on(node, archive_pieces, encode(request), limit_s=WRITE_S, apart=apart)
         return None if answer is None else decode(ArchiveAnswer, answer)
 
     async def _discard_journals(self) -> None:
@@ -305,7 +307,12 @@ class PayloadHosts:
             await self._on(node, discard, self._folder, encode(list(names)))
 
     async def _on(
-        self, node: str, function: Callable[..., bytes], *arguments: str | bytes, limit_s: float | None = None
+        self,
+        node: str,
+        function: Callable[..., bytes],
+        *arguments: str | bytes,
+        limit_s: float | None = None,
+        apart: bool = False,
     ) -> bytes | None:
         """Answer of a function on a host within `limit_s`, ANSWER_S if None.
 
@@ -314,7 +321,7 @@ class PayloadHosts:
         limit_s = ANSWER_S if limit_s is None else limit_s
         try:
             async with asyncio.timeout(limit_s):
-                answer = await on_node(node, function, *arguments)
+                answer = await on_node(node, function, *arguments, apart=apart)
         except TimeoutError:
             self._silent.add(node)
             log.error("%s on %s: no answer in %.0f s", function.__name__, self._placement.ip(node), limit_s)

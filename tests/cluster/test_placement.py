@@ -17,7 +17,7 @@ from laminar_py.cluster.ray_cluster import free_port, nodes, on_node
 from laminar_py.config.loading import load_config
 from laminar_py.config.relay import TopologyKind
 from laminar_py.config.section import ConfigError
-from laminar_py.records.codec import decode
+from laminar_py.records.codec import decode, encode
 from laminar_py.relay.planning import topology
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.runs.runs import REPO
@@ -454,6 +454,10 @@ def test_a_shipped_gpu_config_fits_the_cluster_that_it_names(name, gpus, learner
     assert len(plan.nodes) == len(gpus)
 
 
+def process_here():
+    return encode(os.getpid())
+
+
 class Witness:
     """An actor that says where it is."""
 
@@ -479,6 +483,9 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
         assert {folder for *_, folder in seen} == {os.getcwd()}
         other = next(node for node in nodes() if not node.here)
         assert decode(int, await on_node(other.id, free_port, other.ip)) >= 1024
+        here = next(node.id for node in nodes() if node.here)
+        assert await on_node(here, process_here) == encode(os.getpid())
+        assert await on_node(here, process_here, apart=True) != encode(os.getpid())
         cluster.kill(1)
         wait_for_a_death(1)
         with pytest.raises(PartDiedError):

@@ -24,6 +24,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(hub_module, "RESEND_S", 0.1)
     monkeypatch.setattr(hub_module, "LOOK_S", 0.05)
     monkeypatch.setattr(replica_link, "RESEND_S", 0.1)
+    monkeypatch.setattr(replica_link, "ACKNOWLEDGE_S", 0.05)
 
 
 async def _report(replica, rng):

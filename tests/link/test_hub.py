@@ -1,6 +1,7 @@
 """The controller's end, with peers that a test moves by hand: reports once, in order; orders until heard."""
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
@@ -327,3 +328,30 @@ async def test_an_answer_carries_the_survey_that_was_asked_for():
             first.cancel()
             await hand.report(2, heard=2, answers=(Reply(1, survey=survey), Reply(0)))
             assert await second == survey
+
+
+async def test_what_was_heard_is_taken_in_a_part_at_a_time_before_a_line_closes(monkeypatch):
+    monkeypatch.setattr(hub_module, "MOST_REPORTS", 2)
+    async with serving() as desk:
+        labels = [f"replica-{index}-1-0" for index in range(5)]
+        lines = [desk.hub.open(label, index) for index, label in enumerate(labels)]
+        with ExitStack() as stack:
+            hands = [stack.enter_context(by_hand(desk.hub.endpoint, label)) for label in labels]
+            for number in (1, 2):
+                desk.may_take.clear()
+                for hand in hands:
+                    await hand.report(number)
+                await asyncio.sleep(0.3)  # all have come, and the first are being taken in
+                closing = asyncio.create_task(desk.hub.close(lines[-1])) if number == 2 else None
+                await asyncio.sleep(0)
+                desk.may_take.set()
+                for hand in hands[:4]:
+                    await hand.told(number)
+            assert closing is not None
+            await closing
+            await hands[-1].report(3)
+            await hands[0].report(3)
+            await hands[0].told(3)
+    assert desk.of(labels[0]) == [1, 2, 3]
+    assert [desk.of(label) for label in labels[1:4]] == [[1, 2]] * 3
+    assert 3 not in desk.of(labels[-1])

@@ -15,12 +15,14 @@ from laminar_py.audit.queries import accounting
 from laminar_py.audit.verify import verify
 from laminar_py.config.repack import PLANNERS
 from laminar_py.config.section import ConfigError
+from laminar_py.control.views import ReplicaView
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.engine import GenerateRequest, SamplingParams
+from laminar_py.repack.migration import choose
 from tests.engines.engine_conformance import collect
 from tests.engines.sglang.rig import make_model, running_server
 from tests.learner.builders import make_model_folder
@@ -163,3 +165,31 @@ async def test_greedy_responses_of_sglang_are_the_same_wherever_they_were_moved(
             return engine
 
         await greedy_run(tmp_path, folder, open_engine, replicas=2, count=5, publishes=False)
+
+
+def views(*in_flight, first=0):
+    return [
+        ReplicaView(index=first + place, in_flight={f"{place}.{number}" for number in range(count)})
+        for place, count in enumerate(in_flight)
+    ]
+
+
+def test_of_a_large_fleet_the_emptiest_and_the_fullest_are_asked_and_the_others_in_turn():
+    by_version = {1: views(*range(1, 301)), 2: views(*range(600, 0, -1), first=1000), 3: views(7, first=5000)}
+    asked = [choose(by_version, most=30, turn=turn) for turn in range(60)]
+    for chosen in asked:
+        assert len(chosen) == len(set(chosen)) == 30
+        assert {0, 1, 298, 299, 1000, 1004, 1595, 1599} <= set(chosen)
+    assert {*range(300), *range(1000, 1600)} == set().union(*asked)
+
+
+def test_of_a_small_fleet_all_are_asked_but_those_that_are_alone_with_their_version():
+    by_version = {1: views(3, 1, 2), 2: views(1, 9, first=10), 3: views(7, first=20)}
+    assert sorted(choose(by_version, most=5, turn=3)) == [0, 1, 2, 10, 11]
+
+
+@pytest.mark.parametrize("turn", range(12))
+def test_none_is_asked_twice(turn):
+    by_version = {1: views(*[4] * 9), 2: views(1, 2, first=20), 3: views(1, 1, 1, first=30)}
+    chosen = choose(by_version, most=13, turn=turn)
+    assert len(chosen) == len(set(chosen)) <= 14

@@ -47,6 +47,18 @@ def test_with_data_it_is_the_mean_of_those_that_were_longer(at):
     assert expected == pytest.approx(mean_beyond(drawn(200_000, seed=1), at), rel=0.15)
 
 
+def test_responses_are_taken_in_together_as_they_would_be_one_after_another():
+    looked_at_each, together = RemainingTokens(CAP, keep=0.99), RemainingTokens(CAP, keep=0.99)
+    together.MOST_NEW = 100
+    for length in drawn(250):
+        for model in (looked_at_each, together):
+            model.finished(int(length), capped=length >= 9000)
+        looked_at_each.look(())
+    together.look(())
+    at = np.array([0.0, 500.0, 2000.0, 6000.0])
+    assert together.expected(at) == pytest.approx(looked_at_each.expected(at), rel=1e-9)
+
+
 def test_responses_that_still_run_count_so_the_short_ones_do_not_make_all_look_short():
     lengths = drawn(4000)
     ended, running = lengths[lengths <= 1500], np.full((lengths > 1500).sum(), 1500)

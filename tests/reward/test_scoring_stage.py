@@ -128,6 +128,22 @@ async def test_a_scorer_whose_scores_are_quick_gets_some_in_advance() -> None:
     assert 8 < max(len(batch) for batch in scorer.batches) <= MOST_IN_HAND
 
 
+async def test_what_comes_for_a_scorer_that_has_work_comes_in_one_call() -> None:
+    scorer, inbox = GatedScorer(at_once=4), Inbox()
+    stage = make_stage([scorer], inbox)
+    first, *others = unscored(*"abc")
+    async with running(stage, "z"):
+        stage.submit(first)
+        for request in others:
+            await settle()
+            stage.submit(request)
+        assert scorer.batches == [["z"]]
+        async with asyncio.timeout(PATIENCE_S):
+            while len(scorer.batches) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert scorer.batches == [["z"], ["a", "b", "c"]]
+
+
 async def test_what_waits_is_shared_among_scorers_that_have_room() -> None:
     scorers, inbox = [GatedScorer(), GatedScorer()], Inbox()
     async with running(make_stage(scorers, inbox), *"abcd"):

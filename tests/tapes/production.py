@@ -834,7 +834,10 @@ class Control:
 
     def peers(self) -> list[tuple[int, list[int]]]:
         """Replicas by the version that they serve."""
-        return [(version, sorted(some)) for version, some in sorted(self.scheduler.views.by_version().items())]
+        return [
+            (version, sorted(view.index for view in some))
+            for version, some in sorted(self.scheduler.views.by_version().items())
+        ]
 
     def plan_moves(self, kind: str, looks: Sequence[Look], *, max_stall_s: float) -> list[list]:
         """Moves among replicas of one version."""

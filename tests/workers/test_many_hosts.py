@@ -79,7 +79,7 @@ class Cluster:
         """Others come, with empty disks."""
         self.nodes += [make_node(host) for host in hosts]
 
-    async def _on_node(self, node, function, *arguments):
+    async def _on_node(self, node, function, *arguments, apart):
         await asyncio.sleep(0)
         if node not in {one.id for one in self.nodes}:
             raise RayError("the node died")

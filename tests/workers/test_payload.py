@@ -24,7 +24,7 @@ from tests.workers.fakes import make_incarnation
 def hosts(monkeypatch, run, ledger, *, number=2):
     """The only host of a run, on which functions run here."""
 
-    async def on_node(node, function, *arguments):
+    async def on_node(node, function, *arguments, apart):
         return function(*arguments)
 
     monkeypatch.setattr(payload_module, "on_node", on_node)
@@ -161,7 +161,7 @@ async def test_journals_go_once_what_they_had_is_on_record_and_a_dead_parts_own_
 
 
 async def test_a_host_whose_disk_stands_still_holds_nobody_up(monkeypatch, tmp_path, caplog):
-    async def stuck(node, function, *arguments):
+    async def stuck(node, function, *arguments, apart):
         await asyncio.Event().wait()
 
     async with open_ledger(tmp_path) as ledger, asyncio.timeout(10):

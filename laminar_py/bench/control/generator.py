@@ -2,11 +2,16 @@
 
 Ray actors in the place of those of a run, for `bench.control`. A hosted replica is the real one around the
 emulated engine: it writes real segments and speaks over a link of its own. What replicas share here is the
-process, its subscriber and the context of its sockets. Segments are not synced: one disk stands for 128 hosts'.
+process, its subscriber, the context of its sockets, and what they hash of weights. Segments are not synced, since
+one disk stands for those of 128 hosts; and the loops of generators yield to the controller, which no fleet has on
+the host of so many replicas.
 """
 
 import asyncio
+import gc
+import os
 import time
+from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
@@ -16,6 +21,7 @@ from laminar_py.config.engine import EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.emulated.backend import open_engine
+from laminar_py.engines.emulated.engine import hash_weights
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.link.replica_link import ReplicaLink
 from laminar_py.records.clock import SystemClock
@@ -38,6 +44,10 @@ WRITTEN_S = 0.5
 DELTA_S = 3600.0  # between what an engine gives of a running response: nothing goes to journals
 LOOK_S = 5.0  # between looks whether a replica has failed
 CALLS = 4096
+YOUNG = 50_000  # objects after which the collector looks for cycles
+NICE = 5  # of the loop of a generator, which stands for hosts that take no time from the controller
+
+hash_once = lru_cache(maxsize=2)(hash_weights)
 
 
 class Unsynced(ResponseStore):
@@ -145,6 +155,8 @@ class GeneratorActor(PartActor):
                     task.result()
 
     def _open(self, spec: ReplicaSpec) -> None:
+        os.nice(NICE)
+        gc.set_threshold(YOUNG)
         self._config = open_part(spec, f"generator-{spec.index}")
         keys = RelayKeys(spec.public_key, spec.secret_key)
         self._subscriber = Subscriber(spec.relay, name=f"generator-{spec.index}", keys=keys)
@@ -160,7 +172,7 @@ class GeneratorActor(PartActor):
         launch = EngineLaunch(model_dir=Path(spec.model_dir), logs=logs, index=spec.index, secret=None)
         return Replica(
             spec.index,
-            engine=await open_engine(config, launch, delta_interval_s=DELTA_S),
+            engine=await open_engine(config, launch, delta_interval_s=DELTA_S, checksum=hash_once),
             weights=self._weights,
             store=Unsynced(open_folder(spec), spec.label, self._reader, self._ended),
             clock=SystemClock(),

@@ -3,9 +3,11 @@
 The controller is that of any run, in a process of its own, with its ledger, relay, learner's process and segments;
 replicas are hosted by load generators (`generator`), which write and say what real ones would. The learner takes
 no time and scorers do not judge, so that what is measured is control. All stands on one host, where a fleet has
-many: references cost no look for a store; nobody dies, joins or leaves, and nothing goes to journals. Emulated
-time is compressed, so that a response lives for seconds in place of a minute; what is live waits for the learner
-instead. Figures are of the steps after the first ten, in which the fleet fills.
+many: references cost no look for a store; nobody dies, joins or leaves, and nothing goes to journals. Generators
+share the controller's cores at a lower priority, so that a response may end later than it would. Large archives
+are written by processes apart, as in any run, and count in none of the controller's figures. Emulated time is
+compressed, so that a response lives for seconds in place of a minute; what is live waits for the learner instead.
+Figures are of the steps after the first ten, in which the fleet fills.
 """
 
 import contextlib
@@ -121,7 +123,7 @@ def _ages(run: Path, looks: list[tuple[float, int]], window: CountedSteps) -> Se
     for file in run.glob(f"logs/{ENDED}-*"):
         for line in file.read_text().splitlines():
             name, _, mono = line.partition(" ")
-            ended[name] = float(mono)
+            ended[name] = max(ended.get(name, 0.0), float(mono))  # in another process it was only broken off
     times, seqs = np.array([at for at, _ in looks]), np.array([seq for _, seq in looks])
     with reading(run) as connection:
         finished = connection.execute("SELECT seq, subject FROM event WHERE kind = 'finished'").fetchall()
@@ -152,7 +154,12 @@ def _process_rows(samples: ProcessSamples, window: CountedSteps, *, replicas: in
     spread = f"p50 {np.median(delays):.1f} ms, at most {delays.max():.0f} ms"
     growth = f"resident, at most; in the first half {halves[0]:.0f} MB, in the second {halves[1]:.0f} MB"
     return [
-        Row(f"controller_cores_{replicas}", cores, "cores", "all threads of the controller's process"),
+        Row(
+            f"controller_cores_{replicas}",
+            cores,
+            "cores",
+            "all threads of the controller's process; archives are written by others",
+        ),
         Row("loop_delay_p99_ms", p99, "ms", spread),
         Row("controller_bytes", max(memory), "B", growth),
     ]

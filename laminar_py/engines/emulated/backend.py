@@ -1,5 +1,8 @@
 """The emulated engine as a backend, which the section `emulation` of a config chooses and describes."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 from laminar_py.config.emulated_profile import read_profile
 from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
 from laminar_py.config.run import RunConfig
@@ -33,10 +36,14 @@ def check_start(config: RunConfig) -> None:
 
 
 async def open_engine(
-    config: RunConfig, launch: EngineLaunch, *, delta_interval_s: float = 0.5
+    config: RunConfig,
+    launch: EngineLaunch,
+    *,
+    delta_interval_s: float = 0.5,
+    checksum: Callable[[Path], str] | None = None,
 ) -> InferenceEngine:
     """A started `EmulatedEngine`, later than its neighbours by its share of `emulation.start_spread_s`."""
-    from laminar_py.engines.emulated.engine import EmulatedEngine
+    from laminar_py.engines.emulated.engine import EmulatedEngine, hash_weights
     from laminar_py.engines.emulated.responses import Responses
 
     rollout, emulation = config.rollout, config.emulation
@@ -50,8 +57,9 @@ async def open_engine(
         max_len=rollout.max_len,
         kv_capacity=rollout.kv_tokens,
         compression=emulation.compression,
-        delta_interval_s=delta_interval_s,
         late_s=emulation.start_spread_s * launch.index / rollout.replicas,
+        delta_interval_s=delta_interval_s,
+        checksum=checksum or hash_weights,
     )
     await engine.start()
     return engine

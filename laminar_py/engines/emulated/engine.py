@@ -8,7 +8,7 @@ busy machine delays only when others hear of them. A timer that fails is the los
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,13 +26,22 @@ from laminar_py.records.protocols import EngineLostError
 log = logging.getLogger(__name__)
 
 
+def hash_weights(folder: Path) -> str:
+    """Hash of all weights in a folder; `RefusedError` if they cannot be read."""
+    weights_layout(folder)
+    digest = blake3()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 class EmulatedEngine:
     """Answers with `responses` at the pace of `times`, once `load_weights` was called.
 
     It runs `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
     `kv_capacity` tokens. A request's first token is delivered at once, the others every `delta_interval_s` seconds
-    of the event loop's clock. The first load takes `late_s` emulated seconds more. `ConfigError` if the cache
-    cannot hold one request.
+    of the event loop's clock. The first load takes `late_s` emulated seconds more. `checksum` hashes the weights
+    in a folder. `ConfigError` if the cache cannot hold one request.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class EmulatedEngine:
         compression: float = 1.0,
         delta_interval_s: float = 0.5,
         late_s: float = 0.0,
+        checksum: Callable[[Path], str] = hash_weights,
     ) -> None:
         if kv_capacity < max_len:
             raise ConfigError(
@@ -60,6 +70,7 @@ class EmulatedEngine:
         self._compression = compression
         self._delta_interval_s = delta_interval_s
         self._late_s = late_s
+        self._hash = checksum
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
         # A stream holds at most max_len deltas, so it needs no bound of its own.
         self._streams: dict[str, asyncio.Queue[Delta | EngineLostError]] = {}
@@ -126,7 +137,7 @@ class EmulatedEngine:
     async def load_weights(self, path: Path, version: int) -> None:
         """See `InferenceEngine.load_weights`. `RuntimeError` if requests run, `RefusedError` for bad files."""
         self._raise_if_lost()
-        checksum = _checksum(path)
+        checksum = self._hash(path)
         self._scheduler.begin_load(self._now(), version)
         loaded = None
         try:
@@ -220,12 +231,3 @@ class EmulatedEngine:
     def _raise_if_lost(self) -> None:
         if self._loss is not None:
             raise self._loss
-
-
-def _checksum(folder: Path) -> str:
-    """Hash of all weights in a folder; `RefusedError` if they cannot be read."""
-    weights_layout(folder)
-    digest = blake3()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -38,9 +38,14 @@ class _Box:
                 await self._any.wait()
         return self._any.is_set()
 
+    @property
+    def closed(self) -> bool:
+        """True once `close` was called."""
+        return bool(self._owner.closed)
+
     def close(self) -> None:
         """End all connections."""
-        if not self._owner.closed:
+        if not self.closed:
             self._loop.remove_reader(self._fd)
             self._owner.close()
 
