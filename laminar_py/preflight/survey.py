@@ -113,10 +113,14 @@ async def _smallest_gpu(node: str) -> int:
 
 
 async def clear(placement: Placement, folder: Path) -> None:
-    """Delete a folder on every node that ever was in use."""
-    for node in placement.used:
-        with contextlib.suppress(RayError):  # a node that died keeps it
-            await on_node(node, delete, str(folder))
+    """Delete a folder on every node that ever was in use; one that is gone, or does not answer, keeps it."""
+
+    async def clear_on(node: str) -> None:
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await on_node(node, delete, str(folder))
+
+    await asyncio.gather(*map(clear_on, placement.used))
 
 
 def delete(folder: str) -> bytes:

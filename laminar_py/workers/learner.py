@@ -25,6 +25,7 @@ from laminar_py.workers.specs import FetchRequest, LearnerSpec, LearnerStarted, 
 T = TypeVar("T")
 START_S = 600.0  # a rank that imports and loads answers nothing meanwhile
 PROGRESS_S = 1.0
+PORT_S = 60.0  # for the first rank's host to name a port: a process starts there for it
 WATCH_S = 5.0
 CALLS = 6  # at once: a step, a version and a checkpoint being completed, and a look at the progress beside each
 
@@ -117,9 +118,11 @@ class LearnerLink:
         assert home is not None, "a learner of several ranks has places"
         ip = self._placement.ip(home)
         try:
-            port = decode(int, await on_node(home, free_port, ip))
-        except RayError as error:
-            raise PartDiedError(parts[0].name, f"its node {ip} does not answer: {error}") from error
+            async with asyncio.timeout(PORT_S):
+                port = decode(int, await on_node(home, free_port, ip))
+        except (RayError, TimeoutError) as error:
+            reason = str(error) or f"nothing in {PORT_S:g} s"
+            raise PartDiedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
         return f"tcp://{ip}:{port}"
 
     async def fetch(self, packed: Packed[FinishedTrajectory]) -> dict[str, str]:

@@ -59,7 +59,8 @@ class TrainProcess:
 
     def __exit__(self, *exc):
         for process in self.family():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.communicate()
 
     @property
