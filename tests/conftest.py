@@ -14,9 +14,8 @@ from pathlib import Path
 from hypothesis import settings
 
 os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(__file__).parent / "no-token")  # before Ray is imported
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell may have us ignore it, and what we start as well
+# a shell may have us ignore it, and so all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("busy", deadline=None)  # no test is timed
 settings.load_profile("busy")

@@ -27,7 +27,7 @@ from laminar_py.relay.wire.transport import read_record
 LOOK_S = 0.5  # at most, between two looks for lines that are silent, or that have not heard
 MOST_BEHIND_S = 5.0  # that a look is put off while there is more to take in
 RESEND_S = 2.0  # after which orders that were not heard are sent again
-MOST_FRAMES = 128  # heard at once, in some 5 ms: what waits in the socket for long is sent again
+MOST_FRAMES = 128  # heard at once: what waits in the socket for long is sent again
 MOST_REPORTS = 16  # taken in before the event loop goes on with other work
 MOST_REST_S = 0.02  # in which reports gather, where there are many
 FRAME_BYTES = MOST_BYTES // 8  # of orders in one frame, unless one alone is larger

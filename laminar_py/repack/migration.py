@@ -28,8 +28,8 @@ from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
 MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
-MOST_SURVEYED = 256  # replicas in a round, whose cost does not grow with the fleet beyond that
 FORGET = 0.95  # what is left of that with each round in which they added less
+MOST_SURVEYED = 256  # replicas in a round, whose cost does not grow with the fleet beyond that
 
 
 class ReplicaFleet(Protocol):

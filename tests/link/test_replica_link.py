@@ -97,6 +97,7 @@ async def test_orders_that_come_twice_or_out_of_order_are_obeyed_once_and_in_ord
 
 async def test_a_report_tells_of_orders_that_then_need_no_word_of_their_own(monkeypatch):
     async with hand_in_hand(monkeypatch) as (hand, replica, _):
+        monkeypatch.setattr(replica_link, "RESEND_S", PATIENCE_S)  # what is sent again would come between
         hand.say(1, 1, CallOff(["1"]))
         await done(replica, 1)
         replica.reports.put_nowait(make_report(2))
