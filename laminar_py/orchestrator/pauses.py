@@ -1,9 +1,9 @@
 """Pauses of the controller's event loop that Python would make, and that are kept short. Called by the controller.
 
 Cycles are collected at times of our own: by itself Python looks at everything that lives each time that this has
-grown by a quarter, so that with 10,000 live trajectories the event loop stands still for 0.1 s every few seconds, and next
-to nothing is found, since what the controller has is freed as it goes. And a thread that computes, as the ledger's
-does, gives the event loop its turn sooner than after the 5 ms that Python would leave it.
+grown by a quarter, so that with 10,000 live trajectories the event loop stands still for 0.1 s every few seconds,
+and next to nothing is found, since what the controller has is freed as it goes. And a thread that computes, as the
+ledger's does, gives the event loop its turn sooner than after the 5 ms that Python would leave it.
 """
 
 import asyncio
