@@ -244,16 +244,18 @@ class Controller:
         )
 
     async def _close(self, summary: Summary | None) -> None:
-        """End checkpoints, ledger, trackers and scorers, whatever happened; a run with a summary is sealed."""
+        """End checkpoints, scorers, ledger and trackers, whatever happened; a run with a summary is sealed."""
         try:
-            await self._fleet.close()
-            await self._trainer.close()
+            try:
+                await self._fleet.close()
+                await self._trainer.close()
+            finally:
+                await self._scoring.close()  # what they work on in vain would go on to write beside the seal
             await self._incarnation.ledger.close()
             if summary is not None:
                 await asyncio.to_thread(seal, self._incarnation.run.path)
         finally:
             await self._trackers.close(summary)
-            await self._scoring.close()
 
     # ---- between the parts
 

@@ -108,10 +108,10 @@ class EvalController:
                 raise RunFailedError(self._fault)
             return summary
         finally:
+            await self._scoring.close()  # what they work on in vain would go on to write beside the seal
             await ledger.close()
             if summary is not None:
                 await asyncio.to_thread(seal, self._incarnation.run.path)
-            await self._scoring.close()
 
     # ---- phases
 
