@@ -7,8 +7,10 @@ Calls go to actors as bytes. A process that died, hangs, or raised what the worl
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 import ray
@@ -27,6 +29,7 @@ from laminar_py.cluster.errors import (
     unwritable,
 )
 from laminar_py.cluster.placement import Place
+from laminar_py.cluster.ray_thread import soon
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.records.protocols import StoreFullError
@@ -48,7 +51,7 @@ class Part:
         self.place = place
         self._timeout_s = timeout_s
         self._bug: PartBugError | None = None  # in what was sent without waiting
-        self._handle = remote(kind, concurrency=concurrency, place=place).remote()
+        self._actor = start_actor(kind, concurrency=concurrency, place=place)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> object:
         """The result of an actor method. Raises PartDiedError if there is none in `timeout_s`, or it raised.
@@ -58,9 +61,9 @@ class Part:
         in our own code.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
-        reference = getattr(self._handle, method).remote(*arguments)
         try:
             async with asyncio.timeout(limit):
+                reference = await asyncio.wrap_future(soon(self._ask_for, method, *arguments))
                 answer = await asyncio.wrap_future(reference.future())
         except TimeoutError:
             self.kill()
@@ -83,8 +86,15 @@ class Part:
 
     def send(self, method: str, *arguments: object) -> None:
         """Call without waiting; a death or a bug shows at the next `call`, what else it raised in the log."""
-        future = getattr(self._handle, method).remote(*arguments).future()
-        future.add_done_callback(lambda done: self._note_failure(method, done.exception()))
+        soon(self._send, method, *arguments)
+
+    def _send(self, method: str, *arguments: object) -> None:
+        with contextlib.suppress(RayError):  # its creation failed, which the next `call` tells
+            future = self._ask_for(method, *arguments).future()
+            future.add_done_callback(lambda done: self._note_failure(method, done.exception()))
+
+    def _ask_for(self, method: str, *arguments: object) -> "ray.ObjectRef":
+        return getattr(self._actor.result(), method).remote(*arguments)
 
     def _note_failure(self, method: str, error: BaseException | None) -> None:
         if isinstance(error, RayTaskError) and isinstance(failure := self._failure(method, error), PartBugError):
@@ -106,9 +116,12 @@ class Part:
         return PartDiedError(self.name, told, vanished=ENGINE_KILLED in reason)
 
     def kill(self) -> None:
-        """End its process."""
+        """End its process, soon."""
+        soon(self._kill)
+
+    def _kill(self) -> None:
         with contextlib.suppress(RayError):
-            ray.kill(self._handle)
+            ray.kill(self._actor.result())
 
 
 class MakePart(Protocol):
@@ -133,19 +146,34 @@ async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, o
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def remote(kind: type, *, concurrency: int, place: Place) -> "ray.actor.ActorClass":
-    """The Ray class of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation.
+def start_actor(kind: type, *, concurrency: int, place: Place) -> "Future[ray.actor.ActorHandle]":
+    """A process of a shell: no restarts by Ray (the supervisor restarts), no CPU reservation.
 
     On a named node it runs there or nowhere, and sees of its GPUs those that are its own.
     """
-    where = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
-    return ray.remote(
-        num_cpus=0,
-        num_gpus=place.gpus,
-        max_restarts=0,
-        max_concurrency=concurrency,
-        scheduling_strategy=where,
-    )(kind)
+
+    def start() -> "ray.actor.ActorHandle":
+        return (
+            _ray_class(kind)
+            .options(
+                num_cpus=0,
+                num_gpus=place.gpus,
+                max_restarts=0,
+                max_concurrency=concurrency,
+                scheduling_strategy=(
+                    NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
+                ),
+            )
+            .remote()
+        )
+
+    return soon(start)
+
+
+@functools.cache
+def _ray_class(kind: type) -> "ray.actor.ActorClass":
+    """One of each, as Ray sends every new one to its nodes."""
+    return ray.remote(kind)
 
 
 def _reason(error: RayError) -> str:

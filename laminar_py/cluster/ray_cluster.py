@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -17,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from laminar_py.cluster import WORKERS_READ, use_token_of_cluster
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.placement import Node
+from laminar_py.cluster.ray_thread import drain, soon
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import encode
 
@@ -24,6 +28,7 @@ LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
 GCS_START_S = 60.0  # of the first of Ray's processes, of which nobody hears if it dies
 START_S = 180.0  # of Ray on this machine, which other work may hold up
+LOW = 10  # priority, as `nice` has it
 LOOK_S = 0.1  # between two looks for its node
 RAY_LOGS = Path(tempfile.gettempdir()) / "ray/session_latest/logs"
 
@@ -61,6 +66,7 @@ def _local() -> Iterator[None]:
     try:
         yield
     finally:
+        drain()
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
 
@@ -121,6 +127,7 @@ def _joined(address: str) -> Iterator[None]:
     try:
         yield
     finally:
+        drain()
         ray.shutdown()
 
 
@@ -158,20 +165,45 @@ async def on_node(
     """Answer of a function of this package on that node, from a process there. Raises RayError.
 
     The process ends where nobody waits for the answer any more. On this node it is a thread, which answers sooner,
-    unless it is to be `apart`, for work that would burden this process.
+    unless it is to be `apart`: for work that would burden this process, and leaves the cores to others.
     """
     if not apart and node == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(function, *arguments)
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(function)
-    reference = task.remote(*arguments)
+    begun = soon(_begin, node, function, arguments, apart)
     try:
+        reference = await asyncio.wrap_future(begun)
         answer = await asyncio.wrap_future(reference.future())
     except asyncio.CancelledError:
-        ray.cancel(reference, force=True)
+        if not begun.cancel():
+            soon(lambda: ray.cancel(begun.result(), force=True))
         raise
     assert isinstance(answer, bytes)
     return answer
+
+
+def _begin(
+    node: str, function: Callable[..., bytes], arguments: Sequence[str | bytes], low: bool
+) -> "ray.ObjectRef":
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = _ray_task().options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    return task.remote(function, *arguments, low=low)
+
+
+@functools.cache
+def _ray_task() -> "ray.remote_function.RemoteFunction":
+    return ray.remote(_run)
+
+
+def _run(function: Callable[..., bytes], *arguments: str | bytes, low: bool) -> bytes:
+    """Answer of a function; with `low` of a thread of low priority, as the process goes on with other work."""
+    if not low:
+        return function(*arguments)
+
+    def lower() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW)
+
+    with ThreadPoolExecutor(1, initializer=lower) as thread:
+        return thread.submit(function, *arguments).result()
 
 
 def free_port(ip: str) -> bytes:

@@ -33,7 +33,7 @@ from laminar_py.records.spans import encode_spans
 from laminar_py.records.trajectory import Prompt, Span, Status
 from laminar_py.records.weights import Published
 
-FLUSH_S = 0.4
+FLUSH_S = 0.2
 ENDED = frozenset({Status.CONSUMED, Status.DROPPED})
 _FORGET = 4096  # trajectories whose references one transaction deletes
 

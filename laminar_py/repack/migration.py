@@ -29,6 +29,7 @@ from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingToken
 
 MARGIN = 1.6  # on what responses were seen to add between survey and hand-over
 FORGET = 0.95  # what is left of that with each round in which they added less
+ASKED_AT_ONCE = 32  # replicas
 MOST_SURVEYED = 256  # replicas in a round, whose cost does not grow with the fleet beyond that
 
 
@@ -104,8 +105,7 @@ class Migration:
     ) -> None:
         chosen = choose(self._scheduler.views.by_version(), most=MOST_SURVEYED, turn=self._turn)
         self._turn += 1
-        asked = await asyncio.gather(*(self._fleet.survey(replica) for replica in chosen))
-        surveys = [survey for survey in asked if survey is not None]
+        surveys = await self._surveys(chosen)
         by_version: dict[int, list[Survey]] = {}
         for survey in surveys:
             by_version.setdefault(survey.version, []).append(survey)
@@ -118,6 +118,19 @@ class Migration:
                 await asyncio.sleep(0)
         await asyncio.gather(*(self.carry_out(version, moves, recording) for version, moves in planned.items()))
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
+
+    async def _surveys(self, replicas: Sequence[int]) -> list[Survey]:
+        """What those have that answer, asked a few at a time: the event loop has others to serve."""
+        async with asyncio.TaskGroup() as asking:
+            asked: list[asyncio.Task[Survey | None]] = []
+            for first in range(0, len(replicas), ASKED_AT_ONCE):
+                some = replicas[first : first + ASKED_AT_ONCE]
+                asked += [asking.create_task(self._survey(replica), name="survey") for replica in some]
+                await asyncio.sleep(0)
+        return [survey for task in asked if (survey := task.result()) is not None]
+
+    async def _survey(self, replica: int) -> Survey | None:
+        return await self._fleet.survey(replica)
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
         self._remaining.look([held.length for survey in surveys for held in survey.running])

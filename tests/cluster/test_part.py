@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from laminar_py.cluster.errors import PartBugError, PartDiedError, UnwritableError, tell_unexpected
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import open_cluster
+from laminar_py.cluster.ray_thread import soon
 from laminar_py.config.section import ConfigError
 from laminar_py.records.protocols import RefusedError, StoreFullError
 from laminar_py.relay.store.version import NoRoomError
@@ -134,3 +136,32 @@ async def test_a_disk_that_is_full_for_a_replicas_tokens_costs_that_replica_and_
     part = Part("replica-3", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     with pytest.raises(PartDiedError, match=r"replica-3: StoreFullError: segments=there: .* make room"):
         await part.call("fill_store")
+
+
+async def test_nobody_waits_for_ray_and_it_hears_all_in_order(cluster):
+    busy = threading.Event()
+    soon(busy.wait, PATIENCE_S)
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    before = asyncio.create_task(part.call("answer"))
+    await asyncio.sleep(0)
+    part.kill()
+    after = asyncio.create_task(part.call("answer"))
+    await asyncio.sleep(0.1)
+    assert not before.done()
+    busy.set()
+    with pytest.raises(PartDiedError):
+        await after
+    await asyncio.wait([before])
+
+
+async def test_a_call_that_nobody_waits_for_any_more_is_not_made(cluster):
+    busy = threading.Event()
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    assert await part.call("answer") == 1
+    soon(busy.wait, PATIENCE_S)
+    vanishing = asyncio.create_task(part.call("vanish"))
+    await asyncio.sleep(0)
+    vanishing.cancel()
+    await asyncio.wait([vanishing])
+    busy.set()
+    assert await part.call("answer") == 1

@@ -61,7 +61,7 @@ class TrainProcess:
         for process in self.family():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=PATIENCE_S)  # whoever outlives its family may hold the pipe
 
     @property
     def run(self) -> Path:

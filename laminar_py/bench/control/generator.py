@@ -11,11 +11,12 @@ import asyncio
 import gc
 import os
 import time
+from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
-from laminar_py.cluster.part import Part, remote
+from laminar_py.cluster.part import Part, start_actor
 from laminar_py.cluster.placement import Place
 from laminar_py.config.engine import EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
@@ -188,12 +189,12 @@ class GeneratorActor(PartActor):
 class Hosted(Part):
     """A replica in a generator, in the place of a process of its own."""
 
-    def __init__(self, name: str, handle: object, *, timeout_s: float, place: Place) -> None:
+    def __init__(self, name: str, actor: Future[object], *, timeout_s: float, place: Place) -> None:
         self.name = name
         self.place = place
         self._timeout_s = timeout_s
         self._bug = None
-        self._handle = handle
+        self._actor = actor
 
     def kill(self) -> None:
         """Nothing: others live in its process."""
@@ -204,14 +205,14 @@ class Generators:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._handles: list[object] = []
+        self._actors: list[Future[object]] = []
 
     def make(self, name: str, kind: type, *, concurrency: int, timeout_s: float, place: Place) -> Part:
         """A part for the replica of this name."""
-        if len(self._handles) < self._count:
-            self._handles.append(remote(GeneratorActor, concurrency=CALLS, place=place).remote())
-        handle = self._handles[int(name.rpartition("-")[2]) % self._count]
-        return Hosted(name, handle, timeout_s=timeout_s, place=place)
+        if len(self._actors) < self._count:
+            self._actors.append(start_actor(GeneratorActor, concurrency=CALLS, place=place))
+        actor = self._actors[int(name.rpartition("-")[2]) % self._count]
+        return Hosted(name, actor, timeout_s=timeout_s, place=place)
 
 
 class ReadingScorerActor(PartActor):
