@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 SETTLES_S = 60.0  # a segment that got nothing for so long gets no more, and is told of, but the newest of a part
 ROWS_AT_ONCE = 50_000  # references of one file of the archive
-ROWS_APART = 2_000  # of which a file is not written in the controller's own process
+ROWS_APART = 10_000  # of which a file is not written in the controller's own process
 ANSWER_S = 60.0  # for a host to look at its folder, or to delete there; a disk that stands still takes longer
 WRITE_S = 600.0  # for a host to write what it has to the archive, or to a new segment
 KEEP_S = 3600.0  # for a host to copy what is kept to the run's folder, at the end
