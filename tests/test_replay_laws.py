@@ -31,7 +31,7 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import replace_spans
 from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
 from laminar_py.rollout.running import begin
-from laminar_py.rollout.storing import ResponseStore
+from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.completion import complete_all
 from laminar_py.segments.reader import PayloadReader
 from tests.engines.sglang.rig import make_model, running_server
@@ -63,7 +63,7 @@ class Road:
     """A trajectory on its way through engines, as replicas hand it on: by references to what is in a segment."""
 
     assignment: Assignment
-    store: ResponseStore
+    store: SegmentStore
     streams: int = 0
     spans: tuple[Span, ...] = ()
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # its first tokens are here
@@ -105,7 +105,7 @@ class Road:
 
 def roads(count: int, folder: Path) -> list[Road]:
     """Prompts of several lengths; neighbours are siblings. They share a segment in the folder."""
-    out, store = [], ResponseStore(folder, "replica-0-1-0", PayloadReader(folder))
+    out, store = [], SegmentStore(folder, "replica-0-1-0", PayloadReader(folder))
     for index in range(count):
         prompt = np.random.default_rng(index // 2).integers(3, 60, 4 + index // 2).astype(np.int32)
         sampling = SamplingParams(max_new_tokens=150 + index, top_k=30, top_p=0.9, seed=index)

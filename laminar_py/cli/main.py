@@ -27,6 +27,7 @@ from laminar_py.cli.report import report
 from laminar_py.cli.reward import rescore, reward
 from laminar_py.cli.samples import samples
 from laminar_py.cli.scale import scale
+from laminar_py.cli.simulate import simulate
 from laminar_py.cli.train import export, train
 from laminar_py.config.section import ConfigError
 from laminar_py.records.visible import visible
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=60")(train)
 app.command(epilog="Example: laminar launch experiments/launcher --dry-run")(launch)
 app.command(epilog="Example: laminar scale runs/quickstart-1 replicas=4")(scale)
+app.command(epilog="Example: laminar simulate configs/emulation/paper_7b.yaml repack.planner=none")(simulate)
 app.command(epilog="Example: laminar report runs/quickstart-1")(report)
 app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
 app.command(epilog="Example: laminar data configs/quickstart.yaml")(data)

@@ -34,6 +34,8 @@ def scale(
 
     replicas, urls = _wanted(fleet)
     folder = run_at(run)
+    if folder.source.is_file():
+        raise ConfigError(f"run={run}: is an evaluation, whose replicas stay as they are; name a run of training")
     scaled(load_config(folder.config, fleet_on_record(folder, [])), replicas=replicas, urls=urls)
     given = f"rollout.replicas={replicas if urls is None else len(urls)}"
     given += "" if urls is None else f" 'rollout.engine.urls=[{','.join(urls)}]'"

@@ -172,7 +172,7 @@ def start_actor(kind: type, *, concurrency: int, place: Place) -> "Future[ray.ac
 
 @functools.cache
 def _ray_class(kind: type) -> "ray.actor.ActorClass":
-    """One of each, as Ray sends every new one to its nodes."""
+    """Ray's class of a shell, made once, since Ray sends every class that it is given to its nodes."""
     return ray.remote(kind)
 
 

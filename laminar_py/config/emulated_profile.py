@@ -19,10 +19,13 @@ Size = Annotated[int, Field(ge=1)]
 
 
 class EngineTimes(Section):
-    """Times of an engine. A decoding step over T tokens of KV takes `step_s + kv_token_s * T`, for any batch."""
+    """Times of an engine. A decoding step of N sequences over T tokens of KV takes
+    `step_s + sequence_s * N + kv_token_s * T`."""
 
     step_s: Time
     """A step on an empty cache: what reading the weights takes, seconds."""
+    sequence_s: Extra = 0.0
+    """What each sequence of a batch adds, seconds."""
     kv_token_s: Extra
     """Reading the keys and values of one token, seconds."""
     prefill_tokens_per_s: Time
@@ -35,12 +38,12 @@ class EngineTimes(Section):
     def steps_s(self, steps: int, *, running: int, kv_used: int) -> float:
         """Seconds of `steps` steps that begin with `kv_used` tokens and add one for each of `running`."""
         grown = running * steps * (steps - 1) / 2
-        return steps * (self.step_s + self.kv_token_s * kv_used) + self.kv_token_s * grown
+        return steps * self._first_s(running, kv_used) + self.kv_token_s * grown
 
     def steps_within(self, seconds: float, *, running: int, kv_used: int) -> int:
         """The most steps that take at most `seconds`."""
         half = self.kv_token_s * running / 2
-        slope = self.step_s + self.kv_token_s * kv_used - half
+        slope = self._first_s(running, kv_used) - half
         divisor = slope + math.sqrt(slope * slope + 4 * half * seconds)
         steps = int(2 * seconds / divisor) if divisor > 0 else 0
         while self.steps_s(steps + 1, running=running, kv_used=kv_used) <= seconds:
@@ -48,6 +51,9 @@ class EngineTimes(Section):
         while steps and self.steps_s(steps, running=running, kv_used=kv_used) > seconds:
             steps -= 1
         return steps
+
+    def _first_s(self, running: int, kv_used: int) -> float:
+        return self.step_s + self.sequence_s * running + self.kv_token_s * kv_used
 
 
 class LearnerTimes(Section):

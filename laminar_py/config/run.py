@@ -26,6 +26,7 @@ from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.rollout import RolloutConfig, check_rollout
 from laminar_py.config.sandbox import SandboxConfig
 from laminar_py.config.section import Count, Seconds, Section
+from laminar_py.config.simulation import SimulationConfig
 from laminar_py.config.staleness import BufferConfig, Schedule, StalenessConfig, check_buffer, check_schedule
 from laminar_py.config.supervisor import SupervisorConfig
 from laminar_py.config.tracking import TrackingConfig
@@ -87,6 +88,8 @@ class RunConfig(Section):
     """Revival of dead parts."""
     emulation: EmulationConfig | None = None
     """Times instead of computation, or none."""
+    simulation: SimulationConfig = SimulationConfig()
+    """Times of other parts, for `laminar simulate` alone."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

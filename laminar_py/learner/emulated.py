@@ -5,7 +5,6 @@ drawn anew for each step, so that versions differ and relays have bytes to carry
 Invariant: its state is the number of steps taken; weights and checkpoints follow from that alone.
 """
 
-import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.learner.marker import Architecture, complete, read_marker
-from laminar_py.packing.balance import attention_share, sequence_cost
 from laminar_py.records.metrics import StepMetrics, Work
 
 NUM_TENSORS = 4
@@ -56,25 +55,10 @@ class EmulatedLearner:
         """Take an optimizer step: stand still for as long as GPUs would take, reading `microbatches` included."""
         began = self._now()
         lengths = [batch.lengths for batch in microbatches]
-        elapsed_s = self.step_s(lengths) / self._compression
+        elapsed_s = emulated_step_s(self._times, lengths, devices=self._devices) / self._compression
         self._sleep(max(0.0, began + elapsed_s - self._now()))
         self.num_steps += 1
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))
-
-    def step_s(self, lengths: Sequence[Sequence[int]]) -> float:
-        """Emulated seconds: each microbatch runs whole on one device, and the busiest device is waited for.
-
-        `lengths` are the tokens of each sequence of each microbatch.
-        """
-        times = self._times
-        share = attention_share(
-            hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
-        )
-        costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
-        busy = [0.0] * self._devices
-        for cost in sorted(costs, reverse=True):
-            heapq.heapreplace(busy, busy[0] + cost)  # to the device that has least
-        return times.optimizer_s + max(busy) / times.train_tokens_per_s
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Weights of this step, a few tensors."""

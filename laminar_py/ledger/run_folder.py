@@ -47,6 +47,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.source = path / "source.json"  # of an evaluation: what it is of, there once its weights are
         self.placed = path / "placed"  # written when all processes of a start have their GPUs
         self._processes = path / "processes.json"
         self._lock: TextIO | None = None

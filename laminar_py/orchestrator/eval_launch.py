@@ -28,7 +28,6 @@ from laminar_py.telemetry.tracking import flat_settings
 from laminar_py.telemetry.view import PlainView
 from laminar_py.workers.incarnation import Opened
 
-SOURCE = "source.json"  # file in an evaluation's folder, there once its weights are
 MODEL = "model"  # folder in it, of the weights of a checkpoint
 
 
@@ -122,9 +121,9 @@ def begin(run: RunFolder, settings: RunConfig, source: Path) -> None:
         exported = export(source, model)  # of a run that goes on it may be a newer one than was there just now
         evaluated = EvalSource(path=str(exported.checkpoint), step=exported.step)
     run.config.write_text(dump_config(_of_model(settings, model)))
-    partial = run.path / f"{SOURCE}.tmp"
+    partial = run.source.with_name(f"{run.source.name}.tmp")
     write_file(partial, msgspec.json.encode(evaluated))
-    partial.replace(run.path / SOURCE)
+    partial.replace(run.source)
 
 
 def _clear_unbegun(settings: RunConfig) -> None:
@@ -179,7 +178,7 @@ def _is_of(run: RunFolder, source: Path) -> bool:
 def _read_source(run: RunFolder) -> EvalSource | None:
     """Source of an evaluation; None where it was killed before it began."""
     with suppress(FileNotFoundError):
-        return msgspec.json.decode((run.path / SOURCE).read_bytes(), type=EvalSource)
+        return msgspec.json.decode(run.source.read_bytes(), type=EvalSource)
     return None
 
 

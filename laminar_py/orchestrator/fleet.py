@@ -23,6 +23,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.scaling import scaled
 from laminar_py.config.section import ConfigError
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.settings import max_counterfactual, max_groups
 from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
 from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.record import HOUSEKEEPING_S
@@ -181,7 +182,7 @@ class ElasticFleet:
             self._scheduler.join(index)
         for index in change.leave:
             self._scheduler.leave(index)
-        capacity, others = policies.max_groups(config), policies.max_counterfactual(config)
+        capacity, others = max_groups(config), max_counterfactual(config)
         self._scheduler.resize(capacity=capacity, max_counterfactual=others)
         self._scoring.grow(policies.max_scored(config, self._incarnation.inputs))
         await self._plan()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Protocol
 
-from laminar_py.config.repack import PLANNERS
+from laminar_py.config.repack import DEFAULT_PLANNER, PLANNERS
+from laminar_py.config.run import RunConfig
 from laminar_py.control.moves import Round
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.views import ReplicaView
@@ -60,6 +61,12 @@ class MigrationSettings:
     interval_s: float
     max_stall_s: float
     max_new_tokens: int
+
+    @staticmethod
+    def of(config: RunConfig) -> "MigrationSettings":
+        """Settings of a run."""
+        repack, cap = config.repack, config.rollout.sampling.max_new_tokens
+        return MigrationSettings(repack.planner or DEFAULT_PLANNER, repack.interval_s, repack.max_stall_s, cap)
 
 
 class Migration:
@@ -120,7 +127,7 @@ class Migration:
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
 
     async def _surveys(self, replicas: Sequence[int]) -> list[Survey]:
-        """What those have that answer, asked a few at a time: the event loop has others to serve."""
+        """Surveys of the replicas that answer, asked a few at a time: the event loop has others to serve."""
         async with asyncio.TaskGroup() as asking:
             asked: list[asyncio.Task[Survey | None]] = []
             for first in range(0, len(replicas), ASKED_AT_ONCE):

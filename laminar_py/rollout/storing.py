@@ -9,6 +9,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
@@ -22,7 +23,31 @@ from laminar_py.segments.writer import SegmentWriter, tokens_ref
 SYNC_S = 5.0  # after so long what was written is on disk, for what a loss of power must not take
 
 
-class ResponseStore:
+class ResponseStore(Protocol):
+    """Storage of responses, as a replica needs it; `SegmentStore` is that of a run."""
+
+    def keep(self, piece: Piece) -> TokensRef:
+        """Keep a piece that is to be told."""
+        ...
+
+    def note(self, pieces: Sequence[Piece]) -> None:
+        """Keep for salvage what running trajectories have got and nobody is told yet."""
+        ...
+
+    def forget(self, trajectory_id: str) -> None:
+        """Note that a trajectory has left, and all of it was told."""
+        ...
+
+    async def read(self, assignment: Assignment) -> IntArray:
+        """Response tokens that an assignment goes on from. Raises `PayloadLostError`."""
+        ...
+
+    async def keep_synced(self) -> None:
+        """Bring what was kept to where it lasts, until cancelled."""
+        ...
+
+
+class SegmentStore:
     """Segment and journal of one replica in `folder`, and a reader for the responses that it goes on with.
 
     Raises `StoreFullError` where nothing can be written, also when it is made.

@@ -21,6 +21,7 @@ from laminar_py.cluster.placement import Place, Plan
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.tick import Tick
 from laminar_py.link.hub import Line
 from laminar_py.link.messages import Abort, CallOff, GiveUp, Stop, Submit
 from laminar_py.records.codec import encode
@@ -35,7 +36,6 @@ from laminar_py.workers.processes.replica import ReplicaActor
 from laminar_py.workers.relays import Relays
 from laminar_py.workers.replica_lines import ReplicaLines
 from laminar_py.workers.specs import ReplicaSpec
-from laminar_py.workers.tick import Tick
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import torch
 
 from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.learner.emulated import EmulatedLearner
+from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.learner.marker import MARKER
 
 TIMES = LearnerTimes(
@@ -55,14 +56,14 @@ def test_a_step_takes_the_time_of_its_tokens_and_the_optimizers():
 
 def test_devices_share_whole_microbatches():
     batches = [[length] for length in (4000, 3000, 2000, 1000)]
-    assert make_learner(devices=2).step_s(batches) == pytest.approx(2 + 5)
-    assert make_learner(devices=8).step_s(batches) == pytest.approx(2 + 4)
+    assert emulated_step_s(TIMES, batches, devices=2) == pytest.approx(2 + 5)
+    assert emulated_step_s(TIMES, batches, devices=8) == pytest.approx(2 + 4)
 
 
 def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens():
     times = TIMES.model_copy(update={"num_parameters": 7_600_000_000, "hidden_size": 3584, "num_layers": 28})
-    learner = make_learner(times=times)
-    assert learner.step_s([[16_000]]) > 1.1 * learner.step_s([[400] * 40])
+    long, short = (emulated_step_s(times, batch, devices=1) for batch in ([[16_000]], [[400] * 40]))
+    assert long > 1.1 * short
 
 
 def test_the_time_that_reading_the_microbatches_takes_is_not_added():

@@ -39,7 +39,7 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
-from laminar_py.rollout.storing import ResponseStore
+from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.salvage import Salvage, SalvageRequest, salvage
 from tests.rollout.folders import Folders
@@ -221,7 +221,7 @@ class House:
             index,
             engine=engine,
             weights=self.weights,
-            store=ResponseStore(self.segments, label, self.reader),
+            store=SegmentStore(self.segments, label, self.reader),
             clock=self.clock,
             on_new_weights=OnNewWeights.DRAIN,
             batch=BATCH,

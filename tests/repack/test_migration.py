@@ -23,11 +23,11 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.engine import GenerateRequest, SamplingParams
 from laminar_py.repack.migration import choose
+from laminar_py.simulate.virtual_loop import virtually
 from tests.engines.engine_conformance import collect
 from tests.engines.sglang.rig import make_model, running_server
 from tests.learner.builders import make_model_folder
 from tests.repack.house import SLOTS, House
-from tests.virtual_time import virtually
 
 
 @pytest.fixture(scope="module")

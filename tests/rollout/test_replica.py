@@ -18,7 +18,7 @@ from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Break, FinishReason, Kind, Span
 from laminar_py.rollout.replica import Replica
-from laminar_py.rollout.storing import ResponseStore
+from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.writer import SegmentWriter, tokens_ref
 from tests.learner.builders import make_model_folder
@@ -113,7 +113,7 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
         0,
         engine=engine,
         weights=weights,
-        store=ResponseStore(segments, label, PayloadReader(segments)),
+        store=SegmentStore(segments, label, PayloadReader(segments)),
         clock=SystemClock(),
         on_new_weights=policy,
         batch=batch,

@@ -9,7 +9,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.protocols import EngineLostError, StoreFullError
 from laminar_py.records.trajectory import FinishReason, Span
-from laminar_py.rollout.storing import LEAST_FREE, ResponseStore
+from laminar_py.rollout.storing import LEAST_FREE, SegmentStore
 from laminar_py.segments.journal import JOURNAL, Journal
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.segments.salvage import Known, Salvage, SalvageRequest, salvage
@@ -99,10 +99,10 @@ def test_a_store_without_room_is_refused_when_it_is_made(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(StoreFullError, match="make room"):
-        ResponseStore(file, "replica-0", PayloadReader(file))
+        SegmentStore(file, "replica-0", PayloadReader(file))
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=LEAST_FREE - 1))
     with pytest.raises(StoreFullError, match="are free there; make room"):
-        ResponseStore(tmp_path / "segments", "replica-0", PayloadReader(tmp_path))
+        SegmentStore(tmp_path / "segments", "replica-0", PayloadReader(tmp_path))
 
 
 def piece(name):

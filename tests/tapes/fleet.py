@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from laminar_py.simulate.virtual_loop import virtually
 from tests.tapes.plain import Given, Look, Said, Tape, Verdict, luck
 from tests.tapes.plans import Plan
 from tests.tapes.production import Batch, Control, Left
 from tests.tapes.pure import write_pure
 from tests.tapes.replica import Replica, Weights
-from tests.virtual_time import virtually
 
 LAST_TICKS = 200  # after the end, until all is settled
 EVALUATED = 5  # prompts of an evaluation

@@ -8,9 +8,9 @@ import pytest
 from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.cluster.placement import Place
 from laminar_py.records.events import PartDied, PartStarted
+from laminar_py.simulate.virtual_loop import virtually
 from laminar_py.workers.keeper import Keeper, PartSpec
 from laminar_py.workers.supervisor import Supervisor
-from tests.virtual_time import virtually
 from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0

@@ -35,7 +35,7 @@ from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.wire.post import Peer, peer_wire
 from laminar_py.relay.wire.transport import RelayKeys
 from laminar_py.rollout.replica import Replica
-from laminar_py.rollout.storing import ResponseStore
+from laminar_py.rollout.storing import SegmentStore
 from laminar_py.segments.reader import PayloadReader
 from laminar_py.workers.processes.setup import PartActor, open_folder, open_part, open_reader
 from laminar_py.workers.specs import ReplicaSpec, ScorerSpec
@@ -51,7 +51,7 @@ NICE = 5  # of the loop of a generator, which stands for hosts that take no time
 hash_once = lru_cache(maxsize=2)(hash_weights)
 
 
-class Unsynced(ResponseStore):
+class Unsynced(SegmentStore):
     """Segments that are written and not brought to the disk; when each response ended is noted."""
 
     def __init__(self, folder: Path, part: str, reader: PayloadReader, ended: "Ended") -> None:

@@ -168,6 +168,15 @@ class EmulatedEngine:
         self._deliver()
         return self._scheduler.status()
 
+    def lengths(self) -> dict[str, int]:
+        """Response tokens of each running request, delivered or not, as of the last `status`."""
+        return self._scheduler.lengths()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, as of the last `status`."""
+        return self._scheduler.num_tokens
+
     def _now(self) -> float:
         """Emulated seconds since the start."""
         return (self._loop.time() - self._began_s) * self._compression

@@ -8,8 +8,9 @@ in the cache. Invariants: no more than `kv_capacity` tokens are in the cache, th
 that makes room, and what happens at a time does not depend on when `advance` is called.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class _Job:
     length: int  # response tokens when it last began to wait or to run
     sent: int  # response tokens that left in deltas
     since: int = 0  # steps that the engine had made when it began to run
+    stay: int = -1  # number of its admission, -1 while it does not run
+    is_young: bool = False  # True while what is reserved for its growth counts
     version: int = -1  # of the weights that filled its cache
 
     @property
@@ -42,6 +45,36 @@ class _Job:
         return self.since + self.response.num_tokens - self.length
 
 
+class _Reserve:
+    """Room for the growth of requests that were admitted within the last `steps`, as far as it is not used."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._young: deque[tuple[int, _Job]] = deque()  # with the number of the admission, the oldest first
+        self._since = self._count = 0  # sums over the young that run
+
+    def add(self, job: _Job) -> None:
+        """Reserve for one that has just been admitted."""
+        job.is_young = True
+        self._young.append((job.stay, job))
+        self._since, self._count = self._since + job.since, self._count + 1
+
+    def remove(self, job: _Job) -> None:
+        """Reserve nothing more for it."""
+        if job.is_young:
+            job.is_young = False
+            self._since, self._count = self._since - job.since, self._count - 1
+
+    def tokens(self, num_steps: int) -> int:
+        """Tokens that are reserved after so many steps of the engine."""
+        begun = num_steps - self._steps
+        while self._young and (self._young[0][0] != self._young[0][1].stay or self._young[0][1].since <= begun):
+            stay, job = self._young.popleft()
+            if job.stay == stay:
+                self.remove(job)
+        return self._since - self._count * begun
+
+
 class EmulatedScheduler:
     """Continuous batching of at most `max_batch` requests in `kv_capacity` tokens of KV cache, from time 0 on."""
 
@@ -53,12 +86,17 @@ class EmulatedScheduler:
         self._continued: deque[_Job] = deque()  # have tokens already; before the fresh ones
         self._fresh: deque[_Job] = deque()
         self._newcomers: list[_Job] = []  # have not made their first step
+        self._ends: list[tuple[int, int, _Job]] = []  # heap: last step, number of the admission; some have left
+        self._num_admitted = 0
+        self._reserve = _Reserve(times.reserve_tokens)
+        self._cached: Counter[tuple[str, int]] = Counter()  # running jobs by group and version
         self._deltas: list[Delta] = []
         self._logprobs: FloatArray = np.full(max_len, LOGPROB, np.float32)
         self._logprobs.flags.writeable = False  # deltas are views of it
         self._boundary_s = 0.0  # when the present step began or, after a prefill, will begin
         self._touched_s = 0.0  # when something last came from outside
         self._owed_s = 0.0  # prefill that a hold interrupted
+        self.num_tokens = 0  # generated so far
         self._num_steps = 0
         self._kv_used = 0
         self._paused = self._loading = False
@@ -100,6 +138,10 @@ class EmulatedScheduler:
             kv_capacity=self._kv_capacity,
             version=self._version,
         )
+
+    def lengths(self) -> dict[str, int]:
+        """Response tokens of each running request, by its id, as of the last `advance`."""
+        return {rid: self._length(job) for rid, job in self._running.items()}
 
     def take_deltas(self) -> list[Delta]:
         """Deltas since the last call, in order."""
@@ -200,8 +242,14 @@ class EmulatedScheduler:
             return 0 if self._touched_s <= self._boundary_s else 1
         if self._newcomers:
             return 1
-        ends = min(job.last_step for job in self._running.values()) - self._num_steps
-        return min(ends, (self._kv_capacity - self._kv_used) // len(self._running))
+        return min(self._next_end - self._num_steps, (self._kv_capacity - self._kv_used) // len(self._running))
+
+    @property
+    def _next_end(self) -> int:
+        """Last step of the running request that ends first."""
+        while self._ends[0][1] != self._ends[0][2].stay:
+            heappop(self._ends)
+        return self._ends[0][0]
 
     def _duration(self, steps: int) -> float:
         return self._times.steps_s(steps, running=len(self._running), kv_used=self._kv_used)
@@ -210,6 +258,7 @@ class EmulatedScheduler:
         self._boundary_s += self._duration(steps)
         self._num_steps += steps
         self._kv_used += steps * len(self._running)
+        self.num_tokens += steps * len(self._running)
 
     def _settle(self) -> None:
         """Do what is due between two steps; a request's first token is sent at once."""
@@ -217,7 +266,8 @@ class EmulatedScheduler:
             if self._running.get(job.request.rid) is job:
                 self._send(job)
         self._newcomers = [job for job in self._newcomers if job.since == self._num_steps]
-        for job in [job for job in self._running.values() if job.last_step == self._num_steps]:
+        while self._running and self._next_end == self._num_steps:
+            job = heappop(self._ends)[2]
             self._end(job, job.response.reason)
         while len(self._running) > 1 and self._kv_used + len(self._running) > self._kv_capacity:
             self._retract(next(reversed(self._running.values())))
@@ -228,9 +278,13 @@ class EmulatedScheduler:
         while self._has_room():
             job = (self._continued or self._fresh).popleft()
             num_tokens += self._prefill_tokens(job)
-            job.since, job.version = self._num_steps, self._version
+            self._num_admitted += 1
+            job.since, job.version, job.stay = self._num_steps, self._version, self._num_admitted
             self._running[job.request.rid] = job
             self._newcomers.append(job)
+            heappush(self._ends, (job.last_step, job.stay, job))
+            self._reserve.add(job)
+            self._cached[job.request.group_id, job.version] += 1
             self._kv_used += job.context
         self._boundary_s += num_tokens / self._times.prefill_tokens_per_s
 
@@ -246,20 +300,13 @@ class EmulatedScheduler:
             return False
         if not self._running:
             return True
-        reserve = self._times.reserve_tokens
-        begun = self._num_steps - reserve
-        # what others were admitted with and have not grown into yet
-        reserved = sum(other.since - begun for other in self._running.values() if other.since > begun)
-        growth = max(reserve, len(self._running) + 1)
+        growth = max(self._times.reserve_tokens, len(self._running) + 1)
+        reserved = self._reserve.tokens(self._num_steps)
         return self._kv_used + reserved + job.context + growth <= self._kv_capacity
 
     def _prefill_tokens(self, job: _Job) -> int:
         """Without its prompt, if that is in the cache of a sibling by the present weights."""
-        group = job.request.group_id
-        for other in self._running.values():
-            if other.request.group_id == group and other.version == self._version:
-                return job.length
-        return job.context
+        return job.length if (job.request.group_id, self._version) in self._cached else job.context
 
     # ---- what leaves
 
@@ -301,4 +348,9 @@ class EmulatedScheduler:
 
     def _leave(self, job: _Job) -> None:
         del self._running[job.request.rid]
+        self._reserve.remove(job)
+        job.stay, prompt = -1, (job.request.group_id, job.version)
+        self._cached[prompt] -= 1
+        if not self._cached[prompt]:
+            del self._cached[prompt]
         self._kv_used -= len(job.request.prompt_ids) + self._length(job)

@@ -33,7 +33,7 @@ class ReplicaActor(PartActor):
         from laminar_py.relay.wire.post import Peer, peer_wire
         from laminar_py.relay.wire.transport import RelayKeys
         from laminar_py.rollout.replica import Replica
-        from laminar_py.rollout.storing import ResponseStore
+        from laminar_py.rollout.storing import SegmentStore
 
         spec = decode(ReplicaSpec, data)
         config = open_part(spec, f"replica-{spec.index}")
@@ -56,7 +56,7 @@ class ReplicaActor(PartActor):
             spec.index,
             engine=engine,
             weights=self._weights,
-            store=ResponseStore(open_folder(spec), spec.label, open_reader(spec)),
+            store=SegmentStore(open_folder(spec), spec.label, open_reader(spec)),
             clock=SystemClock(),
             on_new_weights=OnNewWeights(rollout.on_new_weights),
             batch=rollout.batch_per_replica,

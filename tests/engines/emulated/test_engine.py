@@ -23,9 +23,9 @@ from laminar_py.engines.emulated.scheduler import EmulatedScheduler
 from laminar_py.records.engine import PauseMode
 from laminar_py.records.protocols import EngineLostError
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.simulate.virtual_loop import virtually
 from tests.engines import engine_conformance as conformance
 from tests.engines.engine_conformance import Rig, caught, collect, make_request, until
-from tests.virtual_time import virtually
 
 PROFILE = Path(__file__).parents[3] / "configs/emulation/h100_7b.yaml"
 VOCAB = 123

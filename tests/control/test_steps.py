@@ -4,7 +4,7 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.control.consumption import StepBatch
-from laminar_py.orchestrator.steps import pack_step
+from laminar_py.control.steps import pack_step
 from laminar_py.packing.buffer import ReadyGroup
 from laminar_py.packing.packer import Packed, fit, make_entry
 from tests.builders import make_finished, make_trajectory

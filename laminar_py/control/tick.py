@@ -1,4 +1,4 @@
-"""An act that several ask for within a short time, done once for them all. Owned by `workers.replicas`.
+"""An act that several ask for within a short time, done once for them all. Owned by who carries assignments out.
 
 IDLE -- `wake` --> DUE -- now, or `every_s` after the last act --> acted, IDLE again. Invariant: an act that begins
 at most `every_s` after a `wake` sees what was there when that was called.

@@ -4,7 +4,7 @@ import pytest
 
 from laminar_py.config.loading import parse_config
 from laminar_py.config.rollout import WithoutSignal
-from laminar_py.orchestrator.policies import control_settings
+from laminar_py.control.settings import control_settings
 
 
 def settings_of(**sections):

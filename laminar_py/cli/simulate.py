@@ -1,0 +1,66 @@
+"""`laminar simulate`: what a run would do on GPUs that are not here, by its own policies on a virtual clock."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from laminar_py.cli.lines import console, say
+
+if TYPE_CHECKING:
+    from laminar_py.records.metrics import StepRow
+    from laminar_py.simulate.figures import SimulatedFigures
+
+TOLD_S = 5.0  # between lines
+
+
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML file of a run with the section emulation")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=64")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
+) -> None:
+    """Lead a run on a virtual clock: its own scheduling, repacking, staleness and packing, among engines and a
+    learner that take the time of the GPUs in the profile.
+
+    Figures are in seconds of the GPUs, of all steps but the first quarter. The same config trains emulated engines
+    in real time with `laminar train`.
+    """
+    from laminar_py.config.loading import load_config
+    from laminar_py.simulate.run import simulate as lead
+
+    settings = load_config(config, overrides or [])
+    began = told = time.monotonic()
+
+    def show(row: "StepRow") -> None:
+        nonlocal told
+        if not as_json and (time.monotonic() - told > TOLD_S or row.step == settings.steps):
+            told = time.monotonic()
+            say(
+                f"step {row.step}/{settings.steps}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+                f"  learner waiting {row.learner_waiting_share:.0%}  {told - began:.0f} s"
+            )
+
+    figures = lead(settings, show=show).figures
+    if as_json:
+        print(msgspec.json.encode(figures).decode())
+    else:
+        console.print(_table(figures))
+
+
+def _table(figures: "SimulatedFigures") -> Table:
+    table = Table("of a step, once under way", "")
+    for name, value in (
+        ("trained tokens/s", f"{figures.trained_tokens_per_s:,.0f}"),
+        ("generated tokens/s", f"{figures.generated_tokens_per_s:,.0f}"),
+        ("seconds", f"{figures.step_s:.1f}"),
+        ("learner waits for a batch", f"{figures.learner_waiting_share:.0%}"),
+        ("KV caches in use", f"{figures.kv_use:.0%}"),
+        ("staleness, steps", f"{figures.staleness_mean:.2f}, at most {figures.staleness_max}"),
+        ("versions alive", f"at most {figures.versions_alive_max}"),
+        ("response, s", f"p50 {figures.latency_p50_s:.0f}, p95 {figures.latency_p95_s:.0f}"),
+    ):
+        table.add_row(name, value)
+    return table

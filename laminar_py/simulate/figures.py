@@ -1,0 +1,92 @@
+"""Figures of a simulated run, in seconds of the GPUs: of all steps but the first, in which the fleet fills."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from laminar_py.config.run import RunConfig
+from laminar_py.records.metrics import StepRow
+
+WARM_SHARE = 0.25  # of the steps
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSample:
+    """State of all replicas at a moment of the run."""
+
+    at_s: float  # of RL
+    generated_tokens: int
+    kv_use: float  # mean share of the KV caches
+
+
+@dataclass(frozen=True, slots=True)
+class EndedResponse:
+    """End of a training response."""
+
+    at_s: float  # of RL
+    latency_s: float  # since it was issued
+
+
+class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a run once its fleet is full."""
+
+    steps: int  # that count
+    step_s: float  # from one step to the next
+    trained_tokens_per_s: float  # response tokens
+    generated_tokens_per_s: float
+    kv_use: float  # mean share of the replicas' KV caches
+    learner_waiting_share: float
+    staleness_mean: float
+    staleness_max: int
+    versions_alive_max: int
+    latency_p50_s: float  # from a response's issue to its end
+    latency_p95_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """Outcome of a simulated run, in seconds of its clock, of which `emulation.compression` are one."""
+
+    config: RunConfig
+    rows: Sequence[StepRow]
+    samples: Sequence[FleetSample]
+    ended: Sequence[EndedResponse]
+
+    @property
+    def figures(self) -> SimulatedFigures:
+        """Figures of all steps after the first quarter, of which there is one at least."""
+        assert len(self.rows) > 1, "figures are of the time between two steps"
+        warm = max(1, round(WARM_SHARE * len(self.rows)))
+        first, counted = self.rows[warm - 1], self.rows[warm:]
+        last, fast = counted[-1], self._compression
+        elapsed_s = fast * (last.rl_s - first.rl_s)
+        samples = [sample for sample in self.samples if first.rl_s <= sample.at_s <= last.rl_s]
+        latencies = [fast * one.latency_s for one in self.ended if first.rl_s <= one.at_s <= last.rl_s]
+        return SimulatedFigures(
+            steps=len(counted),
+            step_s=elapsed_s / len(counted),
+            trained_tokens_per_s=(last.trained_tokens - first.trained_tokens) / elapsed_s,
+            generated_tokens_per_s=_rate(samples) / fast,
+            kv_use=float(np.mean([sample.kv_use for sample in samples] or [0.0])),
+            learner_waiting_share=1.0 - fast * (last.learner_busy_s - first.learner_busy_s) / elapsed_s,
+            staleness_mean=float(np.mean([row.staleness_mean for row in counted])),
+            staleness_max=max(row.staleness_max for row in counted),
+            versions_alive_max=max(row.versions_alive for row in counted),
+            latency_p50_s=float(np.percentile(latencies or [0.0], 50)),
+            latency_p95_s=float(np.percentile(latencies or [0.0], 95)),
+        )
+
+    @property
+    def _compression(self) -> float:
+        assert self.config.emulation is not None, "what was simulated has engines that are emulated"
+        return self.config.emulation.compression
+
+
+def _rate(samples: Sequence[FleetSample]) -> float:
+    """Tokens a second of the run's clock from the first sample to the last."""
+    if len(samples) < 2:
+        return 0.0
+    first, last = samples[0], samples[-1]
+    return (last.generated_tokens - first.generated_tokens) / (last.at_s - first.at_s)

@@ -1,0 +1,93 @@
+"""The learner of a simulation: batch, a step that takes its time, commit, publish.
+
+Owned by `simulate.run`. Batches come from the production scheduler and are packed as in any run.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from laminar_py.config.emulated_profile import LearnerTimes
+from laminar_py.config.run import RunConfig
+from laminar_py.control.consumption import StepBatch
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.steps import pack_step
+from laminar_py.learner.emulated_times import emulated_step_s
+from laminar_py.packing.balance import attention_share
+from laminar_py.records.metrics import StepMetrics, StepRow, Work
+from laminar_py.simulate.parts import ModelledWeights
+from laminar_py.telemetry.stats import Stats
+
+
+class SimulatedLearner:
+    """Takes `config.steps` steps; `version` is the newest that it published, of which `weights` hear later."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        times: LearnerTimes,
+        *,
+        scheduler: TrajectoryScheduler,
+        weights: ModelledWeights,
+        stats: Stats,
+        show: Callable[[StepRow], None],
+    ) -> None:
+        assert config.emulation is not None, "a simulation has an emulated learner"
+        self._config, self._emulation, self._times = config, config.emulation, times
+        self._scheduler = scheduler
+        self._weights = weights
+        self._stats = stats
+        self._show = show
+        self._attention_share = attention_share(
+            hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
+        )
+        self.step, self.version = 0, -1
+
+    def publish(self) -> None:
+        """Have the weights as they are on all hosts after `simulation.publish_s`; the learner goes on."""
+        self.version += 1
+        self._scheduler.published(self.version)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._config.simulation.publish_s, self._weights.publish, self.version)
+
+    async def run(self) -> None:
+        """Until all steps are done."""
+        scheduler, config = self._scheduler, self._config
+        while self.step < config.steps:
+            batch = await scheduler.next_batch(groups=config.rollout.prompts_per_step, version=self.version)
+            metrics = await self._learn(batch) if batch.trajectories else None
+            if batch.groups:
+                await self._commit(batch, metrics)
+
+    async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
+        scheduler = self._scheduler
+        self.step += 1
+        await scheduler.consumption.commit(batch, self.step)
+        scheduler.consumption.checkpointed(self.step)
+        row = self._stats.row(
+            step=self.step,
+            version=batch.version,
+            batch=batch.trajectories,
+            staleness=batch.staleness,
+            metrics=metrics,
+            generated_tokens=scheduler.book.generated_tokens,
+            versions_alive=scheduler.book.versions_alive(),
+            stall_s=0.0,
+        )
+        if metrics is not None and self._is_due:
+            self.publish()
+        self._show(row)
+
+    @property
+    def _is_due(self) -> bool:
+        unpublished = 1 + self._scheduler.book.ages.of(self.version)
+        return unpublished >= self._config.learner.publish_every or self.step == self._config.steps
+
+    async def _learn(self, batch: StepBatch) -> StepMetrics:
+        packed = pack_step(self._config, batch, stand_ins=batch.reweighted, attention_share=self._attention_share)
+        lengths = [[one.num_tokens for one in bundle] for rank in packed.bundles for bundle in rank]
+        emulated_s = emulated_step_s(self._times, lengths, devices=self._emulation.learner_devices)
+        elapsed_s = emulated_s / self._emulation.compression
+        self._stats.step_begins()
+        await asyncio.sleep(elapsed_s)
+        self._stats.step_ends()
+        return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))

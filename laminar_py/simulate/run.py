@@ -1,0 +1,170 @@
+"""A run on a virtual clock: scheduler, packing and repacking of any run, among modelled engines and learner.
+
+Called by `laminar simulate`. Nothing is generated or trained; time is what the profile says. Invariant: what comes
+out depends on the config alone.
+"""
+
+import asyncio
+import contextlib
+import gc
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from laminar_py.config.emulated_profile import EmulationProfile, read_profile
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.settings import control_settings, packing
+from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
+from laminar_py.records.finished import FinishedTrajectory
+from laminar_py.records.metrics import StepRow
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import Prompt
+from laminar_py.repack.migration import Migration, MigrationSettings
+from laminar_py.simulate.figures import EndedResponse, SimulatedRun
+from laminar_py.simulate.fleet import END, SimulatedFleet
+from laminar_py.simulate.learner import SimulatedLearner
+from laminar_py.simulate.parts import ModelledWeights, NoRecord
+from laminar_py.simulate.virtual_loop import LoopClock, virtually
+from laminar_py.telemetry.stats import Stats, Totals
+
+LIMIT_S = 1e9  # of virtual time
+HOUSEKEEPING_S = 0.5
+MIN_STEPS = 2
+
+
+def simulate(config: RunConfig, *, show: Callable[[StepRow], None] = lambda row: None) -> SimulatedRun:
+    """Lead a run from its first step to its last; `show` has each. Raises `ConfigError`."""
+    check(config)
+    assert config.emulation is not None, "`check` has looked"
+    profile = read_profile(config.emulation.profile)
+
+    async def lead() -> SimulatedRun:
+        return await _Simulation(config, profile, show).lead()
+
+    gc.disable()  # next to nothing is freed by it, and what lives would be looked at ever again
+    try:
+        return virtually(lead(), limit_s=LIMIT_S)
+    finally:
+        gc.enable()
+
+
+def check(config: RunConfig) -> None:
+    """Refuse what is not simulated."""
+    if config.emulation is None:
+        raise ConfigError(
+            "emulation=null: nothing says how fast GPUs and model are; add the section, with a profile such as"
+            " configs/emulation/h100_7b_tp1.yaml"
+        )
+    if config.eval.sets:
+        names = ",".join(config.eval.sets)
+        raise ConfigError(f"eval.sets={names}: evaluations are not simulated; leave them out with eval.sets={{}}")
+    if config.steps < MIN_STEPS:
+        raise ConfigError(f"steps={config.steps}: figures need {MIN_STEPS} steps; raise it")
+
+
+class _Simulation:
+    """Parts of one run, made on the loop that they run on."""
+
+    def __init__(self, config: RunConfig, profile: EmulationProfile, show: Callable[[StepRow], None]) -> None:
+        self._config = config
+        self._show = show
+        self._loop = asyncio.get_running_loop()
+        self._random = random.Random(config.seed)
+        self._ids = np.zeros(config.simulation.prompt_tokens, np.int32)
+        self._rows: list[StepRow] = []
+        self._issued: dict[str, float] = {}  # when, on the loop's clock
+        self._ended: list[EndedResponse] = []
+        clock = LoopClock()
+        self._stats = stats = Stats(clock, replicas=config.rollout.replicas, totals=Totals())
+        self._scheduler = scheduler = self._make_scheduler(clock)
+        self._weights = weights = ModelledWeights()
+        self._fleet = SimulatedFleet(
+            config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock
+        )
+        self._learner = SimulatedLearner(
+            config, profile.learner, scheduler=scheduler, weights=weights, stats=stats, show=self._stepped
+        )
+        self._migration = Migration(
+            MigrationSettings.of(config),
+            scheduler=scheduler,
+            fleet=self._fleet,
+            published=weights.wait_newer,
+            clock=clock,
+        )
+
+    def _make_scheduler(self, clock: LoopClock) -> TrajectoryScheduler:
+        algorithm, cap = self._config.algorithm, self._config.rollout.sampling.max_new_tokens
+        scheduler = TrajectoryScheduler(
+            control_settings(self._config, stop_ids=(END,)),
+            prompt_at=self._prompt,
+            recorder=NoRecord(issued=self._note_issued),
+            stages=Stages(submit_score=self._finished),
+            credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),
+            clock=clock,
+        )
+        scheduler.consumption.pack(packing(self._config))
+        return scheduler
+
+    async def lead(self) -> SimulatedRun:
+        """Until the last step is done, or time is up."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            background = [
+                tasks.create_task(self._fleet.run(), name="fleet"),
+                tasks.create_task(self._keep_house(), name="housekeeping"),
+            ]
+            self._learner.publish()
+            if self._config.repacks:
+                speed = await self._fleet.speed()
+                background.append(tasks.create_task(self._migration.run(speed), name="repack"))
+            self._stats.rl_phase(True)
+            self._scheduler.admit()
+            self._fleet.wake()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.max_rl_seconds):
+                    await self._learner.run()
+            for task in background:
+                task.cancel()
+        return SimulatedRun(self._config, rows=self._rows, samples=self._fleet.samples, ended=self._ended)
+
+    # ---- data and reward
+
+    def _prompt(self, index: int) -> Prompt:
+        return Prompt(id=f"p{index}", index=index, text="", ids=self._ids)
+
+    def _note_issued(self, trajectory_id: str) -> None:
+        self._issued[trajectory_id] = self._loop.time()
+
+    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+        """Score it after a while."""
+        self._migration.finished(trajectory)
+        latency_s = self._loop.time() - self._issued.pop(trajectory.id)
+        self._ended.append(EndedResponse(self._stats.rl_s, latency_s))
+        reward = self._config.simulation
+        delay_s = reward.reward_median_s * self._random.lognormvariate(0.0, reward.reward_sigma)
+        value = float(self._random.random() < reward.solved)
+        self._loop.call_later(delay_s, self._score, trajectory, value)
+
+    def _score(self, trajectory: FinishedTrajectory, value: float) -> None:
+        self._tasks.create_task(self._deliver(trajectory, value), name="score")
+
+    async def _deliver(self, trajectory: FinishedTrajectory, value: float) -> None:
+        await self._scheduler.closing.on_score(Score(trajectory_id=trajectory.id, value=value))
+        self._stats.scored(value, (), trajectory.length)
+
+    # ---- beside the learner
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            await self._scheduler.enforce_deadlines()
+            self._fleet.wake()
+
+    def _stepped(self, row: StepRow) -> None:
+        self._rows.append(row)
+        self._fleet.wake()
+        self._show(row)

@@ -1,0 +1,82 @@
+"""Runs on a virtual clock: they repeat, keep what every run keeps, and their policies show what they are for."""
+
+from pathlib import Path
+
+import pytest
+
+from laminar_py.config.loading import load_config
+from laminar_py.config.section import ConfigError
+from laminar_py.simulate.run import simulate
+
+CONFIG = Path("configs/emulation/repack.yaml")
+SMALL = (
+    "steps=6",
+    "rollout.replicas=4",
+    "rollout.batch_per_replica=96",
+    "rollout.prompts_per_step=48",
+    "emulation.start_spread_s=200",
+)
+NEVER_DRAINS = ("repack.planner=none", "rollout.on_new_weights=in_place")
+
+
+def run(*settings):
+    return simulate(load_config(CONFIG, [*SMALL, *settings]))
+
+
+@pytest.fixture(scope="module")
+def repacked():
+    return run()
+
+
+def test_a_seed_gives_one_run_and_another_seed_another(repacked):
+    assert run().rows == repacked.rows
+    assert run("seed=1").rows != repacked.rows
+
+
+def test_every_step_trains_what_it_asked_for_and_never_on_weights_to_come(repacked):
+    assert [row.step for row in repacked.rows] == list(range(1, 7))
+    assert all(row.trajectories == 48 * 8 for row in repacked.rows)
+    assert all(row.version == row.step - 1 for row in repacked.rows), "each step publishes"
+    assert all(0 <= row.staleness_mean <= row.staleness_max for row in repacked.rows)
+    trained = sum(row.trajectories for row in repacked.rows)
+    assert trained <= len(repacked.ended), "nothing is trained on before its end"
+    assert all(one.latency_s > 0 for one in repacked.ended)
+
+
+def test_repacking_fills_caches_that_the_tail_left_empty_and_draining_costs_what_is_left(repacked):
+    alone, ceiling = run("repack.planner=none").figures, run(*NEVER_DRAINS).figures
+    assert alone.kv_use < repacked.figures.kv_use < ceiling.kv_use
+    rates = [figures.generated_tokens_per_s for figures in (alone, repacked.figures, ceiling)]
+    assert rates == sorted(rates)
+
+
+def test_under_sync_nothing_is_stale_and_one_step_is_one_step_behind():
+    by_batch = ("repack.planner=none", "emulation.start_spread_s=0")
+    assert {row.staleness_max for row in run("schedule=sync", *by_batch).rows} == {0}
+    assert [row.staleness_max for row in run("schedule=one_step", *by_batch).rows] == [0, 1, 1, 1, 1, 1]
+
+
+def test_a_bound_on_staleness_holds():
+    free = run("rollout.batch_per_replica=200", "repack.planner=none")
+    assert max(row.staleness_max for row in free.rows) > 1
+    bounded = run("rollout.batch_per_replica=200", "repack.planner=none", "staleness.max_staleness=1")
+    assert max(row.staleness_max for row in bounded.rows) == 1
+
+
+def test_compressed_time_gives_the_same_figures_but_for_what_the_link_takes(repacked):
+    settings = [f"repack.interval_s={0.25 * 20}", f"repack.max_stall_s={0.035 * 20}", "emulation.compression=1"]
+    figures = run(*settings).figures
+    assert figures.generated_tokens_per_s == pytest.approx(repacked.figures.generated_tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["emulation=null"], "emulation=null: .* add the section"),
+        (["steps=1"], "steps=1: figures need 2 steps; raise it"),
+        (["emulation.profile=none.yaml"], "emulation.profile=none.yaml: no such file"),
+    ],
+)
+def test_bad_input_is_one_line(settings, line):
+    with pytest.raises(ConfigError, match=line):
+        run(*settings)
