@@ -29,7 +29,7 @@ from laminar_py.cluster.errors import (
     unwritable,
 )
 from laminar_py.cluster.placement import Place
-from laminar_py.cluster.ray_thread import soon
+from laminar_py.cluster.ray_thread import made, soon, tell
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.records.protocols import StoreFullError
@@ -62,8 +62,8 @@ class Part:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
+            reference = await made(self._ask_for, method, *arguments)
             async with asyncio.timeout(limit):
-                reference = await asyncio.wrap_future(soon(self._ask_for, method, *arguments))
                 answer = await asyncio.wrap_future(reference.future())
         except TimeoutError:
             self.kill()
@@ -86,11 +86,15 @@ class Part:
 
     def send(self, method: str, *arguments: object) -> None:
         """Call without waiting; a death or a bug shows at the next `call`, what else it raised in the log."""
-        soon(self._send, method, *arguments)
+        tell(self._send, method, *arguments)
 
     def _send(self, method: str, *arguments: object) -> None:
         with contextlib.suppress(RayError):  # its creation failed, which the next `call` tells
-            future = self._ask_for(method, *arguments).future()
+            try:
+                future = self._ask_for(method, *arguments).future()
+            except Exception as error:
+                self._bug = PartBugError(f"{self.name}: {type(error).__name__}: {error}")
+                raise
             future.add_done_callback(lambda done: self._note_failure(method, done.exception()))
 
     def _ask_for(self, method: str, *arguments: object) -> "ray.ObjectRef":
@@ -116,8 +120,8 @@ class Part:
         return PartDiedError(self.name, told, vanished=ENGINE_KILLED in reason)
 
     def kill(self) -> None:
-        """End its process, soon."""
-        soon(self._kill)
+        """Have Ray end the process, after what it was asked for before."""
+        tell(self._kill)
 
     def _kill(self) -> None:
         with contextlib.suppress(RayError):

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from laminar_py.cluster import WORKERS_READ, use_token_of_cluster
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.placement import Node
-from laminar_py.cluster.ray_thread import drain, soon
+from laminar_py.cluster.ray_thread import drain, soon, tell
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import encode
 
@@ -153,7 +153,11 @@ def nodes(*, taken: bool = False) -> list[Node]:
 
 
 def all_placed() -> bool:
-    """True once every process that this one started has what it asked for of the cluster, or has died."""
+    """True once every process that this one started, or is about to, has what it asked for, or has died."""
+    return soon(_all_placed).result()
+
+
+def _all_placed() -> bool:
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     states = {part["State"] for part in ray._private.state.actors(job_id=job).values()}
     return states <= {"ALIVE", "DEAD"}
@@ -171,11 +175,11 @@ async def on_node(
         return await asyncio.to_thread(function, *arguments)
     begun = soon(_begin, node, function, arguments, apart)
     try:
-        reference = await asyncio.wrap_future(begun)
+        reference = await asyncio.wrap_future(begun)  # its caller has a limit
         answer = await asyncio.wrap_future(reference.future())
     except asyncio.CancelledError:
         if not begun.cancel():
-            soon(lambda: ray.cancel(begun.result(), force=True))
+            tell(lambda: ray.cancel(begun.result(), force=True))
         raise
     assert isinstance(answer, bytes)
     return answer
@@ -185,7 +189,8 @@ def _begin(
     node: str, function: Callable[..., bytes], arguments: Sequence[str | bytes], low: bool
 ) -> "ray.ObjectRef":
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = _ray_task().options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    name = getattr(function, "__name__", "on_node")
+    task = _ray_task().options(name=name, num_cpus=0, max_retries=0, scheduling_strategy=strategy)
     return task.remote(function, *arguments, low=low)
 
 

@@ -1,22 +1,77 @@
-"""Calls of Ray that may wait for its processes, in a thread: a loop that made them would stand still with them.
+"""Calls of Ray that may wait for its processes, made in a thread: an event loop would stand still with them.
 
-It is one thread, so that Ray hears of them in the order in which they are made: of a process before the calls on
-it, of its end after them.
+It is one thread, so that Ray hears of calls in the order in which they were asked for: of a process, of calls on
+it, of its end. It ends with this process, also where Ray has not answered it.
 """
 
+import asyncio
+import functools
+import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from laminar_py.cluster.errors import RunFailedError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="ray")
+PATIENCE_S = 300.0  # for Ray to take a call, which takes it a millisecond
+
+# bounded by what the run asks for: some calls for each of its processes
+_asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
 
 
 def soon(call: Callable[..., T], *arguments: object) -> Future[T]:
     """The result of a call, made after all that were asked for before."""
-    return _THREAD.submit(call, *arguments)
+    _begin()
+    made: Future[T] = Future()
+    _asked.put((made, functools.partial(call, *arguments)))
+    return made
+
+
+def tell(call: Callable[..., object], *arguments: object) -> None:
+    """Make a call soon that nobody waits for; what it raises goes into the log."""
+    soon(call, *arguments).add_done_callback(_log_failure)
+
+
+async def made(call: Callable[..., T], *arguments: object) -> T:
+    """The result of a call, made soon. Raises RunFailedError where Ray takes no calls any more."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await asyncio.wrap_future(soon(call, *arguments))
+    except TimeoutError:
+        raise RunFailedError(f"Ray has taken no call in {PATIENCE_S:g} s; see its logs, and --resume") from None
 
 
 def drain() -> None:
-    """Wait until all calls that were asked for are made; one made after Ray's end would start it again."""
-    soon(lambda: None).result()
+    """Wait until all calls that were asked for are made: one that is made after Ray's end would start it again."""
+    try:
+        soon(lambda: None).result(PATIENCE_S)
+    except TimeoutError:
+        log.error("Ray has taken no call in %g s; it is ended all the same", PATIENCE_S)
+
+
+@functools.cache
+def _begin() -> None:
+    threading.Thread(target=_make_calls, name="ray", daemon=True).start()
+
+
+def _make_calls() -> None:
+    while True:
+        future, call = _asked.get()
+        if not future.set_running_or_notify_cancel():
+            continue  # nobody waits for it any more
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - it is the future's
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _log_failure(done: "Future[object]") -> None:
+    if (error := done.exception()) is not None:
+        log.error("a call of Ray failed: %s", error, exc_info=error)

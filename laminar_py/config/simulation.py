@@ -25,6 +25,6 @@ class SimulationConfig(Section):
     publish_s: Delay = 0.5
     """From a learner's step to the new version in the memory of every replica's host."""
     hop_s: Delay = 0.02
-    """A report's way to the controller and onto its desk; `laminar bench control` measures it."""
+    """A report's way to the controller and onto its desk: an assumption, not measured by itself."""
     order_s: Delay = 0.01
-    """An order's way back."""
+    """An order's way from the controller to its replica: an assumption, too."""

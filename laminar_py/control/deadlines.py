@@ -15,6 +15,7 @@ from laminar_py.control.waiting import WaitingQueue
 from laminar_py.records.protocols import Clock
 from laminar_py.records.trajectory import DropReason, Status
 
+HOUSEKEEPING_S = 0.5  # between looks at deadlines, which no report and no score brings about
 _UNIT = 2.0**64
 
 

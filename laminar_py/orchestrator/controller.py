@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Coroutine
 
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.ray_cluster import all_placed
+from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.recovery import check_scored
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
@@ -22,7 +23,7 @@ from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.orchestrator.fleet import ElasticFleet
 from laminar_py.orchestrator.pauses import keep_short
-from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
+from laminar_py.orchestrator.record import record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions

@@ -13,13 +13,14 @@ import msgspec
 
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.config.section import ConfigError
+from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, read_answers
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.orchestrator import policies
 from laminar_py.orchestrator.evaluator import evaluated, unscored_line
-from laminar_py.orchestrator.record import HOUSEKEEPING_S, record_start, seal
+from laminar_py.orchestrator.record import record_start, seal
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.records.evaluations import EvalAnswer, pass_id
 from laminar_py.records.events import Evaluated, RunEnded, VersionPublished

@@ -22,11 +22,11 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.scaling import scaled
 from laminar_py.config.section import ConfigError
+from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import max_counterfactual, max_groups
 from laminar_py.ledger.scaling import ScaleAnswer, ScaleRequest, ScaleRequests
 from laminar_py.orchestrator import policies
-from laminar_py.orchestrator.record import HOUSEKEEPING_S
 from laminar_py.orchestrator.scoring import Scoring
 from laminar_py.preflight.inputs import version_bytes
 from laminar_py.records.events import Scaled

@@ -15,8 +15,6 @@ from laminar_py.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
 
-HOUSEKEEPING_S = 0.5  # between looks at deadlines, which no report and no score brings about
-
 
 async def record_start(incarnation: Incarnation, recovered: Recovered | None) -> None:
     """Put on record that an incarnation begins, and what it undoes of the one before."""

@@ -15,12 +15,12 @@ from laminar_py.cluster.errors import PartDiedError, RunFailedError
 from laminar_py.config.staleness import Schedule
 from laminar_py.control.book import Phase
 from laminar_py.control.consumption import StepBatch
+from laminar_py.control.refill import RefillWatch
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.steps import pack_step, step_events
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.orchestrator.evaluator import Evaluator, Moment
-from laminar_py.orchestrator.refill import RefillWatch
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.packing.balance import attention_share
 from laminar_py.packing.packer import Packed

@@ -1,4 +1,4 @@
-"""Figures of a simulated run, in seconds of the GPUs: of all steps but the first, in which the fleet fills."""
+"""Figures of a simulated run, in seconds of the GPUs: of its steps after a first part, while the fleet fills."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,13 +69,13 @@ class SimulatedRun:
             step_s=elapsed_s / len(counted),
             trained_tokens_per_s=(last.trained_tokens - first.trained_tokens) / elapsed_s,
             generated_tokens_per_s=_rate(samples) / fast,
-            kv_use=float(np.mean([sample.kv_use for sample in samples] or [0.0])),
+            kv_use=float(np.mean([sample.kv_use for sample in samples])),
             learner_waiting_share=1.0 - fast * (last.learner_busy_s - first.learner_busy_s) / elapsed_s,
             staleness_mean=float(np.mean([row.staleness_mean for row in counted])),
             staleness_max=max(row.staleness_max for row in counted),
             versions_alive_max=max(row.versions_alive for row in counted),
-            latency_p50_s=float(np.percentile(latencies or [0.0], 50)),
-            latency_p95_s=float(np.percentile(latencies or [0.0], 95)),
+            latency_p50_s=float(np.percentile(latencies, 50)),
+            latency_p95_s=float(np.percentile(latencies, 95)),
         )
 
     @property
@@ -85,8 +85,6 @@ class SimulatedRun:
 
 
 def _rate(samples: Sequence[FleetSample]) -> float:
-    """Tokens a second of the run's clock from the first sample to the last."""
-    if len(samples) < 2:
-        return 0.0
+    """Tokens a second of the run's clock from the first sample to the last; each step has one."""
     first, last = samples[0], samples[-1]
     return (last.generated_tokens - first.generated_tokens) / (last.at_s - first.at_s)

@@ -1,12 +1,13 @@
 """The replicas of a simulation, and what goes between them and the scheduler.
 
 Each is a `rollout.replica.Replica` on an emulated engine, in this process and on its virtual clock; what it says
-and hears takes the time of the link. Invariant: reports come in one after another, in the order in which they were
-sent.
+and hears takes the time of the link. Invariant: reports and orders come in the order in which they were sent, also
+those of one moment, of which the event loop's timers keep no order.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 
 import msgspec
 
@@ -14,7 +15,7 @@ from laminar_py.config.emulated_profile import EngineTimes
 from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.tick import Tick
+from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.engines.emulated.engine import EmulatedEngine
 from laminar_py.engines.emulated.responses import Responses
 from laminar_py.records.protocols import Clock
@@ -27,7 +28,6 @@ from laminar_py.telemetry.stats import Stats
 
 SAMPLE_S = 5.0  # emulated, between looks at all engines
 VOCAB, END = 256, 1  # tokens that nobody reads, and the one that ends a response
-DISPATCH_S = 0.02
 NEVER_S = 1e12
 
 
@@ -56,7 +56,9 @@ class SimulatedFleet:
         self._engines: list[EmulatedEngine] = []
         self.samples: list[FleetSample] = []
         self._responses = responses(config, config.emulation)
-        self._came: asyncio.Queue[ReplicaReport] = asyncio.Queue()
+        # on their way, until the moment beside each; at most one report of a replica, and the orders of `hop_s`
+        self._reports: asyncio.Queue[tuple[float, ReplicaReport]] = asyncio.Queue()
+        self._orders: asyncio.Queue[tuple[float, Callable[[], object]]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._opened = asyncio.Event()
 
@@ -69,8 +71,9 @@ class SimulatedFleet:
                 tasks.create_task(replica.run(), name=f"replica-{index}")
                 tasks.create_task(self._report(replica), name=f"reports-{index}")
             tasks.create_task(self._take_in(), name="take-in")
+            tasks.create_task(self._carry_out(), name="carry-out")
             tasks.create_task(self._tick.run(), name="dispatch")
-            tasks.create_task(self._sample(), name="sample")
+            tasks.create_task(self._keep_sampling(), name="sample")
             self._tasks = tasks
             self._opened.set()
 
@@ -106,7 +109,7 @@ class SimulatedFleet:
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self._tasks.create_task(self._order(self._replicas[replica].give_up, list(trajectory_ids)))
+        self._order(partial(self._begin, self._replicas[replica].give_up, list(trajectory_ids)))
 
     # ---- reports and orders
 
@@ -142,11 +145,12 @@ class SimulatedFleet:
     async def _report(self, replica: Replica) -> None:
         while True:
             report = await replica.collect(NEVER_S)
-            self._loop.call_later(self._hop_s, self._came.put_nowait, report)
+            self._reports.put_nowait((self._loop.time() + self._hop_s, report))
 
     async def _take_in(self) -> None:
         while True:
-            report = await self._came.get()
+            due_s, report = await self._reports.get()
+            await asyncio.sleep(due_s - self._loop.time())
             views = self._scheduler.views
             version = views.by_index[report.replica].version
             await self._scheduler.reports.on_report(report)
@@ -157,33 +161,46 @@ class SimulatedFleet:
             else:
                 self._tick.wake()
 
-    async def _sample(self) -> None:
+    async def _keep_sampling(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S / self._emulation.compression)
-            states = [engine.status() for engine in self._engines]
-            self.samples.append(
-                FleetSample(
-                    at_s=self._stats.rl_s,
-                    generated_tokens=sum(engine.num_tokens for engine in self._engines),
-                    kv_use=sum(state.kv_used / state.kv_capacity for state in states) / len(states),
-                )
+            self.sample()
+
+    def sample(self) -> None:
+        """Note what the engines are at now."""
+        states = [engine.status() for engine in self._engines]
+        self.samples.append(
+            FleetSample(
+                at_s=self._stats.rl_s,
+                generated_tokens=sum(engine.num_tokens for engine in self._engines),
+                kv_use=sum(state.kv_used / state.kv_capacity for state in states) / len(states),
             )
+        )
 
     def _hand_out(self) -> None:
         scheduler = self._scheduler
         for index, names in scheduler.book.take_aborts().items():
-            self._tasks.create_task(self._order(self._replicas[index].abort, list(names)))
+            self._order(partial(self._begin, self._replicas[index].abort, list(names)))
         for index, assignments in scheduler.dispatcher.dispatch().items():
-            self._loop.call_later(self._order_s, self._replicas[index].submit, assignments)
+            self._order(partial(self._replicas[index].submit, assignments))
         for index, names in scheduler.moves.take_called_off().items():
-            self._loop.call_later(self._order_s, self._replicas[index].call_off, list(names))
+            self._order(partial(self._replicas[index].call_off, list(names)))
         self._stats.generating(scheduler.views.in_flight > 0)
         if scheduler.dispatcher.has_more:
             self._tick.wake()
 
-    async def _order(self, obey: Callable[[list[str]], Awaitable[None]], names: list[str]) -> None:
-        await asyncio.sleep(self._order_s)
-        await obey(names)
+    def _order(self, obey: Callable[[], object]) -> None:
+        """Have a replica obey once the order has come there."""
+        self._orders.put_nowait((self._loop.time() + self._order_s, obey))
+
+    async def _carry_out(self) -> None:
+        while True:
+            due_s, obey = await self._orders.get()
+            await asyncio.sleep(due_s - self._loop.time())
+            obey()
+
+    def _begin(self, obey: Callable[[list[str]], Coroutine[object, object, None]], names: list[str]) -> None:
+        self._tasks.create_task(obey(names), name="order")
 
 
 def _grown(held: Held, length: int) -> Held:

@@ -4,11 +4,14 @@ Owned by `simulate.run`. Batches come from the production scheduler and are pack
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import StepBatch
+from laminar_py.control.refill import RefillWatch
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.steps import pack_step
 from laminar_py.learner.emulated_times import emulated_step_s
@@ -16,6 +19,8 @@ from laminar_py.packing.balance import attention_share
 from laminar_py.records.metrics import StepMetrics, StepRow, Work
 from laminar_py.simulate.parts import ModelledWeights
 from laminar_py.telemetry.stats import Stats
+
+STALLED_S = 1e5  # of the GPUs, in which no step gets its batch
 
 
 class SimulatedLearner:
@@ -41,6 +46,9 @@ class SimulatedLearner:
             hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
         )
         self.step, self.version = 0, -1
+        self._refill = RefillWatch(
+            max_refill=config.rollout.max_refill, record=lambda event: None, end=self._give_up
+        )
 
     def publish(self) -> None:
         """Have the weights as they are on all hosts after `simulation.publish_s`; the learner goes on."""
@@ -49,14 +57,33 @@ class SimulatedLearner:
         loop = asyncio.get_running_loop()
         loop.call_later(self._config.simulation.publish_s, self._weights.publish, self.version)
 
-    async def run(self) -> None:
-        """Until all steps are done."""
-        scheduler, config = self._scheduler, self._config
-        while self.step < config.steps:
-            batch = await scheduler.next_batch(groups=config.rollout.prompts_per_step, version=self.version)
+    async def run(self, limit_s: float | None) -> None:
+        """Until all steps are done, or so much time of RL has passed. Raises `ConfigError` where no step comes."""
+        consumption = self._scheduler.consumption
+        while self.step < self._config.steps:
+            batch = await self._next_batch(limit_s)
+            if batch is None:
+                return
+            self._refill.see(batch, consumption.refill_stopped(batch, self.step + 1))
             metrics = await self._learn(batch) if batch.trajectories else None
             if batch.groups:
                 await self._commit(batch, metrics)
+
+    async def _next_batch(self, limit_s: float | None) -> StepBatch | None:
+        """The next batch; None once time is up."""
+        stalls_s = STALLED_S / self._emulation.compression
+        left_s = math.inf if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
+        groups = self._config.rollout.prompts_per_step
+        try:
+            async with asyncio.timeout(min(left_s, stalls_s)):
+                return await self._scheduler.next_batch(groups=groups, version=self.version)
+        except TimeoutError:
+            if left_s <= stalls_s:
+                return None
+            raise ConfigError(
+                f"rollout.prompts_per_step={groups}: step {self.step + 1} is not full after {STALLED_S:g} s of the"
+                " GPUs; lower it, or raise rollout.batch_per_replica or rollout.replicas"
+            ) from None
 
     async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
         scheduler = self._scheduler
@@ -76,6 +103,9 @@ class SimulatedLearner:
         if metrics is not None and self._is_due:
             self.publish()
         self._show(row)
+
+    def _give_up(self, fault: str) -> None:
+        raise ConfigError(fault)
 
     @property
     def _is_due(self) -> bool:

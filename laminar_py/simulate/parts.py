@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from laminar_py.records.codec import IntArray
-from laminar_py.records.events import AnyEvent, Issued
+from laminar_py.records.events import AnyEvent
 from laminar_py.records.pieces import ColumnRef, Piece, PieceRef, TokensRef
 from laminar_py.records.protocols import PulledVersion
 from laminar_py.records.replica import Assignment
@@ -16,45 +16,44 @@ NOWHERE = PieceRef("", 0, 0, b"")
 
 
 class NoRecord:
-    """A recorder that keeps nothing, see `control.book.Recorder`; `issued` hears of each new trajectory."""
+    """A recorder that keeps nothing, see `control.book.Recorder`; `see` hears of each event."""
 
-    def __init__(self, issued: Callable[[str], None]) -> None:
-        self._issued = issued
+    def __init__(self, see: Callable[[AnyEvent], None]) -> None:
+        self._see = see
 
     def append(self, event: AnyEvent) -> None:
-        """Tell of an issue, and forget it."""
-        if isinstance(event, Issued):
-            self._issued(event.trajectory_id)
+        """Tell of an event, and keep nothing of it."""
+        self._see(event)
 
     def store_prompt(self, prompt: Prompt) -> None:
-        """Forget it."""
+        """Keep nothing of a prompt."""
 
     def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
-        """Forget them."""
+        """Keep nothing of tokens."""
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
-        """Forget them."""
+        """Keep nothing of columns."""
 
 
 class CountedTokens:
     """A store that knows how many tokens there are, and not which, see `rollout.storing.ResponseStore`."""
 
     def keep(self, piece: Piece) -> TokensRef:
-        """A reference to nothing of that size."""
+        """A reference to as many tokens, which lie nowhere."""
         return TokensRef(piece.start, piece.end, NOWHERE)
 
     def note(self, pieces: Sequence[Piece]) -> None:
-        """Note nothing."""
+        """Keep nothing for salvage: no process dies."""
 
     def forget(self, trajectory_id: str) -> None:
-        """Nothing is known of it."""
+        """Keep on knowing nothing of a trajectory."""
 
     async def read(self, assignment: Assignment) -> IntArray:
         """Placeholders for the tokens that an assignment goes on from."""
         return np.zeros(assignment.length, np.int32)
 
     async def keep_synced(self) -> None:
-        """Until cancelled."""
+        """Sync nothing, until cancelled."""
         await asyncio.Event().wait()
 
 

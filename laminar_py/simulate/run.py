@@ -5,8 +5,8 @@ out depends on the config alone.
 """
 
 import asyncio
-import contextlib
 import gc
+import math
 import random
 from collections.abc import Callable
 
@@ -16,9 +16,11 @@ from laminar_py.config.emulated_profile import EmulationProfile, read_profile
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.closing import Credit, Stages
+from laminar_py.control.deadlines import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import control_settings, packing
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
+from laminar_py.records.events import AnyEvent, Dropped, Issued
 from laminar_py.records.finished import FinishedTrajectory
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.scoring import Score
@@ -31,8 +33,6 @@ from laminar_py.simulate.parts import ModelledWeights, NoRecord
 from laminar_py.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.telemetry.stats import Stats, Totals
 
-LIMIT_S = 1e9  # of virtual time
-HOUSEKEEPING_S = 0.5
 MIN_STEPS = 2
 
 
@@ -45,11 +45,24 @@ def simulate(config: RunConfig, *, show: Callable[[StepRow], None] = lambda row:
     async def lead() -> SimulatedRun:
         return await _Simulation(config, profile, show).lead()
 
+    collects = gc.isenabled()
     gc.disable()  # next to nothing is freed by it, and what lives would be looked at ever again
     try:
-        return virtually(lead(), limit_s=LIMIT_S)
+        done = virtually(lead(), limit_s=math.inf)
+    except ExceptionGroup as group:
+        faults, others = group.split(ConfigError)
+        if faults is None or others is not None:
+            raise
+        raise faults.exceptions[0] from None
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
+    if len(done.rows) < MIN_STEPS:
+        raise ConfigError(
+            f"max_rl_seconds={config.max_rl_seconds}: ends the run after {len(done.rows)} steps, and figures need"
+            f" {MIN_STEPS}; raise it"
+        )
+    return done
 
 
 def check(config: RunConfig) -> None:
@@ -62,6 +75,10 @@ def check(config: RunConfig) -> None:
     if config.eval.sets:
         names = ",".join(config.eval.sets)
         raise ConfigError(f"eval.sets={names}: evaluations are not simulated; leave them out with eval.sets={{}}")
+    if config.rollout.max_seconds is not None:
+        raise ConfigError(
+            f"rollout.max_seconds={config.rollout.max_seconds:g}: a cap on time is not simulated; leave it out"
+        )
     if config.steps < MIN_STEPS:
         raise ConfigError(f"steps={config.steps}: figures need {MIN_STEPS} steps; raise it")
 
@@ -101,7 +118,7 @@ class _Simulation:
         scheduler = TrajectoryScheduler(
             control_settings(self._config, stop_ids=(END,)),
             prompt_at=self._prompt,
-            recorder=NoRecord(issued=self._note_issued),
+            recorder=NoRecord(self._see),
             stages=Stages(submit_score=self._finished),
             credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),
             clock=clock,
@@ -124,9 +141,7 @@ class _Simulation:
             self._stats.rl_phase(True)
             self._scheduler.admit()
             self._fleet.wake()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.max_rl_seconds):
-                    await self._learner.run()
+            await self._learner.run(self._config.max_rl_seconds)
             for task in background:
                 task.cancel()
         return SimulatedRun(self._config, rows=self._rows, samples=self._fleet.samples, ended=self._ended)
@@ -136,14 +151,19 @@ class _Simulation:
     def _prompt(self, index: int) -> Prompt:
         return Prompt(id=f"p{index}", index=index, text="", ids=self._ids)
 
-    def _note_issued(self, trajectory_id: str) -> None:
-        self._issued[trajectory_id] = self._loop.time()
+    def _see(self, event: AnyEvent) -> None:
+        """Know when each training trajectory was issued, until it has ended."""
+        if isinstance(event, Issued):
+            self._issued[event.trajectory_id] = self._loop.time()
+        elif isinstance(event, Dropped):
+            self._issued.pop(event.trajectory_id, None)
 
     def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
         """Score it after a while."""
         self._migration.finished(trajectory)
-        latency_s = self._loop.time() - self._issued.pop(trajectory.id)
-        self._ended.append(EndedResponse(self._stats.rl_s, latency_s))
+        if trajectory.id in self._issued:  # else it was dropped, and goes on for the record alone
+            latency_s = self._loop.time() - self._issued.pop(trajectory.id)
+            self._ended.append(EndedResponse(self._stats.rl_s, latency_s))
         reward = self._config.simulation
         delay_s = reward.reward_median_s * self._random.lognormvariate(0.0, reward.reward_sigma)
         value = float(self._random.random() < reward.solved)
@@ -166,5 +186,6 @@ class _Simulation:
 
     def _stepped(self, row: StepRow) -> None:
         self._rows.append(row)
+        self._fleet.sample()
         self._fleet.wake()
         self._show(row)

@@ -17,7 +17,7 @@ class LoopClock:
     """Time of the event loop that runs, see `records.protocols.Clock`."""
 
     def now(self) -> float:
-        """Seconds since that began, or since the host did where time is real."""
+        """Seconds of the loop's own clock; only differences mean anything."""
         return asyncio.get_running_loop().time()
 
 

@@ -21,7 +21,7 @@ from laminar_py.cluster.placement import Place, Plan
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.tick import Tick
+from laminar_py.control.tick import DISPATCH_S, Tick
 from laminar_py.link.hub import Line
 from laminar_py.link.messages import Abort, CallOff, GiveUp, Stop, Submit
 from laminar_py.records.codec import encode
@@ -39,7 +39,6 @@ from laminar_py.workers.specs import ReplicaSpec
 
 log = logging.getLogger(__name__)
 
-DISPATCH_S = 0.02  # in which reports are answered together; a fifth of what a replica lets its news gather
 START_S = 120.0  # of a replica, its engine apart
 SPEED_S = 600.0  # of its measurement, which also waits for the first weights
 ANSWER_S = 2.0  # for an answer, at least: a busy controller takes reports in with delay

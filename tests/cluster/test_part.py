@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.cluster.errors import PartBugError, PartDiedError, UnwritableError, tell_unexpected
+from laminar_py.cluster import ray_thread
+from laminar_py.cluster.errors import PartBugError, PartDiedError, RunFailedError, UnwritableError, tell_unexpected
 from laminar_py.cluster.part import Part
 from laminar_py.cluster.ray_cluster import open_cluster
-from laminar_py.cluster.ray_thread import soon
+from laminar_py.cluster.ray_thread import made, soon
 from laminar_py.config.section import ConfigError
 from laminar_py.records.protocols import RefusedError, StoreFullError
 from laminar_py.relay.store.version import NoRoomError
@@ -136,6 +137,31 @@ async def test_a_disk_that_is_full_for_a_replicas_tokens_costs_that_replica_and_
     part = Part("replica-3", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     with pytest.raises(PartDiedError, match=r"replica-3: StoreFullError: segments=there: .* make room"):
         await part.call("fill_store")
+
+
+async def test_a_method_that_is_not_there_shows_at_the_next_call(cluster):
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
+    part.send("forgotten")
+    with pytest.raises(PartBugError, match=r"part-0: AttributeError: .*forgotten"):
+        await part.call("answer")
+
+
+async def test_a_part_is_not_blamed_for_what_ray_takes(cluster):
+    busy = threading.Event()
+    part = Part("part-0", Faulty, concurrency=1, timeout_s=5.0)
+    assert await part.call("answer") == 1
+    soon(busy.wait, PATIENCE_S)
+    asyncio.get_running_loop().call_later(6.0, busy.set)
+    assert await part.call("answer") == 1
+
+
+async def test_ray_that_takes_no_calls_ends_the_run_with_one_line(cluster, monkeypatch):
+    monkeypatch.setattr(ray_thread, "PATIENCE_S", 0.1)
+    busy = threading.Event()
+    soon(busy.wait, PATIENCE_S)
+    with pytest.raises(RunFailedError, match=r"Ray has taken no call in 0\.1 s; see its logs, and --resume"):
+        await made(print)
+    busy.set()
 
 
 async def test_nobody_waits_for_ray_and_it_hears_all_in_order(cluster):

@@ -12,12 +12,12 @@ from laminar_py.audit.verify import verify
 from laminar_py.cluster.errors import PartDiedError
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
+from laminar_py.control.refill import MIN_CEILINGS
 from laminar_py.control.settings import packing
 from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.orchestrator.evaluator import Evaluator
-from laminar_py.orchestrator.refill import MIN_CEILINGS
 from laminar_py.orchestrator.trainer import Trainer
 from laminar_py.orchestrator.versions import Versions
 from laminar_py.records.clock import SystemClock

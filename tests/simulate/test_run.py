@@ -6,7 +6,9 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
+from laminar_py.rollout.replica import Replica
 from laminar_py.simulate.run import simulate
+from laminar_py.telemetry.stats import Stats
 
 CONFIG = Path("configs/emulation/repack.yaml")
 SMALL = (
@@ -69,12 +71,38 @@ def test_compressed_time_gives_the_same_figures_but_for_what_the_link_takes(repa
     assert figures.generated_tokens_per_s == pytest.approx(repacked.figures.generated_tokens_per_s, rel=0.1)
 
 
+def test_what_replicas_say_and_hear_comes_in_the_order_in_which_they_say_and_hear_it(monkeypatch):
+    said, heard = {}, {}
+    collect, take = Replica.collect, Stats.on_report
+
+    async def noting(replica, timeout_s):
+        report = await collect(replica, timeout_s)
+        said.setdefault(replica.index, []).append(report)
+        return report
+
+    def noted(stats, report):
+        heard.setdefault(report.replica, []).append(report)
+        take(stats, report)
+
+    monkeypatch.setattr(Replica, "collect", noting)
+    monkeypatch.setattr(Stats, "on_report", noted)
+    run()
+    for replica, reports in heard.items():
+        assert [id(report) for report in reports] == [id(report) for report in said[replica][: len(reports)]]
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         (["emulation=null"], "emulation=null: .* add the section"),
         (["steps=1"], "steps=1: figures need 2 steps; raise it"),
         (["emulation.profile=none.yaml"], "emulation.profile=none.yaml: no such file"),
+        (["rollout.max_seconds=4"], "rollout.max_seconds=4: a cap on time is not simulated; leave it out"),
+        (["max_rl_seconds=1"], "max_rl_seconds=1.0: ends the run after 0 steps, and figures need 2; raise it"),
+        (
+            ["rollout.without_signal=refill", "simulation.solved=1.0"],
+            "times in a row at rollout.max_refill=4: .* there is nothing to learn from",
+        ),
     ],
 )
 def test_bad_input_is_one_line(settings, line):

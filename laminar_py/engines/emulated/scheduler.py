@@ -8,71 +8,16 @@ in the cache. Invariants: no more than `kv_capacity` tokens are in the cache, th
 that makes room, and what happens at a time does not depend on when `advance` is called.
 """
 
-from collections import Counter, deque
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from collections import deque
 
 import numpy as np
 
 from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.engines.emulated.batch import Batch, EmulatedJob
 from laminar_py.engines.emulated.responses import LOGPROB, PlannedResponse
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.engine import Delta, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.trajectory import FinishReason
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Job:
-    """A request in the engine, e.g. a new one: `_Job(request=request, response=response, length=0, sent=0)`."""
-
-    request: GenerateRequest
-    response: PlannedResponse
-    length: int  # response tokens when it last began to wait or to run
-    sent: int  # response tokens that left in deltas
-    since: int = 0  # steps that the engine had made when it began to run
-    stay: int = -1  # number of its admission, -1 while it does not run
-    is_young: bool = False  # True while what is reserved for its growth counts
-    version: int = -1  # of the weights that filled its cache
-
-    @property
-    def context(self) -> int:
-        """Tokens that must be in the cache before it runs."""
-        return len(self.request.prompt_ids) + self.length
-
-    @property
-    def last_step(self) -> int:
-        """Steps that the engine will have made when it ends, if it runs on."""
-        return self.since + self.response.num_tokens - self.length
-
-
-class _Reserve:
-    """Room for the growth of requests that were admitted within the last `steps`, as far as it is not used."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._young: deque[tuple[int, _Job]] = deque()  # with the number of the admission, the oldest first
-        self._since = self._count = 0  # sums over the young that run
-
-    def add(self, job: _Job) -> None:
-        """Reserve for one that has just been admitted."""
-        job.is_young = True
-        self._young.append((job.stay, job))
-        self._since, self._count = self._since + job.since, self._count + 1
-
-    def remove(self, job: _Job) -> None:
-        """Reserve nothing more for it."""
-        if job.is_young:
-            job.is_young = False
-            self._since, self._count = self._since - job.since, self._count - 1
-
-    def tokens(self, num_steps: int) -> int:
-        """Tokens that are reserved after so many steps of the engine."""
-        begun = num_steps - self._steps
-        while self._young and (self._young[0][0] != self._young[0][1].stay or self._young[0][1].since <= begun):
-            stay, job = self._young.popleft()
-            if job.stay == stay:
-                self.remove(job)
-        return self._since - self._count * begun
 
 
 class EmulatedScheduler:
@@ -82,14 +27,10 @@ class EmulatedScheduler:
         self._times = times
         self._max_batch = max_batch
         self._kv_capacity = kv_capacity
-        self._running: dict[str, _Job] = {}  # the oldest admission first
-        self._continued: deque[_Job] = deque()  # have tokens already; before the fresh ones
-        self._fresh: deque[_Job] = deque()
-        self._newcomers: list[_Job] = []  # have not made their first step
-        self._ends: list[tuple[int, int, _Job]] = []  # heap: last step, number of the admission; some have left
-        self._num_admitted = 0
-        self._reserve = _Reserve(times.reserve_tokens)
-        self._cached: Counter[tuple[str, int]] = Counter()  # running jobs by group and version
+        self._running = Batch(reserve=times.reserve_tokens)
+        self._continued: deque[EmulatedJob] = deque()  # have tokens already; before the fresh ones
+        self._fresh: deque[EmulatedJob] = deque()
+        self._newcomers: list[EmulatedJob] = []  # have not made their first step
         self._deltas: list[Delta] = []
         self._logprobs: FloatArray = np.full(max_len, LOGPROB, np.float32)
         self._logprobs.flags.writeable = False  # deltas are views of it
@@ -141,7 +82,7 @@ class EmulatedScheduler:
 
     def lengths(self) -> dict[str, int]:
         """Response tokens of each running request, by its id, as of the last `advance`."""
-        return {rid: self._length(job) for rid, job in self._running.items()}
+        return {job.request.rid: self._length(job) for job in self._running}
 
     def take_deltas(self) -> list[Delta]:
         """Deltas since the last call, in order."""
@@ -150,7 +91,7 @@ class EmulatedScheduler:
 
     def flush(self) -> None:
         """Send what running requests have."""
-        for job in self._running.values():
+        for job in self._running:
             self._send(job)
 
     # ---- from outside; each advances to its own moment
@@ -159,7 +100,7 @@ class EmulatedScheduler:
         """Queue a request; one whose prefix is as long as its response may be has ended."""
         self._touch(now)
         length = len(request.prefix_ids)
-        job = _Job(request=request, response=response, length=length, sent=length)
+        job = EmulatedJob(request=request, response=response, length=length, sent=length)
         if length >= response.num_tokens:
             self._emit(job, length, response.reason)
             return
@@ -185,10 +126,10 @@ class EmulatedScheduler:
             case PauseMode.IN_PLACE:
                 self.flush()
             case PauseMode.RETRACT:
-                for job in reversed(list(self._running.values())):
+                for job in reversed(list(self._running)):
                     self._retract(job)
             case PauseMode.ABORT:
-                for job in list(self._running.values()):
+                for job in list(self._running):
                     self._end(job, FinishReason.ABORT)
                 for job in (*self._continued, *self._fresh):
                     self._emit(job, job.length, FinishReason.ABORT)
@@ -242,14 +183,10 @@ class EmulatedScheduler:
             return 0 if self._touched_s <= self._boundary_s else 1
         if self._newcomers:
             return 1
-        return min(self._next_end - self._num_steps, (self._kv_capacity - self._kv_used) // len(self._running))
-
-    @property
-    def _next_end(self) -> int:
-        """Last step of the running request that ends first."""
-        while self._ends[0][1] != self._ends[0][2].stay:
-            heappop(self._ends)
-        return self._ends[0][0]
+        return min(
+            self._running.next_end - self._num_steps,
+            (self._kv_capacity - self._kv_used) // len(self._running),
+        )
 
     def _duration(self, steps: int) -> float:
         return self._times.steps_s(steps, running=len(self._running), kv_used=self._kv_used)
@@ -266,11 +203,11 @@ class EmulatedScheduler:
             if self._running.get(job.request.rid) is job:
                 self._send(job)
         self._newcomers = [job for job in self._newcomers if job.since == self._num_steps]
-        while self._running and self._next_end == self._num_steps:
-            job = heappop(self._ends)[2]
+        while self._running and self._running.next_end == self._num_steps:
+            job = self._running.next_to_end
             self._end(job, job.response.reason)
         while len(self._running) > 1 and self._kv_used + len(self._running) > self._kv_capacity:
-            self._retract(next(reversed(self._running.values())))
+            self._retract(self._running.youngest)
         self._admit()
 
     def _admit(self) -> None:
@@ -278,18 +215,13 @@ class EmulatedScheduler:
         while self._has_room():
             job = (self._continued or self._fresh).popleft()
             num_tokens += self._prefill_tokens(job)
-            self._num_admitted += 1
-            job.since, job.version, job.stay = self._num_steps, self._version, self._num_admitted
-            self._running[job.request.rid] = job
+            self._running.add(job, step=self._num_steps, version=self._version)
             self._newcomers.append(job)
-            heappush(self._ends, (job.last_step, job.stay, job))
-            self._reserve.add(job)
-            self._cached[job.request.group_id, job.version] += 1
             self._kv_used += job.context
         self._boundary_s += num_tokens / self._times.prefill_tokens_per_s
 
     @property
-    def _head(self) -> _Job | None:
+    def _head(self) -> EmulatedJob | None:
         queue = self._continued or self._fresh
         return queue[0] if queue else None
 
@@ -301,25 +233,26 @@ class EmulatedScheduler:
         if not self._running:
             return True
         growth = max(self._times.reserve_tokens, len(self._running) + 1)
-        reserved = self._reserve.tokens(self._num_steps)
+        reserved = self._running.reserved(self._num_steps)
         return self._kv_used + reserved + job.context + growth <= self._kv_capacity
 
-    def _prefill_tokens(self, job: _Job) -> int:
+    def _prefill_tokens(self, job: EmulatedJob) -> int:
         """Without its prompt, if that is in the cache of a sibling by the present weights."""
-        return job.length if (job.request.group_id, self._version) in self._cached else job.context
+        is_there = self._running.has_prompt(job.request.group_id, self._version)
+        return job.length if is_there else job.context
 
     # ---- what leaves
 
-    def _length(self, job: _Job) -> int:
+    def _length(self, job: EmulatedJob) -> int:
         return job.length + self._num_steps - job.since
 
-    def _send(self, job: _Job, reason: FinishReason | None = None) -> None:
+    def _send(self, job: EmulatedJob, reason: FinishReason | None = None) -> None:
         """The tokens of a running request that have not left yet."""
         length = self._length(job)
         if length > job.sent or reason is not None:
             self._emit(job, length, reason)
 
-    def _emit(self, job: _Job, length: int, reason: FinishReason | None) -> None:
+    def _emit(self, job: EmulatedJob, length: int, reason: FinishReason | None) -> None:
         ids = job.response.ids(job.sent, length)
         old_kv = job.version if job.sent < length and job.version < self._version else None
         job.sent = length
@@ -334,11 +267,11 @@ class EmulatedScheduler:
             )
         )
 
-    def _end(self, job: _Job, reason: FinishReason) -> None:
+    def _end(self, job: EmulatedJob, reason: FinishReason) -> None:
         self._send(job, reason)
         self._leave(job)
 
-    def _retract(self, job: _Job) -> None:
+    def _retract(self, job: EmulatedJob) -> None:
         """Back to the front of the queue with its tokens; its cache is filled again later."""
         self._send(job)
         length = self._length(job)
@@ -346,11 +279,6 @@ class EmulatedScheduler:
         job.length = length
         self._continued.appendleft(job)
 
-    def _leave(self, job: _Job) -> None:
-        del self._running[job.request.rid]
-        self._reserve.remove(job)
-        job.stay, prompt = -1, (job.request.group_id, job.version)
-        self._cached[prompt] -= 1
-        if not self._cached[prompt]:
-            del self._cached[prompt]
+    def _leave(self, job: EmulatedJob) -> None:
+        self._running.remove(job)
         self._kv_used -= len(job.request.prompt_ids) + self._length(job)

@@ -1,0 +1,120 @@
+"""The requests that an emulated engine runs. Owned by `scheduler`, which asks at every event, so that nothing here
+looks at all of them.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from laminar_py.engines.emulated.responses import PlannedResponse
+from laminar_py.records.engine import GenerateRequest
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EmulatedJob:
+    """A request in the engine; a new one has `length=0, sent=0`."""
+
+    request: GenerateRequest
+    response: PlannedResponse
+    length: int  # response tokens when it last began to wait or to run
+    sent: int  # response tokens that left in deltas
+    since: int = 0  # steps that the engine had made when it began to run
+    stay: int = -1  # number of its admission, -1 while it does not run
+    is_young: bool = False  # True while what is reserved for its growth counts
+    version: int = -1  # of the weights that filled its cache
+
+    @property
+    def context(self) -> int:
+        """Tokens that must be in the cache before it runs."""
+        return len(self.request.prompt_ids) + self.length
+
+    @property
+    def last_step(self) -> int:
+        """Steps that the engine will have made when it ends, if it runs on."""
+        return self.since + self.response.num_tokens - self.length
+
+
+class Batch:
+    """Requests that run, e.g. `Batch(reserve=600)`: that many tokens are kept free for the growth of each new one.
+
+    Entries of requests that have left stay in heap and queue until they come to the front, where the number of
+    their admission tells them.
+    """
+
+    def __init__(self, *, reserve: int) -> None:
+        self._steps = reserve
+        self._jobs: dict[str, EmulatedJob] = {}  # the oldest admission first
+        self._ends: list[tuple[int, int, EmulatedJob]] = []  # heap: last step, number of the admission
+        self._young: deque[tuple[int, EmulatedJob]] = deque()  # admitted within `reserve` steps, oldest first
+        self._young_since = self._num_young = 0  # sum of their first steps, and number, of those that run
+        self._prompts: Counter[tuple[str, int]] = Counter()  # requests by group and version
+        self._num_admitted = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[EmulatedJob]:
+        return iter(self._jobs.values())
+
+    def get(self, rid: str) -> EmulatedJob | None:
+        """The request of that id, if it runs."""
+        return self._jobs.get(rid)
+
+    @property
+    def youngest(self) -> EmulatedJob:
+        """The request that was admitted last."""
+        return next(reversed(self._jobs.values()))
+
+    def add(self, job: EmulatedJob, *, step: int, version: int) -> None:
+        """Admit a request after so many steps of the engine, under its present weights."""
+        self._num_admitted += 1
+        job.since, job.version, job.stay, job.is_young = step, version, self._num_admitted, True
+        self._jobs[job.request.rid] = job
+        heappush(self._ends, (job.last_step, job.stay, job))
+        self._young.append((job.stay, job))
+        self._young_since, self._num_young = self._young_since + step, self._num_young + 1
+        self._prompts[job.request.group_id, version] += 1
+
+    def remove(self, job: EmulatedJob) -> None:
+        """Take out a request."""
+        del self._jobs[job.request.rid]
+        self._release(job)
+        job.stay, prompt = -1, (job.request.group_id, job.version)
+        self._prompts[prompt] -= 1
+        if not self._prompts[prompt]:
+            del self._prompts[prompt]
+        if not self._jobs:
+            self._ends.clear()
+            self._young.clear()
+
+    @property
+    def next_end(self) -> int:
+        """Last step of the request that ends first; there is one."""
+        while self._ends[0][1] != self._ends[0][2].stay:
+            heappop(self._ends)
+        return self._ends[0][0]
+
+    @property
+    def next_to_end(self) -> EmulatedJob:
+        """The request that ends first, of several the oldest admission."""
+        assert self.next_end >= 0, "looks past those that have left"
+        return self._ends[0][2]
+
+    def reserved(self, step: int) -> int:
+        """Tokens that are kept free for growth after so many steps of the engine, as far as they are not used."""
+        begun = step - self._steps
+        while self._young and (self._young[0][0] != self._young[0][1].stay or self._young[0][1].since <= begun):
+            stay, job = self._young.popleft()
+            if job.stay == stay:
+                self._release(job)
+        return self._young_since - self._num_young * begun
+
+    def has_prompt(self, group_id: str, version: int) -> bool:
+        """True where a member of the group has its prompt in the cache by those weights."""
+        return (group_id, version) in self._prompts
+
+    def _release(self, job: EmulatedJob) -> None:
+        if job.is_young:
+            job.is_young = False
+            self._young_since, self._num_young = self._young_since - job.since, self._num_young - 1
