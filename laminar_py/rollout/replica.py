@@ -296,9 +296,9 @@ class Replica:
 
     def _may_swap(self) -> bool:
         """True unless it drains, stops, or evaluates, for which it keeps its version."""
-        evaluating = any(running.assignment.kind is Kind.EVAL for running in self._running.values())
-        keeps = evaluating or self._expected_passes
-        return self._policy is not OnNewWeights.DRAIN and self._admission.trains and not keeps
+        if self._policy is OnNewWeights.DRAIN or not self._admission.trains or self._expected_passes:
+            return False
+        return all(running.assignment.kind is not Kind.EVAL for running in self._running.values())
 
     # ---- the loss of the engine
 

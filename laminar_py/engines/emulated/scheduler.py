@@ -48,26 +48,22 @@ class EmulatedScheduler:
     @property
     def next_event_s(self) -> float | None:
         """Emulated time of the next event; None while there is none to come."""
-        if self._held:
-            return None
-        if not self._running:
-            return self._boundary_s if self._head else None
-        return self._boundary_s + self._duration(self._steps_to_event())
+        event = self._next_event()
+        return None if event is None else event[0]
 
     def advance(self, now: float) -> None:
         """Let everything happen up to `now`; an earlier `now` than before changes nothing."""
-        while (due := self.next_event_s) is not None and due <= now:
-            if self._running:
-                self._step(self._steps_to_event())
+        while (event := self._next_event()) is not None and event[0] <= now:
+            self._step(event[1])
             self._settle()
         if self._held:
             return
-        if not self._running:
+        if event is None or not self._running:
             self._boundary_s = max(self._boundary_s, now)
         elif now > self._boundary_s:
             past = now - self._boundary_s
             done = self._times.steps_within(past, running=len(self._running), kv_used=self._kv_used)
-            self._step(min(done, self._steps_to_event() - 1))  # the event itself is ahead
+            self._step(min(done, event[1] - 1))  # the event itself is ahead
 
     def status(self) -> EngineStatus:
         """State as of the last `advance`."""
@@ -187,6 +183,15 @@ class EmulatedScheduler:
             self._running.next_end - self._num_steps,
             (self._kv_capacity - self._kv_used) // len(self._running),
         )
+
+    def _next_event(self) -> tuple[float, int] | None:
+        """Time of the next event, and the steps until then; None while there is none to come."""
+        if self._held:
+            return None
+        if not self._running:
+            return (self._boundary_s, 0) if self._head else None
+        steps = self._steps_to_event()
+        return self._boundary_s + self._duration(steps), steps
 
     def _duration(self, steps: int) -> float:
         return self._times.steps_s(steps, running=len(self._running), kv_used=self._kv_used)

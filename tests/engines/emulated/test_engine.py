@@ -161,11 +161,15 @@ def test_a_request_during_a_load_runs_under_the_new_version(folders):
     kv_used=st.integers(0, 120_000),
     steps=st.integers(0, 400),
     kv_token_s=st.sampled_from([0.0, 8e-8, 1e-3]),
+    sequence_s=st.sampled_from([0.0, 8e-6]),
 )
 @settings(deadline=None)
-def test_the_formula_is_the_sum_of_its_steps_and_its_inverse_agrees(running, kv_used, steps, kv_token_s):
-    times = TIMES.model_copy(update={"kv_token_s": kv_token_s})
-    each = [times.step_s + kv_token_s * (kv_used + running * step) for step in range(steps + 1)]
+def test_the_formula_is_the_sum_of_its_steps_and_its_inverse_agrees(
+    running, kv_used, steps, kv_token_s, sequence_s
+):
+    times = TIMES.model_copy(update={"kv_token_s": kv_token_s, "sequence_s": sequence_s})
+    first_s = times.step_s + sequence_s * running
+    each = [first_s + kv_token_s * (kv_used + running * step) for step in range(steps + 1)]
     total = times.steps_s(steps, running=running, kv_used=kv_used)
     assert total == pytest.approx(math.fsum(each[:steps]), rel=1e-9)
     assert times.steps_within(total, running=running, kv_used=kv_used) == steps
@@ -406,6 +410,25 @@ def test_a_bad_profile_is_refused_in_one_line(text, line, tmp_path):
     with pytest.raises(ConfigError, match=rf"^emulation\.profile={path}: .*{line}") as caught_error:
         read_profile(path)
     assert "\n" not in str(caught_error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "batch", "tokens_per_s"),
+    [
+        ("7b_tp1", 1, 64, 5_654),
+        ("32b_tp2", 2, 64, 1_231),
+        ("32b_tp4", 4, 64, 1_079),
+        ("32b_tp4", 4, 128, 1_500),
+        ("72b_tp4", 4, 64, 633),
+        ("72b_tp8", 8, 64, 525),
+        ("72b_tp8", 8, 256, 1_039),
+    ],
+)
+def test_profiles_of_published_tables_decode_at_their_speed(name, gpus, batch, tokens_per_s):
+    """Tokens/s of a GPU at contexts of 4,096 tokens, from the tables that the profiles were fitted to."""
+    times = read_profile(Path(f"configs/emulation/h100_{name}.yaml")).engine
+    step_s = times.steps_s(1, running=batch, kv_used=4096 * batch)
+    assert batch / step_s / gpus == pytest.approx(tokens_per_s, rel=0.05)
 
 
 def test_a_missing_profile_is_named():
