@@ -63,6 +63,7 @@ SETTINGS = (
     f"rollout.sampling.max_new_tokens={max(TOKENS)}",
     "rollout.partial_interval_s=0.1",
     "learner.checkpoint_every=100",
+    "repack.planner=none",  # what moved to the node that is lost has its beginning on the other
 )
 
 
