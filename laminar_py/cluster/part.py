@@ -89,13 +89,14 @@ class Part:
         tell(self._send, method, *arguments)
 
     def _send(self, method: str, *arguments: object) -> None:
-        with contextlib.suppress(RayError):  # its creation failed, which the next `call` tells
-            try:
-                future = self._ask_for(method, *arguments).future()
-            except Exception as error:
-                self._bug = PartBugError(f"{self.name}: {type(error).__name__}: {error}")
-                raise
-            future.add_done_callback(lambda done: self._note_failure(method, done.exception()))
+        try:
+            future = self._ask_for(method, *arguments).future()
+        except RayError:
+            return  # its creation failed, which the next `call` tells
+        except Exception as error:
+            self._bug = PartBugError(f"{self.name}: {type(error).__name__}: {error}")
+            raise
+        future.add_done_callback(lambda done: self._note_failure(method, done.exception()))
 
     def _ask_for(self, method: str, *arguments: object) -> "ray.ObjectRef":
         return getattr(self._actor.result(), method).remote(*arguments)

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from laminar_py.cluster import WORKERS_READ, use_token_of_cluster
 from laminar_py.cluster.errors import RunFailedError
 from laminar_py.cluster.placement import Node
-from laminar_py.cluster.ray_thread import drain, soon, tell
+from laminar_py.cluster.ray_thread import drain, made, soon, tell
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import encode
 
@@ -152,9 +152,9 @@ def nodes(*, taken: bool = False) -> list[Node]:
     return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
 
 
-def all_placed() -> bool:
+async def all_placed() -> bool:
     """True once every process that this one started, or is about to, has what it asked for, or has died."""
-    return soon(_all_placed).result()
+    return await made(_all_placed)
 
 
 def _all_placed() -> bool:

@@ -18,10 +18,11 @@ from laminar_py.cluster.errors import RunFailedError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PATIENCE_S = 300.0  # for Ray to take a call, which takes it a millisecond
+PATIENCE_S = 300.0  # for Ray to take a call, which takes it 0.3 ms
 
 # bounded by what the run asks for: some calls for each of its processes
 _asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+_beginning = threading.Lock()
 
 
 def soon(call: Callable[..., T], *arguments: object) -> Future[T]:
@@ -40,22 +41,31 @@ def tell(call: Callable[..., object], *arguments: object) -> None:
 async def made(call: Callable[..., T], *arguments: object) -> T:
     """The result of a call, made soon. Raises RunFailedError where Ray takes no calls any more."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S) as limit:
             return await asyncio.wrap_future(soon(call, *arguments))
     except TimeoutError:
+        if not limit.expired():
+            raise  # the call's own
         raise RunFailedError(f"Ray has taken no call in {PATIENCE_S:g} s; see its logs, and --resume") from None
 
 
 def drain() -> None:
-    """Wait until all calls that were asked for are made: one that is made after Ray's end would start it again."""
+    """Wait until all calls are made, or forget them: one that is made after Ray's end would start it again."""
     try:
         soon(lambda: None).result(PATIENCE_S)
     except TimeoutError:
         log.error("Ray has taken no call in %g s; it is ended all the same", PATIENCE_S)
+        while not _asked.empty():
+            _asked.get()[0].cancel()
+
+
+def _begin() -> None:
+    with _beginning:
+        _start_thread()
 
 
 @functools.cache
-def _begin() -> None:
+def _start_thread() -> None:
     threading.Thread(target=_make_calls, name="ray", daemon=True).start()
 
 

@@ -2,7 +2,7 @@
 
 Each is a `rollout.replica.Replica` on an emulated engine, in this process and on its virtual clock; what it says
 and hears takes the time of the link. Invariant: reports and orders come in the order in which they were sent, also
-those of one moment, of which the event loop's timers keep no order.
+those of one moment, of which the event loop's timers keep no order; surveys and promises go beside them.
 """
 
 import asyncio

@@ -74,6 +74,8 @@ class SimulatedLearner:
         stalls_s = STALLED_S / self._emulation.compression
         left_s = math.inf if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
         groups = self._config.rollout.prompts_per_step
+        if left_s <= 0.0:
+            return None  # a batch that is there already would be taken without a wait
         try:
             async with asyncio.timeout(min(left_s, stalls_s)):
                 return await self._scheduler.next_batch(groups=groups, version=self.version)

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -45,12 +45,12 @@ class OwnCpu:
         return used_s / (elapsed_s * num_cores)
 
 
-async def note_placed(path: Path, *, all_placed: Callable[[], bool]) -> None:
+async def note_placed(path: Path, *, all_placed: Callable[[], Awaitable[bool]]) -> None:
     """Write a file once every process has its GPUs; `laminar launch` then starts the next run beside this one."""
     placed = False
     while not placed:
         await asyncio.sleep(EVERY_S)
-        placed = await asyncio.to_thread(all_placed)
+        placed = await all_placed()
     await asyncio.to_thread(path.write_text, f"{time.time()}\n")
 
 

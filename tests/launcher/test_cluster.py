@@ -117,7 +117,7 @@ async def test_processes_are_placed_once_all_have_their_gpus(tmp_path):
             await note_placed(tmp_path / "first", all_placed=all_placed)
             waiting = ray.remote(num_gpus=1)(Idle).remote()
             await asyncio.to_thread(wait_for_actors, 2)
-            assert not all_placed()
+            assert not await all_placed()
             ray.kill(holder)
             await note_placed(tmp_path / "second", all_placed=all_placed)
             del waiting

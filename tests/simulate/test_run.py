@@ -11,6 +11,7 @@ from laminar_py.simulate.run import simulate
 from laminar_py.telemetry.stats import Stats
 
 CONFIG = Path("configs/emulation/repack.yaml")
+PROFILE = Path("configs/emulation/h100_7b.yaml")
 SMALL = (
     "steps=6",
     "rollout.replicas=4",
@@ -65,13 +66,21 @@ def test_a_bound_on_staleness_holds():
     assert max(row.staleness_max for row in bounded.rows) == 1
 
 
+def test_time_is_up_also_where_the_next_batch_is_there_already(tmp_path):
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(PROFILE.read_text().replace("train_tokens_per_s: 8675", "train_tokens_per_s: 200"))
+    late = run(f"emulation.profile={slow}", "emulation.learner_devices=1", "steps=40", "max_rl_seconds=400")
+    assert 2 <= len(late.rows) < 40
+    assert late.rows[-2].rl_s < 400, "the step in hand is the last"
+
+
 def test_compressed_time_gives_the_same_figures_but_for_what_the_link_takes(repacked):
     settings = [f"repack.interval_s={0.25 * 20}", f"repack.max_stall_s={0.035 * 20}", "emulation.compression=1"]
     figures = run(*settings).figures
     assert figures.generated_tokens_per_s == pytest.approx(repacked.figures.generated_tokens_per_s, rel=0.1)
 
 
-def test_what_replicas_say_and_hear_comes_in_the_order_in_which_they_say_and_hear_it(monkeypatch):
+def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
     said, heard = {}, {}
     collect, take = Replica.collect, Stats.on_report
 
