@@ -56,7 +56,7 @@ class SimulatedFleet:
         self._engines: list[EmulatedEngine] = []
         self.samples: list[FleetSample] = []
         self._responses = responses(config, config.emulation)
-        # on their way, until the moment beside each; at most one report of a replica, and the orders of `hop_s`
+        # on their way, until the moment beside each; what was said in `hop_s`, and ordered in `order_s`
         self._reports: asyncio.Queue[tuple[float, ReplicaReport]] = asyncio.Queue()
         self._orders: asyncio.Queue[tuple[float, Callable[[], object]]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -139,7 +139,6 @@ class SimulatedFleet:
             batch=rollout.batch_per_replica,
             max_batch=rollout.max_batch,
             partial_interval_s=NEVER_S,
-            max_seconds=rollout.max_seconds,
         )
 
     async def _report(self, replica: Replica) -> None:

@@ -53,7 +53,10 @@ def simulate(config: RunConfig, *, show: Callable[[StepRow], None] = lambda row:
         faults, others = group.split(ConfigError)
         if faults is None or others is not None:
             raise
-        raise faults.exceptions[0] from None
+        fault: Exception = faults
+        while isinstance(fault, ExceptionGroup):
+            fault = fault.exceptions[0]
+        raise fault from None
     finally:
         if collects:
             gc.enable()

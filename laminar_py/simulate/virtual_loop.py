@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 DAY_S = 86_400.0
-
-
 LOOK_EVERY = 256  # times that the loop asks, between looks at sockets, of which a simulation has none
 
 
