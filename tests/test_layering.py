@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "laminar_py"
 RULES = {  # room: the rooms that it may import
     "records": "",
     "config": "records",
+    "hardware": "config",
     "segments": "records",
     "data": "config records",
     "sandbox": "config",
@@ -25,7 +26,7 @@ RULES = {  # room: the rooms that it may import
     "learner": "config packing records",
     "telemetry": "config ledger records",
     "cluster": "config records relay",
-    "preflight": "cluster config data engines ledger records relay reward sandbox segments telemetry",
+    "preflight": "cluster config data engines hardware ledger records relay reward sandbox segments telemetry",
     "workers": "cluster config control data engines learner ledger link packing preflight records relay repack"
     " reward rollout sandbox segments telemetry",
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"

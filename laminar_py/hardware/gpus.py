@@ -1,0 +1,76 @@
+"""Catalog of the kinds of GPU that a fleet which is not here may be made of. Pure data; figures of their makers.
+
+Used by `laminar doctor --pretend` and by whoever computes times of GPUs that are not at hand. Figures are peaks as
+they are published: dense, without what a model or a network reaches of them.
+"""
+
+from dataclasses import dataclass
+
+from laminar_py.config.section import ConfigError
+
+_DATASHEET = "NVIDIA datasheet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A kind of GPU, e.g. `gpu_named("H100").memory_bytes == 80e9`."""
+
+    name: str
+    memory_bytes: float
+    bf16_flops: float  # a second, dense
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float  # NVLink to the other GPUs of its node, each direction
+    source: str
+
+
+GPUS = (
+    Gpu(
+        name="A100",
+        memory_bytes=80e9,
+        bf16_flops=312e12,
+        hbm_bytes_per_s=2.04e12,
+        link_bytes_per_s=300e9,
+        source=f"{_DATASHEET} A100 80GB SXM",
+    ),
+    Gpu(
+        name="H100",
+        memory_bytes=80e9,
+        bf16_flops=989e12,
+        hbm_bytes_per_s=3.35e12,
+        link_bytes_per_s=450e9,
+        source=f"{_DATASHEET} H100 SXM; FLOP/s are half of those with sparsity",
+    ),
+    Gpu(
+        name="H800",
+        memory_bytes=80e9,
+        bf16_flops=989e12,
+        hbm_bytes_per_s=3.35e12,
+        link_bytes_per_s=200e9,
+        source="as H100 SXM, with NVLink of 400 GB/s in both directions together",
+    ),
+    Gpu(
+        name="H200",
+        memory_bytes=141e9,
+        bf16_flops=989e12,
+        hbm_bytes_per_s=4.8e12,
+        link_bytes_per_s=450e9,
+        source=f"{_DATASHEET} H200 SXM; FLOP/s are half of those with sparsity",
+    ),
+    Gpu(
+        name="B200",
+        memory_bytes=180e9,
+        bf16_flops=2250e12,
+        hbm_bytes_per_s=8.0e12,
+        link_bytes_per_s=900e9,
+        source=f"{_DATASHEET} DGX B200, an eighth of it; FLOP/s are half of those with sparsity",
+    ),
+)
+
+
+def gpu_named(name: str) -> Gpu:
+    """The kind of GPU of that name, in any case. Raises `ConfigError` that names those of the catalog."""
+    for gpu in GPUS:
+        if gpu.name == name.upper():
+            return gpu
+    known = ", ".join(gpu.name for gpu in GPUS)
+    raise ConfigError(f"gpu={name}: unknown; choose {known}")
