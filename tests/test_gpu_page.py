@@ -16,8 +16,9 @@ from laminar_py.cli.main import app
 from laminar_py.config.loading import _settings, load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.sglang.attach import MIN_VERSION
-from laminar_py.preflight.memory import memory_faults, token_bytes
-from laminar_py.preflight.model_shape import read_shape
+from laminar_py.hardware.times import kv_token_bytes
+from laminar_py.preflight.memory import memory_faults
+from laminar_py.hardware.model_shape import read_shape
 from tests.experiments.test_recipes import QWEN_7B, QWEN_32B, QWEN_MIXTURE
 from tests.runs.runs import REPO
 
@@ -98,7 +99,7 @@ def test_what_a_model_needs_is_what_the_formula_says(model, version, ranks, adap
         assert enough == 1 or faults(tmp_path, f"learner.world_size={enough - 1}", *settings)
     for gpus, tokens in re.findall(r"(\d+): ([\d,]+)", engines):
         left = 0.85 * 80e9 - 2 * shape.total / int(gpus)
-        room = left / token_bytes(shape, int(gpus), width=2)
+        room = left / kv_token_bytes(shape, int(gpus), width=2)
         assert int(tokens.replace(",", "")) == room // 1000 * 1000
 
 

@@ -15,7 +15,8 @@ from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.model_sizes import served_dtype
-from laminar_py.preflight.model_shape import ModelShape, read_shape
+from laminar_py.hardware.model_shape import ModelShape, read_shape
+from laminar_py.hardware.times import kv_token_bytes
 from laminar_py.records.codec import encode
 
 GPU_BYTES = 80e9  # of a GPU of which nobody has told more
@@ -81,13 +82,17 @@ def smallest_gpu() -> bytes:
 def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape | None = None) -> Parts:
     """Bytes of a learner's GPU at its peak, without what CUDA takes; `reference` is a model beside the policy."""
     learner = config.learner
-    states = state_parts(shape, learner)
     beside: Parts = {}
     if reference is not None:  # its embeddings stay gathered after its pass
         held = 0.0 if learner.offload else 4.0 * reference.total / learner.world_size
         beside = {"reference model": held + 2.0 * reference.root}
-    peaks = _peaks(shape, learner, tokens=config.packer.max_tokens)
-    return states | beside | max(peaks, key=lambda parts: sum(parts.values()))
+    return learner_memory(shape, learner, tokens=config.packer.max_tokens) | beside
+
+
+def learner_memory(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Parts:
+    """Bytes of a learner's GPU at its peak, with microbatches of so many tokens and no model beside the policy."""
+    peaks = _peaks(shape, learner, tokens=tokens)
+    return state_parts(shape, learner) | max(peaks, key=lambda parts: sum(parts.values()))
 
 
 def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
@@ -204,18 +209,27 @@ def _needs(column: GpuMemory, gpu_bytes: float) -> str:
 def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> Parts:
     """Bytes of an engine's GPU. Without `rollout.kv_capacity` the cache fills what the weights leave."""
     engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
-    weights = width * shape.total / engine.gpus
-    cache = token_bytes(shape, engine.gpus, width=width) * rollout.kv_tokens
-    if rollout.kv_capacity is None:
-        cache = max(0.0, engine.static_share * gpu_bytes - weights)
-    rest = (1 - engine.static_share) * gpu_bytes
+    fills = rollout.kv_capacity is None
+    return engine_memory(
+        shape,
+        gpus=engine.gpus,
+        kv_tokens=None if fills else rollout.kv_tokens,
+        static_bytes=engine.static_share * gpu_bytes,
+        gpu_bytes=gpu_bytes,
+        width=width,
+    )
+
+
+def engine_memory(
+    shape: ModelShape, *, gpus: int, kv_tokens: int | None, static_bytes: float, gpu_bytes: float, width: float = 2.0
+) -> Parts:
+    """Bytes of each of an engine's GPUs; a cache of None fills what the weights leave of `static_bytes`."""
+    weights = width * shape.total / gpus
+    cache = max(0.0, static_bytes - weights)
+    if kv_tokens is not None:
+        cache = kv_token_bytes(shape, gpus, width=width) * kv_tokens
+    rest = gpu_bytes - static_bytes
     return {"engine's weights": weights, "KV cache": cache, "engine's activations, CUDA graphs": rest}
-
-
-def token_bytes(shape: ModelShape, gpus: int, *, width: float) -> float:
-    """Bytes of a token's keys and values on each of an engine's GPUs, which have a head at least."""
-    heads = max(1.0, shape.num_key_heads / gpus)
-    return 2 * width * shape.num_hidden_layers * heads * shape.key_width / shape.num_key_heads
 
 
 def _width(config: RunConfig) -> float:
@@ -233,7 +247,7 @@ def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str
     def room(gpus: int) -> int:
         """Tokens of KV cache beside the weights."""
         left = static - width * shape.total / gpus
-        return max(0, int(left / token_bytes(shape, gpus, width=width)))
+        return max(0, int(left / kv_token_bytes(shape, gpus, width=width)))
 
     here, too_large = room(engine.gpus), column.total > gpu_bytes
     if here >= rollout.max_len:

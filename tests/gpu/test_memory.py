@@ -16,7 +16,7 @@ from laminar_py.config.model import ModelConfig
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.step import Learner
 from laminar_py.preflight.memory import learner_parts
-from laminar_py.preflight.model_shape import read_shape
+from laminar_py.hardware.model_shape import read_shape
 from tests.learner.builders import Sample, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

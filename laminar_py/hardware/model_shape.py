@@ -1,4 +1,6 @@
-"""Parameters of a decoder by part, from its `config.json`, without torch. Called by `memory`.
+"""Parameters of a decoder by part, from its `config.json`, without torch.
+
+Called by the formulas of memory and of times.
 
 Invariant: for the Llama, Qwen2, Qwen3 and Mixtral families, mixtures among them, the counts are those of the model
 that transformers builds; for others they are near it where they have the same projections.
@@ -113,6 +115,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def total(self) -> int:
         """Parameters."""
         return self.root + self.num_hidden_layers * self.layer
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with: of a mixture the chosen experts, and no input embedding."""
+        idle = self._mlp - 3 * self.hidden_size * self.used_width if self.experts else 0
+        return self.embedding + self.num_hidden_layers * (self.layer - idle)
 
     def adapters(self, lora: LoraConfig) -> int:
         """Parameters of low-rank adapters on this model."""

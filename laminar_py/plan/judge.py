@@ -1,0 +1,123 @@
+"""Judgement of a placement by simulation: the production policies on a fleet that is shrunk in proportion.
+
+Called by `plan.planner`. What shrinks are replicas, learner GPUs and the groups of a step, together; what a replica
+does stays as it is. Invariant: the learner's speed for a replica's tokens is exact, also where its GPUs do not divide.
+"""
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from laminar_py.config.loading import parse_config
+from laminar_py.config.run import RunConfig
+from laminar_py.config.staleness import Schedule
+from laminar_py.plan.placements import Placement
+from laminar_py.plan.request import PlanRequest
+from laminar_py.plan.stages import estimate, profile_of, publish_s
+from laminar_py.simulate.figures import SimulatedFigures
+from laminar_py.simulate.run import simulate
+
+REPLICAS = 8  # of a shrunk fleet
+MOST_TRAJECTORIES = 6000  # that a simulation ends
+LEAST_STEPS, MOST_STEPS = 6, 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Figures of a placement, of the whole fleet."""
+
+    figures: SimulatedFigures  # of the shrunk one
+    tokens_per_s: float  # response tokens that are trained on
+    step_s: float
+    replicas: int  # of the shrunk fleet
+
+
+def judge(request: PlanRequest, placement: Placement, *, replicas: int = REPLICAS, seed: int = 0) -> Judgement:
+    """Simulate some steps of the placement on so many of its replicas. Raises `ConfigError`."""
+    with tempfile.TemporaryDirectory(prefix="laminar-plan-") as folder:
+        config = shrunk_config(request, placement, folder=Path(folder), replicas=replicas, seed=seed)
+        figures = simulate(config).figures
+    ratio = request.trajectories_per_step / config.trajectories_per_step
+    step_s = figures.step_s
+    return Judgement(
+        figures=figures,
+        tokens_per_s=figures.trained_tokens_per_s * ratio,
+        step_s=step_s,
+        replicas=config.rollout.replicas,
+    )
+
+
+def shrunk_config(
+    request: PlanRequest, placement: Placement, *, folder: Path, replicas: int, seed: int
+) -> RunConfig:
+    """Config of the shrunk fleet, whose profile is written into `folder`."""
+    wanted = min(1.0, replicas / placement.replicas)
+    groups = max(1, round(wanted * request.prompts_per_step))
+    ratio = groups / request.prompts_per_step  # that the groups, which come whole, allow
+    shrunk = max(1, round(ratio * placement.replicas))
+    devices = max(1, round(ratio * placement.learner_gpus))
+    rates, learner = profile_of(request, placement)
+    learner = learner.model_copy(
+        update={"train_tokens_per_s": learner.train_tokens_per_s * ratio * placement.learner_gpus / devices}
+    )
+    profile = folder / "profile.yaml"
+    profile.write_text(yaml.safe_dump({"engine": rates.times.model_dump(), "learner": learner.model_dump()}))
+    lengths, live = request.lengths, _live_steps(request, placement)
+    per_step = groups * request.group_size
+    return parse_config(
+        {
+            "name": "plan",
+            "seed": seed,
+            "steps": _steps(live, per_step),
+            "schedule": str(placement.schedule),
+            "emulation": {
+                "profile": str(profile),
+                "start_spread_s": estimate(request, placement).step_s if placement.schedule is Schedule.ASYNC else 0,
+                "learner_devices": devices,
+                "median_tokens": max(1, round(lengths.median)),
+                "sigma": lengths.sigma,
+            },
+            "simulation": {
+                "prompt_tokens": lengths.prompt,
+                "reward_median_s": request.reward_s,
+                "publish_s": publish_s(request),
+            },
+            "model": {"path": "model", "from_scratch": True},
+            "data": {"train": "train.jsonl"},
+            "reward": {"use": ["math"]},
+            "rollout": {
+                "replicas": shrunk,
+                "max_batch": placement.max_batch,
+                "max_len": lengths.most,
+                "kv_capacity": placement.kv_tokens,
+                "batch_per_replica": placement.batch_per_replica,
+                "prompts_per_step": groups,
+                "group_size": request.group_size,
+                "without_signal": "train",
+                "sampling": {"max_new_tokens": lengths.cap},
+            },
+            "staleness": {"max_staleness": _bound(request, placement)},
+            "packer": {"max_tokens": placement.pack_tokens},
+        }
+    )
+
+
+def _bound(request: PlanRequest, placement: Placement) -> int | None:
+    return request.max_staleness if placement.schedule is Schedule.ASYNC else None
+
+
+def _live_steps(request: PlanRequest, placement: Placement) -> float:
+    """Learner steps' worth of trajectories that the fleet has in flight."""
+    if placement.schedule is not Schedule.ASYNC:
+        return 1.0
+    admitted = placement.replicas * placement.batch_per_replica / request.trajectories_per_step
+    return admitted if request.max_staleness is None else min(admitted, request.max_staleness + 1.0)
+
+
+def _steps(live: float, per_step: int) -> int:
+    """Steps of a simulation: until the fleet is under way, and as many again, as far as time allows."""
+    wanted = LEAST_STEPS + math.ceil(4 * live)
+    return max(LEAST_STEPS, min(wanted, MOST_STEPS, MOST_TRAJECTORIES // per_step))

@@ -1,0 +1,165 @@
+"""Placements of a run on a fleet: every one that its GPUs' memory holds. Pure.
+
+Called by `plan.planner`. A placement says which GPUs train, which generate, and how much each takes on at a time.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from laminar_py.config.learner import LearnerConfig, Recompute
+from laminar_py.config.section import ConfigError
+from laminar_py.config.staleness import Schedule
+from laminar_py.hardware.times import kv_tokens
+from laminar_py.plan.request import GpuFleet, Lengths, PlanRequest
+from laminar_py.preflight.memory import SPARE_SHARE, Parts, learner_memory
+
+STATIC_SHARE = 0.85  # of an engine's GPU, for weights and KV cache
+MOST_RUNNING = 256  # sequences of an engine, for which CUDA graphs are usual
+RESERVE_SHARE = 0.95  # of a KV cache that running sequences fill on average before some are retracted
+LEARNER_SIZES = 10  # numbers of learner GPUs that are tried
+DEPTHS = (0.5, 1, 2, 4)  # shares of a step that a draining replica admits under one version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One way to use the fleet, e.g. 8 of 24 H100s train a 7B and 16 generate:
+
+    `Placement(schedule=Schedule.ASYNC, learner_gpus=8, tensor_parallel=1, replicas=16, max_batch=128,
+    batch_per_replica=256, kv_tokens=920_000, pack_tokens=18432, recompute=Recompute.ALL)`.
+    """
+
+    schedule: Schedule
+    learner_gpus: int  # FSDP ranks
+    tensor_parallel: int  # GPUs of a replica
+    replicas: int
+    max_batch: int  # sequences that a replica decodes at a time
+    batch_per_replica: int  # that it admits under one version
+    kv_tokens: int  # of a replica
+    pack_tokens: int  # of a microbatch
+    recompute: Recompute
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs that generate."""
+        return self.replicas * self.tensor_parallel
+
+    def learner_config(self) -> LearnerConfig:
+        """Settings of the learner."""
+        return LearnerConfig(world_size=self.learner_gpus, recompute=self.recompute)
+
+
+def placements(request: PlanRequest) -> list[Placement]:
+    """All that fit. Raises `ConfigError` that says what is missing where none does."""
+    degrees = tensor_parallel_degrees(request)
+    least, recompute = _least_learner(request)
+    found = [
+        placement
+        for size in _learner_sizes(least, request.fleet)
+        for degree in degrees
+        for placement in _under_all_schedules(request, size, degree, recompute)
+    ]
+    if not found:
+        needs, has = least + min(degrees), request.fleet.gpus
+        raise ConfigError(
+            f"gpus={has}: {request.model} needs {needs} {request.fleet.gpu.name}, {least} to train and"
+            f" {min(degrees)} to generate; give more, or GPUs with more memory"
+        )
+    return found
+
+
+def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
+    """Numbers of GPUs of a replica that hold the model and its longest trajectory. Raises `ConfigError`."""
+    fleet, shape, lengths = request.fleet, request.shape, request.lengths
+    within = [degree for degree in shape.divisions if degree <= fleet.per_node and fleet.per_node % degree == 0]
+    fitting = [degree for degree in within if _cache(request, degree) >= lengths.most]
+    if not fitting:
+        most = within[-1]
+        room = max(0, _cache(request, most))
+        raise ConfigError(
+            f"gpu={fleet.gpu.name}: {most} of a node leave {request.model} room for {room:,} tokens of KV cache"
+            f" and the longest trajectory has {lengths.most:,}; take GPUs with more memory, or lower cap"
+        )
+    return fitting
+
+
+def learner_bytes(request: PlanRequest, placement: Placement) -> Parts:
+    """Bytes of one of the learner's GPUs at its peak, by part."""
+    return _learner_bytes(request, placement.learner_config(), placement.pack_tokens)
+
+
+def _learner_bytes(request: PlanRequest, learner: LearnerConfig, tokens: int) -> Parts:
+    parts = learner_memory(request.shape, learner, tokens=tokens)
+    return parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * request.fleet.gpu.memory_bytes}
+
+
+def _cache(request: PlanRequest, degree: int) -> int:
+    return kv_tokens(request.shape, request.fleet.gpu, tensor_parallel=degree, static_share=STATIC_SHARE)
+
+
+def _least_learner(request: PlanRequest) -> tuple[int, Recompute]:
+    """Fewest GPUs that hold the learner, with the least that is computed again on them. Raises `ConfigError`."""
+    room, tokens = request.fleet.gpu.memory_bytes, request.lengths.most
+    smallest = math.inf
+    for ranks in range(1, request.fleet.gpus + 1):
+        for recompute in (Recompute.NONE, Recompute.SELECTIVE, Recompute.ALL):
+            learner = LearnerConfig(world_size=ranks, recompute=recompute)
+            size = sum(_learner_bytes(request, learner, tokens).values())
+            if size <= room:
+                return ranks, recompute
+            smallest = min(smallest, size)
+    raise ConfigError(
+        f"gpus={request.fleet.gpus}: to train {request.model} on trajectories of {tokens:,} tokens takes"
+        f" {smallest / 1e9:.0f} GB of each {request.fleet.gpu.name}, which has {room / 1e9:.0f}, with all of them"
+        " in the learner; give more GPUs, or lower cap"
+    )
+
+
+def _learner_sizes(least: int, fleet: GpuFleet) -> list[int]:
+    """Numbers of learner GPUs from the fewest to all but one replica's, evenly, whole nodes where there are many."""
+    unit = fleet.per_node if fleet.nodes >= LEARNER_SIZES else max(1, fleet.gpus // (2 * LEARNER_SIZES))
+    sizes = [size for size in range(unit, fleet.gpus, unit) if size >= least]
+    if not sizes or sizes[0] != least:
+        sizes.insert(0, least)
+    every = math.ceil(len(sizes) / LEARNER_SIZES)
+    return [size for size in sizes[::every] if size < fleet.gpus]
+
+
+def _under_all_schedules(
+    request: PlanRequest, learner_gpus: int, degree: int, recompute: Recompute
+) -> Iterator[Placement]:
+    replicas = _replicas(request.fleet, learner_gpus, degree)
+    if not replicas:
+        return
+    cache, lengths = _cache(request, degree), request.lengths
+    running = most_running(cache, lengths)
+    share = request.trajectories_per_step / replicas  # of a step
+    for schedule in Schedule:
+        depths = DEPTHS if schedule is Schedule.ASYNC else (2,)  # of which a batch takes one, however it is spread
+        for admitted in sorted({math.ceil(depth * share) for depth in depths}):
+            yield Placement(
+                schedule=schedule,
+                learner_gpus=learner_gpus,
+                tensor_parallel=degree,
+                replicas=replicas,
+                max_batch=running,
+                batch_per_replica=admitted,
+                kv_tokens=cache,
+                pack_tokens=lengths.most,
+                recompute=recompute,
+            )
+
+
+def most_running(cache: int, lengths: Lengths) -> int:
+    """Sequences whose mean contexts fill a KV cache, a multiple of 8 where that leaves any."""
+    number = min(MOST_RUNNING, int(RESERVE_SHARE * cache / lengths.mean_context))
+    return number // 8 * 8 or max(1, number)
+
+
+def _replicas(fleet: GpuFleet, learner_gpus: int, degree: int) -> int:
+    """Replicas, each within a node, beside a learner that takes whole nodes first."""
+    full, rest = divmod(learner_gpus, fleet.per_node)
+    free = [fleet.per_node] * (fleet.nodes - full)
+    if rest:
+        free[0] -= rest
+    return sum(gpus // degree for gpus in free)

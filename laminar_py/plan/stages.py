@@ -1,0 +1,262 @@
+"""Closed formulas of a placement: what each stage of a step takes, and what the step takes of that. Pure.
+
+They choose which placements are worth a simulation, and are what `--explain` prints. Source: the goodput equation
+(`analytics.triage.goodput`), with a decode step of `a + b sequences + c KV tokens`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.analytics.triage.goodput import StageTimes, StepStage, compose
+from laminar_py.analytics.triage.remedies import Wall
+from laminar_py.config.emulated_profile import EngineTimes, LearnerTimes
+from laminar_py.config.staleness import Schedule
+from laminar_py.hardware.times import engine_times, learner_times, weights_bytes
+from laminar_py.packing.balance import attention_share
+from laminar_py.plan.placements import Placement
+from laminar_py.plan.request import Lengths, PlanRequest
+
+REPACK_SHARE = 0.5  # of what draining costs, that repacking gives back: the simulator's figure for a 7B, rounded
+GRID = 400  # points of an integral over lengths
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """A line of the explanation, e.g. of a learner step."""
+
+    name: str
+    text: str  # with the numbers in it
+    result: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Stage times of a placement by formula."""
+
+    schedule: Schedule
+    times: StageTimes
+    freshness_s: float  # shortest step in which no response grows older than the bound on staleness
+    tokens_per_s: float  # response tokens that are trained on
+    formulas: tuple[Formula, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return max(compose(self.schedule, self.times), self.freshness_s)
+
+    @property
+    def binds(self) -> Wall:
+        """Wall without half of which the step would be shortest."""
+        return min(_WALLS, key=lambda wall: self._relieved(wall).step_s)
+
+    @property
+    def binds_next(self) -> Wall:
+        """Wall that binds once twice as much is there of what binds now."""
+        return self._relieved(self.binds).binds
+
+    def _relieved(self, wall: Wall) -> "Estimate":
+        """Estimate with twice as much of what makes a wall."""
+        if wall is Wall.FRESHNESS:
+            return replace(self, freshness_s=self.freshness_s / 2)
+        return replace(self, times=self.times.faster(StepStage(wall.value), 2.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRates:
+    """What a replica does with `running` sequences at a time."""
+
+    times: EngineTimes
+    lengths: Lengths
+
+    def step_s(self, running: Floats | float, context: Floats | float) -> Floats | float:
+        """Seconds of a decode step; `context` is the mean of the sequences' tokens."""
+        times = self.times
+        return times.step_s + running * (times.sequence_s + times.kv_token_s * context)
+
+    def full_tokens_per_s(self, running: float) -> float:
+        """Response tokens a second of a replica that always has so many sequences, prefill taken off."""
+        lengths = self.lengths
+        decode_s = lengths.mean * self.step_s(running, lengths.mean_context) / running
+        return float(lengths.mean / (decode_s + lengths.prompt / self.times.prefill_tokens_per_s))
+
+    def batch_s(self, running: float, until: float) -> float:
+        """Seconds in which so many responses that begin together come to their end, the longest with `until` tokens."""
+        generated = np.linspace(0.0, until, GRID)
+        left = 1.0 - np.searchsorted(self.lengths.quantiles, generated, side="left") / len(self.lengths.quantiles)
+        steps = self.step_s(running * left, self.lengths.prompt + generated)
+        prefill_s = running * self.lengths.prompt / self.times.prefill_tokens_per_s
+        return float(np.trapezoid(steps, generated)) + prefill_s
+
+    def tail_s(self, running: float) -> float:
+        """Seconds from the last admission to the last end, of sequences of which each was somewhere on its way."""
+        quantiles = self.lengths.quantiles
+        remaining = np.linspace(0.0, quantiles[-1], GRID)
+        beyond = np.maximum(quantiles[None, :] - remaining[:, None], 0.0).mean(axis=1)  # of E[(X - r)+]
+        left = running * beyond / self.lengths.mean
+        shown = left >= 0.5  # later nobody is left
+        steps = self.step_s(left[shown], self.lengths.mean_context + remaining[shown])
+        return float(np.trapezoid(steps, remaining[shown]))
+
+
+def estimate(request: PlanRequest, placement: Placement) -> Estimate:
+    """Stage times of a placement."""
+    rates, learner = profile_of(request, placement)
+    generate = _generate_async if placement.schedule is Schedule.ASYNC else _generate_batch
+    generation_s, generated = generate(request, placement, rates)
+    learner_s, trained = _train(request, placement, learner)
+    weights_s, moved = _move_weights(request, placement, rates)
+    freshness_s, aged = _stay_fresh(request, placement, rates)
+    times = StageTimes(
+        generation_s=generation_s, reward_s=request.reward_s, learner_s=learner_s, weights_s=weights_s
+    )
+    step_s = max(compose(placement.schedule, times), freshness_s)
+    tokens = request.trajectories_per_step * request.lengths.mean
+    goodput = Formula(
+        name="goodput",
+        text=f"{request.trajectories_per_step:,} responses x {request.lengths.mean:,.0f} tokens / {step_s:.1f} s"
+        f" ({placement.schedule}: {_COMPOSED[placement.schedule]})",
+        result=f"{tokens / step_s:,.0f} tokens/s",
+    )
+    return Estimate(
+        schedule=placement.schedule,
+        times=times,
+        freshness_s=freshness_s,
+        tokens_per_s=tokens / step_s,
+        formulas=(*generated, *trained, *moved, *aged, goodput),
+    )
+
+
+def profile_of(request: PlanRequest, placement: Placement) -> tuple[ReplicaRates, LearnerTimes]:
+    """Times of the placement's replicas and of its learner's GPUs."""
+    shape, gpu = request.shape, request.fleet.gpu
+    times = engine_times(shape, gpu, tensor_parallel=placement.tensor_parallel)
+    return ReplicaRates(times, request.lengths), learner_times(shape, gpu, mfu=request.mfu)
+
+
+def publish_s(request: PlanRequest) -> float:
+    """Seconds of a version's way to every node, in a pipeline of chunks, whatever their number."""
+    return weights_bytes(request.shape) / request.fleet.network_bytes_per_s
+
+
+_COMPOSED = {
+    Schedule.SYNC: "generation + learner + weights",
+    Schedule.ONE_STEP: "max(generation, learner) + weights",
+    Schedule.ASYNC: "max(generation + weights, learner)",
+}
+_WALLS = (Wall.GENERATION, Wall.LEARNER, Wall.REWARD, Wall.WEIGHTS, Wall.FRESHNESS)
+_Stage = tuple[float, tuple[Formula, ...]]
+
+
+def _generate_async(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
+    """Replicas drain what they admitted, one by one, and repacking takes over a part of each tail."""
+    lengths, per_step = request.lengths, request.trajectories_per_step
+    admitted, running, cycle_s = _cycle(request, placement, rates)
+    rate = rates.full_tokens_per_s(running)
+    drained = min(1.0, admitted * lengths.mean / cycle_s / rate)
+    share = drained + REPACK_SHARE * (1.0 - drained) if placement.replicas > 1 else drained
+    seconds = per_step * lengths.mean / (placement.replicas * rate * share)
+    return seconds, (
+        _decode_formula(rates, running),
+        Formula(
+            name="a replica",
+            text=f"{rate:,.0f} tokens/s never draining; of the {admitted:.0f} it admits under a version the last ends"
+            f" after {cycle_s:.0f} s: {drained:.0%} of that, {share:.0%} with repacking",
+            result=f"{rate * share:,.0f} tokens/s",
+        ),
+        Formula(
+            name="generation",
+            text=f"{per_step:,} x {lengths.mean:,.0f} tokens / ({placement.replicas} x {rate * share:,.0f})",
+            result=f"{seconds:.1f} s",
+        ),
+    )
+
+
+def _cycle(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> tuple[float, float, float]:
+    """Responses that a draining replica has under one version, those at a time, and seconds until the last ends."""
+    admitted = float(placement.batch_per_replica)
+    if request.max_staleness is not None:  # more are never live
+        live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
+        admitted = max(1.0, min(admitted, live))
+    running = min(admitted, placement.max_batch)
+    if admitted <= placement.max_batch:
+        return admitted, running, rates.batch_s(running, request.lengths.longest_of(math.ceil(admitted)))
+    steady_s = (admitted - running) * request.lengths.mean / rates.full_tokens_per_s(running)
+    return admitted, running, steady_s + rates.tail_s(running)
+
+
+def _generate_batch(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
+    """All replicas begin a step's share together, and the longest response is waited for."""
+    lengths = request.lengths
+    each = request.trajectories_per_step / placement.replicas
+    running = min(each, placement.max_batch)
+    longest = lengths.longest_of(request.trajectories_per_step)
+    waiting_s = (each - running) * lengths.mean / rates.full_tokens_per_s(running)
+    seconds = waiting_s + rates.batch_s(running, longest)
+    return seconds, (
+        _decode_formula(rates, running),
+        Formula(
+            name="generation",
+            text=f"{each:.0f} responses a replica, {running:.0f} at a time, until the longest of"
+            f" {request.trajectories_per_step:,} ends, with {longest:,.0f} tokens",
+            result=f"{seconds:.1f} s",
+        ),
+    )
+
+
+def _decode_formula(rates: ReplicaRates, running: float) -> Formula:
+    times, context = rates.times, rates.lengths.mean_context
+    return Formula(
+        name="decode step",
+        text=f"{times.step_s * 1e3:.2f} ms + {running:.0f} x {times.sequence_s * 1e6:.1f} us + {running:.0f} x"
+        f" {context:,.0f} tokens x {times.kv_token_s * 1e9:.1f} ns",
+        result=f"{rates.step_s(running, context) * 1e3:.1f} ms",
+    )
+
+
+def _train(request: PlanRequest, placement: Placement, times: LearnerTimes) -> _Stage:
+    """Microbatches shared by the ranks, each whole on one, and the busiest is waited for."""
+    lengths, ranks = request.lengths, placement.learner_gpus
+    share = attention_share(
+        hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
+    )
+    whole = lengths.quantiles + lengths.prompt
+    cost = 1.0 + share * float((whole**2).mean()) / float(whole.mean())  # of a token, over one of a short sequence
+    tokens = request.trajectories_per_step * float(whole.mean())
+    batches = max(1.0, tokens / placement.pack_tokens)
+    rounds = max(batches / ranks, 1.0)
+    seconds = times.optimizer_s + rounds * tokens / batches * cost / times.train_tokens_per_s
+    return seconds, (
+        Formula(
+            name="learner",
+            text=f"{times.optimizer_s:.1f} s + {tokens / 1e6:.2f}M tokens x {cost:.2f} (attention) in {batches:,.0f}"
+            f" microbatches on {ranks} GPUs x {times.train_tokens_per_s:,.0f} tokens/s",
+            result=f"{seconds:.1f} s",
+        ),
+    )
+
+
+def _move_weights(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
+    load_s, per_step = rates.times.load_s, request.trajectories_per_step
+    if placement.schedule is Schedule.ASYNC:
+        loads = per_step / (placement.replicas * placement.batch_per_replica)
+        seconds, text = load_s * loads, f"{load_s:.2f} s a load x {loads:.2f} loads of a replica in a step"
+    else:
+        seconds = publish_s(request) + load_s
+        text = f"{weights_bytes(request.shape) / 1e9:.0f} GB to all nodes {publish_s(request):.2f} s + load {load_s:.2f} s"
+    return seconds, (Formula(name="weights", text=text, result=f"{seconds:.2f} s"),)
+
+
+def _stay_fresh(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
+    """The shortest step in which the last response of what a replica admits is not older than the bound."""
+    bound = request.max_staleness
+    if bound is None or placement.schedule is not Schedule.ASYNC:
+        return 0.0, ()
+    _, _, cycle_s = _cycle(request, placement, rates)
+    seconds = cycle_s / (bound + 1)
+    text = f"the last response of a version ends after {cycle_s:.0f} s, within {bound} + 1 steps"
+    return seconds, (Formula(name="freshness", text=text, result=f"{seconds:.1f} s"),)
