@@ -1,6 +1,7 @@
 """`laminar doctor`: what this machine, or a cluster, can run."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +11,13 @@ from rich.table import Table
 
 from laminar_py.cli.lines import console, say
 from laminar_py.config.loading import load_config
+from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
+    from laminar_py.cluster.placement import Node
     from laminar_py.preflight.doctor import Fit
     from laminar_py.preflight.memory import GpuMemory
+    from laminar_py.preflight.pretended import PretendedCluster
 
 
 def doctor(
@@ -22,14 +26,25 @@ def doctor(
     gpu_gb: Annotated[
         float | None, typer.Option(help="Memory of a GPU in GB; default: what its node says, or 80")
     ] = None,
+    pretend: Annotated[
+        list[str] | None,
+        typer.Option(help="Nodes of a cluster that is not there: 3x8xH100, 2x64xcpu (cores), 2x8xH200,1x8xA100"),
+    ] = None,
 ) -> None:
     """Say what this machine can run and what to install for the rest; with a config, where its parts would go and
-    how much memory they take on each GPU."""
-    from laminar_py.preflight.doctor import examine, fit
+    how much memory they take on each GPU, on its cluster or on one that is not there (`--pretend`)."""
+    from laminar_py.preflight.doctor import examine, fit, fit_pretended
+    from laminar_py.preflight.pretended import pretended_cluster
 
+    gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
+    if pretend:
+        if config is None:
+            raise ConfigError(f"--pretend={','.join(pretend)}: needs a config to place; name its YAML file")
+        cluster = pretended_cluster(pretend)
+        _print_fit(fit_pretended(load_config(config, overrides or []), cluster, gpu_bytes=gpu_bytes), cluster)
+        return
     if config is not None:
-        found = fit(load_config(config, overrides or []), gpu_bytes=None if gpu_gb is None else gpu_gb * 1e9)
-        _print_fit(found)
+        _print_fit(fit(load_config(config, overrides or []), gpu_bytes=gpu_bytes))
         return
     table = Table("what", "here", "remedy")
     for finding in examine():
@@ -38,14 +53,11 @@ def doctor(
     console.print(table)
 
 
-def _print_fit(fit: "Fit") -> None:
-    nodes = Table("node", "Ray id", "CPUs", "free GPUs")
-    for node in fit.nodes:
-        nodes.add_row(node.ip, node.id[:8], str(node.cpus), str(node.gpus))
+def _print_fit(fit: "Fit", pretended: "PretendedCluster | None" = None) -> None:
     parts = Table("part", "node", "GPUs")
     for row in fit.rows:
         parts.add_row(*row)
-    console.print(nodes)
+    console.print(_node_table(fit.nodes) if pretended is None else _group_table(pretended))
     if fit.rows:
         console.print(parts)
     if fit.memory:
@@ -58,7 +70,31 @@ def _print_fit(fit: "Fit") -> None:
         raise fit.unplaced
     if fit.faults:
         raise typer.Exit(2)
+    if pretended is not None:
+        say("every part has a place; what nodes have installed, and room for versions, only a real cluster tells")
+        return
     say("every part has a place, and no node lacks what it needs; `laminar data` looks at problems and rewards")
+
+
+def _node_table(nodes: Sequence["Node"]) -> Table:
+    table = Table("node", "Ray id", "CPUs", "free GPUs")
+    for node in nodes:
+        table.add_row(node.ip, node.id[:8], str(node.cpus), str(node.gpus))
+    return table
+
+
+def _group_table(cluster: "PretendedCluster") -> Table:
+    """Pretended nodes, with like neighbours as one row."""
+    table = Table("nodes", "CPUs of each", "GPUs of each", "kind")
+
+    def kind(node: "Node") -> tuple[int, int, str]:
+        gpu = cluster.gpus.get(node.id)
+        return node.cpus, node.gpus, "-" if gpu is None else gpu.name
+
+    for (cpus, gpus, name), group in groupby(cluster.nodes, key=kind):
+        names = [node.ip for node in group]
+        table.add_row(names[0] + (f" to {names[-1]}" if len(names) > 1 else ""), str(cpus), str(gpus), name)
+    return table
 
 
 def _memory_table(columns: Sequence["GpuMemory"]) -> Table:

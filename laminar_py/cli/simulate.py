@@ -50,6 +50,11 @@ def simulate(
         console.print(_table(figures))
 
 
+def _control_rates(figures: "SimulatedFigures") -> str:
+    rates = (figures.trajectories_per_s, figures.events_per_s, figures.reports_per_s)
+    return ", ".join(f"{rate:,.0f}" for rate in rates)
+
+
 def _table(figures: "SimulatedFigures") -> Table:
     table = Table("of a step, once under way", "")
     for name, value in (
@@ -61,6 +66,7 @@ def _table(figures: "SimulatedFigures") -> Table:
         ("staleness, steps", f"{figures.staleness_mean:.2f}, at most {figures.staleness_max}"),
         ("versions alive", f"at most {figures.versions_alive_max}"),
         ("response, s", f"p50 {figures.latency_p50_s:.0f}, p95 {figures.latency_p95_s:.0f}"),
+        ("trajectories that end, events, reports a second", _control_rates(figures)),
     ):
         table.add_row(name, value)
     return table

@@ -6,8 +6,8 @@ import importlib.util
 import os
 import resource
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.preflight import survey
 from laminar_py.preflight.inputs import check_engine
 from laminar_py.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
+from laminar_py.preflight.pretended import PretendedCluster, model_fault
 from laminar_py.sandbox.pool import REMEDY
 from laminar_py.sandbox.records import SandboxTier
 from laminar_py.sandbox.survey import available_tiers
@@ -50,35 +51,73 @@ class Fit:
     unplaced: ConfigError | None = None  # why its parts have no place
 
 
+Holders = Mapping[str, Collection[str]]
+"""Nodes on which each kind of GPU of a plan is."""
+
+
 def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
     """Place a config's parts on the cluster that it names, and compute the memory of their GPUs.
 
     `gpu_bytes` of a GPU are by default those of the smallest that its kind is placed on, or 80 GB where no node
     tells.
     """
+
+    def tell(held: Holders) -> dict[str, float]:
+        return {kind: gpu_bytes or told for kind, told in asyncio.run(survey.gpu_bytes(held)).items()}
+
+    def look(placement: Placement) -> list[str]:
+        return asyncio.run(survey.faults(config, placement))
+
     with open_cluster(config.cluster.address):
-        needs, seen = Needs.of(config), nodes()
-        try:
-            placement, unplaced = Placement(needs, nodes), None
-            held = survey.gpu_nodes(placement.plan)
-        except ConfigError as error:
-            placement, unplaced = None, error
-            held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
-        memory, found = [], []
-        for kind, told in asyncio.run(survey.gpu_bytes(held)).items():
-            size = gpu_bytes or told or GPU_BYTES
-            memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
-            found += memory_faults(config, gpu_bytes=size, kinds=[kind])
-        if placement is None:
-            return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
-        found += asyncio.run(survey.faults(config, placement))
-        try:
-            if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
-                check_engine(config)
-        except ConfigError as error:
-            if not any(line.startswith(str(error)) for line in found):
-                found.append(str(error))
-        rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(needs, placement.plan)]
+        return _fit(config, nodes, tell=tell, look=look)
+
+
+def fit_pretended(config: RunConfig, cluster: PretendedCluster, *, gpu_bytes: float | None = None) -> Fit:
+    """Place a config's parts on a cluster that is not there, as on one that is; no node of it is looked at.
+
+    `gpu_bytes` of a GPU are by default those of the catalog.
+    """
+
+    def tell(held: Holders) -> dict[str, float]:
+        return {kind: gpu_bytes or told for kind, told in cluster.gpu_bytes(held).items()}
+
+    def look(placement: Placement) -> list[str]:
+        return [fault] if (fault := model_fault(config)) is not None else []
+
+    found = _fit(cluster.joined(config), lambda: list(cluster.nodes), tell=tell, look=look)
+    return replace(found, warnings=cluster.warnings(config) + found.warnings)
+
+
+def _fit(
+    config: RunConfig,
+    see: Callable[[], list[Node]],
+    *,
+    tell: Callable[[Holders], dict[str, float]],
+    look: Callable[[Placement], list[str]],
+) -> Fit:
+    """Fit of the nodes that `see` sees, with the bytes of their smallest GPUs and what a look at them finds."""
+    needs, seen = Needs.of(config), see()
+    try:
+        placement, unplaced = Placement(needs, see), None
+        held = survey.gpu_nodes(placement.plan)
+    except ConfigError as error:
+        placement, unplaced = None, error
+        held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
+    memory, found = [], []
+    for kind, told in tell(held).items():
+        size = told or GPU_BYTES
+        memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
+        found += memory_faults(config, gpu_bytes=size, kinds=[kind])
+    if placement is None:
+        return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
+    found += look(placement)
+    try:
+        if (config.model.path / "config.json").is_file():  # `data.prepare` may be about to make it
+            check_engine(config)
+    except ConfigError as error:
+        if not any(line.startswith(str(error)) for line in found):
+            found.append(str(error))
+    rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(needs, placement.plan)]
     return Fit(nodes=seen, memory=memory, rows=rows, warnings=_warnings(needs, seen), faults=found)
 
 

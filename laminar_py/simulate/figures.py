@@ -29,6 +29,14 @@ class EndedResponse:
     latency_s: float  # since it was issued
 
 
+@dataclass(frozen=True, slots=True)
+class ControlTraffic:
+    """Work of the control plane from the start to the end of a step."""
+
+    events: int  # on record, were there one
+    reports: int  # of replicas
+
+
 class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run once its fleet is full."""
 
@@ -43,9 +51,12 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     versions_alive_max: int
     latency_p50_s: float  # from a response's issue to its end
     latency_p95_s: float
+    trajectories_per_s: float  # that ended
+    events_per_s: float
+    reports_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
     """Outcome of a simulated run, in seconds of its clock, of which `emulation.compression` are one."""
 
@@ -53,6 +64,7 @@ class SimulatedRun:
     rows: Sequence[StepRow]
     samples: Sequence[FleetSample]
     ended: Sequence[EndedResponse]
+    traffic: Sequence[ControlTraffic]  # [steps]
 
     @property
     def figures(self) -> SimulatedFigures:
@@ -60,6 +72,7 @@ class SimulatedRun:
         assert len(self.rows) > 1, "figures are of the time between two steps"
         warm = max(1, round(WARM_SHARE * len(self.rows)))
         first, counted = self.rows[warm - 1], self.rows[warm:]
+        before, after = self.traffic[warm - 1], self.traffic[-1]
         last, fast = counted[-1], self._compression
         elapsed_s = fast * (last.rl_s - first.rl_s)
         samples = [sample for sample in self.samples if first.rl_s <= sample.at_s <= last.rl_s]
@@ -76,6 +89,9 @@ class SimulatedRun:
             versions_alive_max=max(row.versions_alive for row in counted),
             latency_p50_s=float(np.percentile(latencies, 50)),
             latency_p95_s=float(np.percentile(latencies, 95)),
+            trajectories_per_s=len(latencies) / elapsed_s,
+            events_per_s=(after.events - before.events) / elapsed_s,
+            reports_per_s=(after.reports - before.reports) / elapsed_s,
         )
 
     @property

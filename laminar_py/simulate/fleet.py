@@ -55,6 +55,7 @@ class SimulatedFleet:
         self._replicas: list[Replica] = []
         self._engines: list[EmulatedEngine] = []
         self.samples: list[FleetSample] = []
+        self.num_reports = 0  # that came in
         self._responses = responses(config, config.emulation)
         # on their way, until the moment beside each; what was said in `hop_s`, and ordered in `order_s`
         self._reports: asyncio.Queue[tuple[float, ReplicaReport]] = asyncio.Queue()
@@ -150,6 +151,7 @@ class SimulatedFleet:
         while True:
             due_s, report = await self._reports.get()
             await asyncio.sleep(due_s - self._loop.time())
+            self.num_reports += 1
             views = self._scheduler.views
             version = views.by_index[report.replica].version
             await self._scheduler.reports.on_report(report)

@@ -26,7 +26,7 @@ from laminar_py.records.metrics import StepRow
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
-from laminar_py.simulate.figures import EndedResponse, SimulatedRun
+from laminar_py.simulate.figures import ControlTraffic, EndedResponse, SimulatedRun
 from laminar_py.simulate.fleet import END, SimulatedFleet
 from laminar_py.simulate.learner import SimulatedLearner
 from laminar_py.simulate.parts import ModelledWeights, NoRecord
@@ -98,6 +98,8 @@ class _Simulation:
         self._rows: list[StepRow] = []
         self._issued: dict[str, float] = {}  # when, on the loop's clock
         self._ended: list[EndedResponse] = []
+        self._traffic: list[ControlTraffic] = []  # [steps]
+        self._num_events = 0
         clock = LoopClock()
         self._stats = stats = Stats(clock, replicas=config.rollout.replicas, totals=Totals())
         self._scheduler = scheduler = self._make_scheduler(clock)
@@ -147,7 +149,13 @@ class _Simulation:
             await self._learner.run(self._config.max_rl_seconds)
             for task in background:
                 task.cancel()
-        return SimulatedRun(self._config, rows=self._rows, samples=self._fleet.samples, ended=self._ended)
+        return SimulatedRun(
+            config=self._config,
+            rows=self._rows,
+            samples=self._fleet.samples,
+            ended=self._ended,
+            traffic=self._traffic,
+        )
 
     # ---- data and reward
 
@@ -155,7 +163,8 @@ class _Simulation:
         return Prompt(id=f"p{index}", index=index, text="", ids=self._ids)
 
     def _see(self, event: AnyEvent) -> None:
-        """Know when each training trajectory was issued, until it has ended."""
+        """Count it, and know when each training trajectory was issued, until it has ended."""
+        self._num_events += 1
         if isinstance(event, Issued):
             self._issued[event.trajectory_id] = self._loop.time()
         elif isinstance(event, Dropped):
@@ -189,6 +198,7 @@ class _Simulation:
 
     def _stepped(self, row: StepRow) -> None:
         self._rows.append(row)
+        self._traffic.append(ControlTraffic(self._num_events, self._fleet.num_reports))
         self._fleet.sample()
         self._fleet.wake()
         self._show(row)

@@ -46,6 +46,13 @@ def test_every_step_trains_what_it_asked_for_and_never_on_weights_to_come(repack
     assert all(one.latency_s > 0 for one in repacked.ended)
 
 
+def test_control_hears_of_every_end_and_each_trajectory_makes_several_events(repacked):
+    figures, totals = repacked.figures, repacked.traffic[-1]
+    assert totals.events >= 5 * len(repacked.ended), "issued, begun, finished, scored, consumed"
+    assert 4 <= totals.reports <= totals.events
+    assert figures.trajectories_per_s * 3 < figures.events_per_s
+
+
 def test_repacking_fills_caches_that_the_tail_left_empty_and_draining_costs_what_is_left(repacked):
     alone, ceiling = run("repack.planner=none").figures, run(*NEVER_DRAINS).figures
     assert alone.kv_use < repacked.figures.kv_use < ceiling.kv_use
