@@ -16,9 +16,9 @@ from laminar_py.cli.main import app
 from laminar_py.config.loading import _settings, load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.sglang.attach import MIN_VERSION
+from laminar_py.hardware.model_shape import read_shape
 from laminar_py.hardware.times import kv_token_bytes
 from laminar_py.preflight.memory import memory_faults
-from laminar_py.hardware.model_shape import read_shape
 from tests.experiments.test_recipes import QWEN_7B, QWEN_32B, QWEN_MIXTURE
 from tests.runs.runs import REPO
 

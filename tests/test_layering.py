@@ -35,6 +35,7 @@ RULES = {  # room: the rooms that it may import
     "audit": "config ledger records segments",
     "samples": "audit config data ledger records",
     "analytics": "audit config ledger records samples",
+    "plan": "analytics config hardware packing preflight records simulate",
     "launcher": "analytics cluster config ledger preflight records sandbox telemetry",
 }
 FLOORS = {  # room: its sub-rooms in order, each of which may import those before it

@@ -22,6 +22,7 @@ from laminar_py.cli.data import data
 from laminar_py.cli.doctor import doctor
 from laminar_py.cli.eval import evaluate
 from laminar_py.cli.launch import launch
+from laminar_py.cli.plan import plan
 from laminar_py.cli.relay import relay
 from laminar_py.cli.report import report
 from laminar_py.cli.reward import rescore, reward
@@ -43,6 +44,7 @@ app.command(epilog="Example: laminar train configs/quickstart.yaml seed=1 steps=
 app.command(epilog="Example: laminar launch experiments/launcher --dry-run")(launch)
 app.command(epilog="Example: laminar scale runs/quickstart-1 replicas=4")(scale)
 app.command(epilog="Example: laminar simulate configs/emulation/paper_7b.yaml repack.planner=none")(simulate)
+app.command(epilog="Example: laminar plan 7B --gpus 8x8xH100 --price 2.5 --write 7b.yaml")(plan)
 app.command(epilog="Example: laminar report runs/quickstart-1")(report)
 app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
 app.command(epilog="Example: laminar data configs/quickstart.yaml")(data)

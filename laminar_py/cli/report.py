@@ -44,7 +44,7 @@ def report(
 
 def _report_one(run: Path, *, details: bool) -> None:
     from laminar_py.analytics.show.page import write_page
-    from laminar_py.analytics.show.run_tables import run_tables
+    from laminar_py.analytics.show.run_tables import choice_lines, run_tables
     from laminar_py.analytics.show.trace import write_trace
     from laminar_py.analytics.triage.report import read_report
 
@@ -52,6 +52,11 @@ def _report_one(run: Path, *, details: bool) -> None:
     for table in run_tables(found, details=details):
         console.print(table)
     say(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}")
+    for line in choice_lines(found):
+        if isinstance(line, str):
+            say(line)
+        else:
+            console.print(line)
 
 
 def print_limits(run: Path) -> None:

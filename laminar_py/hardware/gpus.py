@@ -4,6 +4,7 @@ Used by `laminar doctor --pretend` and by whoever computes times of GPUs that ar
 they are published: dense, without what a model or a network reaches of them.
 """
 
+import re
 from dataclasses import dataclass
 
 from laminar_py.config.section import ConfigError
@@ -74,3 +75,32 @@ def gpu_named(name: str) -> Gpu:
             return gpu
     known = ", ".join(gpu.name for gpu in GPUS)
     raise ConfigError(f"gpu={name}: unknown; choose {known}")
+
+
+CPU = "cpu"  # the kind of nodes that have none
+_GROUP = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})x([A-Za-z]\w*)")  # at most 9,999 of each
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Nodes that are alike, e.g. `3x8xH100`: `NodeGroup(3, 8, gpu_named("H100"))`."""
+
+    nodes: int
+    each: int  # GPUs of a node; without GPUs its cores
+    gpu: Gpu | None
+
+
+def read_group(text: str, *, option: str) -> NodeGroup:
+    """Nodes x GPUs of each x their kind, or nodes x cores of each x cpu. A `ConfigError` names `option`."""
+    found = _GROUP.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(
+            f"{option}={text}: not nodes x GPUs x kind, at most 9999 of each; write e.g. 3x8xH100, or 2x64xcpu"
+            " for nodes of 64 cores without GPUs"
+        )
+    nodes, each, kind = found.groups()
+    try:
+        return NodeGroup(int(nodes), int(each), None if kind.lower() == CPU else gpu_named(kind))
+    except ConfigError:
+        known = ", ".join(gpu.name for gpu in GPUS)
+        raise ConfigError(f"{option}={text}: no such GPU is known; choose {known}, or {CPU}") from None

@@ -1,12 +1,13 @@
 """Times of a model on a kind of GPU by scaling rules, where nobody has measured them. Pure.
 
-Rules, with the one set of constants below, which were fitted to published decode tables of H100 SXM GPUs (Qwen2.5 7B,
-32B and 72B on 1 to 8 GPUs, see `configs/emulation`), which they meet within 6 %; on other GPUs only the data sheet's
-figures change, which nobody has checked:
+The constants below were fitted to published decode tables of H100 SXM GPUs (Qwen2.5 7B, 32B and 72B on 1 to 8 of
+them, see `configs/emulation`), which they meet within 7 %. On other GPUs only the data sheet's figures change, and
+nobody has checked that. The rules:
 
-- a decode step reads the weights and, for each token of context, its keys and values, at a share of the memory's peak;
-  each layer adds the launch of its kernels, and a little more where its parts are joined over GPUs;
-- each sequence of a batch adds FLOPs, of which half hide behind the reading, and its share of two all-reduces a layer;
+- a decode step reads the weights and, for each token of context, its keys and values, at a share of the memory's
+  peak; each layer adds the launch of its kernels, and a little more where its parts are joined over GPUs;
+- each sequence of a batch adds FLOPs, of which half hide behind the reading, and its share of two all-reduces a
+  layer;
 - prefill takes FLOPs at a share of the peak, and the same all-reduces;
 - the learner takes 6 FLOPs a parameter and token at `mfu`, recomputation included.
 """
@@ -64,7 +65,7 @@ def kv_tokens(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int, static_share
 
 
 def kv_token_bytes(shape: ModelShape, tensor_parallel: int, *, width: float = BF16_BYTES) -> float:
-    """Bytes of a token's keys and values, `width` a number, on each GPU of a replica, which has a head at least."""
+    """Bytes of a token's keys and values, `width` a number, on a GPU of a replica, which has a head at least."""
     heads = max(1.0, shape.num_key_heads / tensor_parallel)
     return 2.0 * width * shape.num_hidden_layers * heads * shape.key_width / shape.num_key_heads
 

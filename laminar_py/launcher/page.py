@@ -66,7 +66,9 @@ def write_page(experiment: Experiment) -> Path:
     shared, web = files("laminar_py.analytics.show") / "web", files("laminar_py.launcher") / "web"
     html = fill(
         (web / "page.html").read_text("utf-8"),
-        style="\n".join(folder.joinpath("page.css").read_text("utf-8") for folder in (shared, web)),
+        style="\n".join(
+            sheet.read_text("utf-8") for sheet in (shared / "page.css", shared / "tables.css", web / "page.css")
+        ),
         scripts="\n".join(script.read_text("utf-8") for script in (shared / "panels.js", web / "page.js")),
         data=msgspec.json.encode(page),
     )

@@ -1,7 +1,7 @@
 """Judgement of a placement by simulation: the production policies on a fleet that is shrunk in proportion.
 
-Called by `plan.planner`. What shrinks are replicas, learner GPUs and the groups of a step, together; what a replica
-does stays as it is. Invariant: the learner's speed for a replica's tokens is exact, also where its GPUs do not divide.
+Called by `plan.planner`. Replicas, learner GPUs and groups of a step shrink together; what a replica does stays
+as it is. Invariant: the learner keeps its speed for each replica, also where its GPUs do not divide.
 """
 
 import math
@@ -14,14 +14,15 @@ import yaml
 from laminar_py.config.loading import parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.staleness import Schedule
-from laminar_py.plan.placements import Placement
+from laminar_py.plan.placements import FleetPlacement
 from laminar_py.plan.request import PlanRequest
 from laminar_py.plan.stages import estimate, profile_of, publish_s
 from laminar_py.simulate.figures import SimulatedFigures
 from laminar_py.simulate.run import simulate
 
-REPLICAS = 8  # of a shrunk fleet
-MOST_TRAJECTORIES = 6000  # that a simulation ends
+REPLICAS, FEWEST_REPLICAS = 8, 4  # of a shrunk fleet
+MOST_A_STEP = 768  # trajectories, where that leaves replicas enough
+MOST_TRAJECTORIES = 4500  # that a simulation ends
 LEAST_STEPS, MOST_STEPS = 6, 40
 
 
@@ -35,8 +36,10 @@ class Judgement:
     replicas: int  # of the shrunk fleet
 
 
-def judge(request: PlanRequest, placement: Placement, *, replicas: int = REPLICAS, seed: int = 0) -> Judgement:
-    """Simulate some steps of the placement on so many of its replicas. Raises `ConfigError`."""
+def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, seed: int = 0) -> Judgement:
+    """Simulate some steps of the placement on a few of its replicas, or so many times more of them."""
+    each = request.trajectories_per_step / placement.replicas
+    replicas = times * max(FEWEST_REPLICAS, min(REPLICAS, int(MOST_A_STEP / each)))
     with tempfile.TemporaryDirectory(prefix="laminar-plan-") as folder:
         config = shrunk_config(request, placement, folder=Path(folder), replicas=replicas, seed=seed)
         figures = simulate(config).figures
@@ -51,7 +54,7 @@ def judge(request: PlanRequest, placement: Placement, *, replicas: int = REPLICA
 
 
 def shrunk_config(
-    request: PlanRequest, placement: Placement, *, folder: Path, replicas: int, seed: int
+    request: PlanRequest, placement: FleetPlacement, *, folder: Path, replicas: int, seed: int
 ) -> RunConfig:
     """Config of the shrunk fleet, whose profile is written into `folder`."""
     wanted = min(1.0, replicas / placement.replicas)
@@ -65,17 +68,16 @@ def shrunk_config(
     )
     profile = folder / "profile.yaml"
     profile.write_text(yaml.safe_dump({"engine": rates.times.model_dump(), "learner": learner.model_dump()}))
-    lengths, live = request.lengths, _live_steps(request, placement)
-    per_step = groups * request.group_size
+    lengths, spread = request.lengths, placement.schedule is Schedule.ASYNC
     return parse_config(
         {
             "name": "plan",
             "seed": seed,
-            "steps": _steps(live, per_step),
+            "steps": _steps(_live_steps(request, placement), groups * request.group_size),
             "schedule": str(placement.schedule),
             "emulation": {
                 "profile": str(profile),
-                "start_spread_s": estimate(request, placement).step_s if placement.schedule is Schedule.ASYNC else 0,
+                "start_spread_s": estimate(request, placement).step_s if spread else 0,
                 "learner_devices": devices,
                 "median_tokens": max(1, round(lengths.median)),
                 "sigma": lengths.sigma,
@@ -88,28 +90,32 @@ def shrunk_config(
             "model": {"path": "model", "from_scratch": True},
             "data": {"train": "train.jsonl"},
             "reward": {"use": ["math"]},
-            "rollout": {
-                "replicas": shrunk,
-                "max_batch": placement.max_batch,
-                "max_len": lengths.most,
-                "kv_capacity": placement.kv_tokens,
-                "batch_per_replica": placement.batch_per_replica,
-                "prompts_per_step": groups,
-                "group_size": request.group_size,
-                "without_signal": "train",
-                "sampling": {"max_new_tokens": lengths.cap},
-            },
+            "rollout": _rollout(request, placement, replicas=shrunk, groups=groups),
             "staleness": {"max_staleness": _bound(request, placement)},
             "packer": {"max_tokens": placement.pack_tokens},
         }
     )
 
 
-def _bound(request: PlanRequest, placement: Placement) -> int | None:
+def _rollout(request: PlanRequest, placement: FleetPlacement, *, replicas: int, groups: int) -> dict[str, object]:
+    return {
+        "replicas": replicas,
+        "max_batch": placement.max_batch,
+        "max_len": request.lengths.most,
+        "kv_capacity": placement.kv_tokens,
+        "batch_per_replica": placement.batch_per_replica,
+        "prompts_per_step": groups,
+        "group_size": request.group_size,
+        "without_signal": "train",
+        "sampling": {"max_new_tokens": request.lengths.cap},
+    }
+
+
+def _bound(request: PlanRequest, placement: FleetPlacement) -> int | None:
     return request.max_staleness if placement.schedule is Schedule.ASYNC else None
 
 
-def _live_steps(request: PlanRequest, placement: Placement) -> float:
+def _live_steps(request: PlanRequest, placement: FleetPlacement) -> float:
     """Learner steps' worth of trajectories that the fleet has in flight."""
     if placement.schedule is not Schedule.ASYNC:
         return 1.0

@@ -17,15 +17,15 @@ from laminar_py.preflight.memory import SPARE_SHARE, Parts, learner_memory
 STATIC_SHARE = 0.85  # of an engine's GPU, for weights and KV cache
 MOST_RUNNING = 256  # sequences of an engine, for which CUDA graphs are usual
 RESERVE_SHARE = 0.95  # of a KV cache that running sequences fill on average before some are retracted
-LEARNER_SIZES = 10  # numbers of learner GPUs that are tried
-DEPTHS = (0.5, 1, 2, 4)  # shares of a step that a draining replica admits under one version
+LEARNER_SIZES = 16  # numbers of learner GPUs that are tried
+DEPTHS = (1, 2, 4)  # shares of a step that a draining replica admits under one version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """One way to use the fleet, e.g. 8 of 24 H100s train a 7B and 16 generate:
+class FleetPlacement:
+    """Use of a fleet, e.g. 8 of 24 H100s train a 7B and 16 generate:
 
-    `Placement(schedule=Schedule.ASYNC, learner_gpus=8, tensor_parallel=1, replicas=16, max_batch=128,
+    `FleetPlacement(schedule=Schedule.ASYNC, learner_gpus=8, tensor_parallel=1, replicas=16, max_batch=128,
     batch_per_replica=256, kv_tokens=920_000, pack_tokens=18432, recompute=Recompute.ALL)`.
     """
 
@@ -49,16 +49,17 @@ class Placement:
         return LearnerConfig(world_size=self.learner_gpus, recompute=self.recompute)
 
 
-def placements(request: PlanRequest) -> list[Placement]:
-    """All that fit. Raises `ConfigError` that says what is missing where none does."""
+def placements(request: PlanRequest) -> list[FleetPlacement]:
+    """Every placement that fits. Where none does a `ConfigError` says what is missing."""
     degrees = tensor_parallel_degrees(request)
     least, recompute = _least_learner(request)
-    found = [
+    every = (
         placement
         for size in _learner_sizes(least, request.fleet)
         for degree in degrees
         for placement in _under_all_schedules(request, size, degree, recompute)
-    ]
+    )
+    found = list(dict.fromkeys(every))  # sizes that leave the same replicas are one
     if not found:
         needs, has = least + min(degrees), request.fleet.gpus
         raise ConfigError(
@@ -83,7 +84,7 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
     return fitting
 
 
-def learner_bytes(request: PlanRequest, placement: Placement) -> Parts:
+def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
     """Bytes of one of the learner's GPUs at its peak, by part."""
     return _learner_bytes(request, placement.learner_config(), placement.pack_tokens)
 
@@ -110,34 +111,35 @@ def _least_learner(request: PlanRequest) -> tuple[int, Recompute]:
             smallest = min(smallest, size)
     raise ConfigError(
         f"gpus={request.fleet.gpus}: to train {request.model} on trajectories of {tokens:,} tokens takes"
-        f" {smallest / 1e9:.0f} GB of each {request.fleet.gpu.name}, which has {room / 1e9:.0f}, with all of them"
+        f" {smallest / 1e9:.1f} GB of each {request.fleet.gpu.name}, which has {room / 1e9:.1f}, with all of them"
         " in the learner; give more GPUs, or lower cap"
     )
 
 
 def _learner_sizes(least: int, fleet: GpuFleet) -> list[int]:
-    """Numbers of learner GPUs from the fewest to all but one replica's, evenly, whole nodes where there are many."""
-    unit = fleet.per_node if fleet.nodes >= LEARNER_SIZES else max(1, fleet.gpus // (2 * LEARNER_SIZES))
-    sizes = [size for size in range(unit, fleet.gpus, unit) if size >= least]
-    if not sizes or sizes[0] != least:
-        sizes.insert(0, least)
-    every = math.ceil(len(sizes) / LEARNER_SIZES)
-    return [size for size in sizes[::every] if size < fleet.gpus]
+    """Numbers of learner GPUs from the fewest on, evenly, of whole nodes where there are many."""
+    sizes = range(least, fleet.gpus)
+    if fleet.gpus > LEARNER_SIZES:
+        unit = fleet.per_node if fleet.nodes >= LEARNER_SIZES else max(1, fleet.per_node // 2)
+        every = unit * math.ceil(fleet.gpus / unit / LEARNER_SIZES)
+        return sorted({least, *(size for size in range(every, fleet.gpus, every) if size > least)})
+    return list(sizes)
 
 
 def _under_all_schedules(
     request: PlanRequest, learner_gpus: int, degree: int, recompute: Recompute
-) -> Iterator[Placement]:
+) -> Iterator[FleetPlacement]:
     replicas = _replicas(request.fleet, learner_gpus, degree)
     if not replicas:
         return
+    learner_gpus = request.fleet.gpus - replicas * degree  # what no replica takes trains, too
     cache, lengths = _cache(request, degree), request.lengths
-    running = most_running(cache, lengths)
+    running = max(most_running(cache, lengths), request.group_size)  # a group goes to one replica
     share = request.trajectories_per_step / replicas  # of a step
     for schedule in Schedule:
         depths = DEPTHS if schedule is Schedule.ASYNC else (2,)  # of which a batch takes one, however it is spread
-        for admitted in sorted({math.ceil(depth * share) for depth in depths}):
-            yield Placement(
+        for admitted in sorted({max(math.ceil(depth * share), request.group_size) for depth in depths}):
+            yield FleetPlacement(
                 schedule=schedule,
                 learner_gpus=learner_gpus,
                 tensor_parallel=degree,

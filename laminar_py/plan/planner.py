@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from laminar_py.config.staleness import Schedule
-from laminar_py.plan.judge import REPLICAS, Judgement, judge
-from laminar_py.plan.placements import Placement, learner_bytes, placements
+from laminar_py.plan.judge import Judgement, judge
+from laminar_py.plan.placements import STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_py.plan.request import PlanRequest
-from laminar_py.plan.stages import Estimate, estimate
+from laminar_py.plan.stages import PlacementEstimate, estimate
 from laminar_py.preflight.memory import Parts, engine_memory
-from laminar_py.plan.placements import STATIC_SHARE
 
 FIRST = 8  # placements that the formulas like best, which are simulated
 OF_OTHERS = 1  # of each schedule that has none among those
@@ -23,8 +22,8 @@ MOST = 16  # simulations, with those of neighbours
 class Ranked:
     """A placement with what formulas and simulator say of it."""
 
-    placement: Placement
-    estimate: Estimate
+    placement: FleetPlacement
+    estimate: PlacementEstimate
     judgement: Judgement
 
     @property
@@ -40,7 +39,9 @@ class RankedPlan:
     request: PlanRequest
     ranked: tuple[Ranked, ...]
     considered: int  # placements that fit
-    shrink_error: float  # relative change of the first's tokens/s on a fleet of half the size; 0 if none was shrunk
+    shrink_error: (
+        float  # relative change of the first's tokens/s on twice as many replicas; 0 if it was not shrunk
+    )
 
     @property
     def best(self) -> Ranked:
@@ -69,21 +70,21 @@ class RankedPlan:
         )
 
 
-Look = Callable[[Sequence[Placement]], list[Judgement]]  # a judgement of each
+Look = Callable[[Sequence[FleetPlacement]], list[Judgement]]  # a judgement of each
 
 
 def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
     """Rank the placements of a request. Raises `ConfigError` where none fits."""
     look = look or (lambda some: [judge(request, one) for one in some])
     estimates = {one: estimate(request, one) for one in placements(request)}
-    found: dict[Placement, Judgement] = {}
+    found: dict[FleetPlacement, Judgement] = {}
 
-    def see(some: Iterable[Placement]) -> None:
+    def see(some: Iterable[FleetPlacement]) -> None:
         fresh = [one for one in dict.fromkeys(some) if one not in found][: MOST - len(found)]
         found.update(zip(fresh, look(fresh), strict=True))
 
     see(_worth_a_look(estimates))
-    best: Placement | None = None
+    best: FleetPlacement | None = None
     while len(found) < MOST and best is not (now := max(found, key=lambda one: found[one].tokens_per_s)):
         best = now
         see(_neighbours(best, estimates))
@@ -97,8 +98,8 @@ def make_plan(request: PlanRequest, *, look: Look | None = None) -> RankedPlan:
     )
 
 
-def _worth_a_look(estimates: dict[Placement, Estimate]) -> list[Placement]:
-    """Those that formulas like best, and the best of every schedule."""
+def _worth_a_look(estimates: dict[FleetPlacement, PlacementEstimate]) -> list[FleetPlacement]:
+    """Placements that formulas like best, and the best of every schedule."""
     order = sorted(estimates, key=lambda one: -estimates[one].tokens_per_s)
     others = [
         one
@@ -108,14 +109,14 @@ def _worth_a_look(estimates: dict[Placement, Estimate]) -> list[Placement]:
     return [*order[:FIRST], *others]
 
 
-def _neighbours(best: Placement, estimates: dict[Placement, Estimate]) -> list[Placement]:
-    """Placements of the same schedule that differ from the best in one respect by one step, the likeliest first."""
+def _neighbours(best: FleetPlacement, estimates: dict[FleetPlacement, PlacementEstimate]) -> list[FleetPlacement]:
+    """Placements of the same schedule that differ from the best by one step, the likeliest first."""
     same = [one for one in estimates if one.schedule is best.schedule]
     sizes = sorted({one.learner_gpus for one in same})
     degrees = sorted({one.tensor_parallel for one in same})
     size, degree = sizes.index(best.learner_gpus), degrees.index(best.tensor_parallel)
 
-    def depth(one: Placement) -> float:
+    def depth(one: FleetPlacement) -> float:
         return one.batch_per_replica * one.replicas
 
     near = [
@@ -124,7 +125,9 @@ def _neighbours(best: Placement, estimates: dict[Placement, Estimate]) -> list[P
         if abs(sizes.index(one.learner_gpus) - size) + abs(degrees.index(one.tensor_parallel) - degree) <= 1
     ]
     near.sort(key=lambda one: -estimates[one].tokens_per_s)
-    beside = [one for one in near if (one.learner_gpus, one.tensor_parallel) == (best.learner_gpus, best.tensor_parallel)]
+    beside = [
+        one for one in near if (one.learner_gpus, one.tensor_parallel) == (best.learner_gpus, best.tensor_parallel)
+    ]
     across = [one for one in near if one not in beside and 0.7 < depth(one) / depth(best) < 1.5]
     return [*beside, *across]
 
@@ -142,8 +145,7 @@ def _one_of_each(ranked: Iterable[Ranked]) -> list[Ranked]:
 
 
 def _shrink_error(request: PlanRequest, first: Ranked) -> float:
-    """What simulating half as many replicas changes: an estimate of what shrinking has changed already."""
+    """Change of the first's tokens/s on twice as many replicas, which shows what shrinking costs."""
     if first.judgement.replicas >= first.placement.replicas:
         return 0.0
-    smaller = judge(request, first.placement, replicas=max(1, REPLICAS // 2))
-    return smaller.tokens_per_s / first.tokens_per_s - 1.0
+    return judge(request, first.placement, times=2).tokens_per_s / first.tokens_per_s - 1.0

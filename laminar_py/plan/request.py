@@ -1,4 +1,4 @@
-"""What a plan is made for: a model, a fleet of GPUs, lengths, the work of a step, and what it may cost. Pure."""
+"""Request of a plan: a model, a fleet of GPUs, lengths, the work of a step, and what it may cost. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class GpuFleet:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """GPUs of all nodes."""
         return self.nodes * self.per_node
 
 

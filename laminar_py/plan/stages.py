@@ -16,7 +16,7 @@ from laminar_py.config.emulated_profile import EngineTimes, LearnerTimes
 from laminar_py.config.staleness import Schedule
 from laminar_py.hardware.times import engine_times, learner_times, weights_bytes
 from laminar_py.packing.balance import attention_share
-from laminar_py.plan.placements import Placement
+from laminar_py.plan.placements import FleetPlacement
 from laminar_py.plan.request import Lengths, PlanRequest
 
 REPACK_SHARE = 0.5  # of what draining costs, that repacking gives back: the simulator's figure for a 7B, rounded
@@ -35,7 +35,7 @@ class Formula:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class PlacementEstimate:
     """Stage times of a placement by formula."""
 
     schedule: Schedule
@@ -59,8 +59,8 @@ class Estimate:
         """Wall that binds once twice as much is there of what binds now."""
         return self._relieved(self.binds).binds
 
-    def _relieved(self, wall: Wall) -> "Estimate":
-        """Estimate with twice as much of what makes a wall."""
+    def _relieved(self, wall: Wall) -> "PlacementEstimate":
+        """PlacementEstimate with twice as much of what makes a wall."""
         if wall is Wall.FRESHNESS:
             return replace(self, freshness_s=self.freshness_s / 2)
         return replace(self, times=self.times.faster(StepStage(wall.value), 2.0))
@@ -68,7 +68,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRates:
-    """What a replica does with `running` sequences at a time."""
+    """Rates of a replica with `running` sequences at a time."""
 
     times: EngineTimes
     lengths: Lengths
@@ -85,7 +85,7 @@ class ReplicaRates:
         return float(lengths.mean / (decode_s + lengths.prompt / self.times.prefill_tokens_per_s))
 
     def batch_s(self, running: float, until: float) -> float:
-        """Seconds in which so many responses that begin together come to their end, the longest with `until` tokens."""
+        """Seconds in which so many responses that begin together end, the longest with `until` tokens."""
         generated = np.linspace(0.0, until, GRID)
         left = 1.0 - np.searchsorted(self.lengths.quantiles, generated, side="left") / len(self.lengths.quantiles)
         steps = self.step_s(running * left, self.lengths.prompt + generated)
@@ -103,7 +103,7 @@ class ReplicaRates:
         return float(np.trapezoid(steps, remaining[shown]))
 
 
-def estimate(request: PlanRequest, placement: Placement) -> Estimate:
+def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstimate:
     """Stage times of a placement."""
     rates, learner = profile_of(request, placement)
     generate = _generate_async if placement.schedule is Schedule.ASYNC else _generate_batch
@@ -122,7 +122,7 @@ def estimate(request: PlanRequest, placement: Placement) -> Estimate:
         f" ({placement.schedule}: {_COMPOSED[placement.schedule]})",
         result=f"{tokens / step_s:,.0f} tokens/s",
     )
-    return Estimate(
+    return PlacementEstimate(
         schedule=placement.schedule,
         times=times,
         freshness_s=freshness_s,
@@ -131,7 +131,7 @@ def estimate(request: PlanRequest, placement: Placement) -> Estimate:
     )
 
 
-def profile_of(request: PlanRequest, placement: Placement) -> tuple[ReplicaRates, LearnerTimes]:
+def profile_of(request: PlanRequest, placement: FleetPlacement) -> tuple[ReplicaRates, LearnerTimes]:
     """Times of the placement's replicas and of its learner's GPUs."""
     shape, gpu = request.shape, request.fleet.gpu
     times = engine_times(shape, gpu, tensor_parallel=placement.tensor_parallel)
@@ -152,7 +152,7 @@ _WALLS = (Wall.GENERATION, Wall.LEARNER, Wall.REWARD, Wall.WEIGHTS, Wall.FRESHNE
 _Stage = tuple[float, tuple[Formula, ...]]
 
 
-def _generate_async(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
+def _generate_async(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
     """Replicas drain what they admitted, one by one, and repacking takes over a part of each tail."""
     lengths, per_step = request.lengths, request.trajectories_per_step
     admitted, running, cycle_s = _cycle(request, placement, rates)
@@ -164,8 +164,8 @@ def _generate_async(request: PlanRequest, placement: Placement, rates: ReplicaRa
         _decode_formula(rates, running),
         Formula(
             name="a replica",
-            text=f"{rate:,.0f} tokens/s never draining; of the {admitted:.0f} it admits under a version the last ends"
-            f" after {cycle_s:.0f} s: {drained:.0%} of that, {share:.0%} with repacking",
+            text=f"{rate:,.0f} tokens/s never draining; of {admitted:.0f} that it admits under a version the last"
+            f" ends after {cycle_s:.0f} s: {drained:.0%} of that, {share:.0%} with repacking",
             result=f"{rate * share:,.0f} tokens/s",
         ),
         Formula(
@@ -176,8 +176,8 @@ def _generate_async(request: PlanRequest, placement: Placement, rates: ReplicaRa
     )
 
 
-def _cycle(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> tuple[float, float, float]:
-    """Responses that a draining replica has under one version, those at a time, and seconds until the last ends."""
+def _cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> tuple[float, float, float]:
+    """Responses that a draining replica has under one version, those at a time, seconds until the last ends."""
     admitted = float(placement.batch_per_replica)
     if request.max_staleness is not None:  # more are never live
         live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
@@ -189,8 +189,8 @@ def _cycle(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> t
     return admitted, running, steady_s + rates.tail_s(running)
 
 
-def _generate_batch(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
-    """All replicas begin a step's share together, and the longest response is waited for."""
+def _generate_batch(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
+    """Replicas begin a step's shares together, and the longest response is waited for."""
     lengths = request.lengths
     each = request.trajectories_per_step / placement.replicas
     running = min(each, placement.max_batch)
@@ -218,7 +218,7 @@ def _decode_formula(rates: ReplicaRates, running: float) -> Formula:
     )
 
 
-def _train(request: PlanRequest, placement: Placement, times: LearnerTimes) -> _Stage:
+def _train(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
     """Microbatches shared by the ranks, each whole on one, and the busiest is waited for."""
     lengths, ranks = request.lengths, placement.learner_gpus
     share = attention_share(
@@ -233,25 +233,26 @@ def _train(request: PlanRequest, placement: Placement, times: LearnerTimes) -> _
     return seconds, (
         Formula(
             name="learner",
-            text=f"{times.optimizer_s:.1f} s + {tokens / 1e6:.2f}M tokens x {cost:.2f} (attention) in {batches:,.0f}"
-            f" microbatches on {ranks} GPUs x {times.train_tokens_per_s:,.0f} tokens/s",
+            text=f"{times.optimizer_s:.1f} s + {tokens / 1e6:.2f}M tokens x {cost:.2f} (attention) in"
+            f" {batches:,.0f} microbatches on {ranks} GPUs x {times.train_tokens_per_s:,.0f} tokens/s",
             result=f"{seconds:.1f} s",
         ),
     )
 
 
-def _move_weights(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
+def _move_weights(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
     load_s, per_step = rates.times.load_s, request.trajectories_per_step
     if placement.schedule is Schedule.ASYNC:
         loads = per_step / (placement.replicas * placement.batch_per_replica)
         seconds, text = load_s * loads, f"{load_s:.2f} s a load x {loads:.2f} loads of a replica in a step"
     else:
-        seconds = publish_s(request) + load_s
-        text = f"{weights_bytes(request.shape) / 1e9:.0f} GB to all nodes {publish_s(request):.2f} s + load {load_s:.2f} s"
+        way_s = publish_s(request)
+        seconds = way_s + load_s
+        text = f"{weights_bytes(request.shape) / 1e9:.0f} GB to all nodes {way_s:.2f} s + load {load_s:.2f} s"
     return seconds, (Formula(name="weights", text=text, result=f"{seconds:.2f} s"),)
 
 
-def _stay_fresh(request: PlanRequest, placement: Placement, rates: ReplicaRates) -> _Stage:
+def _stay_fresh(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
     """The shortest step in which the last response of what a replica admits is not older than the bound."""
     bound = request.max_staleness
     if bound is None or placement.schedule is not Schedule.ASYNC:

@@ -221,7 +221,13 @@ def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> P
 
 
 def engine_memory(
-    shape: ModelShape, *, gpus: int, kv_tokens: int | None, static_bytes: float, gpu_bytes: float, width: float = 2.0
+    shape: ModelShape,
+    *,
+    gpus: int,
+    kv_tokens: int | None,
+    static_bytes: float,
+    gpu_bytes: float,
+    width: float = 2.0,
 ) -> Parts:
     """Bytes of each of an engine's GPUs; a cache of None fills what the weights leave of `static_bytes`."""
     weights = width * shape.total / gpus

@@ -3,7 +3,6 @@
 Nodes are those that Ray would show: the same placement takes them.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -11,10 +10,8 @@ from itertools import count
 from laminar_py.cluster.placement import Needs, Node
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.hardware.gpus import GPUS, Gpu, gpu_named
+from laminar_py.hardware.gpus import Gpu, read_group
 
-GROUP = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})x([A-Za-z]\w*)")  # at most 9,999 of each
-CPU = "cpu"
 CORES_A_GPU = 12  # of a node with GPUs; placement asks only how nodes compare
 
 
@@ -62,30 +59,14 @@ def pretended_cluster(texts: Sequence[str]) -> PretendedCluster:
     gpus: dict[str, Gpu] = {}
     indices = count()
     for text in (group for joined in texts for group in joined.split(",")):
-        num_nodes, each, gpu = _group(text)
-        for _ in range(num_nodes):
+        group = read_group(text, option="--pretend")
+        for _ in range(group.nodes):
             name = f"node-{next(indices)}"
-            num_gpus, cores = (0, each) if gpu is None else (each, each * CORES_A_GPU)
+            num_gpus, cores = (0, group.each) if group.gpu is None else (group.each, group.each * CORES_A_GPU)
             nodes.append(Node(id=name, ip=name, gpus=num_gpus, cpus=cores, here=not nodes))
-            if gpu is not None:
-                gpus[name] = gpu
+            if group.gpu is not None:
+                gpus[name] = group.gpu
     return PretendedCluster(tuple(nodes), gpus)
-
-
-def _group(text: str) -> tuple[int, int, Gpu | None]:
-    """Nodes, GPUs or cores of each, and the kind of the GPUs."""
-    found = GROUP.fullmatch(text.strip())
-    if found is None:
-        raise ConfigError(
-            f"--pretend={text}: not nodes x GPUs x kind, at most 9999 of each; write e.g. 3x8xH100, or 2x64xcpu"
-            " for nodes of 64 cores without GPUs"
-        )
-    nodes, each, kind = found.groups()
-    try:
-        return int(nodes), int(each), None if kind.lower() == CPU else gpu_named(kind)
-    except ConfigError:
-        known = ", ".join(gpu.name for gpu in GPUS)
-        raise ConfigError(f"--pretend={text}: no such GPU is known; choose {known}, or {CPU}") from None
 
 
 def model_fault(config: RunConfig) -> str | None:

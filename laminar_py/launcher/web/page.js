@@ -69,25 +69,6 @@ function drawLegend(page) {
   }));
 }
 
-function sheet(found) {
-  const panel = element("section", undefined, "panel"), table = element("table"), frame = element("div", undefined, "scroll");
-  const kind = (i) => (i === 0 ? "" : i >= found.head.length - found.words ? "words" : "number");
-  const row = (cells, tag) => {
-    const made = element("tr");
-    made.append(...cells.map((text, i) => element(tag, text, kind(i))));
-    return made;
-  };
-  const head = element("thead"), body = element("tbody");
-  head.append(row(found.head, "th"));
-  body.append(...found.rows.map((cells) => row(cells, "td")));
-  table.append(head, body);
-  frame.append(table);
-  panel.append(element("h2", found.title));
-  if (found.note) panel.append(element("p", found.note, "note"));
-  if (found.rows.length) panel.append(frame);
-  return panel;
-}
-
 const page = JSON.parse(byId("data").textContent);
 
 function drawPage() {

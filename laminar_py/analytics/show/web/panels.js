@@ -52,6 +52,26 @@ function plot(id, traces, layout) {
   }, { displayModeBar: false, responsive: true });
 }
 
+// A table in a panel, of pages that are made of such; the last `words` columns are text
+function sheet(found) {
+  const panel = element("section", undefined, "panel"), table = element("table"), frame = element("div", undefined, "scroll");
+  const kind = (i) => (i === 0 ? "" : i >= found.head.length - found.words ? "words" : "number");
+  const row = (cells, tag) => {
+    const made = element("tr");
+    made.append(...cells.map((text, i) => element(tag, text, kind(i))));
+    return made;
+  };
+  const head = element("thead"), body = element("tbody");
+  head.append(row(found.head, "th"));
+  body.append(...found.rows.map((cells) => row(cells, "td")));
+  table.append(head, body);
+  frame.append(table);
+  panel.append(element("h2", found.title));
+  if (found.note) panel.append(element("p", found.note, "note"));
+  if (found.rows.length) panel.append(frame);
+  return panel;
+}
+
 function drawHeadline(page) {
   byId("headline").replaceChildren(...page.headline.map((figure) => {
     const card = element("div", undefined, "figure");

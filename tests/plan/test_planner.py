@@ -1,0 +1,135 @@
+"""Ranking: what fits, what is refused, that the simulator judges, and what is written of it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from laminar_py.cli.main import app
+from laminar_py.config.emulated_profile import read_profile
+from laminar_py.config.loading import load_config, read_tree
+from laminar_py.config.section import ConfigError
+from laminar_py.config.staleness import Schedule
+from laminar_py.hardware.times import learner_times
+from laminar_py.plan.judge import judge, shrunk_config
+from laminar_py.plan.placements import learner_bytes, placements
+from laminar_py.plan.planner import make_plan
+from laminar_py.plan.stages import estimate
+from laminar_py.plan.subject import lengths_by_task
+from laminar_py.plan.writing import write_config
+from laminar_py.preflight.memory import memory_faults
+from tests.plan.builders import make_request
+from tests.runs.runs import REPO
+
+SMALL = {"prompts_per_step": 8, "group_size": 8}
+
+
+def plan_of(**others):
+    return make_plan(make_request(nodes=1, **SMALL, **others))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return plan_of()
+
+
+def test_all_placements_use_the_fleet_and_fit_its_memory():
+    request = make_request()
+    for one in placements(request):
+        assert one.learner_gpus + one.rollout_gpus == request.fleet.gpus
+        assert sum(learner_bytes(request, one).values()) <= request.fleet.gpu.memory_bytes
+        assert one.kv_tokens >= request.lengths.most
+
+
+@pytest.mark.parametrize(
+    ("wanted", "line"),
+    [
+        ({"size": "72B", "nodes": 1}, "gpus=8: to train Qwen2.5-72B on trajectories of 16,784 tokens takes"),
+        ({"size": "405B"}, "gpu=H100: 8 of a node leave Llama-3.1-405B room for 0 tokens of KV cache"),
+        (
+            {"size": "7B", "nodes": 1, "per_node": 3},
+            "gpus=3: Qwen2.5-7B needs 4 H100, 3 to train and 1 to generate",
+        ),
+    ],
+)
+def test_a_model_that_fits_no_placement_is_told_what_is_missing(wanted, line):
+    with pytest.raises(ConfigError) as error:
+        placements(make_request(**wanted))
+    assert str(error.value).startswith(line)
+
+
+def test_the_first_choice_has_most_tokens_of_all_that_were_simulated(small):
+    rates = [one.tokens_per_s for one in small.ranked]
+    assert rates == sorted(rates, reverse=True)
+    assert {one.placement.schedule for one in small.ranked} == set(Schedule)
+
+
+def test_a_plan_depends_on_its_request_alone(small):
+    assert [one.placement for one in plan_of().ranked] == [one.placement for one in small.ranked]
+
+
+def test_staleness_of_every_placement_is_within_its_bound(small):
+    assert all(one.judgement.figures.staleness_max <= 4 for one in small.ranked)
+
+
+def test_a_shrunk_fleet_keeps_the_learners_speed_for_each_replica(tmp_path):
+    request = make_request(nodes=8)
+    one = placements(request)[0]
+    config = shrunk_config(request, one, folder=tmp_path, replicas=4, seed=0)
+    rate = read_profile(config.emulation.profile).learner.train_tokens_per_s
+    shrunk = rate * config.emulation.learner_devices / config.trajectories_per_step
+    whole = (
+        learner_times(request.shape, request.fleet.gpu).train_tokens_per_s
+        * one.learner_gpus
+        / request.trajectories_per_step
+    )
+    assert shrunk == pytest.approx(whole)
+
+
+def test_a_simulation_agrees_with_the_formula_where_the_learner_binds():
+    request = make_request()
+    few = min(placements(request), key=lambda one: (one.learner_gpus, one.schedule is not Schedule.ASYNC))
+    assert judge(request, few).tokens_per_s == pytest.approx(estimate(request, few).tokens_per_s, rel=0.1)
+
+
+def test_the_written_config_is_one_that_doctor_finds_room_for(small, tmp_path):
+    path = tmp_path / "run.yaml"
+    write_config(small, small.best, path, model=tmp_path)
+    shape = {name: getattr(small.request.shape, name) for name in small.request.shape.__struct_fields__}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"torch_dtype": "bfloat16"}))
+    config = load_config(path, [])
+    assert config.gpus == 8
+    assert not memory_faults(config, gpu_bytes=80e9)
+    with pytest.raises(ConfigError, match="is there already; name another file"):
+        write_config(small, small.best, path, model=tmp_path)
+
+
+def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
+    recipe = REPO / "experiments/math_long_cot/7b_8gpu.yaml"
+    base, given = read_tree(recipe, []), load_config(recipe, [])
+    write_config(small, small.best, tmp_path / "run.yaml", model=tmp_path, base=base)
+    written = load_config(tmp_path / "run.yaml", [])
+    assert (written.data, written.reward, written.algorithm) == (given.data, given.reward, given.algorithm)
+    assert written.learner.world_size == small.best.placement.learner_gpus
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["7B", "--gpus", "8xH100"], "--gpus=8xH100: not nodes x GPUs x kind"),
+        (["7B", "--gpus", "1x8xV100"], "--gpus=1x8xV100: no such GPU is known; choose A100"),
+        (["7B", "--gpus", "1x64xcpu"], "--gpus=1x64xcpu: a model of this size wants GPUs"),
+        (["7B", "--gpus", "1x8xH100", "--p50", "20000"], "p50=20000: lies beyond cap=16384"),
+        (["7B", "--gpus", "1x8xH100", "--run", "runs/none"], "ledger=runs/none/ledger.sqlite: no such file"),
+        (["nothing", "--gpus", "1x8xH100"], "model=nothing: no folder, and no model that is known"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, line):
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(line)
+
+
+def test_a_run_without_responses_tells_no_lengths(tmp_path):
+    with pytest.raises(ConfigError, match="ledger="):
+        lengths_by_task(tmp_path)
