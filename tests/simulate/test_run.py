@@ -114,6 +114,12 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
         (["steps=1"], "steps=1: figures need 2 steps; raise it"),
         (["emulation.profile=none.yaml"], "emulation.profile=none.yaml: no such file"),
         (["rollout.max_seconds=4"], "rollout.max_seconds=4: a cap on time is not simulated; leave it out"),
+        (
+            ["emulation.median_tokens=50000"],
+            "emulation.median_tokens=50000: above rollout.sampling.max_new_tokens=",
+        ),
+        (["simulation.prompt_tokens=20000"], "simulation.prompt_tokens=20000: .* above rollout.max_len=16784"),
+        (["simulation.publish_s=1e9"], "simulation.publish_s=1000000000.0: .* less than or equal to 86400"),
         (["max_rl_seconds=1"], "max_rl_seconds=1.0: ends the run after 0 steps, and figures need 2; raise it"),
         (
             ["rollout.without_signal=refill", "simulation.solved=1.0"],
