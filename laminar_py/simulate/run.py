@@ -66,6 +66,8 @@ def simulate(config: RunConfig, *, show: Callable[[StepRow], None] = lambda row:
             f"max_rl_seconds={config.max_rl_seconds}: ends the run after {len(done.rows)} steps, and figures need"
             f" {MIN_STEPS}; raise it"
         )
+    if not done.latencies_s:
+        raise ConfigError(f"steps={config.steps}: no response ends in those that count; raise it")
     return done
 
 

@@ -66,6 +66,15 @@ def test_under_sync_nothing_is_stale_and_one_step_is_one_step_behind():
     assert [row.staleness_max for row in run("schedule=one_step", *by_batch).rows] == [0, 1, 1, 1, 1, 1]
 
 
+def test_a_run_in_which_no_response_ends_while_steps_count_has_no_figures(tmp_path):
+    profile = tmp_path / "quick.yaml"
+    profile.write_text(PROFILE.read_text().replace("optimizer_s: 2.0", "optimizer_s: 0.001"))
+    few = ("rollout.replicas=1", "rollout.batch_per_replica=16", "rollout.prompts_per_step=1", "steps=2")
+    quick = (f"emulation.profile={profile}", "emulation.learner_devices=100000", "repack.planner=none")
+    with pytest.raises(ConfigError, match="steps=2: no response ends in those that count; raise it"):
+        run(*few, *quick, "emulation.compression=1", "emulation.start_spread_s=0", "emulation.sigma=0")
+
+
 def test_a_bound_on_staleness_holds():
     free = run("rollout.batch_per_replica=200", "repack.planner=none")
     assert max(row.staleness_max for row in free.rows) > 1
