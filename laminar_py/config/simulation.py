@@ -7,7 +7,7 @@ from pydantic import Field
 from laminar_py.config.section import Count, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Delay = Annotated[float, Field(ge=0, le=86_400)]  # of which a simulation lives through each second
 
 
 class SimulationConfig(Section):

@@ -67,16 +67,21 @@ class SimulatedRun:
     traffic: Sequence[ControlTraffic]  # [steps]
 
     @property
+    def latencies_s(self) -> list[float]:
+        """Seconds of the GPUs from issue to end of each response that ended in the steps that count."""
+        first, last = self.rows[self._warm - 1], self.rows[-1]
+        return [self._compression * one.latency_s for one in self.ended if first.rl_s <= one.at_s <= last.rl_s]
+
+    @property
     def figures(self) -> SimulatedFigures:
         """Figures of all steps after the first quarter, of which there is one at least."""
         assert len(self.rows) > 1, "figures are of the time between two steps"
-        warm = max(1, round(WARM_SHARE * len(self.rows)))
-        first, counted = self.rows[warm - 1], self.rows[warm:]
-        before, after = self.traffic[warm - 1], self.traffic[-1]
+        first, counted = self.rows[self._warm - 1], self.rows[self._warm :]
+        before, after = self.traffic[self._warm - 1], self.traffic[-1]
         last, fast = counted[-1], self._compression
         elapsed_s = fast * (last.rl_s - first.rl_s)
         samples = [sample for sample in self.samples if first.rl_s <= sample.at_s <= last.rl_s]
-        latencies = [fast * one.latency_s for one in self.ended if first.rl_s <= one.at_s <= last.rl_s]
+        latencies = self.latencies_s
         return SimulatedFigures(
             steps=len(counted),
             step_s=elapsed_s / len(counted),
@@ -93,6 +98,10 @@ class SimulatedRun:
             events_per_s=(after.events - before.events) / elapsed_s,
             reports_per_s=(after.reports - before.reports) / elapsed_s,
         )
+
+    @property
+    def _warm(self) -> int:
+        return max(1, round(WARM_SHARE * len(self.rows)))
 
     @property
     def _compression(self) -> float:

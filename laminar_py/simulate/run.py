@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from laminar_py.config.emulated_profile import EmulationProfile, read_profile
+from laminar_py.config.emulation import EmulationConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.closing import Credit, Stages
@@ -65,6 +66,8 @@ def simulate(config: RunConfig, *, show: Callable[[StepRow], None] = lambda row:
             f"max_rl_seconds={config.max_rl_seconds}: ends the run after {len(done.rows)} steps, and figures need"
             f" {MIN_STEPS}; raise it"
         )
+    if not done.latencies_s:
+        raise ConfigError(f"steps={config.steps}: no response ends in those that count; raise it")
     return done
 
 
@@ -84,6 +87,26 @@ def check(config: RunConfig) -> None:
         )
     if config.steps < MIN_STEPS:
         raise ConfigError(f"steps={config.steps}: figures need {MIN_STEPS} steps; raise it")
+    _check_lengths(config, config.emulation)
+
+
+def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
+    """Refuse lengths that nearly all responses would be cut to fit."""
+    prompt, cap, max_len = (
+        config.simulation.prompt_tokens,
+        config.rollout.sampling.max_new_tokens,
+        config.rollout.max_len,
+    )
+    if prompt + cap > max_len:
+        raise ConfigError(
+            f"simulation.prompt_tokens={prompt}: with rollout.sampling.max_new_tokens={cap} above rollout.max_len="
+            f"{max_len}; lower one of the first two, or raise max_len"
+        )
+    if emulation.median_tokens > cap:
+        raise ConfigError(
+            f"emulation.median_tokens={emulation.median_tokens}: above rollout.sampling.max_new_tokens={cap}, so"
+            " that most responses would be cut; lower it, or raise the cap"
+        )
 
 
 class _Simulation:

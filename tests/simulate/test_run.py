@@ -66,6 +66,15 @@ def test_under_sync_nothing_is_stale_and_one_step_is_one_step_behind():
     assert [row.staleness_max for row in run("schedule=one_step", *by_batch).rows] == [0, 1, 1, 1, 1, 1]
 
 
+def test_a_run_in_which_no_response_ends_while_steps_count_has_no_figures(tmp_path):
+    profile = tmp_path / "quick.yaml"
+    profile.write_text(PROFILE.read_text().replace("optimizer_s: 2.0", "optimizer_s: 0.001"))
+    few = ("rollout.replicas=1", "rollout.batch_per_replica=16", "rollout.prompts_per_step=1", "steps=2")
+    quick = (f"emulation.profile={profile}", "emulation.learner_devices=100000", "repack.planner=none")
+    with pytest.raises(ConfigError, match="steps=2: no response ends in those that count; raise it"):
+        run(*few, *quick, "emulation.compression=1", "emulation.start_spread_s=0", "emulation.sigma=0")
+
+
 def test_a_bound_on_staleness_holds():
     free = run("rollout.batch_per_replica=200", "repack.planner=none")
     assert max(row.staleness_max for row in free.rows) > 1
@@ -114,6 +123,12 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
         (["steps=1"], "steps=1: figures need 2 steps; raise it"),
         (["emulation.profile=none.yaml"], "emulation.profile=none.yaml: no such file"),
         (["rollout.max_seconds=4"], "rollout.max_seconds=4: a cap on time is not simulated; leave it out"),
+        (
+            ["emulation.median_tokens=50000"],
+            "emulation.median_tokens=50000: above rollout.sampling.max_new_tokens=",
+        ),
+        (["simulation.prompt_tokens=20000"], "simulation.prompt_tokens=20000: .* above rollout.max_len=16784"),
+        (["simulation.publish_s=1e9"], "simulation.publish_s=1000000000.0: .* less than or equal to 86400"),
         (["max_rl_seconds=1"], "max_rl_seconds=1.0: ends the run after 0 steps, and figures need 2; raise it"),
         (
             ["rollout.without_signal=refill", "simulation.solved=1.0"],
