@@ -89,8 +89,8 @@ def read_figures(done: FinishedRun) -> FleetFigures:
 def table(predicted: dict[str, list[FleetFigures]], measured: dict[str, list[FleetFigures]]) -> list[Row]:
     """Rows of all settings."""
     conditions = (
-        f"{CONFIG}, 16 emulated replicas, compressed {COMPRESSION} times, steps {warm_steps(STEPS) + 1} to {STEPS} of"
-        f" {STEPS}, each of 1,024 trajectories; the same seeds simulated"
+        f"{CONFIG}, 16 emulated replicas, compressed {COMPRESSION} times, steps {warm_steps(STEPS) + 1} to"
+        f" {STEPS} of {STEPS}, each of 1,024 trajectories; the same seeds simulated"
     )
 
     def compared(field: str) -> list[Compared]:

@@ -14,7 +14,7 @@ import yaml
 
 from laminar_py.bench.plan.cpu import watching_cpu
 from laminar_py.bench.plan.facts import RunFacts, read_facts
-from laminar_py.bench.plan.settings import Compared, Setting, median_error, trained_tokens_per_s
+from laminar_py.bench.plan.settings import Compared, Setting, median_error, trained_tokens_per_s, warm_steps
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import train
 from laminar_py.bench.turns import Tell
@@ -95,9 +95,9 @@ def predict(one: Setting, profile: Path, facts: RunFacts) -> float:
 def table(found: Sequence[Compared]) -> list[Row]:
     """Rows of all settings."""
     conditions = (
-        f"configs/quickstart.yaml without a group filter and evaluations, steps {STEPS // 4 + 1} to {STEPS} of"
-        f" {STEPS}; each round calibrates, runs the base setting, whose ledger gives log-normal lengths (median,"
-        " and sigma with which the mean is right), and then each setting; learner, engines and all else share"
+        f"{CONFIG} without a group filter and evaluations, steps {warm_steps(STEPS) + 1} to {STEPS} of {STEPS};"
+        " each round calibrates, runs the base setting, whose ledger gives log-normal lengths (median, and sigma"
+        " with which the mean is right), and then each setting; learner, engines and all else share"
         f" {num_cores()} cores"
     )
     within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]
