@@ -66,7 +66,7 @@ def test_errors_are_of_medians_and_a_setting_that_scatters_may_be_off_by_twice_i
     assert close.error == 0.0
     scattered, off = [80.0, 100.0, 110.0], [100.0, 100.0, 100.0]
     found = [close, Compared("one_step", [140.0] * 3, scattered), Compared("stale_0", [140.0] * 3, off)]
-    rows = {row.name: row.value for row in quickstart.table(found)}
+    rows = {row.name: row.value for row in quickstart.table(found, [3.0])}
     assert rows["plan_error_median"] == pytest.approx(0.4)
     assert rows["plan_within"] == 2
     assert rows["plan_stale_0"] == pytest.approx(1.4)
@@ -74,10 +74,10 @@ def test_errors_are_of_medians_and_a_setting_that_scatters_may_be_off_by_twice_i
 
 def test_its_rows_are_those_of_the_catalog_and_their_differences_those_of_the_worst_setting():
     found = [Compared(one.name, [1.0], [1.0]) for one in quickstart.SETTINGS]
-    figures("plan", "quickstart", quickstart.table(found))
+    figures("plan", "quickstart", quickstart.table(found, [3.0]))
     measured = {one.name: [FleetFigures(100.0, 0.5, 1.0)] for one in fleets.SETTINGS}
     predicted = {**measured, "fleet_sync": [FleetFigures(120.0, 0.53, 0.75)]}
-    rows = figures("plan", "fleets", fleets.table(predicted, measured))
+    rows = figures("plan", "fleets", fleets.table(predicted, measured, [3.0]))
     assert rows["plan_fleet_error_median"] == 0.0
     assert rows["plan_fleet_error_max"] == pytest.approx(0.2)
     assert rows["plan_fleet_kv_error_max"] == pytest.approx(0.03)

@@ -15,7 +15,7 @@ import numpy as np
 from laminar_py.bench.plan.settings import Compared, Setting, median_error, trained_tokens_per_s, warm_steps
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import FinishedRun, train
-from laminar_py.bench.turns import Tell
+from laminar_py.bench.turns import Tell, spread
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.simulate.run import simulate
@@ -56,6 +56,7 @@ def rows(*, runs: int, tell: Tell) -> list[Row]:
         raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")
     predicted: dict[str, list[FleetFigures]] = {one.name: [] for one in SETTINGS}
     measured: dict[str, list[FleetFigures]] = {one.name: [] for one in SETTINGS}
+    loads: list[float] = []
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
         for seed in range(runs):
             for one in SETTINGS:
@@ -63,9 +64,10 @@ def rows(*, runs: int, tell: Tell) -> list[Row]:
                 predicted[one.name].append(predict(settings))
                 done = train(CONFIG, [f"name={one.name}", f"runs={folder}", *settings], limit_s=LIMIT_S)
                 measured[one.name].append(read_figures(done))
+                loads.append(os.getloadavg()[0])
                 tell(f"seed {seed}, {one.name}: predicted {predicted[one.name][-1]}")
-                tell(f"measured {measured[one.name][-1]}; load average {os.getloadavg()[0]:.1f}")
-    return table(predicted, measured)
+                tell(f"measured {measured[one.name][-1]}; load average {loads[-1]:.1f}")
+    return table(predicted, measured, loads)
 
 
 def predict(settings: Sequence[str]) -> FleetFigures:
@@ -86,11 +88,14 @@ def read_figures(done: FinishedRun) -> FleetFigures:
     )
 
 
-def table(predicted: dict[str, list[FleetFigures]], measured: dict[str, list[FleetFigures]]) -> list[Row]:
-    """Rows of all settings."""
+def table(
+    predicted: dict[str, list[FleetFigures]], measured: dict[str, list[FleetFigures]], loads: Sequence[float]
+) -> list[Row]:
+    """Rows of all settings; `loads` are the load averages at the end of the runs."""
     conditions = (
         f"{CONFIG}, 16 emulated replicas, compressed {COMPRESSION} times, steps {warm_steps(STEPS) + 1} to"
-        f" {STEPS} of {STEPS}, each of 1,024 trajectories; the same seeds simulated"
+        f" {STEPS} of {STEPS}, each of 1,024 trajectories; the same seeds simulated; load average after a run"
+        f" {spread(loads, '.1f')}"
     )
 
     def compared(field: str) -> list[Compared]:

@@ -17,7 +17,7 @@ from laminar_py.bench.plan.facts import RunFacts, read_facts
 from laminar_py.bench.plan.settings import Compared, Setting, median_error, trained_tokens_per_s, warm_steps
 from laminar_py.bench.report import Row
 from laminar_py.bench.runs import train
-from laminar_py.bench.turns import Tell
+from laminar_py.bench.turns import Tell, spread
 from laminar_py.calibration.profile import calibrate
 from laminar_py.config.emulated_profile import EmulationProfile
 from laminar_py.config.loading import load_config
@@ -50,6 +50,7 @@ def rows(*, runs: int, tell: Tell) -> list[Row]:
         raise ConfigError(f"{CONFIG}: no such file; run this in the project's folder")
     predicted: dict[str, list[float]] = {one.name: [] for one in SETTINGS}
     measured: dict[str, list[float]] = {one.name: [] for one in SETTINGS}
+    loads: list[float] = []
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as name:
         folder = Path(name)
         for turn in range(runs):
@@ -59,11 +60,12 @@ def rows(*, runs: int, tell: Tell) -> list[Row]:
                 predicted[one.name].append(predict(one, profile, facts))
                 done = train(CONFIG, [f"name={one.name}", f"runs={folder}", *BASE, *one.settings], limit_s=LIMIT_S)
                 measured[one.name].append(trained_tokens_per_s(done))
+                loads.append(os.getloadavg()[0])
                 tell(
                     f"round {turn + 1} of {runs}, {one.name}: predicted {predicted[one.name][-1]:,.0f}, measured"
-                    f" {measured[one.name][-1]:,.0f} trained tokens/s; load average {os.getloadavg()[0]:.1f}"
+                    f" {measured[one.name][-1]:,.0f} trained tokens/s; load average {loads[-1]:.1f}"
                 )
-    return table([Compared(one.name, predicted[one.name], measured[one.name]) for one in SETTINGS])
+    return table([Compared(one.name, predicted[one.name], measured[one.name]) for one in SETTINGS], loads)
 
 
 def _calibrated(folder: Path, turn: int, tell: Tell) -> tuple[Path, RunFacts]:
@@ -92,13 +94,13 @@ def predict(one: Setting, profile: Path, facts: RunFacts) -> float:
     return simulate(load_config(CONFIG, [*BASE, *given, *settings])).figures.trained_tokens_per_s
 
 
-def table(found: Sequence[Compared]) -> list[Row]:
-    """Rows of all settings."""
+def table(found: Sequence[Compared], loads: Sequence[float]) -> list[Row]:
+    """Rows of all settings; `loads` are the load averages at the end of the runs."""
     conditions = (
         f"{CONFIG} without a group filter and evaluations, steps {warm_steps(STEPS) + 1} to {STEPS} of {STEPS};"
         " each round calibrates, runs the base setting, whose ledger gives log-normal lengths (median, and sigma"
         " with which the mean is right), and then each setting; learner, engines and all else share"
-        f" {num_cores()} cores"
+        f" {num_cores()} cores; load average after a run {spread(loads, '.1f')}"
     )
     within = [one for one in found if abs(one.error) <= max(WITHIN, SPREADS * one.spread)]
     return [
