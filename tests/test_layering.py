@@ -32,6 +32,7 @@ RULES = {  # room: the rooms that it may import
     "orchestrator": "cluster config control engines learner ledger packing preflight records relay repack reward"
     " telemetry workers",
     "simulate": "config control engines learner packing records repack rollout telemetry",
+    "calibration": "config engines learner packing records relay rollout",
     "audit": "config ledger records segments",
     "samples": "audit config data ledger records",
     "analytics": "audit config ledger records samples",
@@ -48,6 +49,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     "torch": (
         "engines/local/",
         "learner/",
+        "calibration/learner.py",
         "relay/publisher.py",
         "relay/store/shards.py",
         "relay/store/device_copy.py",

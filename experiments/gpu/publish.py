@@ -23,7 +23,7 @@ from torch import Tensor
 from experiments.gpu.learner import TINY
 from laminar_py.bench.catalog import SHARED_MEMORY, tell
 from laminar_py.bench.learner.mfu import FULL, GpuStep, open_learner
-from laminar_py.bench.learner.parts import draw_lengths, make_trajectory, pack_here
+from laminar_py.bench.learner.parts import draw_lengths, pack_here
 from laminar_py.bench.models import count_parameters
 from laminar_py.bench.relay.steps import (
     BETAS,
@@ -38,6 +38,7 @@ from laminar_py.bench.relay.tree import Tree, copy_s, raw
 from laminar_py.bench.report import Row, show
 from laminar_py.bench.turns import Ratio, Side, in_turn
 from laminar_py.bench.workplace import workplace
+from laminar_py.calibration.trajectories import make_trajectory
 from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner

@@ -54,6 +54,28 @@ BENCHMARKS: Catalog = {
         example="--only plan --json",
         measurements={"plan": Measurement("laminar_py.bench.repack:rows", "plan_256x8192_ms")},
     ),
+    "plan": Benchmark(
+        help="What a run would do, predicted and then seen: quickstart's task, emulated fleets. Takes an hour.",
+        example="--only quickstart --runs 1 --json",
+        options=[
+            option(
+                "runs", Annotated[int, typer.Option(min=1, help="Rounds of each figure; figures are medians")], 3
+            )
+        ],
+        measurements={
+            "quickstart": Measurement(
+                "laminar_py.bench.plan.quickstart:rows",
+                "plan_error_median plan_within plan_sync plan_one_step plan_one_replica plan_sync_one_replica"
+                " plan_half_batch plan_double_batch plan_stale_0 plan_slow_reward",
+            ),
+            "fleets": Measurement(
+                "laminar_py.bench.plan.fleets:rows",
+                "plan_fleet_error_median plan_fleet_error_max plan_fleet_kv_error_max"
+                " plan_fleet_staleness_error_max plan_fleet_async plan_fleet_async_repack plan_fleet_async_paper"
+                " plan_fleet_in_place plan_fleet_one_step plan_fleet_sync",
+            ),
+        },
+    ),
     "packer": Benchmark(
         help="Fill, balance over ranks and cost of packing finished trajectories. Takes about a minute.",
         example="--json",

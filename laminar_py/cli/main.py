@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from laminar_py.cli.audit import audit
 from laminar_py.cli.bench import bench
+from laminar_py.cli.calibrate import calibrate
 from laminar_py.cli.clean import clean
 from laminar_py.cli.dashboard import dashboard
 from laminar_py.cli.data import data
@@ -45,6 +46,7 @@ app.command(epilog="Example: laminar launch experiments/launcher --dry-run")(lau
 app.command(epilog="Example: laminar scale runs/quickstart-1 replicas=4")(scale)
 app.command(epilog="Example: laminar simulate configs/emulation/paper_7b.yaml repack.planner=none")(simulate)
 app.command(epilog="Example: laminar plan 7B --gpus 8x8xH100 --price 2.5 --write 7b.yaml")(plan)
+app.command(epilog="Example: laminar calibrate configs/quickstart.yaml --out profile.yaml")(calibrate)
 app.command(epilog="Example: laminar report runs/quickstart-1")(report)
 app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")(dashboard)
 app.command(epilog="Example: laminar data configs/quickstart.yaml")(data)

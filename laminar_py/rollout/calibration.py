@@ -5,12 +5,14 @@ prefill and scheduling cancel out.
 """
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 from statistics import median
 
 import msgspec
 import numpy as np
 
+from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest, SamplingParams
 from laminar_py.records.protocols import Clock, InferenceEngine
 from laminar_py.repack.signals import EngineSpeed
@@ -45,7 +47,7 @@ class EngineBounds:
 
 async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> EngineSpeed:
     """Speed of an engine; takes about 800 decode steps and the prefill of 200,000 tokens at most."""
-    requests, few, prompt = _Requests(engine, bounds, clock), bounds.few, bounds.long_prompt
+    requests, few, prompt = TimedRequests(engine, bounds, clock), bounds.few, bounds.long_prompt
     await requests.batch(1, PROMPT, SHORT)  # kernels are compiled, memory is touched
     alone = await requests.step_s(1, PROMPT)
     per_sequence = max(0.0, await requests.step_s(bounds.slots, PROMPT) - alone) / max(1, bounds.slots - 1)
@@ -62,8 +64,8 @@ async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Cl
     )
 
 
-class _Requests:
-    """Requests of any size; each has a prompt that no cache knows."""
+class TimedRequests:
+    """Requests of any size to an engine that has nothing else to do, and what they take."""
 
     def __init__(self, engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> None:
         self._engine = engine
@@ -81,20 +83,31 @@ class _Requests:
             steps.append((long - short) / (LONG - SHORT))
         return max(1e-6, median(steps))
 
-    async def batch(self, sequences: int, prompt: int, tokens: int) -> float:
-        """Seconds of so many requests together."""
+    async def batch(self, sequences: int, prompt: int, tokens: int, *, groups: int | None = None) -> float:
+        """Seconds of so many requests together, whose prompts no cache knows.
+
+        Those of a group share theirs; without `groups` each has its own.
+        """
+        prompts = [self._prompt(prompt) for _ in range(groups or sequences)]
+        first = self._num_requests
+        self._num_requests += sequences
         began = self._clock.now()
-        await asyncio.gather(*(self._request(prompt, tokens) for _ in range(sequences)))
+        await asyncio.gather(
+            *(
+                self._request(f"calibration-{first + index}", f"group-{first + index % len(prompts)}", ids, tokens)
+                for index, ids in zip(range(sequences), itertools.cycle(prompts), strict=False)
+            )
+        )
         return self._clock.now() - began
 
-    async def _request(self, prompt: int, tokens: int) -> None:
-        name = f"calibration-{self._num_requests}"
-        self._num_requests += 1
-        ids = self._rng.integers(0, self._bounds.vocab, prompt).astype(np.int32)
+    def _prompt(self, length: int) -> IntArray:
+        return self._rng.integers(0, self._bounds.vocab, length).astype(np.int32)
+
+    async def _request(self, name: str, group: str, prompt: IntArray, tokens: int) -> None:
         sampling = msgspec.structs.replace(self._bounds.sampling, max_new_tokens=tokens, stop_ids=())
         async for _ in self._engine.generate(
             GenerateRequest(
-                rid=name, group_id=name, prompt_ids=ids, prefix_ids=np.empty(0, np.int32), sampling=sampling
+                rid=name, group_id=group, prompt_ids=prompt, prefix_ids=np.empty(0, np.int32), sampling=sampling
             )
         ):
             continue

@@ -22,6 +22,7 @@ from laminar_py.records.protocols import Clock
 from laminar_py.records.replica import Held, ReplicaReport, Survey
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
+from laminar_py.simulate.cores import SharedCores
 from laminar_py.simulate.figures import FleetSample
 from laminar_py.simulate.parts import CountedTokens, ModelledWeights
 from laminar_py.telemetry.stats import Stats
@@ -43,6 +44,7 @@ class SimulatedFleet:
         weights: ModelledWeights,
         stats: Stats,
         clock: Clock,
+        cores: SharedCores,
     ) -> None:
         assert config.emulation is not None, "a simulation has emulated engines"
         self._config, self._emulation, self._times = config, config.emulation, times
@@ -51,6 +53,7 @@ class SimulatedFleet:
         self._weights = weights
         self._stats = stats
         self._clock = clock
+        self._cores = cores
         self._tick = Tick(self._hand_out, every_s=DISPATCH_S)
         self._replicas: list[Replica] = []
         self._engines: list[EmulatedEngine] = []
@@ -127,8 +130,10 @@ class SimulatedFleet:
             late_s=emulation.start_spread_s * index / rollout.replicas,
             delta_interval_s=NEVER_S,
             checksum=lambda folder: "",
+            changed=self._cores.share_out,
         )
         await engine.start()
+        self._cores.add(engine)
         self._engines.append(engine)
         return Replica(
             index,

@@ -17,6 +17,7 @@ from laminar_py.control.steps import pack_step
 from laminar_py.learner.emulated_times import emulated_step_s
 from laminar_py.packing.balance import attention_share
 from laminar_py.records.metrics import StepMetrics, StepRow, Work
+from laminar_py.simulate.cores import SharedCores
 from laminar_py.simulate.parts import ModelledWeights
 from laminar_py.telemetry.stats import Stats
 
@@ -34,6 +35,7 @@ class SimulatedLearner:
         scheduler: TrajectoryScheduler,
         weights: ModelledWeights,
         stats: Stats,
+        cores: SharedCores,
         show: Callable[[StepRow], None],
     ) -> None:
         assert config.emulation is not None, "a simulation has an emulated learner"
@@ -41,6 +43,7 @@ class SimulatedLearner:
         self._scheduler = scheduler
         self._weights = weights
         self._stats = stats
+        self._cores = cores
         self._show = show
         self._attention_share = attention_share(
             hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
@@ -120,6 +123,6 @@ class SimulatedLearner:
         emulated_s = emulated_step_s(self._times, lengths, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression
         self._stats.step_begins()
-        await asyncio.sleep(elapsed_s)
+        await self._cores.compute(elapsed_s)
         self._stats.step_ends()
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))

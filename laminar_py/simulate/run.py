@@ -27,6 +27,7 @@ from laminar_py.records.metrics import StepRow
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
+from laminar_py.simulate.cores import SharedCores
 from laminar_py.simulate.figures import ControlTraffic, EndedResponse, SimulatedRun
 from laminar_py.simulate.fleet import END, SimulatedFleet
 from laminar_py.simulate.learner import SimulatedLearner
@@ -127,11 +128,18 @@ class _Simulation:
         self._stats = stats = Stats(clock, replicas=config.rollout.replicas, totals=Totals())
         self._scheduler = scheduler = self._make_scheduler(clock)
         self._weights = weights = ModelledWeights()
+        self._cores = cores = SharedCores(config.simulation.cores)
         self._fleet = SimulatedFleet(
-            config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock
+            config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock, cores=cores
         )
         self._learner = SimulatedLearner(
-            config, profile.learner, scheduler=scheduler, weights=weights, stats=stats, show=self._stepped
+            config,
+            profile.learner,
+            scheduler=scheduler,
+            weights=weights,
+            stats=stats,
+            cores=cores,
+            show=self._stepped,
         )
         self._migration = Migration(
             MigrationSettings.of(config),
@@ -161,6 +169,7 @@ class _Simulation:
             background = [
                 tasks.create_task(self._fleet.run(), name="fleet"),
                 tasks.create_task(self._keep_house(), name="housekeeping"),
+                tasks.create_task(self._cores.run(), name="cores"),
             ]
             self._learner.publish()
             if self._config.repacks:
@@ -200,6 +209,7 @@ class _Simulation:
             latency_s = self._loop.time() - self._issued.pop(trajectory.id)
             self._ended.append(EndedResponse(self._stats.rl_s, latency_s))
         reward = self._config.simulation
+        self._cores.spend(reward.trajectory_cpu_s)
         delay_s = reward.reward_median_s * self._random.lognormvariate(0.0, reward.reward_sigma)
         value = float(self._random.random() < reward.solved)
         self._loop.call_later(delay_s, self._score, trajectory, value)

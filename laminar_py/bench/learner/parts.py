@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laminar_py.calibration.trajectories import make_trajectory
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.lora import LoraConfig
@@ -15,7 +16,7 @@ from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.packing.packer import microbatches, pack
 from laminar_py.records.batch import MicroBatch
-from laminar_py.records.trajectory import FinishReason, Kind, Span, Trajectory
+from laminar_py.records.trajectory import Trajectory
 
 MAX_TOKENS = 2048
 SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50
@@ -63,25 +64,3 @@ def draw_lengths(count: int, *, median: int, seed: int, longest: int = 1024) -> 
 def make_trajectories(lengths: Sequence[int], *, vocab: int = 512) -> list[Trajectory]:
     """Finished trajectories of these lengths."""
     return [make_trajectory(index, length, vocab=vocab) for index, length in enumerate(lengths)]
-
-
-def make_trajectory(index: int, length: int, *, vocab: int = 512, prompt: np.ndarray | None = None) -> Trajectory:
-    """A finished trajectory of random tokens; the prompt is an eighth of it, or the given one."""
-    generator = np.random.default_rng(index)
-    first = generator.integers(1, vocab, max(1, length // 8)).astype(np.int32) if prompt is None else prompt
-    count = length - len(first)
-    return Trajectory(
-        id=f"t{index}.0",
-        prompt_id=f"p{index}",
-        group_id=f"t{index}",
-        sample_index=0,
-        kind=Kind.TRAIN,
-        prompt_ids=first,
-        response_ids=generator.integers(1, vocab, count).astype(np.int32),
-        logprobs=np.zeros(count, np.float32),
-        loss_mask=np.ones(count, np.bool_),
-        spans=(Span(0, 0, count),),
-        finish_reason=FinishReason.STOP,
-        reward=1.0,
-        advantage=float(generator.normal()),
-    )

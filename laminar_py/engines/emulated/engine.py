@@ -41,7 +41,8 @@ class EmulatedEngine:
     It runs `max_batch` requests at a time, of at most `max_len` tokens with their prompt, in a KV cache of
     `kv_capacity` tokens. A request's first token is delivered at once, the others every `delta_interval_s` seconds
     of the event loop's clock. The first load takes `late_s` emulated seconds more. `checksum` hashes the weights
-    in a folder. `ConfigError` if the cache cannot hold one request.
+    in a folder. `changed` is called when it begins or ends to be `busy`. `ConfigError` if the cache cannot hold
+    one request.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EmulatedEngine:
         delta_interval_s: float = 0.5,
         late_s: float = 0.0,
         checksum: Callable[[Path], str] = hash_weights,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         if kv_capacity < max_len:
             raise ConfigError(
@@ -71,6 +73,9 @@ class EmulatedEngine:
         self._delta_interval_s = delta_interval_s
         self._late_s = late_s
         self._hash = checksum
+        self._changed = changed
+        self._pace = 1.0
+        self.busy = False  # True while there are steps to make
         self._scheduler = EmulatedScheduler(times, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity)
         # A stream holds at most max_len deltas, so it needs no bound of its own.
         self._streams: dict[str, asyncio.Queue[Delta | EngineLostError]] = {}
@@ -84,7 +89,7 @@ class EmulatedEngine:
     async def start(self) -> None:
         """Emulated time begins."""
         self._loop = asyncio.get_running_loop()
-        self._began_s = self._loop.time()
+        self._began_s, self._passed_s = self._loop.time(), 0.0
 
     async def close(self) -> None:
         """End all streams with ABORT; the engine is of no use any more."""
@@ -168,6 +173,14 @@ class EmulatedEngine:
         self._deliver()
         return self._scheduler.status()
 
+    def pace(self, share: float) -> None:
+        """Make steps at that share of the speed from now on."""
+        if share == self._pace:
+            return
+        self._passed_s, self._began_s = self._now(), self._loop.time()
+        self._pace = share
+        self._set_event_timer(self._due_s)
+
     def lengths(self) -> dict[str, int]:
         """Response tokens of each running request, delivered or not, as of the last `status`."""
         return self._scheduler.lengths()
@@ -179,7 +192,7 @@ class EmulatedEngine:
 
     def _now(self) -> float:
         """Emulated seconds since the start."""
-        return (self._loop.time() - self._began_s) * self._compression
+        return self._passed_s + (self._loop.time() - self._began_s) * self._compression * self._pace
 
     def _deliver(self) -> None:
         """Hand over what has left, and set the timers anew."""
@@ -192,6 +205,9 @@ class EmulatedEngine:
         due_s = self._scheduler.next_event_s
         if due_s != self._due_s:
             self._set_event_timer(due_s)
+        if self.busy != (due_s is not None):
+            self.busy = due_s is not None
+            self._changed()
         if self._streams and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(self._delta_interval_s, self._flush)
 
@@ -200,9 +216,8 @@ class EmulatedEngine:
             self._event_timer.cancel()
         self._due_s, self._event_timer = due_s, None
         if due_s is not None:
-            self._event_timer = self._loop.call_at(
-                self._began_s + due_s / self._compression, self._on_event, due_s
-            )
+            ahead_s = (due_s - self._passed_s) / (self._compression * self._pace)
+            self._event_timer = self._loop.call_at(self._began_s + ahead_s, self._on_event, due_s)
 
     def _on_event(self, due_s: float) -> None:
         """The timer may fire a rounding error early; the event is due nevertheless."""

@@ -1,0 +1,122 @@
+"""Settings of a simulation that a finished run tells: lengths, prompts, rewards, and what its machinery takes.
+
+Used by `laminar bench plan`, whose calibration run is not one of those that are predicted.
+"""
+
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from laminar_py.bench.plan.cpu import CpuLog
+from laminar_py.bench.plan.settings import warm_steps
+from laminar_py.bench.runs import FinishedRun
+from laminar_py.engines.emulated.responses import SHORTEST
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.events import Stepped, VersionLoaded
+from laminar_py.records.metrics import StepRow
+
+UNDISTURBED = 10  # percentile of a delay that is taken for the delay where nothing else waits
+SAMPLES, HALVINGS = 200_000, 40  # of a cut log-normal whose mean is looked for
+HIGHEST_SIGMA = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts of a run for `laminar simulate`, in its seconds."""
+
+    median_tokens: int  # of the responses
+    sigma: float  # with which log-normal lengths have their mean
+    prompt_tokens: int  # median
+    solved: float
+    reward_s: float  # from a response's end to its score, where none waits before it
+    publish_s: float  # from a step to the first replica that serves its weights, where none has to end anything
+    handover_s: float  # that a step takes beyond the learner's own time
+    trajectory_cpu_s: float  # of all but learner and engines
+
+    @property
+    def settings(self) -> list[str]:
+        """Overrides of a config; `handover_s` belongs into its profile."""
+        return [
+            f"emulation.median_tokens={self.median_tokens}",
+            f"emulation.sigma={self.sigma}",
+            f"simulation.prompt_tokens={self.prompt_tokens}",
+            f"simulation.solved={self.solved}",
+            f"simulation.reward_median_s={self.reward_s}",
+            f"simulation.publish_s={self.publish_s}",
+            f"simulation.trajectory_cpu_s={self.trajectory_cpu_s}",
+        ]
+
+
+def read_facts(done: FinishedRun, cpu: CpuLog, *, cap: int) -> RunFacts:
+    """Facts of a run whose responses have so many tokens at most."""
+    with reading(done.folder) as connection:
+        ask = connection.execute
+        rows = ask(
+            "SELECT length, reward, finished_s, scored_s FROM trajectory"
+            " WHERE kind = 'train' AND reward IS NOT NULL"
+        ).fetchall()
+        prompts = [size // 4 for (size,) in ask("SELECT length(ids) FROM prompt")]
+        ends = "SELECT max(ended_s) FROM trajectory WHERE step = ?"
+        begin_s, end_s = (
+            ask(ends, (step,)).fetchone()[0] for step in (warm_steps(len(done.steps)), len(done.steps))
+        )
+        finished = "SELECT count(*) FROM trajectory WHERE finished_s BETWEEN ? AND ?"
+        (count,) = ask(finished, (begin_s, end_s)).fetchone()
+    lengths = np.array([length for length, *_ in rows], float)
+    return RunFacts(
+        median_tokens=round(float(np.median(lengths))),
+        sigma=sigma_of(float(lengths.mean()), middle=round(float(np.median(lengths))), cap=cap),
+        prompt_tokens=round(median(prompts)),
+        solved=float(np.mean([reward > 0 for _, reward, *_ in rows])),
+        reward_s=float(np.percentile([scored_s - ended_s for *_, ended_s, scored_s in rows], UNDISTURBED)),
+        publish_s=_publish_s(done),
+        handover_s=handover_s(done.steps),
+        trajectory_cpu_s=cpu.spent(begin_s, end_s).rest_s / count,
+    )
+
+
+def sigma_of(mean: float, *, middle: int, cap: int) -> float:
+    """Standard deviation of their logarithm with which lengths of that median have the mean, cut as engines do."""
+    normal = np.random.default_rng(0).standard_normal(SAMPLES)
+    low, high = 0.0, HIGHEST_SIGMA
+    for _ in range(HALVINGS):
+        sigma = (low + high) / 2
+        is_low = np.clip(middle * np.exp(sigma * normal), SHORTEST, cap).mean() < mean
+        low, high = (sigma, high) if is_low else (low, sigma)
+    return low
+
+
+def handover_s(steps: list[StepRow]) -> float:
+    """Median of what the learner is busy beyond computing, and the least wait for a batch, which was there."""
+    beyond = [
+        row.learner_busy_s - before.learner_busy_s - row.learner_s - row.publish_stall_s
+        for before, row in pairwise(steps)
+    ]
+    return max(0.0, median(beyond)) + min(row.waited_s for row in steps[1:])
+
+
+def _publish_s(done: FinishedRun) -> float:
+    """From the step on record to the first replica that serves its version, its load included."""
+    stepped: dict[int, float] = {}  # by step, on the run's monotonic clock
+    served: dict[int, float] = {}  # by version
+    with (
+        reading(done.folder) as connection,
+        closing(
+            connection.execute(
+                "SELECT mono, body FROM event WHERE kind IN ('stepped', 'versionloaded') ORDER BY seq"
+            )
+        ) as rows,
+    ):
+        for mono, body in rows:
+            event = decode_event(body)
+            if isinstance(event, Stepped):
+                stepped[event.step] = mono
+            elif isinstance(event, VersionLoaded):
+                served.setdefault(event.version, mono)
+        versions = connection.execute("SELECT version, step FROM version WHERE step > 0").fetchall()
+    waits = [served[version] - stepped[step] for version, step in versions if version in served]
+    return max(0.0, float(np.percentile(waits, UNDISTURBED)))

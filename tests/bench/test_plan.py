@@ -1,0 +1,95 @@
+"""The planner's benchmark: what a run tells, and how predicted is laid beside measured."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from laminar_py.bench.plan import fleets, quickstart
+from laminar_py.bench.plan.cpu import LEARNER, REPLICA, CpuLog, CpuSpent, watching_cpu
+from laminar_py.bench.plan.facts import RunFacts, handover_s, sigma_of
+from laminar_py.bench.plan.fleets import FleetFigures
+from laminar_py.bench.plan.settings import Compared
+from laminar_py.config.loading import load_config
+from laminar_py.simulate.run import check
+from tests.analytics.builders import make_step_row
+from tests.bench.figures import figures
+
+FACTS = RunFacts(
+    median_tokens=33,
+    sigma=0.9,
+    prompt_tokens=7,
+    solved=0.4,
+    reward_s=0.05,
+    publish_s=0.02,
+    handover_s=0.04,
+    trajectory_cpu_s=0.001,
+)
+
+
+def test_of_a_replica_the_thread_that_was_busiest_between_two_moments_is_its_engine():
+    before = {(REPLICA, 7, 70): 9.0, (REPLICA, 7, 71): 1.0, (LEARNER, 8, 0): 1.0, ("", 9, 0): 2.0}
+    after = {(REPLICA, 7, 70): 9.5, (REPLICA, 7, 71): 4.0, (LEARNER, 8, 0): 5.0, ("", 9, 0): 2.25}
+    log = CpuLog([100.0, 110.0], [before, after])
+    assert log.spent(99.5, 109.5) == CpuSpent(learner_s=4.0, engines_s=3.0, rest_s=0.75)
+
+
+def test_processes_below_this_one_are_seen():
+    code = "import time\nwhile time.process_time() < 1.5: pass\nprint(flush=True)\ninput()"
+    with watching_cpu() as log, subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as child:
+        child.stdout.readline()
+        num_looks = len(log.at_s)
+        while len(log.at_s) < num_looks + 2:
+            time.sleep(0.05)
+        child.communicate(b"\n")
+    assert max(sum(used.values()) for used in log.used_s) >= 1.4
+
+
+def test_the_sigma_of_lengths_that_engines_drew_is_found_again():
+    drawn = np.clip(50 * np.exp(0.8 * np.random.default_rng(1).standard_normal(100_000)), 16, 344)
+    assert sigma_of(drawn.mean(), middle=50, cap=344) == pytest.approx(0.8, abs=0.02)
+
+
+def test_handing_over_is_what_is_beyond_the_learners_own_time_and_its_least_wait():
+    busy = [(1.0, 1.0), (2.1, 1.0), (3.3, 1.1)]
+    rows = [
+        make_step_row(step, 0.0, learner_busy_s=total, learner_s=own, waited_s=0.02 * step)
+        for step, (total, own) in enumerate(busy, 1)
+    ]
+    assert handover_s(rows) == pytest.approx(0.1 + 0.04)
+
+
+def test_errors_are_of_medians_and_a_setting_that_scatters_may_be_off_by_twice_its_spread():
+    close = Compared("sync", [90.0, 110.0, 100.0], [100.0, 100.0, 100.0])
+    assert close.error == 0.0
+    scattered, off = [80.0, 100.0, 110.0], [100.0, 100.0, 100.0]
+    found = [close, Compared("one_step", [140.0] * 3, scattered), Compared("stale_0", [140.0] * 3, off)]
+    rows = {row.name: row.value for row in quickstart.table(found, [3.0])}
+    assert rows["plan_error_median"] == pytest.approx(0.4)
+    assert rows["plan_within"] == 2
+    assert rows["plan_stale_0"] == pytest.approx(1.4)
+
+
+def test_its_rows_are_those_of_the_catalog_and_their_differences_those_of_the_worst_setting():
+    found = [Compared(one.name, [1.0], [1.0]) for one in quickstart.SETTINGS]
+    figures("plan", "quickstart", quickstart.table(found, [3.0]))
+    measured = {one.name: [FleetFigures(100.0, 0.5, 1.0)] for one in fleets.SETTINGS}
+    predicted = {**measured, "fleet_sync": [FleetFigures(120.0, 0.53, 0.75)]}
+    rows = figures("plan", "fleets", fleets.table(predicted, measured, [3.0]))
+    assert rows["plan_fleet_error_median"] == 0.0
+    assert rows["plan_fleet_error_max"] == pytest.approx(0.2)
+    assert rows["plan_fleet_kv_error_max"] == pytest.approx(0.03)
+    assert rows["plan_fleet_staleness_error_max"] == 0.25
+
+
+def test_each_setting_is_one_that_runs_and_one_that_is_simulated():
+    emulated = ["emulation.profile=configs/emulation/h100_7b.yaml", "warm_start=null", *FACTS.settings]
+    for one in quickstart.SETTINGS:
+        load_config(quickstart.CONFIG, [*quickstart.BASE, *one.settings])
+        check(load_config(quickstart.CONFIG, [*quickstart.BASE, *emulated, *(one.simulated or one.settings)]))
+    for one in fleets.SETTINGS:
+        check(load_config(fleets.CONFIG, [*fleets.BASE, *one.settings]))
+    names = [one.settings for one in quickstart.SETTINGS]
+    assert () not in names, "the base setting is what is calibrated with"

@@ -1,0 +1,70 @@
+"""Times of an engine: those that an emulated one was given are those that are found."""
+
+import pytest
+
+from laminar_py.calibration.engine import measure_engine, shapes_of
+from laminar_py.config.emulated_profile import EngineTimes
+from laminar_py.config.section import ConfigError
+from laminar_py.engines.emulated.engine import EmulatedEngine
+from laminar_py.engines.emulated.responses import Responses
+from laminar_py.records.engine import SamplingParams
+from laminar_py.rollout.calibration import EngineBounds
+from laminar_py.simulate.virtual_loop import LoopClock, virtually
+
+SAMPLING = SamplingParams(max_new_tokens=1)
+
+
+def bounds(**changes):
+    given = {"vocab": 64, "slots": 32, "max_len": 1024, "kv_capacity": 32 * 1024, "sampling": SAMPLING}
+    return EngineBounds(**{**given, **changes})
+
+
+def measured(times, tmp_path, **changes):
+    limits = bounds(**changes)
+
+    async def lead():
+        engine = EmulatedEngine(
+            times,
+            Responses(limits.vocab, max_len=limits.max_len, median=100, sigma=1.0),
+            vocab=limits.vocab,
+            max_batch=limits.slots,
+            max_len=limits.max_len,
+            kv_capacity=limits.kv_capacity,
+            checksum=lambda folder: "",
+        )
+        await engine.start()
+        return await measure_engine(
+            engine,
+            limits,
+            LoopClock(),
+            weights=tmp_path,
+            reserve_tokens=times.reserve_tokens,
+            repeats=1,
+            tell=lambda line: None,
+        )
+
+    return virtually(lead())
+
+
+@pytest.mark.parametrize("sequence_s", [0.0, 3e-5])
+def test_what_an_emulated_engine_was_given_is_what_is_found(sequence_s, tmp_path):
+    given = EngineTimes(
+        step_s=0.02,
+        sequence_s=sequence_s,
+        kv_token_s=8e-8,
+        prefill_tokens_per_s=25000,
+        load_s=0.5,
+        reserve_tokens=16,
+    )
+    found = measured(given, tmp_path)
+    assert found.times.model_dump() == pytest.approx(given.model_dump(), rel=1e-6, abs=1e-12)
+    assert found.steps.worst_error < 1e-6
+
+
+def test_batches_keep_what_the_cache_holds_and_a_length_at_which_nothing_fits_is_refused():
+    small = bounds(kv_capacity=4096)
+    shapes = shapes_of(small)
+    assert len({shape.sequences for shape in shapes}) == 4
+    assert all(shape.sequences * (shape.prompt + 80) <= 4096 for shape in shapes)
+    with pytest.raises(ConfigError, match=r"rollout\.max_len=64: leaves no room"):
+        shapes_of(bounds(max_len=64))
