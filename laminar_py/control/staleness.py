@@ -59,8 +59,8 @@ class Admission:
 
         `one_step` opens a batch only when the one before is generated, e.g. batch 32: `allowed(live=32,
         generating=0)` is 32 (the others are in the learner), `allowed(live=32, generating=4)` is 0. One that some
-        replicas came too late for is completed meanwhile: `allowed(live=40, generating=8)` is 24, where live groups
-        tell how much of it was issued.
+        replicas came too late for is completed meanwhile, where live groups tell how much of it was issued:
+        `allowed(live=40, generating=8)` is 24.
         """
         room = max(0, self.limit - live)
         if self.schedule is Schedule.ONE_STEP:

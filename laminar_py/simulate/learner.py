@@ -6,6 +6,7 @@ Owned by `simulate.run`. Batches come from the production scheduler and are pack
 import asyncio
 import math
 from collections.abc import Callable
+from typing import TypedDict
 
 from laminar_py.config.emulated_profile import LearnerTimes
 from laminar_py.config.run import RunConfig
@@ -21,6 +22,15 @@ from laminar_py.simulate.parts import ModelledWeights
 from laminar_py.telemetry.stats import Stats
 
 STALLED_S = 1e5  # of the GPUs, in which no step gets its batch
+
+
+class LearnerParts(TypedDict):
+    """Parts of a simulation that its learner works with."""
+
+    scheduler: TrajectoryScheduler
+    weights: ModelledWeights
+    stats: Stats
+    show: Callable[[StepRow], None]
 
 
 class SimulatedLearner:
@@ -45,6 +55,7 @@ class SimulatedLearner:
         self._attention_share = attention_share(
             hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
         )
+        self._groups_at_once = config.rollout.prompts_per_step
         self.step, self.version = 0, -1
         self._refill = RefillWatch(
             max_refill=config.rollout.max_refill, record=lambda event: None, end=self._give_up
@@ -73,7 +84,7 @@ class SimulatedLearner:
         """The next batch; None once time is up."""
         stalls_s = STALLED_S / self._emulation.compression
         left_s = math.inf if limit_s is None else max(0.0, limit_s - self._stats.rl_s)
-        groups = self._config.rollout.prompts_per_step
+        groups = self._groups_at_once
         if left_s <= 0.0:
             return None  # a batch that is there already would be taken without a wait
         try:

@@ -9,10 +9,11 @@ import gc
 import math
 import random
 from collections.abc import Callable
+from typing import Protocol, Unpack
 
 import numpy as np
 
-from laminar_py.config.emulated_profile import EmulationProfile, read_profile
+from laminar_py.config.emulated_profile import EmulationProfile, LearnerTimes, read_profile
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.closing import Credit, Stages
@@ -28,7 +29,7 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.simulate.figures import EndedResponse, SimulatedRun
 from laminar_py.simulate.fleet import END, SimulatedFleet
-from laminar_py.simulate.learner import SimulatedLearner
+from laminar_py.simulate.learner import LearnerParts, SimulatedLearner
 from laminar_py.simulate.parts import ModelledWeights, NoRecord
 from laminar_py.simulate.virtual_loop import LoopClock, virtually
 from laminar_py.telemetry.stats import Stats, Totals
@@ -36,14 +37,33 @@ from laminar_py.telemetry.stats import Stats, Totals
 MIN_STEPS = 2
 
 
-def simulate(config: RunConfig, *, show: Callable[[StepRow], None] = lambda row: None) -> SimulatedRun:
-    """Lead a run from its first step to its last; `show` has each. Raises `ConfigError`."""
+class LearnerMaker(Protocol):
+    """A class of learners, or what makes one."""
+
+    def __call__(
+        self, config: RunConfig, times: LearnerTimes, /, **parts: Unpack[LearnerParts]
+    ) -> SimulatedLearner:
+        """A learner of this run."""
+        ...
+
+
+def simulate(
+    config: RunConfig,
+    *,
+    show: Callable[[StepRow], None] = lambda row: None,
+    profile: EmulationProfile | None = None,
+    learner: LearnerMaker = SimulatedLearner,
+) -> SimulatedRun:
+    """Lead a run from its first step to its last; `show` has each. Raises `ConfigError`.
+
+    `profile` takes the place of the one that the config names, `learner` that of the production learner.
+    """
     check(config)
     assert config.emulation is not None, "`check` has looked"
-    profile = read_profile(config.emulation.profile)
+    times = profile or read_profile(config.emulation.profile)
 
     async def lead() -> SimulatedRun:
-        return await _Simulation(config, profile, show).lead()
+        return await _Simulation(config, times, learner, show).lead()
 
     collects = gc.isenabled()
     gc.disable()  # next to nothing is freed by it, and what lives would be looked at ever again
@@ -89,7 +109,13 @@ def check(config: RunConfig) -> None:
 class _Simulation:
     """Parts of one run, made on the loop that they run on."""
 
-    def __init__(self, config: RunConfig, profile: EmulationProfile, show: Callable[[StepRow], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        profile: EmulationProfile,
+        learner: LearnerMaker,
+        show: Callable[[StepRow], None],
+    ) -> None:
         self._config = config
         self._show = show
         self._loop = asyncio.get_running_loop()
@@ -105,7 +131,7 @@ class _Simulation:
         self._fleet = SimulatedFleet(
             config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock
         )
-        self._learner = SimulatedLearner(
+        self._learner = learner(
             config, profile.learner, scheduler=scheduler, weights=weights, stats=stats, show=self._stepped
         )
         self._migration = Migration(
@@ -166,7 +192,8 @@ class _Simulation:
         self._migration.finished(trajectory)
         if trajectory.id in self._issued:  # else it was dropped, and goes on for the record alone
             latency_s = self._loop.time() - self._issued.pop(trajectory.id)
-            self._ended.append(EndedResponse(self._stats.rl_s, latency_s))
+            age = self._learner.version - trajectory.oldest_version
+            self._ended.append(EndedResponse(self._stats.rl_s, latency_s, age))
         reward = self._config.simulation
         delay_s = reward.reward_median_s * self._random.lognormvariate(0.0, reward.reward_sigma)
         value = float(self._random.random() < reward.solved)
