@@ -1,9 +1,9 @@
 """The comparison of the Laminar paper (arXiv 2510.12633) in the simulator: its schedules, repack and staleness.
 
 `python experiments/paper/run.py [--json] [--quick]` simulates each schedule at 7B, 32B and 72B on fleets of 64 to
-1,024 GPUs, under every split and tensor parallelism of `parameters.yaml`, and prints what was asked, what the paper
-has, and ours with its band. Cells that are done are kept in `.cache/paper`; the rest takes about half an hour of a
-core. `--quick`: the smallest fleet of the 7B at the middle split, a minute.
+1,024 GPUs, under each split of `parameters.yaml` at the lower tensor parallelism and at the middle split under the
+higher one, and prints the middle of each band with the band and the paper's figure beside it. Cells that are done
+are kept in `.cache/paper`; all take a quarter of an hour of a core. `--quick`: one fleet, one placement, a minute.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Self
 
-from experiments.paper.cells import BASE, HERE, Arm, Cell, CellFigures, Parameters, measure, read_parameters
+from cells import BASE, HERE, Arm, Cell, CellFigures, Parameters, measure, read_parameters
+
 from laminar_py.bench.kept import KeptResults
 from laminar_py.bench.report import Row, show
 
@@ -52,7 +53,7 @@ class Band:
 
     @property
     def width(self) -> float:
-        """The most over the least."""
+        """The most over the least; both are above 0."""
         return self.high / self.low
 
     def holds(self, value: float) -> bool:
@@ -64,7 +65,7 @@ class Band:
 
 
 class Comparison:
-    """Figures over fleets, by placement; `quick` keeps one fleet and the middle split."""
+    """Figures over fleets, by placement; `quick` keeps one of either."""
 
     def __init__(self, parameters: Parameters, measured: Measured, *, quick: bool) -> None:
         self._parameters = parameters
@@ -80,13 +81,19 @@ class Comparison:
 
     def rows(self) -> Iterator[Row]:
         """The table, the middle of the band first."""
-        for place, mfu in enumerate(self._mfus):
-            yield from self._ratios(self._placements(mfu, self._shares if place == 0 else self._shares[:1]))
-        yield from self._repack(self._placements(self._mfus[0], self._shares))
-        yield from self._staleness(self._placements(self._mfus[0], self._shares))
+        placements = self._placements(self._mfus[0])
+        yield from self._ratios(placements, (Arm.SYNC, *BATCHED))
+        yield from self._repack(placements)
+        yield from self._staleness(placements)
+        for mfu in self._mfus[1:]:
+            yield from self._ratios(self._middle(mfu), [Arm.SYNC])
 
-    def _placements(self, mfu: float, shares: Sequence[float]) -> list[Placement]:
-        return [Placement(tp=tp, share=share, mfu=mfu) for share in shares for tp in self._tps]
+    def _placements(self, mfu: float) -> list[Placement]:
+        """The middle split under each tensor parallelism, then the other splits under the lower one."""
+        return [*self._middle(mfu), *(Placement(tp=0, share=share, mfu=mfu) for share in self._shares[1:])]
+
+    def _middle(self, mfu: float) -> list[Placement]:
+        return [Placement(tp=tp, share=self._shares[0], mfu=mfu) for tp in self._tps]
 
     def _cell(self, arm: Arm, fleet: tuple[str, int], at: Placement, planner: str = "none") -> Cell:
         size, gpus = fleet
@@ -99,22 +106,19 @@ class Comparison:
 
     # ---- schedules
 
-    def _ratios(self, placements: Sequence[Placement]) -> Iterator[Row]:
+    def _ratios(self, placements: Sequence[Placement], arms: Sequence[Arm]) -> Iterator[Row]:
         published, planner = self._parameters.published, self._parameters.planner
-        setting = f"learner at MFU {placements[0].mfu:g}"
-        for arm in (Arm.SYNC, *BATCHED):
+        mfu = placements[0].mfu
+        setting, suffix = f"learner at MFU {mfu:g}", "" if mfu == self._mfus[0] else f"_mfu{mfu:g}"
+        for arm in arms:
             found = {at: [self._over(arm, fleet, at, planner) for fleet in self._fleets] for at in placements}
             means = [fmean(ratios) for ratios in found.values()]
-            yield self._row(f"over_{arm}_mean", means, published[f"over_{arm}_mean"], setting)
-            yield from self._each(f"over_{arm}", found, setting)
+            yield self._row(f"over_{arm}_mean{suffix}", means, published[f"over_{arm}_mean"], setting)
+            yield from self._each(f"over_{arm}{suffix}", found, setting)
             if arm is Arm.SYNC:
                 most = [max(ratios) for ratios in found.values()]
-                yield self._row("over_sync_max", most, published["over_sync_max"], setting)
-        middle = [at for at in placements if at.share == self._shares[0]]
-        own = [fmean(self._over(Arm.SYNC, fleet, at, OWN) for fleet in self._fleets) for at in middle]
-        if placements[0].mfu == self._mfus[0]:
-            yield self._row("own_planner_over_sync_mean", own, None, f"{setting}, middle split, planner {OWN}")
-        yield self._generation_share(middle, setting)
+                yield self._row(f"over_sync_max{suffix}", most, published["over_sync_max"], setting)
+        yield self._generation_share(self._middle(mfu), setting, suffix)
 
     def _over(self, arm: Arm, fleet: tuple[str, int], at: Placement, planner: str) -> float:
         return self._speed(Arm.ASYNC, fleet, at, planner) / self._speed(arm, fleet, at)
@@ -125,13 +129,14 @@ class Comparison:
             ratios = [ratios[place] for ratios in found.values()]
             yield self._row(f"{name}_{size}_{gpus}", ratios, None, setting)
 
-    def _generation_share(self, placements: Sequence[Placement], setting: str) -> Row:
+    def _generation_share(self, placements: Sequence[Placement], setting: str, suffix: str) -> Row:
         """What generation and the refresh are of a step of `sync`."""
         found = [
             fmean(1 - self._measured(self._cell(Arm.SYNC, fleet, at)).learner_busy_share for fleet in self._fleets)
             for at in placements
         ]
-        return self._row("sync_generation_share", found, self._parameters.published["generation_share"], setting)
+        published = self._parameters.published["generation_share"]
+        return self._row(f"sync_generation_share{suffix}", found, published, setting)
 
     # ---- repack and staleness
 
@@ -169,10 +174,8 @@ class Comparison:
         yield self._row("staleness_max", most, self._parameters.published["staleness_max"], setting)
 
     def _row(self, name: str, values: Sequence[float], paper: float | None, setting: str) -> Row:
-        band = Band.of(values) if min(values) > 0 else Band(min(values), max(values))
-        told = [f"band {band.low:.3g} to {band.high:.3g}"]
-        if band.low > 0:
-            told[0] += f", {band.width:.2f} wide"
+        band = Band.of(values)
+        told = [f"band {band}"]
         if paper is not None:
             told.append(f"paper {paper:g}, {'inside' if band.holds(paper) else 'outside'}")
         return Row(name, band.centre, "", "; ".join([*told, setting]))
@@ -192,9 +195,13 @@ def _kv(cells: Sequence[Sequence[CellFigures]]) -> list[float]:
 
 
 def shrinking(measured: Measured, parameters: Parameters) -> Iterator[Row]:
-    """Errors of a shrunk fleet and of few iterations, on one fleet: what is compared, over the same at full size."""
+    """Errors of a shrunk fleet and of few iterations, on one fleet: a cell over the same one, less so."""
     size, gpus = "7b", parameters.fleets["7b"][-1]
-    tp, share, mfu = parameters.tensor_parallel[size][0], sorted(parameters.learner_share)[1], PROFILE
+    tp, share, mfu = (
+        parameters.tensor_parallel[size][0],
+        sorted(parameters.learner_share)[1],
+        parameters.learner_mfu[0],
+    )
     for arm, planner in ((Arm.SYNC, "none"), (Arm.ASYNC, parameters.planner)):
         small = Cell(arm=arm, size=size, gpus=gpus, tp=tp, share=share, mfu=mfu, planner=planner)
         large = replace(small, shrink=2)
@@ -202,9 +209,6 @@ def shrinking(measured: Measured, parameters: Parameters) -> Iterator[Row]:
         for name, other in (("shrunk_fleet", large), ("few_iterations", long)):
             ratio = measured(small).trained_tokens_per_s / measured(other).trained_tokens_per_s
             yield Row(f"{name}_{arm}", ratio, "x", f"trained tokens/s of {small.name} over {other.name}")
-
-
-PROFILE = 0.4
 
 
 def main() -> None:
